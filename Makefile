@@ -1,0 +1,32 @@
+# Everything runs in .venv, which the first target that needs it makes.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
+CONSTRAINTS := tools/constraints.txt
+
+.PHONY: run test check setup clean
+
+run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
+	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
+
+test: $(STAMP)  ## every test that runs without a GPU and without SGLang
+	$(BIN)/python -m pytest $(ARGS)
+
+check: $(STAMP)  ## format, lint, types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+setup: $(STAMP)
+
+# torch first and alone: with it in place no other package brings another build.
+$(STAMP): pyproject.toml $(CONSTRAINTS)
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -c $(CONSTRAINTS) torch
+	$(PIP) install -c $(CONSTRAINTS) -e ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
