@@ -1,0 +1,35 @@
+"""Asynchronous reinforcement learning for language models: generation never waits for training.
+
+Importing this package is cheap; the names that workflows and rewards use are loaded on first use.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_async.contracts import Message, Policy, Reply, Rewards, Workflow
+    from areal_async.errors import Reject
+    from areal_async.rollout.rewards import reward
+    from areal_async.types import Prompt
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Message": "areal_async.contracts",
+    "Policy": "areal_async.contracts",
+    "Prompt": "areal_async.types",
+    "Reject": "areal_async.errors",
+    "Reply": "areal_async.contracts",
+    "Rewards": "areal_async.contracts",
+    "Workflow": "areal_async.contracts",
+    "reward": "areal_async.rollout.rewards",
+}
+
+__all__ = ["Message", "Policy", "Prompt", "Reject", "Reply", "Rewards", "Workflow", "reward"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,81 @@
+"""Everything this package raises, in two branches.
+
+    ArealError
+    ├── RolloutError            data: caught in one place, recorded on the trajectory, published
+    │   ├── WorkflowError       the user's workflow raised, timed out or returned nonsense
+    │   ├── RewardError         a reward raised, timed out or is not a finite number
+    │   └── GenerationError     no server could finish a completion
+    └── PipelineError           ends the process with a non-zero status, never swallowed
+        ├── UserError           a mistake the user can mend: one sentence, no traceback
+        ├── BusError            the broker refused, or did not answer within its deadline
+        │   ├── StreamFullError the stream holds ``max_bytes``: wait, the message is not stored
+        │   ├── ConflictError   a compare-and-set lost: the value is no longer the one that was read
+        │   └── ConsumerGoneError  the consumer was deleted: for a trainer, a newer lineage has taken over
+        ├── WireError           bytes that are not a message of ours
+        ├── StalenessError      a token over the bound reached the loss: a broken promise
+        └── FencedError         a newer lineage has taken over: this process must not write any more
+
+``Reject`` is not an error: a workflow raises it to withdraw its sibling.
+"""
+
+
+class ArealError(Exception):
+    """The base of everything raised here on purpose."""
+
+
+class RolloutError(ArealError):
+    """A rollout went wrong. It is data: recorded with its cause, then published like a success."""
+
+
+class WorkflowError(RolloutError):
+    """The workflow raised, ran past its deadline or returned something that is not a reward."""
+
+
+class RewardError(RolloutError):
+    """A reward function raised, ran past its deadline or returned no finite number."""
+
+
+class GenerationError(RolloutError):
+    """No inference server could start or finish a completion."""
+
+
+class PipelineError(ArealError):
+    """Something that no rollout can carry: it leaves the task group and ends the process."""
+
+
+class UserError(PipelineError):
+    """A mistake the user can mend. The command line prints its one sentence and exits with ``exit_code``."""
+
+    exit_code = 2
+
+
+class BusError(PipelineError):
+    """The broker refused a request, or did not answer within its deadline."""
+
+
+class StreamFullError(BusError):
+    """The stream holds ``max_bytes``. Nothing was stored; wait for the trainer and send again."""
+
+
+class ConflictError(BusError):
+    """A compare-and-set lost: another writer was faster. Read again and decide again."""
+
+
+class ConsumerGoneError(BusError):
+    """The consumer that was pulled from does not exist any more."""
+
+
+class WireError(PipelineError):
+    """Bytes that are not a message of ours: wrong schema, wrong length or a checksum that does not match."""
+
+
+class StalenessError(PipelineError):
+    """A token older than ``max_staleness`` reached the loss."""
+
+
+class FencedError(PipelineError):
+    """A newer lineage exists; whatever this process would write now must not count."""
+
+
+class Reject(Exception):
+    """Withdraw this sibling: not a failure, not tried again, not trained."""

@@ -1,0 +1,348 @@
+"""Every setting of a run, frozen, with its unit and the meaning of ``None`` or 0 under it.
+
+Sources, later ones win: YAML file, ``AREAL_ASYNC_*`` environment (``__`` nests), ``--section.key value``
+(``settings_sources``). Numbers that follow from others are properties and are never typed.
+"""
+
+import re
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from areal_async.staleness import max_groups_in_flight
+from areal_async.subjects import RUN_NAME, TOKEN, Names
+
+TICKET_ACK_WAIT_S = 30.0
+"""A ticket whose node is silent for this long is given to another."""
+TRAJECTORY_ACK_WAIT_S = 86_400.0
+"""Trajectories stay un-acked until a checkpoint holds them; a lineage fences by its own consumer, not by time."""
+MESSAGE_BYTES = 1 << 20
+"""Trajectories that are ready together travel together up to this size."""
+MAX_PAYLOAD_BYTES = 9 << 20
+"""The broker's limit: one trajectory of ``max_trajectory_bytes`` and its headers must fit."""
+
+
+class Section(BaseModel):
+    """A frozen part of the settings in which unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunSettings(Section):
+    """One experiment."""
+
+    name: str = "run"
+    """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory, subjects and streams."""
+    steps: int = Field(default=200, ge=1)
+    """Training steps in all."""
+    seed: int = 1
+    """Seeds the order of the data, the sampling of the servers and the optimizer's noise."""
+    watchdog_s: float = Field(default=120.0, gt=0)
+    """Seconds without any progress after which the run says who waits for whom."""
+    directory: Path = Path("runs")
+    """Where run directories are made."""
+    max_failed_groups: int = Field(default=20, ge=1)
+    """This many failed groups, one after another with no other outcome between, end the run with their cause."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not RUN_NAME.fullmatch(name):
+            raise ValueError(f"got {name!r}, need 1 to 48 characters of a-z 0-9 _ -; choose another run.name")
+        return name
+
+
+class DatasetSettings(Section):
+    """Where rows come from, as ``datasets.load_dataset`` takes it."""
+
+    path: str
+    """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory."""
+    name: str | None = None
+    """Configuration of a hub data set; ``None`` takes its default."""
+    split: str = "train"
+    """Split to take; a slice (``train[:100]``) works."""
+
+
+class TaskSettings(Section):
+    """A workflow and the rows it is given."""
+
+    workflow: str = "workflows/gsm8k.py"
+    """Python file, with ``:name`` when the coroutine is not named like the file."""
+    dataset: DatasetSettings
+    ratio: float = Field(default=1.0, gt=0)
+    """Share of this task's prompts in an epoch, relative to its rows; only 1.0 is taken today."""
+
+    @property
+    def name(self) -> str:
+        """The workflow's name, a subject token."""
+        stem = self.workflow.partition(":")[2] or Path(self.workflow).stem
+        return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.ratio != 1.0:
+            raise ValueError(
+                f"ratio: got {self.ratio}, need 1.0; several tasks are visited in proportion to their rows"
+            )
+        if not TOKEN.fullmatch(self.name):
+            raise ValueError(f"workflow: got {self.workflow!r}, need a file that ends in a name")
+        return self
+
+
+class EvalSettings(Section):
+    """Greedy evaluation on held-out rows, beside training and without credits."""
+
+    every_steps: int = Field(default=20, ge=0)
+    """Training steps between evaluations, besides the first and the last; 0 for only these two."""
+    dataset: DatasetSettings | None = None
+    """Held-out rows; ``None`` for no evaluation at all."""
+    limit: int = Field(default=256, ge=1)
+    """Rows to take, from the first."""
+
+
+class ModelSettings(Section):
+    """The model that is trained and served."""
+
+    path: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    """Hugging Face folder or hub name."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the forward and backward pass and of the served weights; parameters, gradients and optimizer are float32."""
+
+
+class SamplingSettings(Section):
+    """How the servers sample."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Only the k likeliest tokens; -1 keeps all."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Longest completion of one turn, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, besides the end-of-turn token."""
+
+
+class RolloutSettings(Section):
+    """What is sampled, and how old it may be."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Siblings per prompt."""
+    min_group_size: int = Field(default=4, ge=1)
+    """Scored siblings below which a group is not trained."""
+    batch_groups: int = Field(default=32, ge=1)
+    """Groups per training step."""
+    max_staleness: int = Field(default=2, ge=0)
+    """Oldest weights a trained token may come from, in versions. 0 is truly on-policy."""
+    when_stale: Literal["wait", "mask", "drop"] = "wait"
+    """``wait`` for due groups, ``mask`` over-age tokens out of the loss, or ``drop`` the group (favours the short)."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Failed attempts at one prompt before it is recorded dead."""
+    episode_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a node stores an unfinished sibling as failed."""
+    sampling: SamplingSettings = SamplingSettings()
+    max_trajectories_per_node: int = Field(default=512, ge=1)
+    """Workflows running at once on one node."""
+    max_trajectory_bytes: int = Field(default=8 << 20, ge=1 << 10, le=8 << 20)
+    """Largest trajectory that is stored; a larger one is a recorded failure."""
+    linger_ms: float = Field(default=20.0, ge=0)
+    """How long a finished sibling waits for others to travel with."""
+    max_stream_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """Disk for trajectories that are not trained yet; when full, producers wait."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size must not exceed group_size, got min_group_size={self.min_group_size}, "
+                f"group_size={self.group_size}; else no group could ever train"
+            )
+        return self
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Derived: groups admitted and not settled, at the most."""
+        return max_groups_in_flight(max_staleness=self.max_staleness, batch_groups=self.batch_groups)
+
+    @property
+    def group_deadline_s(self) -> float:
+        """Derived: how long a trainer that waits for a group gives it before recording it failed."""
+        return self.episode_deadline_s + 60.0
+
+
+class InferenceSettings(Section):
+    """The servers of each node."""
+
+    backend: Literal["auto", "sglang", "embedded"] = "auto"
+    """``auto`` takes SGLang where ``python`` is set or a GPU and SGLang are found, else the embedded engine."""
+    python: Path | None = None
+    """Interpreter of the environment SGLang is installed in; ``None`` for the one that runs this."""
+    num_servers: int = Field(default=1, ge=1)
+    """Servers per node."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs per server."""
+    interrupt: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to running requests while weights are swapped: recomputed, kept as they are, or ended and resent."""
+    weight_transfer: Literal["disk"] = "disk"
+    """How weights reach the servers."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of one embedded server."""
+    context_length: int | None = None
+    """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
+    max_running_requests: int = Field(default=256, ge=1)
+    """Requests one server decodes at once."""
+    stream_interval: int = Field(default=8, ge=1)
+    """Tokens per streamed event: fewer events cost less on both sides."""
+    flags: tuple[str, ...] = ()
+    """Passed on to the server as they are."""
+    first_token_deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds from sending a request to its first event."""
+    between_tokens_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds between two events of one stream."""
+    start_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds a server may take until it is healthy."""
+
+
+class AlgorithmSettings(Section):
+    """The loss. Knobs carry the papers' names."""
+
+    name: Literal["grpo"] = "grpo"
+    """Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300)."""
+    eps_clip: float = Field(default=0.2, gt=0)
+    """Clip range of the importance ratio around 1."""
+    eps_clip_higher: float | None = Field(default=None, gt=0)
+    """Upper clip range (DAPO, arXiv 2503.14476); ``None`` takes ``eps_clip``."""
+    decoupled: bool | None = None
+    """Decoupled objective (AReaL, arXiv 2505.24298 eq. 5); ``None`` switches it on when ``max_staleness`` > 0."""
+    behave_weight_cap: float = Field(default=5.0, gt=0)
+    """Largest weight pi_proximal / pi_behave of a token; larger ones are cut to it."""
+    advantage_std: bool = True
+    """Divide a group's centred rewards by their standard deviation (GRPO); off is Dr.GRPO's choice."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Weight of the entropy bonus."""
+    num_minibatches: int = Field(default=1, ge=1)
+    """Optimizer updates per training step."""
+
+
+class TrainerSettings(Section):
+    """The processes that turn batches into weights."""
+
+    num_ranks: int = Field(default=1, ge=1)
+    """Trainer processes; one per GPU."""
+    engine: Literal["fsdp2"] = "fsdp2"
+    """Fully sharded data parallel."""
+    lr: float = Field(default=1.0e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Training steps over which the rate rises from 0."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the warm-up: constant, or down to 0 over ``run.steps``."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay, on matrices only."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's averages."""
+    eps: float = Field(default=1e-8, gt=0)
+    """AdamW's epsilon."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    token_budget: int = Field(default=16384, ge=8)
+    """Tokens of one packed row; the longest trajectory must fit."""
+    checkpoint_every_steps: int = Field(default=10, ge=1)
+    """Training steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept on disk."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads per rank where there is no GPU."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Times a crashed trainer group is started again from its checkpoint before the run ends."""
+
+
+class LaunchSettings(Section):
+    """Where processes are started."""
+
+    backend: Literal["local"] = "local"
+    """On this host."""
+
+
+class BusSettings(Section):
+    """The broker."""
+
+    url: str = "embedded"
+    """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``."""
+    credentials: Path | None = None
+    """Credentials file for an external broker; ``None`` for none."""
+    http_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the embedded broker's monitoring page; 0 takes a free one."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the embedded broker; 0 takes a free one."""
+    max_disk_bytes: int = Field(default=16 << 30, ge=1 << 26)
+    """Disk the embedded broker may take in all."""
+    operation_deadline_s: float = Field(default=60.0, gt=0)
+    """Seconds a bus operation is retried, through restarts of the broker, before its process ends."""
+
+
+class Settings(Section):
+    """A whole run."""
+
+    run: RunSettings = RunSettings()
+    tasks: tuple[TaskSettings, ...] = ()
+    eval: EvalSettings = EvalSettings()
+    model: ModelSettings = ModelSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    inference: InferenceSettings = InferenceSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    launch: LaunchSettings = LaunchSettings()
+    bus: BusSettings = BusSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [task.name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
+        return self
+
+    @property
+    def names(self) -> Names:
+        """Subjects, streams and keys of this run."""
+        return Names(self.run.name)
+
+    @property
+    def run_directory(self) -> Path:
+        """``<run.directory>/<run.name>``."""
+        return self.run.directory / self.run.name
+
+    @property
+    def uses_decoupled_loss(self) -> bool:
+        """Derived from ``algorithm.decoupled`` and ``max_staleness``."""
+        if self.algorithm.decoupled is None:
+            return self.rollout.max_staleness > 0
+        return self.algorithm.decoupled
+
+    # JetStream numbers, derived
+    @property
+    def ticket_ack_wait_s(self) -> float:
+        return TICKET_ACK_WAIT_S
+
+    @property
+    def ticket_heartbeat_s(self) -> float:
+        """Two heartbeats may be lost before a lease is."""
+        return TICKET_ACK_WAIT_S / 3
+
+    @property
+    def max_tickets(self) -> int:
+        """Every admitted group's ticket can be out at once."""
+        return self.rollout.max_groups_in_flight
+
+    @property
+    def duplicate_window_s(self) -> float:
+        """Longer than any retry of a publish."""
+        return max(600.0, 2 * self.bus.operation_deadline_s)
+
+
+DATA_DEFINING = ("tasks", "model.path", "rollout.group_size", "run.seed")
+"""Settings that a resumed run must not change."""

@@ -1,0 +1,399 @@
+"""The stations on the road from a row to a gradient, and the records that account for them.
+
+Every one is an immutable struct that can cross a process boundary (``wire``); the arrays of a
+``Sequence`` are the only large part. One word for one thing: these names are used in code, logs,
+metrics and documents alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+NOT_SAMPLED = -1
+"""The version of a token that no model of ours produced (prompt, tool output)."""
+
+
+class Version(NamedTuple):
+    """A weights version: the lineage of the trainer that made it, and the step that it ends.
+
+    Ordered by lineage, then step. Written ``1-42``; packed into one int64 per token.
+    """
+
+    lineage: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.lineage}-{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Read ``1-42``.
+
+        Raises:
+            ValueError: not two non-negative integers with a dash between.
+        """
+        lineage, dash, step = text.partition("-")
+        if not (dash and lineage.isdecimal() and step.isdecimal()):
+            raise ValueError(f"weights version: got {text!r}, need <lineage>-<step> like 1-42")
+        return cls(int(lineage), int(step))
+
+    def pack(self) -> int:
+        """Return ``lineage * 2**32 + step``."""
+        return (self.lineage << 32) | self.step
+
+    @classmethod
+    def unpack(cls, packed: int) -> Version:
+        """Invert ``pack``."""
+        return cls(packed >> 32, packed & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class GroupId:
+    """One attempt at one prompt, written ``<epoch>-<index>-<attempt>``; attempts count from 0."""
+
+    epoch: int
+    index: int
+    attempt: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}-{self.index}-{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: str) -> GroupId:
+        """Read ``0-17-0``.
+
+        Raises:
+            ValueError: not three non-negative integers joined by dashes.
+        """
+        parts = text.split("-")
+        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+            raise ValueError(f"group id: got {text!r}, need <epoch>-<index>-<attempt> like 0-17-0")
+        return cls(*(int(part) for part in parts))
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """What every message of ours starts from. Fields added later take defaults; readers skip unknown ones."""
+
+
+class Prompt(Record, frozen=True, kw_only=True):
+    """One dataset row with a stable id. ``prompt["question"]`` reads a column."""
+
+    epoch: int
+    index: int
+    """Position in the data set (tasks concatenated in the order of the settings), from 0."""
+    row: dict[str, Any]
+
+    def __getitem__(self, column: str) -> Any:
+        return self.row[column]
+
+
+class Ticket(Record, frozen=True, kw_only=True):
+    """The right to try one prompt once, now."""
+
+    group_id: str
+    workflow: str
+    """Name of the workflow, a subject token."""
+    row: dict[str, Any]
+    group_size: int
+    version: str
+    """Newest weights version at admission; stands for the group's oldest until a slot is stored."""
+    num_failed_attempts: int = 0
+    """Earlier attempts at this prompt that ended ``failed``."""
+    number: int = 0
+    """Position among all admissions of the run, from 1."""
+
+    @property
+    def prompt(self) -> Prompt:
+        """The row under its stable id."""
+        group = GroupId.parse(self.group_id)
+        return Prompt(epoch=group.epoch, index=group.index, row=self.row)
+
+
+class VersionSpan(Record, frozen=True, kw_only=True):
+    """Output tokens ``[start, end)`` were produced by ``version``, as the server stamped them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class Turn(Record, frozen=True, kw_only=True):
+    """One call of the model inside a workflow."""
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    logprobs: list[float]
+    """Natural log, one per output token, from the distribution that was sampled from."""
+    spans: list[VersionSpan]
+    """Cover ``output_ids`` without a gap."""
+    oldest: str
+    """The oldest of the version at submission and every span's."""
+    finish_reason: str
+    """``stop``, ``length`` or ``abort``."""
+
+
+class Sequence(Record, frozen=True, kw_only=True, eq=False):
+    """One row to train on: turns merged while each prompt extends the tokens before it. All arrays [L]."""
+
+    token_ids: NDArray[np.int32]
+    loss_mask: NDArray[np.bool_]
+    """True exactly on tokens the policy sampled."""
+    logprobs: NDArray[np.float32]
+    """The server's; 0 where ``loss_mask`` is False."""
+    versions: NDArray[np.int64]
+    """``Version.pack()``; ``NOT_SAMPLED`` where ``loss_mask`` is False."""
+
+    @property
+    def num_tokens(self) -> int:
+        """L."""
+        return len(self.token_ids)
+
+
+class SlotStatus(StrEnum):
+    """How one sibling ended."""
+
+    SCORED = "scored"
+    FAILED = "failed"
+    REJECTED = "rejected"
+
+
+class Slot(Record, frozen=True, kw_only=True):
+    """The header of one trajectory: all that the cut needs, without its tokens."""
+
+    sibling: int
+    sample_uid: str
+    """Names the producer too, so that two producers of one slot can be told apart."""
+    status: SlotStatus
+    reward: float = 0.0
+    """0 unless scored."""
+    reason: str = ""
+    """Why it failed or was rejected."""
+    num_tokens: int = 0
+    """Over all sequences, prompt included."""
+    num_output_tokens: int = 0
+    """Sampled ones."""
+    oldest: str
+    """Oldest version of any sampled token, or at submission; of the ticket when nothing was sampled."""
+    newest: str
+    crc32: int = 0
+    """Of the slot's payload bytes."""
+    index: int = 0
+    """Position of the payload inside its message."""
+    num_truncated: int = 0
+    """Turns that ended by length."""
+
+
+class Trajectory(Record, frozen=True, kw_only=True):
+    """What fills one slot of a group."""
+
+    slot: Slot
+    sequences: list[Sequence]
+    """Empty unless scored."""
+    info: dict[str, float] = {}
+    """The workflow's own metrics."""
+
+
+class StoredMessage(Record, frozen=True, kw_only=True):
+    """A trajectory message in the stream, as its headers tell it."""
+
+    group_id: str
+    workflow: str
+    ticket_version: str
+    """``Ticket.version``."""
+    num_failed_attempts: int
+    group_size: int
+    slots: list[Slot]
+    sequence: int
+    """Stream sequence: a hint where to find the payload, never a key."""
+    num_bytes: int
+
+
+class OutcomeKind(StrEnum):
+    """What became of a group."""
+
+    TRAINED = "trained"
+    STALE = "stale"
+    FAILED = "failed"
+    FILTERED = "filtered"
+    REJECTED = "rejected"
+    ABANDONED = "abandoned"
+    DEAD = "dead"
+    LATE = "late"
+    """Of one slot: it came after its group was settled. Settles nothing."""
+    DUPLICATE = "duplicate"
+    """Of one slot: another producer's was taken. Settles nothing."""
+
+    @property
+    def settles(self) -> bool:
+        """Whether it ends the group and returns its credit."""
+        return self not in (OutcomeKind.LATE, OutcomeKind.DUPLICATE)
+
+    @property
+    def readmits(self) -> bool:
+        """Whether the prompt is tried again."""
+        return self in (OutcomeKind.FAILED, OutcomeKind.ABANDONED)
+
+
+class Outcome(Record, frozen=True, kw_only=True):
+    """One line of the audit trail."""
+
+    group_id: str
+    kind: OutcomeKind
+    lineage: int
+    """Of the trainer (or the controller's view of it) that recorded this; 0 before the first."""
+    step: int = 0
+    """The training step, for ``trained`` and for what was found while cutting one."""
+    reason: str = ""
+    num_failed_attempts: int = 0
+    """At this prompt, this attempt included when it failed."""
+    sample_uid: str = ""
+    """For ``late`` and ``duplicate``."""
+
+
+class CutSlot(Record, frozen=True, kw_only=True):
+    """A slot in a cut, and where its payload was seen."""
+
+    slot: Slot
+    sequence: int
+
+
+class CutGroup(Record, frozen=True, kw_only=True):
+    """A group in a cut, with the siblings that are used."""
+
+    group_id: str
+    workflow: str
+    slots: list[CutSlot]
+
+
+class CutKind(StrEnum):
+    """What a journal entry says."""
+
+    BEGIN = "begin"
+    """A trainer took ``lineage``, restored from the checkpoint of ``step``; older lineages' entries end here."""
+    CUT = "cut"
+    """The batch of ``step``."""
+    END = "end"
+    """No batch: the trainer's ranks finish before ``step``."""
+
+
+class Cut(Record, frozen=True, kw_only=True):
+    """An entry of the journal: the batch of one training step, written before the step runs."""
+
+    kind: CutKind = CutKind.CUT
+    lineage: int
+    step: int
+    groups: list[CutGroup] = []
+    seed: int = 0
+    branches: dict[str, int] = {}
+    """lineage -> last step it shares with the lineage before it, where they parted (``staleness.age_at``)."""
+
+
+class LineageRecord(Record, frozen=True, kw_only=True):
+    """KV ``lineage``: who may train."""
+
+    lineage: int
+    restored_step: int = 0
+    """The checkpoint it started from."""
+
+
+class WeightsVersion(Record, frozen=True, kw_only=True):
+    """KV ``weights.<policy>``: where the newest weights are."""
+
+    version: str
+    path: str
+    """A Hugging Face folder."""
+    sha256: dict[str, str] = {}
+    """file name -> hash, for the safetensors files."""
+    kind: str = "disk"
+    final: bool = False
+    """The run's last version."""
+
+
+class CheckpointRecord(Record, frozen=True, kw_only=True):
+    """KV ``checkpoint``: the newest complete one."""
+
+    version: str
+    path: str
+
+
+class Admitted(Record, frozen=True, kw_only=True):
+    """KV ``admitted``: the data cursor. Only ever grows."""
+
+    total: int = 0
+    """Groups admitted, re-admissions included."""
+    num_fresh: int = 0
+    """Prompts admitted for the first time: the position in the sampler's endless sequence."""
+    num_readmitted: int = 0
+    """How many of the re-admissible outcomes, in their stored order, were admitted again."""
+
+
+class EvalTicket(Record, frozen=True, kw_only=True):
+    """The right to answer one held-out prompt once, greedily."""
+
+    eval_id: str
+    """The weights version the evaluation was asked for."""
+    index: int
+    """Row of the evaluation data set."""
+    workflow: str
+    row: dict[str, Any]
+
+
+class EvalResult(Record, frozen=True, kw_only=True):
+    """What became of an evaluation ticket."""
+
+    eval_id: str
+    index: int
+    reward: float = 0.0
+    error: str = ""
+    """Set when there is no reward."""
+    oldest: str = ""
+    newest: str = ""
+
+
+class EvalRecord(Record, frozen=True, kw_only=True):
+    """One finished evaluation: an event, and a line of ``eval.jsonl``."""
+
+    eval_id: str
+    step: int
+    accuracy: float
+    """Mean reward over the rows that were scored."""
+    num_scored: int
+    num_failed: int
+    oldest: str
+    newest: str
+    """The versions it spanned."""
+
+
+class RunState(Record, frozen=True, kw_only=True):
+    """KV ``run``: how far the run as a whole is."""
+
+    state: str = "running"
+    """``running``, ``finished`` or ``failed``."""
+    reason: str = ""
+
+
+class ServerState(Record, frozen=True, kw_only=True):
+    """KV ``server.<id>``: what one inference server runs."""
+
+    server_id: str
+    node_id: str
+    url: str
+    version: str
+    """Empty until it holds an announced version."""
+    fenced: bool = False
+    reason: str = ""
+
+
+def mean(values: list[float]) -> float:
+    """Return the arithmetic mean, 0 for no values."""
+    return sum(values) / len(values) if values else 0.0
+
+
+Metrics = Mapping[str, float | int | str]

@@ -1,0 +1,199 @@
+"""Bytes on the bus: how records and trajectories are encoded, and the checks on the way in.
+
+Small records are JSON with a ``schema`` number, so that any NATS tool can read them. A trajectory
+message is msgpack: one blob per slot, in it raw little-endian buffers. Its headers carry the slots'
+headers, so that a batch is cut without reading a payload. Every length is checked before a buffer is
+read; nothing is ever unpickled.
+"""
+
+import json
+import zlib
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from areal_async.errors import WireError
+from areal_async.types import Record, Sequence, Slot, StoredMessage, Trajectory
+
+SCHEMA = 1
+GROUP_HEADER = "Areal-Group"
+SLOTS_HEADER = "Areal-Slots"
+MAX_SEQUENCES = 4096
+MAX_TOKENS = 1 << 24
+MAX_REASON_CHARACTERS = 2000
+
+R = TypeVar("R", bound=Record)
+
+
+def encode(record: Record) -> bytes:
+    """Encode a record as one JSON object with its schema number."""
+    return msgspec.json.encode({"schema": SCHEMA, **msgspec.structs.asdict(record)})
+
+
+def decode(data: bytes | str, kind: type[R]) -> R:
+    """Decode a record of the given kind.
+
+    Raises:
+        WireError: not JSON, another schema, or fields that do not fit.
+    """
+    try:
+        schema = msgspec.json.decode(data, type=_Schema).schema
+        if schema != SCHEMA:
+            raise WireError(f"{kind.__name__}: got schema {schema}, need {SCHEMA}; upgrade the older side")
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise WireError(f"{kind.__name__}: cannot decode {len(data)} bytes: {exc}") from exc
+
+
+class _Schema(msgspec.Struct):
+    schema: int
+
+
+class _SequencePayload(msgspec.Struct, array_like=True):
+    num_tokens: int
+    token_ids: bytes
+    loss_mask: bytes
+    logprobs: bytes
+    versions: bytes
+
+
+class _SlotPayload(msgspec.Struct, array_like=True):
+    schema: int
+    sibling: int
+    sample_uid: str
+    sequences: list[_SequencePayload]
+    info: dict[str, float]
+    extensions: dict[str, msgspec.Raw] = {}
+    """A place for later fields (images by reference)."""
+
+
+class _GroupHeader(Record, frozen=True, kw_only=True):
+    schema: int
+    group_id: str
+    workflow: str
+    ticket_version: str
+    num_failed_attempts: int
+    group_size: int
+
+
+_COLUMNS = (("token_ids", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4"), ("versions", "<i8"))
+
+
+def encode_trajectory(trajectory: Trajectory) -> bytes:
+    """Encode the payload of one slot. The caller puts its ``crc32`` into the slot's header."""
+    return msgspec.msgpack.encode(
+        _SlotPayload(
+            schema=SCHEMA,
+            sibling=trajectory.slot.sibling,
+            sample_uid=trajectory.slot.sample_uid,
+            sequences=[
+                _SequencePayload(
+                    sequence.num_tokens,
+                    *(getattr(sequence, name).astype(dtype, copy=False).tobytes() for name, dtype in _COLUMNS),
+                )
+                for sequence in trajectory.sequences
+            ],
+            info=trajectory.info,
+        )
+    )
+
+
+def encode_message(
+    trajectories: Seq[Trajectory],
+    *,
+    group_id: str,
+    workflow: str,
+    ticket_version: str,
+    num_failed_attempts: int,
+    group_size: int,
+) -> tuple[bytes, dict[str, str]]:
+    """Return payload and headers of one message with these slots of one group.
+
+    The slots' ``crc32`` and ``index`` are filled in here, so that content and headers cannot disagree.
+    """
+    blobs = [encode_trajectory(trajectory) for trajectory in trajectories]
+    slots = [
+        msgspec.structs.replace(
+            trajectory.slot,
+            crc32=zlib.crc32(blob),
+            index=index,
+            reason=trajectory.slot.reason[:MAX_REASON_CHARACTERS],
+        )
+        for index, (trajectory, blob) in enumerate(zip(trajectories, blobs, strict=True))
+    ]
+    group = _GroupHeader(
+        schema=SCHEMA, group_id=group_id, workflow=workflow, ticket_version=ticket_version,
+        num_failed_attempts=num_failed_attempts, group_size=group_size,
+    )  # fmt: skip
+    headers = {GROUP_HEADER: _ascii_json(group), SLOTS_HEADER: _ascii_json(slots)}
+    return msgspec.msgpack.encode(blobs), headers
+
+
+def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_bytes: int) -> StoredMessage:
+    """Read a trajectory message's headers.
+
+    Raises:
+        WireError: a header is missing or does not fit.
+    """
+    try:
+        group = msgspec.json.decode((headers or {})[GROUP_HEADER], type=_GroupHeader)
+        slots = msgspec.json.decode((headers or {})[SLOTS_HEADER], type=list[Slot])
+    except KeyError as exc:
+        raise WireError(f"trajectory message {sequence}: header {exc} is missing") from exc
+    except (msgspec.DecodeError, RecursionError) as exc:
+        raise WireError(f"trajectory message {sequence}: cannot decode headers: {exc}") from exc
+    if group.schema != SCHEMA:
+        raise WireError(
+            f"trajectory message {sequence}: got schema {group.schema}, need {SCHEMA}; upgrade the older side"
+        )
+    if not slots or any(not 0 <= slot.sibling < group.group_size for slot in slots):
+        raise WireError(f"trajectory message {sequence}: got siblings outside 0..{group.group_size - 1}")
+    return StoredMessage(
+        group_id=group.group_id, workflow=group.workflow, ticket_version=group.ticket_version,
+        num_failed_attempts=group.num_failed_attempts, group_size=group.group_size, slots=slots,
+        sequence=sequence, num_bytes=num_bytes,
+    )  # fmt: skip
+
+
+def decode_trajectory(payload: bytes, slot: Slot) -> Trajectory:
+    """Read one slot's trajectory out of its message, verified by checksum, sibling and id.
+
+    Raises:
+        WireError: anything in the payload disagrees with the slot's header or with itself.
+    """
+    what = f"trajectory {slot.sample_uid}"
+    try:
+        blobs = msgspec.msgpack.decode(payload, type=list[bytes])
+        blob = blobs[slot.index]
+        if zlib.crc32(blob) != slot.crc32:
+            raise WireError(f"{what}: got checksum {zlib.crc32(blob)}, need {slot.crc32}; the stored bytes are damaged")
+        body = msgspec.msgpack.decode(blob, type=_SlotPayload)
+    except (msgspec.DecodeError, IndexError, RecursionError) as exc:
+        raise WireError(f"{what}: cannot decode {len(payload)} bytes: {exc}") from exc
+    if (body.schema, body.sibling, body.sample_uid) != (SCHEMA, slot.sibling, slot.sample_uid):
+        raise WireError(f"{what}: got the payload of {body.sample_uid}, schema {body.schema}")
+    if len(body.sequences) > MAX_SEQUENCES:
+        raise WireError(f"{what}: got {len(body.sequences)} sequences, need at most {MAX_SEQUENCES}")
+    sequences = [_sequence(item, what) for item in body.sequences]
+    return Trajectory(slot=slot, sequences=sequences, info=body.info)
+
+
+def _sequence(item: _SequencePayload, what: str) -> Sequence:
+    if not 0 < item.num_tokens <= MAX_TOKENS:
+        raise WireError(f"{what}: got {item.num_tokens} tokens, need 1 to {MAX_TOKENS}")
+    columns: dict[str, Any] = {}
+    for name, dtype in _COLUMNS:
+        buffer: bytes = getattr(item, name)
+        need = item.num_tokens * np.dtype(dtype).itemsize
+        if len(buffer) != need:
+            raise WireError(f"{what}: {name} got {len(buffer)} bytes, need {need}")
+        columns[name] = np.frombuffer(buffer, dtype=dtype)
+    return Sequence(**columns)
+
+
+def _ascii_json(value: Any) -> str:
+    """Encode for a header: header values must hold no line break and no byte beyond ASCII."""
+    return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), ensure_ascii=True)

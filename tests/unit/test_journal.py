@@ -1,0 +1,71 @@
+"""A lineage inherits its predecessor's cuts, replaces them from its own first one, and fences it."""
+
+from areal_async.journal import Journal
+from areal_async.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
+
+
+def _cut(lineage: int, step: int, *ids: str) -> Cut:
+    groups = [CutGroup(group_id=group_id, workflow="w", slots=[]) for group_id in ids]
+    return Cut(lineage=lineage, step=step, groups=groups)
+
+
+def _journal(*entries: Cut) -> Journal:
+    journal = Journal()
+    for sequence, entry in enumerate(entries, start=1):
+        journal.add_cut(entry, sequence=sequence)
+    return journal
+
+
+def _begin(lineage: int, step: int) -> Cut:
+    return Cut(kind=CutKind.BEGIN, lineage=lineage, step=step)
+
+
+def test_a_new_lineage_replays_what_was_cut_after_its_checkpoint() -> None:
+    journal = _journal(_begin(1, 0), *(_cut(1, step, f"0-{step}-0") for step in (1, 2, 3)), _begin(2, 1))
+
+    assert journal.steps_to_replay() == [2, 3]
+
+
+def test_replay_ends_at_a_gap() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a"), _cut(1, 3, "b"), _begin(2, 0))
+
+    assert journal.steps_to_replay() == [1]
+
+
+def test_a_zombies_cut_does_not_count() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a"), _begin(2, 0), _cut(1, 2, "b"))
+
+    assert sorted(journal.cuts) == [1]
+
+
+def test_a_cut_made_anew_replaces_the_old_one_and_all_after_it() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a"), _cut(1, 2, "b"), _cut(1, 3, "c"), _begin(2, 1), _cut(2, 2, "d"))
+
+    assert {step: cut.groups[0].group_id for step, cut in journal.cuts.items()} == {1: "a", 2: "d"}
+
+
+def test_an_end_is_forgotten_by_the_next_lineage() -> None:
+    end = Cut(kind=CutKind.END, lineage=1, step=2)
+    assert _journal(_begin(1, 0), _cut(1, 1, "a"), end).is_ended
+
+    assert not _journal(_begin(1, 0), _cut(1, 1, "a"), end, _begin(2, 1)).is_ended
+
+
+def test_the_first_settling_outcome_of_a_group_stands() -> None:
+    journal = _journal(_begin(1, 0))
+
+    assert journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.FAILED, lineage=1))
+    assert not journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.STALE, lineage=1))
+    assert journal.outcomes["a"].kind is OutcomeKind.FAILED
+
+
+def test_late_and_duplicate_slots_settle_no_group() -> None:
+    journal = _journal(_begin(1, 0))
+
+    assert not journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.LATE, lineage=1, sample_uid="a.0"))
+
+
+def test_a_zombies_outcome_does_not_count() -> None:
+    journal = _journal(_begin(1, 0), _begin(2, 0))
+
+    assert not journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.STALE, lineage=1))

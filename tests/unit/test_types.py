@@ -1,0 +1,42 @@
+"""Ids and versions read back as they were written."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_async.types import GroupId, OutcomeKind, Version
+
+COUNTS = st.integers(min_value=0, max_value=2**31 - 1)
+
+
+@given(COUNTS, COUNTS)
+def test_a_version_survives_its_text_and_its_packed_form(lineage: int, step: int) -> None:
+    version = Version(lineage, step)
+
+    assert Version.parse(str(version)) == version
+    assert Version.unpack(version.pack()) == version
+
+
+@given(COUNTS, COUNTS, COUNTS)
+def test_a_group_id_survives_its_text(epoch: int, index: int, attempt: int) -> None:
+    group = GroupId(epoch, index, attempt)
+
+    assert GroupId.parse(str(group)) == group
+
+
+@pytest.mark.parametrize("text", ["", "1", "1-", "-1", "a-1", "1-2-3", "1--2"])
+def test_what_is_no_version_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="weights version"):
+        Version.parse(text)
+
+
+def test_versions_order_by_lineage_then_step() -> None:
+    assert Version(1, 9) < Version(2, 0) < Version(2, 1)
+
+
+def test_late_and_duplicate_settle_nothing() -> None:
+    assert {kind for kind in OutcomeKind if not kind.settles} == {OutcomeKind.LATE, OutcomeKind.DUPLICATE}
+
+
+def test_only_failed_and_abandoned_are_tried_again() -> None:
+    assert {kind for kind in OutcomeKind if kind.readmits} == {OutcomeKind.FAILED, OutcomeKind.ABANDONED}
