@@ -1,0 +1,40 @@
+"""The bus: every arrow between processes. The only package that imports a NATS client.
+
+    async with open_bus(url, names=names, role=Role.NODE, credentials=path) as bus:
+        await bus.publish(subject, payload, msg_id=unique)
+        async with bus.consume(stream, consumer) as inbox:
+            for delivery in await inbox.fetch(10, wait_s=2):
+                await delivery.ack()
+
+Every operation is retried through restarts of the broker until ``bus.operation_deadline_s``; then, and
+when the broker refuses, it raises ``BusError``.
+"""
+
+from areal_async.bus.broker_config import credentials_path
+from areal_async.bus.connection import Connection, connect
+from areal_async.bus.inbox import Delivery, Inbox
+from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription, open_bus
+from areal_async.bus.log import Message
+from areal_async.bus.permissions import Role
+from areal_async.bus.server import EmbeddedBroker
+from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer_consumer
+
+__all__ = [
+    "Bus",
+    "Connection",
+    "Delivery",
+    "EmbeddedBroker",
+    "Inbox",
+    "Message",
+    "Published",
+    "Role",
+    "StreamState",
+    "Subscription",
+    "connect",
+    "credentials_path",
+    "declare",
+    "delete_run",
+    "list_runs",
+    "open_bus",
+    "take_trainer_consumer",
+]

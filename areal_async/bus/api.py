@@ -1,0 +1,130 @@
+"""Requests to JetStream, retried until they are answered: through lost connections and restarts of the broker.
+
+Whatever is retried here is safe to carry out twice: reads, declarations, and writes that carry an id by
+which the broker drops the second copy.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+import msgspec
+
+from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
+from areal_async.errors import BusError
+
+TRY_DEADLINE_S = 5.0
+"""One try; the connection's loss ends it sooner."""
+FIRST_DELAY_S = 0.01
+MAX_DELAY_S = 1.0
+
+WRONG_LAST_SEQUENCE = (10071, 10164)
+STORE_FAILED = 10077
+"""Also what a full stream answers, with a description that says so."""
+STREAM_NOT_FOUND = 10059
+CONSUMER_NOT_FOUND = 10014
+
+
+class ApiError(BusError):
+    """The broker answered with an error that a retry would not mend."""
+
+    def __init__(self, subject: str, error: Mapping[str, Any]) -> None:
+        self.err_code = int(error.get("err_code", 0))
+        self.description = str(error.get("description", "no description"))
+        super().__init__(f"{subject}: {self.description} (error {self.err_code})")
+
+    @property
+    def is_full(self) -> bool:
+        """The stream holds as much as it may."""
+        return self.err_code == STORE_FAILED and "exceeded" in self.description
+
+
+class Retry:
+    """The pauses between tries, up to a deadline; names in its error what was last seen."""
+
+    def __init__(self, what: str, deadline_s: float) -> None:
+        self._what = what
+        self._deadline_s = deadline_s
+        self._ends_at = anyio.current_time() + deadline_s
+        self._delay_s = FIRST_DELAY_S
+        self.last_seen = "no connection"
+
+    @property
+    def remaining_s(self) -> float:
+        """Time left, at least 0."""
+        return max(0.0, self._ends_at - anyio.current_time())
+
+    async def pause(self) -> None:
+        """Wait before the next try, a little longer each time.
+
+        Raises:
+            BusError: the deadline has passed.
+        """
+        self.check()
+        await anyio.sleep(min(self._delay_s, self.remaining_s))
+        self._delay_s = min(MAX_DELAY_S, 2 * self._delay_s)
+
+    def check(self) -> None:
+        """Raise BusError when no time is left."""
+        if not self.remaining_s:
+            raise BusError(f"{self._what}: no success within {self._deadline_s:g} s; last seen: {self.last_seen}")
+
+
+class Api:
+    """JetStream's requests over one connection."""
+
+    def __init__(self, connection: Connection, operation_deadline_s: float) -> None:
+        self.connection = connection
+        self.operation_deadline_s = operation_deadline_s
+
+    def retry(self, what: str) -> Retry:
+        """Start the clock of one operation."""
+        return Retry(what, self.operation_deadline_s)
+
+    async def wait_connected(self, retry: Retry) -> None:
+        """Wait for the connection, within the operation's deadline."""
+        with anyio.move_on_after(retry.remaining_s):
+            await self.connection.wait_connected()
+            return
+        retry.check()
+
+    async def request(self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None) -> Received:
+        """Return the answer of whoever serves ``subject``, however often it must be asked.
+
+        Raises:
+            BusError: no answer within the operation's deadline, or the subject is denied.
+        """
+        retry = self.retry(f"request to {subject}")
+        while True:
+            await self.wait_connected(retry)
+            try:
+                answer = await self.connection.request(
+                    subject, payload, deadline_s=min(TRY_DEADLINE_S, retry.remaining_s), headers=headers
+                )
+                if answer.status != NO_RESPONDERS:
+                    return answer
+                retry.last_seen = "nothing listens there: the stream does not exist"
+            except ConnectionLostError as exc:
+                retry.last_seen = str(exc)
+            await retry.pause()
+
+    async def ask(
+        self, subject: str, body: Mapping[str, Any] | bytes = b"", headers: Mapping[str, str] | None = None
+    ) -> dict[str, Any]:
+        """Return the JSON answer; errors that pass by themselves (still starting, too busy) are waited out.
+
+        Raises:
+            ApiError: the broker refuses.
+            BusError: no answer within the operation's deadline, or the subject is denied.
+        """
+        payload = body if isinstance(body, bytes) else msgspec.json.encode(body)
+        retry = self.retry(f"request to {subject}")
+        while True:
+            answer = msgspec.json.decode((await self.request(subject, payload, headers)).data, type=dict[str, Any])
+            if "error" not in answer:
+                return answer
+            error = ApiError(subject, answer["error"])
+            if error.is_full or answer["error"].get("code") not in (429, 503):
+                raise error
+            retry.last_seen = str(error)
+            await retry.pause()

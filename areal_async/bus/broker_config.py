@@ -1,0 +1,86 @@
+"""The embedded broker's configuration file and keys, written into the run directory, readable by its owner alone.
+
+Promise P1 rests on one line of it: ``sync_interval: always`` makes an acknowledged message one that
+survives a power cut.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import nkeys
+
+from areal_async.bus.permissions import Role, permissions
+from areal_async.errors import UserError
+from areal_async.settings import MAX_PAYLOAD_BYTES, Settings
+
+MAX_PENDING_BYTES = 128 << 20
+"""A client that leaves more than this unread is cut off; well above what is fetched at once."""
+DISK_MARGIN_BYTES = 256 << 20
+"""Left free on the disk: a full one would freeze the streams without an error."""
+
+
+def credentials_path(run_directory: Path, role: Role) -> Path:
+    """Return where the key of ``role`` lies."""
+    return run_directory / "credentials" / f"{role.value}.nk"
+
+
+def ensure_key(path: Path) -> str:
+    """Return the public key of the seed in ``path``, making the seed first where there is none."""
+    if not path.exists():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+    pair = nkeys.from_seed(bytearray(path.read_bytes().strip()))
+    public: str = pair.public_key.decode()
+    pair.wipe()
+    return public
+
+
+def write_config(settings: Settings, *, path: Path, port: int, http_port: int, pid_file: Path) -> None:
+    """Write the configuration; JSON is a form that the broker reads."""
+    store = path.parent / "jetstream"
+    store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    config = {
+        "server_name": f"areal-{settings.run.name}",
+        "listen": f"127.0.0.1:{port}",
+        "http": f"127.0.0.1:{http_port}",
+        "pid_file": str(pid_file),
+        "max_payload": MAX_PAYLOAD_BYTES,
+        "max_pending": MAX_PENDING_BYTES,
+        "write_deadline": "10s",
+        "jetstream": {
+            "store_dir": str(store),
+            "sync_interval": "always",
+            "max_file_store": _disk_bytes(store, settings.bus.max_disk_bytes),
+            "max_memory_store": 64 << 20,
+        },
+        "authorization": {"users": [_user(settings, role) for role in Role]},
+    }
+    write_private(path, json.dumps(config, indent=1).encode())
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace ``path`` by a file that only its owner can read, and only ever whole."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    temporary.rename(path)
+
+
+def _user(settings: Settings, role: Role) -> dict[str, object]:
+    granted = permissions(role, settings.names)
+    return {
+        "nkey": ensure_key(credentials_path(settings.run_directory, role)),
+        "permissions": {"publish": {"allow": granted.publish}, "subscribe": {"allow": granted.subscribe}},
+    }
+
+
+def _disk_bytes(store: Path, max_disk_bytes: int) -> int:
+    """Return the broker's share of the disk: as set, or what is free and already its own, whichever is less."""
+    own = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
+    free = shutil.disk_usage(store).free + own - DISK_MARGIN_BYTES
+    if free <= 0:
+        raise UserError(f"disk of {store}: less than {DISK_MARGIN_BYTES >> 20} MB is free; make room for the broker")
+    return min(max_disk_bytes, free)

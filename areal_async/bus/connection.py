@@ -1,0 +1,426 @@
+"""One connection to the broker: the only module that imports the client library.
+
+It adds what the library leaves open. A request ends as soon as the connection is lost, so that it can
+be retried at once; a denied subject fails its request quickly instead of by timeout; connecting says
+what is wrong in one sentence; and a connection that the broker ended for good fails everything loudly.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+from urllib.parse import urlsplit
+
+import anyio
+import anyio.lowlevel
+import msgspec
+import nats.aio.client
+import nats.aio.msg
+import nats.aio.subscription
+import nats.errors
+import nkeys
+import structlog
+
+from areal_async.bus.permissions import Role
+from areal_async.errors import BusError, UserError
+
+MIN_SERVER_VERSION = (2, 12, 7)
+"""Older ones have known holes in their permissions, and silently ignore options that promises rest on."""
+MIN_API_LEVEL = 2
+"""Batched direct gets came with 1, atomic batches with 2."""
+CONNECT_TRY_S = 2.0
+RECONNECT_WAIT_S = 0.2
+PING_INTERVAL_S = 2.0
+MAX_OUTSTANDING_PINGS = 2
+PENDING_BYTES = 32 << 20
+"""Written and not yet on the socket; more makes a writer wait."""
+MAX_QUEUED_MESSAGES = 1 << 20
+MAX_QUEUED_BYTES = 1 << 30
+"""Bounds of the library's own queues, which drop what is beyond them: ours are bounded by what is asked for."""
+
+NO_RESPONDERS = "503"
+"""The status with which the broker answers a request that nobody listens for."""
+
+_DENIED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE)
+
+log = structlog.get_logger()
+
+
+class ConnectionLostError(BusError):
+    """No answer came, and none will: it may or may not have been carried out. Retry."""
+
+
+class Received(NamedTuple):
+    """A message as it came off the wire."""
+
+    subject: str
+    reply: str
+    headers: dict[str, str]
+    data: bytes
+
+    @property
+    def status(self) -> str | None:
+        """The broker's own remark (``404``, ``408``, ...) when this is no message of a stream."""
+        return None if self.reply else self.headers.get("Status")
+
+
+Handler = Callable[[Received], None]
+
+
+class Listener:
+    """A subscription with a handler; it outlives reconnects and ends with ``aclose``."""
+
+    def __init__(self, connection: "Connection", subject: str, raw: nats.aio.subscription.Subscription) -> None:
+        self.subject = subject
+        self._connection = connection
+        self._raw = raw
+
+    async def aclose(self) -> None:
+        """Stop listening. What was not handled yet is not handled any more."""
+        if not self._connection.is_closed:
+            await self._raw.unsubscribe()
+
+
+class Connection:
+    """A named, authenticated connection that reconnects for ever. Made by ``connect``."""
+
+    def __init__(self, url: str, *, name: str, role: Role) -> None:
+        self.url = url
+        self.name = name
+        self.role = role
+        self.on_reconnect: list[Callable[[], None]] = []
+        """Called in order each time the connection is back. They must not block."""
+        self.num_losses = 0
+        """How often the connection was lost: unchanged means that everything sent in between has arrived in order."""
+        self._raw = nats.aio.client.Client()
+        self._connected = anyio.Event()
+        self._is_closing = False
+        self._last_error: Exception | None = None
+        self._denied: set[tuple[str, str]] = set()
+        self._calls: dict[str, Call] = {}
+        self._num_calls = 0
+        self._inbox = ""
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the broker can be reached now, as far as is known."""
+        return bool(self._raw.is_connected) and self._connected.is_set()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it ended for good."""
+        return bool(self._raw.is_closed)
+
+    @property
+    def last_error(self) -> Exception | None:
+        """The newest trouble the library reported."""
+        return self._last_error
+
+    async def wait_connected(self) -> None:
+        """Wait, without a deadline, until the broker can be reached.
+
+        Raises:
+            BusError: the connection ended for good.
+        """
+        while not self.is_connected:
+            self.check_open()
+            if self._connected.is_set():  # lost, and the callback that tells has not run yet
+                await anyio.sleep(0.01)
+            else:
+                await self._connected.wait()
+
+    async def request(
+        self, subject: str, payload: bytes = b"", *, deadline_s: float, headers: Mapping[str, str] | None = None
+    ) -> Received:
+        """Send one request and return its one answer.
+
+        Raises:
+            ConnectionLostError: the connection broke meanwhile, or nothing answered within ``deadline_s``.
+            BusError: the subject is denied to this role, or the message is too large for the broker.
+        """
+        with self.call(subject) as call, anyio.move_on_after(deadline_s):
+            await call.send(payload, headers)
+            return await call.receive()
+        raise ConnectionLostError(f"request to {subject}: no answer from {self.url} within {deadline_s:g} s")
+
+    def call(self, subject: str) -> "Call":
+        """Return a request that may have many answers, as a context manager."""
+        self._num_calls += 1
+        return Call(self, subject, f"{self._inbox}.{self._num_calls}")
+
+    async def publish(
+        self, subject: str, payload: bytes = b"", *, reply: str = "", headers: Mapping[str, str] | None = None
+    ) -> None:
+        """Send a message nobody confirms.
+
+        Raises:
+            ConnectionLostError: not connected now.
+            BusError: the subject is known to be denied, or the message is too large.
+        """
+        self.check_open()
+        self.check_allowed("publish", subject)
+        size = len(payload) + sum(len(key) + len(value) + 4 for key, value in (headers or {}).items()) + 16
+        if size > self._raw.max_payload:  # the broker would end the connection
+            raise BusError(
+                f"message to {subject}: got {size} bytes with headers, need at most {self._raw.max_payload}; "
+                "send less or raise max_payload at the broker"
+            )
+        if not self.is_connected:
+            raise ConnectionLostError(f"message to {subject}: not connected to {self.url}")
+        try:
+            await self._raw.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
+        except nats.errors.Error as exc:
+            raise ConnectionLostError(f"message to {subject}: {exc}") from exc
+
+    async def listen(self, subject: str, handler: Handler) -> Listener:
+        """Call ``handler`` for every message on ``subject``, reconnects included, until the listener is closed."""
+
+        async def handle(message: nats.aio.msg.Msg) -> None:
+            handler(Received(message.subject, message.reply, message.headers or {}, message.data))
+
+        self.check_open()
+        raw = await self._raw.subscribe(
+            subject, cb=handle, pending_msgs_limit=MAX_QUEUED_MESSAGES, pending_bytes_limit=MAX_QUEUED_BYTES
+        )
+        return Listener(self, subject, raw)
+
+    def new_inbox(self) -> str:
+        """Return a subject under which only this role can listen."""
+        return str(self._raw.new_inbox())
+
+    def check_allowed(self, action: str, subject: str) -> None:
+        """Raise BusError when the broker has denied to ``publish`` to, or a ``subscription`` to, the subject."""
+        if (action, subject.lower()) in self._denied:
+            raise BusError(f"{action} to {subject}: denied to the role {self.role}")
+
+    async def aclose(self, deadline_s: float = 2.0) -> None:
+        """Wait until what was sent has arrived, then close. Every request that still waits fails."""
+        with anyio.CancelScope(shield=True):
+            if self.is_connected and not self._is_closing:
+                with suppress(BusError):
+                    await self.request("$JS.API.INFO", deadline_s=deadline_s)  # answered after all that came before
+            self._is_closing = True
+            with anyio.move_on_after(deadline_s):
+                await self._raw.close()
+            for _ in range(3):  # the tasks that the library cancels end within the next turns of the loop
+                await anyio.lowlevel.checkpoint()
+        self._fail_calls("the connection was closed")
+
+    async def open(self, authentication: Mapping[str, Any]) -> None:
+        """Connect and authenticate; for ``connect``, which also checks who answers."""
+        await self._raw.connect(
+            self.url,
+            name=self.name,
+            inbox_prefix=self.role.inbox_prefix,
+            allow_reconnect=False,  # until the first handshake has succeeded: what fails there is to be told
+            max_reconnect_attempts=-1,
+            connect_timeout=CONNECT_TRY_S,  # type: ignore[arg-type]
+            reconnect_time_wait=RECONNECT_WAIT_S,  # type: ignore[arg-type]
+            ping_interval=PING_INTERVAL_S,  # type: ignore[arg-type]
+            max_outstanding_pings=MAX_OUTSTANDING_PINGS,
+            pending_size=PENDING_BYTES,
+            error_cb=self._on_error,
+            disconnected_cb=self._on_disconnected,
+            reconnected_cb=self._on_reconnected,
+            closed_cb=self._on_closed,
+            **authentication,
+        )
+        self._raw.options["allow_reconnect"] = True
+        self._connected.set()
+        self._inbox = self.new_inbox()
+        await self.listen(f"{self._inbox}.*", self._on_answer)
+
+    @property
+    def server_info(self) -> dict[str, Any]:
+        """What the broker said about itself when it greeted."""
+        return dict(self._raw._server_info)
+
+    def check_open(self) -> None:
+        """Raise BusError when the connection ended for good."""
+        if self._is_closing:
+            raise BusError(f"connection {self.name}: closed")
+        if self.is_closed:
+            raise BusError(f"connection {self.name}: ended by the broker at {self.url}: {self._last_error}")
+
+    def _on_answer(self, received: Received) -> None:
+        call = self._calls.get(received.subject)
+        if call is not None:
+            call.on_answer(received)
+
+    def _fail_calls(self, reason: str) -> None:
+        for call in list(self._calls.values()):
+            call.on_failure(ConnectionLostError(f"request to {call.subject}: {reason}"))
+
+    async def _on_error(self, error: Exception) -> None:
+        self._last_error = error
+        denied = _DENIED.search(str(error))
+        if denied is None:
+            log.debug("bus.error_reported", connection=self.name, error=str(error) or repr(error))
+            return
+        action, subject = denied[1].lower(), denied[2].lower()  # the library lowers the broker's words
+        log.error("bus.permission_denied", connection=self.name, role=self.role.value, action=action, subject=subject)
+        self._denied.add((action, subject))
+        for call in list(self._calls.values()):
+            if action == "publish" and call.subject.lower() == subject:
+                call.on_failure(BusError(f"publish to {call.subject}: denied to the role {self.role}"))
+
+    async def _on_disconnected(self) -> None:
+        self.num_losses += 1
+        if self._connected.is_set():
+            self._connected = anyio.Event()
+        if not self._is_closing:
+            log.warning("bus.disconnected", connection=self.name, url=self.url)
+        self._fail_calls(f"the connection to {self.url} was lost")
+
+    async def _on_reconnected(self) -> None:
+        log.info("bus.reconnected", connection=self.name, url=self.url)
+        self._denied.clear()
+        self._connected.set()
+        for hook in list(self.on_reconnect):
+            hook()
+
+    async def _on_closed(self) -> None:
+        if not self._is_closing:
+            log.error("bus.connection_ended", connection=self.name, error=str(self._last_error))
+        self._connected.set()  # whoever waits finds out that it is closed
+        self._fail_calls("the connection was closed")
+
+
+class Call:
+    """A request in flight: its answers in order, or the failure that ended it."""
+
+    def __init__(self, connection: Connection, subject: str, reply: str) -> None:
+        self.subject = subject
+        self._connection = connection
+        self._reply = reply
+        self._answers: deque[Received] = deque()
+        self._failure: BusError | None = None
+        self._changed = anyio.Event()
+
+    def __enter__(self) -> Self:
+        self._connection._calls[self._reply] = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._connection._calls[self._reply]
+
+    async def send(self, payload: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
+        """Publish the request."""
+        await self._connection.publish(self.subject, payload, reply=self._reply, headers=headers)
+
+    async def receive(self) -> Received:
+        """Return the next answer. Waits without a deadline.
+
+        Raises:
+            ConnectionLostError: the connection broke.
+            BusError: the subject is denied.
+        """
+        while not self._answers:
+            if self._failure is not None:
+                raise self._failure
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        return self._answers.popleft()
+
+    def on_answer(self, received: Received) -> None:
+        """Take an answer in."""
+        self._answers.append(received)
+        self._changed.set()
+
+    def on_failure(self, failure: BusError) -> None:
+        """No further answer will come."""
+        self._failure = failure
+        self._changed.set()
+
+
+async def connect(url: str, *, name: str, role: Role, credentials: Path | None, deadline_s: float) -> Connection:
+    """Connect to a broker that is new enough to keep our promises.
+
+    Args:
+        name: Shown by the broker's own tools.
+        credentials: A file with an nkey's seed, or a ``.creds`` file; ``None`` for a broker without authentication.
+
+    Raises:
+        UserError: no address, unreachable within ``deadline_s``, refused, too old, or without JetStream.
+    """
+    _check_url(url)
+    authentication = _authentication(credentials)
+    last_error: Exception | None = None
+    with anyio.move_on_after(deadline_s):
+        while True:
+            async with AsyncExitStack() as stack:
+                connection = Connection(url, name=name, role=role)
+                stack.push_async_callback(connection.aclose)
+                try:
+                    await connection.open(authentication)
+                    _check_greeting(connection)
+                    await _check_jetstream(connection)
+                except (OSError, TimeoutError, nats.errors.Error, ConnectionLostError) as exc:
+                    _check_not_refused(exc, url, role, credentials)
+                    last_error = exc
+                else:
+                    stack.pop_all()
+                    return connection
+                finally:
+                    last_error = last_error or connection.last_error
+            await anyio.sleep(RECONNECT_WAIT_S)
+    reason = str(last_error) or repr(last_error)
+    raise UserError(f"broker {url}: not reachable within {deadline_s:g} s ({reason}); start it or set bus.url")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        is_valid = parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"bus.url: got {url!r}, need nats://host:port or tls://host:port")
+
+
+def _authentication(credentials: Path | None) -> dict[str, Any]:
+    if credentials is None:
+        return {}
+    try:
+        content = credentials.read_text()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UserError(f"bus.credentials: cannot read {credentials}: {exc}") from exc
+    if "BEGIN NATS USER JWT" in content:
+        return {"user_credentials": str(credentials)}
+    try:
+        nkeys.from_seed(bytearray(content.strip().encode())).wipe()
+    except (nkeys.NkeysError, ValueError) as exc:
+        raise UserError(f"bus.credentials: got {credentials}, need a user's nkey seed or a .creds file") from exc
+    return {"nkeys_seed": str(credentials)}
+
+
+def _check_not_refused(error: Exception, url: str, role: Role, credentials: Path | None) -> None:
+    if "authorization" in str(error).lower():
+        raise UserError(
+            f"broker {url}: refused the role {role} with credentials {credentials}; check bus.credentials"
+        ) from error
+
+
+def _check_greeting(connection: Connection) -> None:
+    info = connection.server_info
+    got = str(info.get("version", "none"))
+    numbers = tuple(int(number) for number in re.findall(r"\d+", got)[:3])
+    if numbers < MIN_SERVER_VERSION:
+        need = ".".join(map(str, MIN_SERVER_VERSION))
+        raise UserError(
+            f"broker {connection.url}: got nats-server {got}, need {need} or newer; "
+            "older ones silently ignore options that durability and permissions rest on"
+        )
+    if connection.url.startswith("tls://") and not (info.get("tls_required") or info.get("tls_available")):
+        raise UserError(f"broker {connection.url}: it offers no TLS; configure it there, or use nats://")
+
+
+async def _check_jetstream(connection: Connection) -> None:
+    answer = await connection.request("$JS.API.INFO", deadline_s=CONNECT_TRY_S)
+    if answer.status == NO_RESPONDERS:
+        raise UserError(f"broker {connection.url}: JetStream is not enabled there; enable it for this account")
+    level = msgspec.json.decode(answer.data).get("api", {}).get("level", 0)
+    if level < MIN_API_LEVEL:
+        raise UserError(f"broker {connection.url}: got JetStream API level {level}, need {MIN_API_LEVEL} or newer")

@@ -1,0 +1,239 @@
+"""Pulling from a consumer, and settling what it delivered.
+
+A pull never leaves more outstanding at the broker than the caller asked for, because what arrives while
+nobody looks is a lease that nobody renews. What arrives late all the same (after a cancelled ``fetch``)
+is kept for the next one, and given back when the inbox is closed.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, Self
+
+import anyio
+import msgspec
+import structlog
+
+from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, TRY_DEADLINE_S, Api, ApiError
+from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Listener, Received
+from areal_async.errors import ConsumerGoneError
+
+PULL_S = 1.5
+"""A waiting pull lives this long: a restarted broker has forgotten it, and it is asked again."""
+GRACE_S = 0.5
+"""How much later than its end a pull's last word may come."""
+SETTLE_CHUNK = 128
+"""Acks that one confirmation covers."""
+SINGLE_DEADLINE_S = 2.0
+MAX_SINGLES = 1024
+"""Acks asked for one by one, at once, after a chunk could not be confirmed."""
+BUSY_PAUSE_S = 0.05
+"""After a pull that was refused."""
+
+log = structlog.get_logger()
+
+
+class Delivery:
+    """A message that is ours until it is settled, or until its ``ack_wait`` is over."""
+
+    def __init__(self, connection: Connection, received: Received) -> None:
+        self._connection = connection
+        self._reply = received.reply
+        tokens = received.reply.split(".")
+        numbers = tokens[4:] if len(tokens) == 9 else tokens[6:]
+        self.subject = received.subject
+        self.headers = received.headers
+        self.data = received.data
+        """Empty where the consumer delivers headers only."""
+        self.num_delivered = int(numbers[0])
+        """From 1; more says that it was given out before and not settled."""
+        self.sequence = int(numbers[1])
+        """In the stream: a hint, never a key."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the payload, also where only headers were delivered."""
+        return int(self.headers.get("Nats-Msg-Size", len(self.data)))
+
+    async def ack(self) -> None:
+        """Settle it. Nobody confirms: when the connection breaks now, it comes again."""
+        await self._send(b"+ACK")
+
+    async def ack_sync(self, deadline_s: float = TRY_DEADLINE_S) -> bool:
+        """Settle it and wait for the broker's word; False when none came, or when the consumer is gone."""
+        try:
+            answer = await self._connection.request(self._reply, b"+ACK", deadline_s=deadline_s)
+        except ConnectionLostError:
+            return False
+        return answer.status != NO_RESPONDERS
+
+    async def nak(self, delay_s: float = 0.0) -> None:
+        """Give it back, to be delivered again after ``delay_s``."""
+        body = f'-NAK {{"delay": {int(delay_s * 1e9)}}}' if delay_s else "-NAK"
+        await self._send(body.encode())
+
+    async def term(self) -> None:
+        """Never deliver it again."""
+        await self._send(b"+TERM")
+
+    async def in_progress(self) -> None:
+        """Start its ``ack_wait`` afresh."""
+        await self._send(b"+WPI")
+
+    async def _send(self, body: bytes) -> None:
+        try:
+            await self._connection.publish(self._reply, body)
+        except ConnectionLostError:
+            log.debug("delivery.settling_lost", subject=self.subject, sequence=self.sequence, body=body.decode())
+
+
+class Inbox:
+    """Deliveries of one consumer, to one process. An async context manager."""
+
+    def __init__(self, api: Api, stream: str, consumer: str) -> None:
+        self._api = api
+        self._consumer = f"{stream}.{consumer}"
+        self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._consumer}"
+        self._prefix = api.connection.new_inbox()
+        self._num_pulls = 0
+        self._arrived: deque[Received] = deque()
+        self._status: Received | None = None
+        self._changed = anyio.Event()
+        self._listener: Listener | None = None
+
+    async def __aenter__(self) -> Self:
+        await self._api.wait_connected(self._api.retry(f"subscription for {self._consumer}"))
+        self._listener = await self._api.connection.listen(f"{self._prefix}.*", self._on_received)
+        self._api.connection.on_reconnect.append(self._changed_now)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    @property
+    def num_unfetched(self) -> int:
+        """Messages that have arrived, and that the next ``fetch`` will return."""
+        return len(self._arrived)
+
+    async def fetch(self, max_messages: int, *, wait_s: float, max_bytes: int | None = None) -> list[Delivery]:
+        """Return what is there, at most ``max_messages``; when nothing is, wait up to ``wait_s`` for the first.
+
+        An empty list is no error: nothing came. Restarts of the broker are waited out within ``wait_s``.
+
+        Args:
+            max_bytes: Bound on what one call takes; a single larger message comes alone, after a short wait.
+
+        Raises:
+            ConsumerGoneError: the consumer does not exist any more.
+            BusError: this role may not pull from it.
+        """
+        ends_at = anyio.current_time() + wait_s
+        at_once: dict[str, Any] = {"batch": max_messages, "no_wait": True}
+        if max_bytes is not None:
+            at_once["max_bytes"] = max_bytes
+        while True:
+            await self._pull(at_once, max_messages, GRACE_S)
+            remaining_s = ends_at - anyio.current_time()
+            if self._arrived or remaining_s <= 0:
+                return self._take(max_messages)
+            pull_s = min(PULL_S, remaining_s)
+            await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
+
+    async def aclose(self) -> None:
+        """Stop, and give back at once what arrived and was not fetched."""
+        if self._listener is None:
+            return
+        listener, self._listener = self._listener, None
+        with anyio.CancelScope(shield=True):
+            self._api.connection.on_reconnect.remove(self._changed_now)
+            await listener.aclose()
+            for delivery in self._take(len(self._arrived)):
+                await delivery.nak()
+
+    def _take(self, max_messages: int) -> list[Delivery]:
+        count = min(max_messages, len(self._arrived))
+        return [Delivery(self._api.connection, self._arrived.popleft()) for _ in range(count)]
+
+    async def _pull(self, request: dict[str, Any], num_wanted: int, deadline_s: float) -> None:
+        """Ask once; return when ``num_wanted`` have arrived, the broker ended the pull or the time is over."""
+        if len(self._arrived) >= num_wanted:
+            return
+        connection = self._api.connection
+        self._num_pulls += 1
+        self._status = None
+        with anyio.move_on_after(deadline_s):
+            await connection.wait_connected()
+            num_losses = connection.num_losses
+            try:
+                await connection.publish(
+                    self._subject, msgspec.json.encode(request), reply=f"{self._prefix}.{self._num_pulls}"
+                )
+            except ConnectionLostError:
+                return
+            while len(self._arrived) < num_wanted and self._status is None and connection.num_losses == num_losses:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+        connection.check_allowed("publish", self._subject)
+        await self._check_status()
+
+    async def _check_status(self) -> None:
+        if self._status is None or self._status.status in ("404", "408"):  # no message now, none in time
+            return
+        description = self._status.headers.get("Description", "")
+        if self._status.status == NO_RESPONDERS or "Consumer Deleted" in description:
+            await self._check_exists()
+        else:
+            log.debug("inbox.pull_ended", consumer=self._consumer, description=description)
+        if not self._arrived:
+            await anyio.sleep(BUSY_PAUSE_S)
+
+    async def _check_exists(self) -> None:
+        try:
+            await self._api.ask(f"$JS.API.CONSUMER.INFO.{self._consumer}")
+        except ApiError as exc:
+            if exc.err_code in (CONSUMER_NOT_FOUND, STREAM_NOT_FOUND):
+                raise ConsumerGoneError(f"consumer {self._consumer}: deleted") from exc
+            raise
+
+    def _on_received(self, received: Received) -> None:
+        if received.status is None:
+            self._arrived.append(received)
+        elif received.subject == f"{self._prefix}.{self._num_pulls}" and received.status != "100":
+            self._status = received
+        self._changed_now()
+
+    def _changed_now(self) -> None:
+        self._changed.set()
+
+
+async def settle(connection: Connection, deliveries: Sequence[Delivery]) -> list[Delivery]:
+    """Ack many deliveries of one consumer; return those that the broker did not confirm.
+
+    A consumer handles its acks in the order in which they come, and on a WorkQueue stream an ack removes
+    (and, under ``sync_interval: always``, syncs) the message before the next is looked at: when the last
+    one of a chunk is confirmed over an unbroken connection, the whole chunk is durable. Where that cannot
+    be said, each one left is asked for by itself. What is unconfirmed was forgotten by a restarted broker; it is
+    delivered again, and can then be settled by either delivery.
+    """
+    for start in range(0, len(deliveries), SETTLE_CHUNK):
+        chunk = deliveries[start : start + SETTLE_CHUNK]
+        num_losses = connection.num_losses
+        for delivery in chunk[:-1]:
+            await delivery.ack()
+        if not (await chunk[-1].ack_sync() and connection.num_losses == num_losses):
+            return await _settle_singly(deliveries[start:])
+    return []
+
+
+async def _settle_singly(deliveries: Sequence[Delivery]) -> list[Delivery]:
+    confirmed: set[int] = set()
+    limit = anyio.Semaphore(MAX_SINGLES)
+
+    async def ack(delivery: Delivery) -> None:
+        async with limit:
+            if await delivery.ack_sync(SINGLE_DEADLINE_S):
+                confirmed.add(id(delivery))
+
+    async with anyio.create_task_group() as acks:
+        for delivery in deliveries:
+            acks.start_soon(ack, delivery)
+    return [delivery for delivery in deliveries if id(delivery) not in confirmed]

@@ -1,0 +1,286 @@
+"""The seam that every role gets: what the run needs from a broker, and no more.
+
+Every operation is retried through restarts of the broker until ``operation_deadline_s``; then, and at
+once where the broker refuses, it raises ``BusError``. All of it can be cancelled at any await: a write
+that was cancelled may or may not have been carried out, and is repeated safely with the same id.
+"""
+
+from collections import deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import NamedTuple, Self, TypeVar
+from uuid import uuid4
+
+import anyio
+import structlog
+
+from areal_async import wire
+from areal_async.bus.api import Api, ApiError
+from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
+from areal_async.bus.inbox import Delivery, Inbox, settle
+from areal_async.bus.keys import Keys, Watch, publish_after
+from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
+from areal_async.bus.permissions import Role
+from areal_async.errors import BusError, StreamFullError
+from areal_async.subjects import Names
+from areal_async.types import Record
+
+R = TypeVar("R", bound=Record)
+
+EMIT_DEADLINE_S = 1.0
+MAX_UNREAD = 4096
+"""Core messages kept for a slow subscriber; the oldest are dropped beyond."""
+
+log = structlog.get_logger()
+
+
+class Published(NamedTuple):
+    """The broker's word that a message is stored."""
+
+    sequence: int
+    is_duplicate: bool
+    """It was stored before, under the same id."""
+
+
+class StreamState(NamedTuple):
+    """How full a stream is."""
+
+    num_messages: int
+    num_bytes: int
+    max_bytes: int
+    """-1 for no limit."""
+    first_sequence: int
+    last_sequence: int
+
+
+class Subscription(AsyncIterator[tuple[str, bytes]]):
+    """Core messages as they pass by, as ``(subject, data)``, for ever; BusError when the connection ends for good."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._unread: deque[tuple[str, bytes]] = deque(maxlen=MAX_UNREAD)
+        self._arrived = anyio.Event()
+
+    async def __anext__(self) -> tuple[str, bytes]:
+        while not self._unread:
+            self._connection.check_open()
+            self._arrived = anyio.Event()
+            with anyio.move_on_after(POLL_S):
+                await self._arrived.wait()
+        return self._unread.popleft()
+
+    def on_received(self, received: Received) -> None:
+        """Take a message in."""
+        self._unread.append((received.subject, received.data))
+        self._arrived.set()
+
+
+class Bus:
+    """One process's access to one run. Made by ``open_bus``."""
+
+    def __init__(self, connection: Connection, *, names: Names, operation_deadline_s: float = 60.0) -> None:
+        self.connection = connection
+        self.names = names
+        self.role = connection.role
+        self.api = Api(connection, operation_deadline_s)
+        self._reader = LogReader(self.api)
+        self._bells = Bells(self.api)
+        self._keys = Keys(self.api, self._reader, self._bells, names.bucket)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Send what is written, then close. Takes a few seconds at the most."""
+        await self.connection.aclose()
+
+    # streams: writing
+
+    async def publish(
+        self,
+        subject: str,
+        payload: bytes | Record,
+        *,
+        msg_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        expected_last_subject_sequence: int | None = None,
+    ) -> Published:
+        """Store a message once, however often it must be sent.
+
+        Args:
+            msg_id: What repeats an id within the stream's duplicate window is dropped; ``None`` makes one up.
+            expected_last_subject_sequence: Store only if the subject's newest message is at this sequence, 0 if none.
+
+        Raises:
+            StreamFullError: at once; nothing was stored.
+            ConflictError: the subject has a newer message.
+            BusError: refused, or no answer within the deadline: then it may have been stored.
+        """
+        data = wire.encode(payload) if isinstance(payload, Record) else payload
+        msg_id = msg_id or uuid4().hex
+        try:
+            if expected_last_subject_sequence is not None:
+                sequence, is_duplicate = await publish_after(
+                    self.api, self._reader, self._stream_of(subject), subject, data, msg_id,
+                    expected_last_subject_sequence, dict(headers or {}),
+                )  # fmt: skip
+                return Published(sequence, is_duplicate)
+            answer = await self.api.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id})
+        except ApiError as exc:
+            if exc.is_full:
+                raise StreamFullError(f"message to {subject}: {exc.description}; wait until some are settled") from exc
+            raise
+        return Published(int(answer["seq"]), bool(answer.get("duplicate")))
+
+    async def emit(self, subject: str, payload: bytes | Record) -> None:
+        """Tell whoever listens now. Never waits long: without a connection the message is dropped."""
+        data = wire.encode(payload) if isinstance(payload, Record) else payload
+        with anyio.move_on_after(EMIT_DEADLINE_S):
+            try:
+                await self.connection.publish(subject, data)
+            except ConnectionLostError:
+                log.debug("bus.event_dropped", subject=subject)
+
+    # streams: reading
+
+    def consume(self, stream: str, consumer: str) -> Inbox:
+        """Return the inbox of a consumer, an async context manager; leaving it gives back what was not fetched."""
+        return Inbox(self.api, stream, consumer)
+
+    async def settle(self, deliveries: Sequence[Delivery]) -> list[Delivery]:
+        """Ack many deliveries of one WorkQueue consumer, durably and cheaply.
+
+        Returns:
+            Those that the broker did not confirm. It has forgotten that it delivered them, and does so again.
+        """
+        return await settle(self.connection, deliveries)
+
+    def follow(self, stream: str, subject: str, *, start_sequence: int = 1) -> AsyncIterator[Message]:
+        """Return the endless iterator of a subject's messages: those stored, in order, then each new one.
+
+        The subject may hold wildcards. Nothing is lost or repeated over restarts of the broker.
+        """
+        return Follow(self._reader, self._bells, stream, subject, start_sequence)
+
+    async def read_log(self, stream: str, subject: str, *, start_sequence: int = 1) -> list[Message]:
+        """Return a subject's messages up to now, in order."""
+        return [message async for message in self.find_messages(stream, subject, start_sequence=start_sequence)]
+
+    async def find_messages(self, stream: str, subject: str, *, start_sequence: int = 1) -> AsyncIterator[Message]:
+        """Iterate over a subject's messages up to now, in order, holding a few megabytes of them at a time."""
+        while batch := await self._reader.read_batch(stream, subject, start_sequence):
+            for message in batch:
+                yield message
+            start_sequence = batch[-1].sequence + 1
+
+    async def get_message(self, stream: str, sequence: int) -> Message | None:
+        """Return one stored message, or None when it is not stored any more."""
+        return await self._reader.get_message(stream, sequence)
+
+    async def stream_state(self, stream: str) -> StreamState:
+        """Say how full a stream is."""
+        answer = await self.api.ask(f"$JS.API.STREAM.INFO.{stream}")
+        state = answer["state"]
+        return StreamState(
+            num_messages=state["messages"],
+            num_bytes=state["bytes"],
+            max_bytes=answer["config"]["max_bytes"],
+            first_sequence=state["first_seq"],
+            last_sequence=state["last_seq"],
+        )
+
+    # the run's keys
+
+    async def get(self, key: str, kind: type[R]) -> tuple[R | None, int]:
+        """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted."""
+        return await self._keys.get(key, kind)
+
+    async def put(self, key: str, record: Record) -> int:
+        """Set a key whatever it holds; return its new revision."""
+        return await self._keys.put(key, record)
+
+    async def create(self, key: str, record: Record) -> int:
+        """Set a key that does not exist, else raise ConflictError."""
+        return await self._keys.create(key, record)
+
+    async def compare_and_set(self, key: str, record: Record, revision: int) -> int:
+        """Set a key that still has ``revision`` (0: never existed), else raise ConflictError; return the new one."""
+        return await self._keys.compare_and_set(key, record, revision)
+
+    async def delete(self, key: str) -> None:
+        """Forget a key; one that does not exist is no error."""
+        await self._keys.delete(key)
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that start with ``prefix``, sorted."""
+        return await self._keys.keys(prefix)
+
+    async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
+        """Return value and revision of every key that starts with ``prefix``, in one request."""
+        return await self._keys.entries(prefix, kind)
+
+    def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> Watch[R]:
+        """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
+
+        Values between two looks are skipped, and so is a deletion. It looks whenever the key changes, on
+        every reconnect, and every ``poll_s``.
+        """
+        return self._keys.watch(key, kind, poll_s)
+
+    # core messages
+
+    @asynccontextmanager
+    async def subscribe(self, subject: str) -> AsyncIterator[Subscription]:
+        """Listen to core messages: ``async with bus.subscribe(s) as messages: async for subject, data in messages``.
+
+        Messages sent after the block is entered arrive, except while the connection is down.
+
+        Raises:
+            BusError: this role may not listen there.
+        """
+        subscription = Subscription(self.connection)
+        await self.api.wait_connected(self.api.retry(f"subscription to {subject}"))
+        listener = await self.connection.listen(subject, subscription.on_received)
+        try:
+            await self.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscription, or denied it
+            self.connection.check_allowed("subscription", subject)
+            yield subscription
+        finally:
+            with anyio.CancelScope(shield=True):
+                await listener.aclose()
+
+    def _stream_of(self, subject: str) -> str:
+        if subject in (self.names.outcomes, self.names.cuts):
+            return self.names.outcomes_stream
+        raise BusError(f"message to {subject}: only the log takes an expected sequence")
+
+
+@asynccontextmanager
+async def open_bus(
+    url: str,
+    *,
+    names: Names,
+    role: Role,
+    instance: str = "0",
+    credentials: Path | None = None,
+    connect_deadline_s: float = 10.0,
+    operation_deadline_s: float = 60.0,
+) -> AsyncIterator[Bus]:
+    """Connect a process to its run, and close the connection at the end.
+
+    Args:
+        instance: Tells processes of one role apart in the broker's tools.
+        credentials: The role's key file (``credentials_path``) or an external broker's credentials.
+
+    Raises:
+        UserError: the broker cannot be reached, refuses, or is too old.
+    """
+    connection = await connect(
+        url, name=f"{names.run}.{role}.{instance}", role=role, credentials=credentials, deadline_s=connect_deadline_s
+    )
+    async with Bus(connection, names=names, operation_deadline_s=operation_deadline_s) as bus:
+        yield bus

@@ -1,0 +1,144 @@
+"""The run's key-value bucket: its state, changed by compare-and-set.
+
+A bucket is a stream with a subject per key, as every NATS tool knows it. A write carries an id of its
+own, so that a write whose answer was lost can be recognised as done, and is never taken for another's.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Generic, TypeVar
+from uuid import uuid4
+
+from areal_async import wire
+from areal_async.bus.api import WRONG_LAST_SEQUENCE, Api, ApiError
+from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
+from areal_async.errors import ConflictError
+from areal_async.types import Record
+
+R = TypeVar("R", bound=Record)
+
+HISTORY = 16
+"""Values kept per key: far enough back to find a write of one's own that others have since overwritten."""
+
+
+class Keys:
+    """One bucket."""
+
+    def __init__(self, api: Api, reader: LogReader, bells: Bells, bucket: str) -> None:
+        self._api = api
+        self._reader = reader
+        self._bells = bells
+        self._stream = f"KV_{bucket}"
+        self._prefix = f"$KV.{bucket}."
+
+    async def get(self, key: str, kind: type[R]) -> tuple[R | None, int]:
+        """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted."""
+        message = await self._reader.get_last(self._stream, self._prefix + key)
+        if message is None:
+            return None, 0
+        if _is_deleted(message):
+            return None, message.sequence
+        return wire.decode(message.data, kind), message.sequence
+
+    async def put(self, key: str, record: Record) -> int:
+        """Set a key whatever it holds; return its new revision."""
+        answer = await self._api.ask(self._prefix + key, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
+        return int(answer["seq"])
+
+    async def create(self, key: str, record: Record) -> int:
+        """Set a key that does not exist.
+
+        Raises:
+            ConflictError: it exists.
+        """
+        old, revision = await self.get(key, type(record))
+        if old is not None:
+            raise ConflictError(f"key {key}: exists already, at revision {revision}")
+        return await self.compare_and_set(key, record, revision)
+
+    async def compare_and_set(self, key: str, record: Record, revision: int) -> int:
+        """Set a key that still has ``revision`` (0: never existed); return the new one.
+
+        Raises:
+            ConflictError: another writer was faster.
+        """
+        subject, data = self._prefix + key, wire.encode(record)
+        sequence, _ = await publish_after(self._api, self._reader, self._stream, subject, data, uuid4().hex, revision)
+        return sequence
+
+    async def delete(self, key: str) -> None:
+        """Forget a key; one that does not exist is no error."""
+        headers = {"KV-Operation": "DEL", "Nats-Msg-Id": uuid4().hex}
+        await self._api.ask(self._prefix + key, b"", headers)
+
+    async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
+        """Return value and revision of every key that starts with ``prefix``."""
+        return {key: (wire.decode(last.data, kind), last.sequence) for key, last in (await self._last(prefix)).items()}
+
+    async def keys(self, prefix: str = "") -> list[str]:
+        """Return the keys that start with ``prefix``, sorted."""
+        return sorted(await self._last(prefix))
+
+    def watch(self, key: str, kind: type[R], poll_s: float = POLL_S) -> "Watch[R]":
+        """Return the endless iterator of a key's values."""
+        return Watch(self, Attention(self._bells, self._prefix + key, poll_s), key, kind)
+
+    async def _last(self, prefix: str) -> dict[str, Message]:
+        tokens = prefix[: prefix.rfind(".") + 1]
+        last = {
+            message.subject.removeprefix(self._prefix): message
+            for message in await self._reader.read_last_of_each(self._stream, f"{self._prefix}{tokens}>")
+            if not _is_deleted(message)
+        }
+        return {key: message for key, message in last.items() if key.startswith(prefix)}
+
+
+class Watch(AsyncIterator[R], Generic[R]):
+    """A key's value, then each newer one that is seen. Values between two looks are skipped, as is a deleted key."""
+
+    def __init__(self, keys: Keys, attention: Attention, key: str, kind: type[R]) -> None:
+        self._keys = keys
+        self._attention = attention
+        self._key = key
+        self._kind = kind
+        self._revision: int | None = None
+
+    async def __anext__(self) -> R:
+        if self._revision is None:
+            await self._attention.listen()
+            self._revision = 0
+        while True:
+            record, revision = await self._keys.get(self._key, self._kind)
+            if record is not None and revision > self._revision:
+                self._revision = revision
+                return record
+            await self._attention.wait()
+
+
+async def publish_after(
+    api: Api, reader: LogReader, stream: str, subject: str, data: bytes, msg_id: str, last_sequence: int,
+    headers: dict[str, str] | None = None,
+) -> tuple[int, bool]:  # fmt: skip
+    """Store a message provided that the newest one of its subject is at ``last_sequence``.
+
+    Returns:
+        Its sequence, and whether it had been stored before. The broker checks the sequence before the id, so a
+        write that is repeated because its answer was lost conflicts with itself: it is then looked for by its id.
+
+    Raises:
+        ConflictError: another message came first.
+    """
+    headers = {**(headers or {}), "Nats-Msg-Id": msg_id, "Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
+    try:
+        answer = await api.ask(subject, data, headers)
+        return int(answer["seq"]), bool(answer.get("duplicate"))
+    except ApiError as exc:
+        if exc.err_code not in WRONG_LAST_SEQUENCE:
+            raise
+        for message in await reader.read_batch(stream, subject, last_sequence + 1):
+            if message.headers.get("Nats-Msg-Id") == msg_id:
+                return message.sequence, True
+        raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc
+
+
+def _is_deleted(message: Message) -> bool:
+    return message.headers.get("KV-Operation") in ("DEL", "PURGE")

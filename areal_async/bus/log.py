@@ -1,0 +1,204 @@
+"""Reading stored messages: one by one, in order up to now, and in order for ever.
+
+Reads are direct gets, which hold no state at the broker: after a restart the next one simply goes on
+where the last one ended. New messages are noticed by a bell (the messages themselves pass by on their
+subject) and, should the bell be missed, by asking every ``POLL_S``.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+
+from areal_async.bus.api import TRY_DEADLINE_S, Api
+from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Listener, Received
+from areal_async.errors import BusError
+
+BATCH_MESSAGES = 512
+BATCH_BYTES = 8 << 20
+POLL_S = 1.0
+FIRST_LOOK_S = 0.005
+"""The bell may ring before the message is stored: look again soon, then less and less often."""
+
+_READ_HEADERS = {
+    "Nats-Stream", "Nats-Subject", "Nats-Sequence", "Nats-Time-Stamp", "Nats-Num-Pending", "Nats-Last-Sequence",
+}  # fmt: skip
+
+
+class Message(NamedTuple):
+    """A stored message."""
+
+    sequence: int
+    subject: str
+    headers: dict[str, str]
+    data: bytes
+
+
+class Bell:
+    """Counts the messages that pass by on one subject. One per subject and bus, for the life of the bus."""
+
+    def __init__(self) -> None:
+        self.num_rings = 0
+        self._rung = anyio.Event()
+
+    def ring(self) -> None:
+        """Wake all who wait."""
+        self.num_rings += 1
+        self._rung.set()
+        self._rung = anyio.Event()
+
+    async def wait(self, num_seen: int, deadline_s: float) -> None:
+        """Return when it has rung more than ``num_seen`` times, or after ``deadline_s``."""
+        if self.num_rings == num_seen:
+            with anyio.move_on_after(deadline_s):
+                await self._rung.wait()
+
+
+class Bells:
+    """The bells of one bus."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+        self._bells: dict[str, Bell] = {}
+        self._listeners: list[Listener] = []
+
+    async def get(self, subject: str) -> Bell:
+        """Return the bell of a subject; it also rings whenever the connection is back."""
+        if subject not in self._bells:
+            bell = self._bells[subject] = Bell()
+            await self._api.wait_connected(self._api.retry(f"subscription to {subject}"))
+            self._listeners.append(await self._api.connection.listen(subject, lambda _: bell.ring()))
+            self._api.connection.on_reconnect.append(bell.ring)
+        return self._bells[subject]
+
+
+class Attention:
+    """One reader's way of waiting for news: the bell, a few quick looks after it, and a slow poll."""
+
+    def __init__(self, bells: Bells, subject: str, poll_s: float = POLL_S) -> None:
+        self._bells = bells
+        self._subject = subject
+        self._poll_s = poll_s
+        self._num_seen = 0
+        self._look_s = poll_s
+
+    async def listen(self) -> None:
+        """Hear from now on; before the first look, so that nothing falls in between."""
+        bell = await self._bells.get(self._subject)
+        self._num_seen = bell.num_rings
+
+    async def wait(self) -> None:
+        """Return when it is worth looking again. Waits at most ``poll_s``."""
+        bell = await self._bells.get(self._subject)
+        await bell.wait(self._num_seen, self._look_s)
+        if bell.num_rings != self._num_seen:
+            self._num_seen = bell.num_rings
+            self._look_s = FIRST_LOOK_S
+        else:
+            self._look_s = min(self._poll_s, 2 * self._look_s)
+
+
+class LogReader:
+    """Direct gets."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api
+
+    async def get_message(self, stream: str, sequence: int) -> Message | None:
+        """Return the message at this sequence, or None when it is not stored any more."""
+        return await self._one(f"$JS.API.DIRECT.GET.{stream}", {"seq": sequence})
+
+    async def get_last(self, stream: str, subject: str) -> Message | None:
+        """Return the newest message of a subject."""
+        return await self._one(f"$JS.API.DIRECT.GET.{stream}.{subject}", {})
+
+    async def read_batch(self, stream: str, subject: str, start_sequence: int) -> list[Message]:
+        """Return the next messages of a subject (wildcards allowed) from a sequence on; none at the end."""
+        body = {
+            "seq": max(1, start_sequence),
+            "batch": BATCH_MESSAGES,
+            "max_bytes": BATCH_BYTES,
+            "next_by_subj": subject,
+        }
+        return await self._batch(stream, body)
+
+    async def read_last_of_each(self, stream: str, subject: str) -> list[Message]:
+        """Return the newest message of every subject that matches."""
+        return await self._batch(stream, {"batch": BATCH_MESSAGES, "multi_last": [subject]})
+
+    async def _one(self, subject: str, body: Mapping[str, Any]) -> Message | None:
+        answer = await self._api.request(subject, msgspec.json.encode(body) if body else b"")
+        if answer.status == "404":
+            return None
+        if answer.status is not None:
+            raise BusError(f"{subject}: {answer.status} {answer.headers.get('Description', '')}")
+        return _message(answer)
+
+    async def _batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
+        retry = self._api.retry(f"read of {stream}")
+        while True:
+            await self._api.wait_connected(retry)
+            try:
+                with anyio.fail_after(min(TRY_DEADLINE_S, retry.remaining_s)):
+                    return await self._try_batch(stream, body)
+            except (ConnectionLostError, TimeoutError) as exc:
+                retry.last_seen = str(exc) or "no answer"
+            await retry.pause()
+
+    async def _try_batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
+        messages: list[Message] = []
+        last_sequence = "0"
+        with self._api.connection.call(f"$JS.API.DIRECT.GET.{stream}") as call:
+            await call.send(msgspec.json.encode(body))
+            while True:
+                answer = await call.receive()
+                if answer.status == "404":
+                    return []
+                if answer.status == NO_RESPONDERS:
+                    raise ConnectionLostError("nothing listens there: the stream does not exist")
+                if answer.status not in (None, "204"):
+                    raise BusError(f"read of {stream}: {answer.status} {answer.headers.get('Description', '')}")
+                if answer.headers.get("Nats-Last-Sequence") != last_sequence:
+                    raise ConnectionLostError(f"a message after {last_sequence} was lost on its way")
+                if answer.status == "204":
+                    return messages
+                last_sequence = answer.headers["Nats-Sequence"]
+                messages.append(_message(answer))
+
+
+class Follow:
+    """The messages of a subject from a sequence on: those stored, then each new one. An async iterator, endless.
+
+    It holds nothing that must be closed, and may be left at any time.
+    """
+
+    def __init__(self, reader: LogReader, bells: Bells, stream: str, subject: str, start_sequence: int) -> None:
+        self._reader = reader
+        self._stream = stream
+        self._subject = subject
+        self._next_sequence = start_sequence
+        self._ready: deque[Message] = deque()
+        self._attention = Attention(bells, subject)
+        self._is_listening = False
+
+    def __aiter__(self) -> "Follow":
+        return self
+
+    async def __anext__(self) -> Message:
+        if not self._is_listening:
+            await self._attention.listen()
+            self._is_listening = True
+        while not self._ready:
+            self._ready.extend(await self._reader.read_batch(self._stream, self._subject, self._next_sequence))
+            if self._ready:
+                self._next_sequence = self._ready[-1].sequence + 1
+            else:
+                await self._attention.wait()
+        return self._ready.popleft()
+
+
+def _message(answer: Received) -> Message:
+    headers = {key: value for key, value in answer.headers.items() if key not in _READ_HEADERS}
+    return Message(int(answer.headers["Nats-Sequence"]), answer.headers["Nats-Subject"], headers, answer.data)

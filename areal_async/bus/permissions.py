@@ -1,0 +1,108 @@
+"""Who may do what on the bus: one table, from which the embedded broker's configuration is written.
+
+Each role gets what its own work needs and no more: a node can neither ack a trajectory nor move a
+cursor, and only the operator declares and deletes. Acks are granted per stream.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
+
+
+class Role(StrEnum):
+    """A kind of process on the bus; each has its own key and its own inbox."""
+
+    OPERATOR = "operator"
+    """The launcher and the command line: declares, deletes, watches and steers."""
+    CONTROLLER = "controller"
+    NODE = "node"
+    TRAINER = "trainer"
+
+    @property
+    def inbox_prefix(self) -> str:
+        """Where answers to this role arrive; no other role may listen there."""
+        return f"_INBOX_{self.value}"
+
+
+@dataclass(frozen=True, slots=True)
+class Permissions:
+    """Subjects (with wildcards) a role may publish and subscribe to. All others are denied."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    """``Names.log``, which all may hear, also covers the announcement of weights: nothing there is a secret."""
+
+
+def permissions(role: Role, names: Names) -> Permissions:
+    """Return the whole list for one role of one run."""
+    run = f"areal.{names.run}"
+    publish = ["$JS.API.INFO", f"{run}.metrics.{role}.>", f"{run}.events.{role}.>"]
+    subscribe = [
+        f"{role.inbox_prefix}.>",
+        names.log,
+        f"{run}.events.operator.>",
+        f"$KV.{names.bucket}.>",
+    ]
+    match role:
+        case Role.OPERATOR:
+            publish += ["$JS.API.>", "$JS.ACK.>", f"{run}.>", f"$KV.{names.bucket}.>"]
+            subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>"]
+        case Role.CONTROLLER:
+            publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes, f"{run}.dead.>"]
+            publish += _keys(names, ADMITTED, RUN_STATE, "eval.>")
+            publish += _consume(names.eval_stream, names.eval_controller_consumer)
+            publish += _read(names, names.outcomes_stream, names.tickets_stream)
+            publish += _state(names.trajectories_stream, names.eval_stream, names.dead_stream)
+            subscribe += [names.all_metrics, names.all_events]
+        case Role.NODE:
+            publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
+            publish += _keys(names, "server.>")
+            publish += _consume(names.tickets_stream, names.nodes_consumer)
+            publish += _consume(names.eval_stream, names.eval_nodes_consumer)
+            publish += _read(names, names.outcomes_stream, names.trajectories_stream)
+        case Role.TRAINER:
+            publish += [names.cuts, names.outcomes, f"{run}.dead.>", names.weights]
+            publish += _keys(names, LINEAGE, CHECKPOINT, "weights.>")
+            publish += _consume(names.trajectories_stream, "*")
+            publish += _api(
+                names.trajectories_stream, "CONSUMER.CREATE.{}.>", "CONSUMER.DELETE.{}.*", "CONSUMER.NAMES.{}"
+            )
+            publish += _read(names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream)
+            subscribe.append(names.all_tickets)
+    return Permissions(tuple(publish), tuple(subscribe))
+
+
+def _consume(stream: str, consumer: str) -> list[str]:
+    """Pull from a consumer that exists, and settle what it delivered."""
+    return [
+        f"$JS.API.CONSUMER.MSG.NEXT.{stream}.{consumer}",
+        f"$JS.API.CONSUMER.INFO.{stream}.{consumer}",
+        *_acks(stream, consumer),
+    ]
+
+
+def _acks(stream: str, consumer: str) -> list[str]:
+    """Both shapes of an ack's subject: servers are changing to the second, which names domain and account first."""
+    return [f"$JS.ACK.{stream}.{consumer}.>", f"$JS.ACK.*.*.{stream}.{consumer}.>"]
+
+
+def _read(names: Names, *streams: str) -> list[str]:
+    """Read these streams, and the run's keys, message by message."""
+    granted: list[str] = []
+    for stream in (*streams, f"KV_{names.bucket}"):
+        granted += _api(stream, "DIRECT.GET.{}", "DIRECT.GET.{}.>")
+    return granted + _state(*streams)
+
+
+def _state(*streams: str) -> list[str]:
+    """See how many messages and bytes these streams hold."""
+    return [subject for stream in streams for subject in _api(stream, "STREAM.INFO.{}")]
+
+
+def _keys(names: Names, *keys: str) -> list[str]:
+    return [f"$KV.{names.bucket}.{key}" for key in keys]
+
+
+def _api(stream: str, *operations: str) -> list[str]:
+    return [f"$JS.API.{operation.format(stream)}" for operation in operations]

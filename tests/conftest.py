@@ -1,0 +1,63 @@
+"""What tests of several packages share: two event loops, and a real broker for each test that asks for one."""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
+from areal_async.settings import BusSettings, RunSettings, Settings
+from tests.brokers import OpenRole, running_broker
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(("asyncio", {"debug": True}), id="asyncio"),
+        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
+    ]
+)
+def anyio_backend(request: pytest.FixtureRequest) -> Any:
+    """Run every async test on both loops."""
+    return request.param
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    """Settings of a run in a directory of its own; a test module overrides this fixture to change them."""
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+@pytest.fixture
+async def broker(anyio_backend: Any, settings: Settings) -> AsyncIterator[EmbeddedBroker]:
+    """The broker of ``settings``, with everything declared."""
+    async with running_broker(settings) as broker:
+        async with open_bus(
+            broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+        ) as bus:
+            await declare(bus, settings)
+        yield broker
+
+
+@pytest.fixture
+async def open_role(broker: EmbeddedBroker, settings: Settings) -> AsyncIterator[OpenRole]:
+    """``await open_role(Role.NODE)`` connects one more process of a role; closed when the test ends."""
+    async with AsyncExitStack() as stack:
+
+        async def connect(role: Role, instance: str = "0") -> Bus:
+            return await stack.enter_async_context(
+                open_bus(
+                    broker.url,
+                    names=settings.names,
+                    role=role,
+                    instance=instance,
+                    credentials=broker.credentials(role),
+                    operation_deadline_s=settings.bus.operation_deadline_s,
+                )
+            )
+
+        yield connect
