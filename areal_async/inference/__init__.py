@@ -1,0 +1,1 @@
+"""Inference: launching servers, streaming from them, and swapping their weights. The only home of httpx."""

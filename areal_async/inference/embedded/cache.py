@@ -1,0 +1,230 @@
+"""The batched key-value cache, and the attention that reads it, behind transformers' ordinary interfaces.
+
+Letters: S slots, L positions, H key-value heads, Q query heads, D head size, T tokens of this forward pass, N running
+sequences.
+
+Every running sequence owns one slot; sequence i of the batch sits in slot i, so a decoding step attends to a *view* of
+the first N slots and first L positions and nothing is copied when sequences join. When one leaves, the last slot moves
+into the hole (one copy of one sequence).
+
+Invariant: positions at or past a sequence's length hold finite numbers (zeros or leftovers), so a masked position
+contributes exactly nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+ATTENTION_NAME = "areal_async_slots"
+_POSITION_BLOCK = 16
+"""Attended lengths are rounded up to this, so that shapes repeat."""
+
+
+@dataclass(slots=True)
+class ForwardPlan:
+    """Where one forward pass writes its keys and values, and what each query may see."""
+
+    rows_T: torch.Tensor
+    """Row of the flat [S * L] cache for every token of the pass."""
+    segments: list[tuple[int, int]] | None = None
+    """Prefill: start and end of each packed prompt. None for a decoding step."""
+    positions_N: torch.Tensor | None = None
+    """Decoding: the position of each sequence's query."""
+    attended_tokens: int = 0
+    """Decoding: L, the length of the view."""
+    _masks: dict[tuple[int | None, torch.dtype], torch.Tensor] = field(default_factory=dict)
+
+    def decode_mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return the additive mask [N, 1, 1, L] of a decoding step, built once per pass and kind of layer."""
+        mask = self._masks.get((window, dtype))
+        if mask is None:
+            assert self.positions_N is not None
+            columns_L = torch.arange(self.attended_tokens, device=self.positions_N.device)
+            is_hidden_NL = columns_L > self.positions_N[:, None]
+            if window is not None:
+                is_hidden_NL |= columns_L <= self.positions_N[:, None] - window
+            mask = torch.zeros(is_hidden_NL.shape, dtype=dtype, device=is_hidden_NL.device)
+            mask = mask.masked_fill_(is_hidden_NL, float("-inf"))[:, None, None, :]
+            self._masks[window, dtype] = mask
+        return mask
+
+
+class _SlotLayer(CacheLayerMixin):
+    """Keys and values of one layer: [S, L, H, D] each."""
+
+    is_sliding = False
+
+    def __init__(self, owner: SlotCache) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._owner = owner
+        self.store: list[torch.Tensor] = []
+        """Keys, then values; empty until the first forward pass tells their shapes."""
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.store = [self._allocate(new.shape[1], new.shape[3], new) for new in (key_states, value_states)]
+        self.is_initialized = True
+
+    def _allocate(self, num_heads: int, head_dim: int, like: torch.Tensor) -> torch.Tensor:
+        shape = (self._owner.num_slots, self._owner.slot_tokens, num_heads, head_dim)
+        if like.device.type != "cpu":
+            return torch.zeros(shape, dtype=like.dtype, device=like.device)
+        # numpy's zeros are pages the system gives on first touch: slots that are never that long cost nothing.
+        num_bytes = math.prod(shape) * like.element_size()
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(like.dtype).view(shape)
+
+    def resize(self) -> None:
+        """Take the owner's new size, keeping what fits."""
+        for index, old in enumerate(self.store):
+            new = self._allocate(old.shape[2], old.shape[3], old)
+            slots, tokens = min(old.shape[0], new.shape[0]), min(old.shape[1], new.shape[1])
+            new[:slots, :tokens] = old[:slots, :tokens]
+            self.store[index] = new
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.store:
+            self.lazy_initialization(key_states, value_states)
+        plan = self._owner.plan
+        for cached, new in zip(self.store, (key_states, value_states), strict=True):
+            rows = cached.view(-1, cached.shape[2] * cached.shape[3])
+            rows.index_copy_(0, plan.rows_T, new.transpose(1, 2).reshape(-1, rows.shape[1]))
+        if plan.segments is not None:
+            return key_states, value_states
+        view = (slice(0, key_states.shape[0]), slice(0, plan.attended_tokens))
+        keys, values = self.store
+        return keys[view].transpose(1, 2), values[view].transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """The cache of a whole model; ``plan`` must be set before each forward pass."""
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_slots = 1
+        self.slot_tokens = _POSITION_BLOCK
+        self.plan = ForwardPlan(rows_T=torch.zeros(0, dtype=torch.long))
+        self._slot_layers = [_SlotLayer(self) for _ in range(num_layers)]
+        super().__init__(layers=list(self._slot_layers))
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one position of one sequence costs over all layers; known after the first forward pass."""
+        return sum(tensor.shape[2] * tensor.shape[3] * tensor.element_size() for tensor in self._tensors())
+
+    def resize(self, num_slots: int, slot_tokens: int) -> None:
+        """Reallocate for ``num_slots`` sequences of ``slot_tokens``; what fits is kept."""
+        self.num_slots, self.slot_tokens = num_slots, slot_tokens
+        for layer in self._slot_layers:
+            layer.resize()
+
+    def clear(self) -> None:
+        """Start empty: what a broken model wrote (NaN) must not outlive its weights, nor memory its need."""
+        self.num_slots, self.slot_tokens = 1, _POSITION_BLOCK
+        for layer in self._slot_layers:
+            layer.store = []
+
+    def clear_slot(self, slot: int) -> None:
+        """Zero one slot."""
+        for tensor in self._tensors():
+            tensor[slot].zero_()
+
+    def copy_slot(self, source: int, target: int, num_tokens: int) -> None:
+        """Copy the first ``num_tokens`` positions of one slot to another."""
+        for tensor in self._tensors():
+            tensor[target, :num_tokens] = tensor[source, :num_tokens]
+
+    def attended_tokens(self, longest: int) -> int:
+        """Return the length of the view that holds ``longest`` positions."""
+        return min(self.slot_tokens, -(-longest // _POSITION_BLOCK) * _POSITION_BLOCK)
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        return (tensor for layer in self._slot_layers for tensor in layer.store)
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    slot_plan: ForwardPlan | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend as the plan says; transformers calls this for every layer.
+
+    Args:
+        query: [1, Q, T, D] for packed prompts, [N, Q, 1, D] for a decoding step.
+
+    Returns:
+        The output with tokens before heads, as transformers expects, and no attention weights.
+    """
+    if slot_plan is None or softcap is not None or s_aux is not None:
+        raise NotImplementedError(
+            f"attention of {type(module).__name__}: needs soft-capping, sinks or drops the plan, which this engine "
+            f"does not support; use SGLang"
+        )
+    if slot_plan.segments is not None:
+        return _attend_prompts(query, key, value, slot_plan.segments, scaling, sliding_window), None
+    # The query heads that share a key head become its queries: no repeated keys, one mask for all.
+    num_rows, num_heads, _, head_dim = query.shape
+    num_kv_heads = key.shape[1]
+    grouped = query.reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    mask = slot_plan.decode_mask(sliding_window, query.dtype)
+    output = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(num_rows, 1, num_heads, value.shape[-1]), None
+
+
+def _attend_prompts(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    segments: list[tuple[int, int]],
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    is_grouped = query.shape[1] != key.shape[1]
+    outputs = []
+    for start, end in segments:
+        length = end - start
+        mask = None
+        if sliding_window is not None and length > sliding_window:
+            ones = torch.ones(length, length, dtype=torch.bool, device=query.device)
+            mask = ones.tril_() & ~torch.ones_like(ones).tril_(-sliding_window)
+        outputs.append(
+            F.scaled_dot_product_attention(
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scaling,
+                enable_gqa=is_grouped,
+            )
+        )
+    return torch.cat(outputs, dim=2).transpose(1, 2)
+
+
+# No mask function is registered under this name, so transformers builds no mask: the plan has it.
+AttentionInterface.register(ATTENTION_NAME, attend)

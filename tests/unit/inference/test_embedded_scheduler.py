@@ -1,0 +1,327 @@
+"""Continuous batching changes when tokens are made, never which: all have the probability of a plain forward pass."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+
+from areal_async.inference.embedded.options import EngineOptions
+from areal_async.inference.embedded.protocol import SamplingParams
+from areal_async.inference.embedded.runner import ModelRunner, load_runner
+from areal_async.inference.embedded.scheduler import PauseMode, Scheduler
+from areal_async.inference.embedded.sequence import Sequence
+from areal_async.inference.embedded.weights import stage_weights
+from tests.unit.inference.embedded_engine import (
+    CONTEXT_LENGTH,
+    VOCAB_SIZE,
+    build_model,
+    prompt_of,
+    reference_distribution,
+    reference_logprobs,
+)
+
+TOLERANCE = 1e-4
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LENGTH,
+    "initializer_range": 0.1,
+}
+
+
+@pytest.fixture(scope="module")
+def old_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("old"), seed=0)
+
+
+@pytest.fixture(scope="module")
+def new_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("new"), seed=1)
+
+
+@pytest.fixture(autouse=True)
+def inference_mode() -> Iterator[None]:
+    with torch.inference_mode():
+        yield
+
+
+def load(model: Path, **options: Any) -> ModelRunner:
+    return load_runner(EngineOptions(model_path=str(model), num_threads=1, device="cpu", **options), model)
+
+
+def scheduler_of(runner: ModelRunner, *, max_running: int = 16, max_prefill_tokens: int = 64) -> Scheduler:
+    return Scheduler(
+        runner, weight_version="0-0", max_running_requests=max_running, max_prefill_tokens=max_prefill_tokens
+    )
+
+
+@pytest.fixture
+def scheduler(old_model: Path) -> Scheduler:
+    return scheduler_of(load(old_model))
+
+
+def sequence_of(prompt: list[int], num_tokens: int, *, seed: int = 0, **sampling: Any) -> Sequence:
+    return Sequence(
+        rid=f"rid-{seed}-{len(prompt)}",
+        prompt_ids=tuple(prompt),
+        params=SamplingParams(**sampling),
+        max_new_tokens=num_tokens,
+        stop_token_ids=frozenset(),
+        stop_strings=None,
+        seed=seed,
+        stream_interval=1,
+        emit=lambda sequence, piece: None,
+    )
+
+
+def run(scheduler: Scheduler, steps: int | None = None) -> None:
+    while scheduler.has_work and steps != 0:
+        scheduler.step()
+        steps = None if steps is None else steps - 1
+
+
+def assert_scored_by(model: Path, sequence: Sequence, *, start: int = 0, end: int | None = None) -> None:
+    expected = reference_logprobs(
+        model, sequence.prompt_ids, sequence.output_ids, temperature=sequence.params.temperature
+    )
+    torch.testing.assert_close(
+        torch.tensor(sequence.logprobs[start:end]), torch.tensor(expected[start:end]), atol=TOLERANCE, rtol=0
+    )
+
+
+def test_logprobs_equal_the_forward_pass_however_sequences_join_and_leave(
+    scheduler: Scheduler, old_model: Path
+) -> None:
+    kinds: list[dict[str, Any]] = [{}, {"is_greedy": True}, {"temperature": 0.7}, {"top_k": 5, "top_p": 0.9}]
+    sequences = [sequence_of(prompt_of(3 + 7 * i, seed=i), 5 + 11 * (i % 4), seed=i, **kinds[i % 4]) for i in range(12)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+        run(scheduler, steps=2)
+    run(scheduler)
+
+    for sequence in sequences:
+        assert len(sequence.output_ids) == sequence.max_new_tokens
+        assert_scored_by(old_model, sequence)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(LlamaConfig(tie_word_embeddings=False, **TINY), id="llama"),
+        pytest.param(Qwen2Config(**TINY), id="qwen2"),
+        pytest.param(MistralConfig(sliding_window=8, head_dim=16, **TINY), id="sliding-window"),
+    ],
+)
+def test_other_architectures_score_like_their_own_forward_pass(config: PretrainedConfig, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    with torch.inference_mode(False):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    scheduler = scheduler_of(load(tmp_path))
+    sequences = [sequence_of(prompt_of(3 + 9 * i, seed=i), 20, seed=i) for i in range(3)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+        run(scheduler, steps=2)
+    run(scheduler)
+
+    for sequence in sequences:
+        assert_scored_by(tmp_path, sequence)
+
+
+def test_greedy_tokens_are_the_most_likely_ones(scheduler: Scheduler, old_model: Path) -> None:
+    sequence = sequence_of(prompt_of(9), 12, is_greedy=True)
+    scheduler.submit(sequence)
+    run(scheduler)
+
+    expected = reference_distribution(old_model, sequence.prompt_ids, sequence.output_ids)
+    assert sequence.output_ids == expected.argmax(dim=-1).tolist()
+
+
+def test_a_seed_gives_the_same_tokens_alone_in_company_and_after_a_retraction(scheduler: Scheduler) -> None:
+    alone, in_company, retracted = (sequence_of(prompt_of(10), 20, seed=7) for _ in range(3))
+    scheduler.submit(alone)
+    run(scheduler)
+    for seed in range(3):
+        scheduler.submit(sequence_of(prompt_of(17 + seed, seed=seed), 30, seed=seed))
+    run(scheduler, steps=4)
+    scheduler.submit(in_company)
+    run(scheduler)
+    scheduler.submit(retracted)
+    run(scheduler, steps=5)
+    scheduler.pause(PauseMode.RETRACT)
+    scheduler.resume()
+    run(scheduler)
+
+    assert in_company.output_ids == alone.output_ids
+    assert retracted.output_ids == alone.output_ids
+
+
+def test_unequal_seeds_give_unequal_tokens(scheduler: Scheduler) -> None:
+    first, second = (sequence_of(prompt_of(10), 20, seed=seed) for seed in (1, 2))
+    scheduler.submit(first)
+    scheduler.submit(second)
+    run(scheduler)
+
+    assert first.output_ids != second.output_ids
+
+
+def test_siblings_copy_the_prompt_and_score_the_same(scheduler: Scheduler, old_model: Path) -> None:
+    prompt = prompt_of(20)
+    siblings = [sequence_of(prompt, 12, seed=seed) for seed in range(4)]
+    for sibling in siblings[:3]:
+        scheduler.submit(sibling)
+    run(scheduler, steps=3)
+    scheduler.submit(siblings[3])
+    run(scheduler)
+
+    assert [sibling.cached_tokens for sibling in siblings] == [0, 19, 19, 19]
+    for sibling in siblings:
+        assert_scored_by(old_model, sibling)
+
+
+def test_a_prompt_computed_by_old_weights_is_not_copied(scheduler: Scheduler, old_model: Path, new_model: Path) -> None:
+    prompt = prompt_of(20)
+    early, late = sequence_of(prompt, 30, seed=1), sequence_of(prompt, 5, seed=2)
+    scheduler.submit(early)
+    run(scheduler, steps=3)
+    scheduler.pause(PauseMode.IN_PLACE)
+    scheduler.apply_weights(stage_weights(scheduler._runner.model, str(new_model)), "0-1")
+    scheduler.resume()
+    scheduler.submit(late)
+    run(scheduler)
+
+    assert late.cached_tokens == 0
+    assert_scored_by(new_model, late)
+
+
+def test_after_a_retracting_swap_tokens_are_scored_by_the_new_weights(
+    scheduler: Scheduler, old_model: Path, new_model: Path
+) -> None:
+    sequences = [sequence_of(prompt_of(5 + i, seed=i), 25, seed=i) for i in range(4)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+        run(scheduler, steps=2)
+    scheduler.pause(PauseMode.RETRACT)
+    splits = [len(sequence.output_ids) for sequence in sequences]
+    scheduler.apply_weights(stage_weights(scheduler._runner.model, str(new_model)), "0-1")
+    scheduler.resume()
+    run(scheduler)
+
+    for sequence, split in zip(sequences, splits, strict=True):
+        assert 0 < split < 25
+        assert sequence.version_spans("0-1") == [
+            {"version": "0-0", "start": 0, "end": split},
+            {"version": "0-1", "start": split, "end": 25},
+        ]
+        assert_scored_by(old_model, sequence, end=split)
+        assert_scored_by(new_model, sequence, start=split)
+
+
+def test_an_in_place_swap_keeps_the_cache_and_stamps_the_tokens(
+    scheduler: Scheduler, old_model: Path, new_model: Path
+) -> None:
+    sequence = sequence_of(prompt_of(6), 20)
+    scheduler.submit(sequence)
+    run(scheduler, steps=4)
+    scheduler.pause(PauseMode.IN_PLACE)
+    split = len(sequence.output_ids)
+    scheduler.apply_weights(stage_weights(scheduler._runner.model, str(new_model)), "0-1")
+    scheduler.resume()
+    run(scheduler)
+
+    assert sequence.num_retractions == 0
+    assert [span["end"] for span in sequence.version_spans("0-1")] == [split, 20]
+    assert_scored_by(old_model, sequence, end=split)
+    with pytest.raises(AssertionError):
+        assert_scored_by(new_model, sequence, start=split)
+
+
+def test_a_pause_stops_every_step(scheduler: Scheduler) -> None:
+    sequence = sequence_of(prompt_of(6), 20)
+    scheduler.submit(sequence)
+    run(scheduler, steps=2)
+    scheduler.pause(PauseMode.IN_PLACE)
+
+    assert not scheduler.has_work
+    assert scheduler.num_running == 1
+
+
+def test_an_aborting_pause_ends_sequences_with_what_they_had(scheduler: Scheduler) -> None:
+    sequence = sequence_of(prompt_of(6), 20)
+    scheduler.submit(sequence)
+    run(scheduler, steps=2)
+    scheduler.pause(PauseMode.ABORT)
+
+    assert sequence.finish_reason is not None
+    assert sequence.finish_reason["type"] == "abort"
+    assert len(sequence.output_ids) == 3
+    assert scheduler.num_running == 0
+
+
+def test_more_sequences_than_slots_wait_and_all_finish(old_model: Path) -> None:
+    scheduler = scheduler_of(load(old_model), max_running=3)
+    sequences = [sequence_of(prompt_of(4 + i, seed=i), 3 + i, seed=i) for i in range(10)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    scheduler.step()
+
+    assert scheduler.num_running <= 3
+    run(scheduler)
+    for sequence in sequences:
+        assert_scored_by(old_model, sequence)
+
+
+def test_a_small_cache_budget_admits_only_what_can_grow_to_its_end(old_model: Path) -> None:
+    runner = load(old_model, max_total_tokens=120)
+    scheduler = scheduler_of(runner)
+    sequences = [sequence_of(prompt_of(10, seed=i), 30, seed=i) for i in range(5)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    scheduler.step()
+
+    assert scheduler.num_running == 3
+    run(scheduler)
+    assert runner.cache.num_slots * runner.cache.slot_tokens <= 120
+    for sequence in sequences:
+        assert_scored_by(old_model, sequence)
+
+
+def test_a_sequence_may_fill_the_whole_context(scheduler: Scheduler, old_model: Path) -> None:
+    prompt = prompt_of(CONTEXT_LENGTH - 40)
+    sequence = sequence_of(prompt, 38)
+    scheduler.submit(sequence)
+    run(scheduler)
+
+    assert_scored_by(old_model, sequence)
+
+
+def test_broken_weights_end_sequences_and_leave_nothing_behind(scheduler: Scheduler, old_model: Path) -> None:
+    broken = stage_weights(scheduler._runner.model, str(old_model))
+    broken.tensors["model.layers.0.self_attn.v_proj.weight"].fill_(float("nan"))
+    victim = sequence_of(prompt_of(40), 10)
+    scheduler.apply_weights(broken, "0-1")
+    scheduler.submit(victim)
+    run(scheduler)
+    scheduler.apply_weights(stage_weights(scheduler._runner.model, str(old_model)), "0-2")
+    survivor = sequence_of(prompt_of(6), 20)
+    scheduler.submit(survivor)
+    run(scheduler)
+
+    assert victim.finish_reason is not None
+    assert victim.finish_reason["status_code"] == 500
+    assert_scored_by(old_model, survivor)
+
+
+def test_flushing_is_refused_while_a_sequence_needs_its_cache(scheduler: Scheduler) -> None:
+    scheduler.submit(sequence_of(prompt_of(6), 20))
+    run(scheduler, steps=1)
+
+    assert not scheduler.flush_cache()
+    scheduler.pause(PauseMode.RETRACT)
+    assert scheduler.flush_cache()
