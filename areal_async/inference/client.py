@@ -1,0 +1,180 @@
+"""The streaming client: one completion, whatever becomes of the servers meanwhile.
+
+A stream that breaks goes on, on the same or another server, from the tokens already received, so that no
+token is lost or repeated and none is generated twice. Deadlines are set between events, not on the whole:
+a long answer is not a slow one.
+"""
+
+import uuid
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any, Self
+
+import anyio
+import httpx
+import msgspec
+import structlog
+
+from areal_async.errors import GenerationError
+from areal_async.inference.completion import Completion
+from areal_async.inference.events import DONE, EventSplitter, decode_chunk
+from areal_async.inference.faults import ServerFault
+from areal_async.inference.http import JSON, TRANSPORT_ERRORS, ServerApi, error_message, make_client
+from areal_async.inference.pool import Pool, Server
+from areal_async.settings import InferenceSettings
+from areal_async.types import Turn
+
+MAX_FRUITLESS_STREAMS = 6
+"""Streams in a row that may end without a single new token before the completion is given up."""
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 5.0
+ABORT_DEADLINE_S = 2.0
+NUM_ADMIN_CONNECTIONS = 256
+
+log = structlog.get_logger()
+
+
+class InferenceClient:
+    """Streams completions from the servers of a pool. An async context manager that owns the connections."""
+
+    def __init__(self, pool: Pool, settings: InferenceSettings, *, max_streams: int) -> None:
+        self.pool = pool
+        self._settings = settings
+        self._generation = make_client(max_connections=max_streams)
+        self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
+        self._resources = AsyncExitStack()
+
+    async def __aenter__(self) -> Self:
+        await self._resources.enter_async_context(self._generation)
+        await self._resources.enter_async_context(self.administration)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        with anyio.CancelScope(shield=True):
+            await self._resources.aclose()
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], *, preferred: Server | None = None
+    ) -> tuple[Turn, Server]:
+        """Return one whole completion, and the server that ended it (its cache holds the prefix).
+
+        Args:
+            sampling_params: SGLang's, with ``max_new_tokens``; ``stop_token_ids`` as well where there are any.
+
+        Raises:
+            GenerationError: a server refused the request, or no server got anywhere with it. A whole has no
+                deadline here; the caller's episode has.
+        """
+        completion = Completion(
+            prompt_ids,
+            max_new_tokens=sampling_params["max_new_tokens"],
+            stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
+        )
+        num_fruitless = 0
+        cause = ""
+        while num_fruitless < MAX_FRUITLESS_STREAMS:
+            server = preferred = await self.pool.choose(preferred)
+            num_tokens_before = len(completion.output_ids)
+            is_faulty = False
+            try:
+                await self._stream(server, completion, sampling_params)
+            except ServerFault as exc:
+                is_faulty = True
+                cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
+                log.warning("stream.broken", server_id=server.id, cause=cause, num_tokens=len(completion.output_ids))
+                self.pool.cast_doubt(server, cause)
+            completion.end_stream()
+            if completion.finish_reason:
+                return completion.turn(), server
+            if len(completion.output_ids) > num_tokens_before:
+                num_fruitless = 0
+            elif is_faulty:  # a pause in mode ``abort`` is nobody's fault, however often it comes
+                num_fruitless += 1
+            await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_fruitless))
+        raise GenerationError(f"generation: {num_fruitless} streams in a row gave no token, the last one: {cause}")
+
+    async def _stream(self, server: Server, completion: Completion, sampling_params: Mapping[str, Any]) -> None:
+        """Receive as much of the completion as one stream gives.
+
+        Raises:
+            ServerFault: it broke; what was received is kept.
+            GenerationError: the request itself is at fault.
+        """
+        request_id = uuid.uuid4().hex
+        num_tokens_left = completion.num_tokens_left
+        body = {
+            "rid": request_id,
+            "input_ids": completion.input_ids,
+            "sampling_params": {**sampling_params, "max_new_tokens": num_tokens_left},
+            "return_logprob": True,
+            "stream": True,
+        }
+        cost_tokens = len(completion.prompt_ids) + len(completion.output_ids) + num_tokens_left
+        server.outstanding_tokens += cost_tokens
+        server.num_requests += 1
+        completion.begin_stream(server.version)
+        is_over = False
+        try:
+            await self._receive(server, msgspec.json.encode(body), completion)
+            is_over = True
+        except TRANSPORT_ERRORS as exc:
+            raise ServerFault(str(exc) or "connection lost") from exc
+        finally:
+            server.outstanding_tokens -= cost_tokens
+            server.num_requests -= 1
+            if not is_over:
+                await self._abort(server.url, request_id)
+
+    async def _receive(self, server: Server, body: bytes, completion: Completion) -> None:
+        splitter = EventSplitter()
+        is_over = False
+        limit_s = self._settings.first_token_deadline_s
+        with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
+            async with self._generation.stream(
+                "POST", f"{server.url}/generate", content=body, headers=JSON
+            ) as response:
+                if response.status_code != 200:
+                    raise await _refusal(response)
+                async for data in response.aiter_raw():
+                    events = splitter.feed(data)
+                    for event in events:
+                        if event != DONE:
+                            is_over = self._take(server, event, completion) or is_over
+                    if events:
+                        limit_s = self._settings.between_tokens_deadline_s
+                        scope.deadline = anyio.current_time() + limit_s
+        if scope.cancelled_caught and not is_over:
+            raise ServerFault(f"no event for {limit_s:g} s")
+        if not is_over:
+            raise ServerFault("the stream ended early")
+
+    def _take(self, server: Server, event: bytes, completion: Completion) -> bool:
+        """Add one event; say whether it is the last."""
+        try:
+            chunk = decode_chunk(event)
+        except msgspec.DecodeError as exc:
+            raise ServerFault(f"not an event: {exc}: {event[:200]!r}") from exc
+        if chunk.error is not None or chunk.meta_info is None:
+            raise GenerationError(f"generation: {server.id} refused the request: {error_message(event)}")
+        completion.add(chunk.output_ids, chunk.meta_info)
+        server.num_generated_tokens += len(chunk.output_ids)
+        reason = chunk.meta_info.finish_reason
+        if reason is not None and reason.type == "abort" and (reason.status_code or 0) >= 500:
+            raise ServerFault(f"aborted with status {reason.status_code}: {reason.message}")
+        return reason is not None
+
+    async def _abort(self, url: str, request_id: str) -> None:
+        """Tell the server, as well as it can be done quickly, that nobody waits for this any more."""
+        with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
+            try:
+                await ServerApi(self.administration, url).abort(request_id, deadline_s=ABORT_DEADLINE_S)
+            except ServerFault as exc:
+                log.debug("stream.abort_failed", url=url, cause=str(exc))
+
+
+async def _refusal(response: httpx.Response) -> Exception:
+    """Return the error that a status other than 200 means: 4xx is the request's own fault."""
+    message = error_message(await response.aread())
+    if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
+        return GenerationError(f"generation: refused with status {response.status_code}: {message}")
+    return ServerFault(f"status {response.status_code}: {message}")

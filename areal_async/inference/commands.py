@@ -1,0 +1,82 @@
+"""Which program serves, and its command line: the real SGLang, or the embedded engine with the same routes."""
+
+import importlib.util
+import os
+import sys
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from areal_async.settings import Settings
+
+NO_VERSION = "0-0"
+"""What a server that has just started calls its weights: older than anything a trainer announces."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerCommand:
+    """How to start one server, all but its port."""
+
+    id: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str]
+
+    def on_port(self, port: int) -> list[str]:
+        """Return the whole command line."""
+        return [*self.arguments, "--port", str(port)]
+
+
+def server_command(settings: Settings, *, server_id: str, index: int) -> ServerCommand:
+    """Return the command of the node's server number ``index``."""
+    inference = settings.inference
+    python = str(inference.python or sys.executable)
+    is_sglang = choose_backend(settings) == "sglang"
+    arguments = [python, "-m", "sglang.launch_server" if is_sglang else "areal_async.inference.embedded"]
+    arguments += ["--model-path", settings.model.path, "--host", "127.0.0.1", "--weight-version", NO_VERSION]
+    arguments += ["--dtype", settings.model.dtype]
+    arguments += ["--max-running-requests", str(inference.max_running_requests)]
+    arguments += ["--stream-interval", str(inference.stream_interval)]
+    arguments += ["--random-seed", str(_seed(settings.run.seed, server_id))]
+    if inference.context_length is not None:
+        arguments += ["--context-length", str(inference.context_length)]
+    if is_sglang:
+        arguments += ["--incremental-streaming-output"]
+        if inference.tensor_parallel > 1:
+            arguments += ["--tp-size", str(inference.tensor_parallel)]
+    else:
+        arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
+    environment = _gpu_share(visible_gpus(os.environ), index, inference.tensor_parallel)
+    return ServerCommand(server_id, (*arguments, *inference.flags), environment)
+
+
+def choose_backend(settings: Settings) -> Literal["sglang", "embedded"]:
+    """Resolve ``auto``: SGLang where its interpreter is named or a GPU and SGLang are found."""
+    backend = settings.inference.backend
+    if backend != "auto":
+        return backend
+    if settings.inference.python is not None:
+        return "sglang"
+    has_sglang = importlib.util.find_spec("sglang") is not None
+    return "sglang" if has_sglang and visible_gpus(os.environ) else "embedded"
+
+
+def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
+    """Return the GPUs this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
+    if "CUDA_VISIBLE_DEVICES" in environment:
+        return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
+    return sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
+
+
+def _gpu_share(gpus: list[str], index: int, num_gpus: int) -> dict[str, str]:
+    """Give each server GPUs of its own, going round where there are fewer than needed."""
+    if not gpus:
+        return {}
+    share = [gpus[(index * num_gpus + offset) % len(gpus)] for offset in range(min(num_gpus, len(gpus)))]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
+
+
+def _seed(seed: int, server_id: str) -> int:
+    """Return a seed of the server's own: two that sampled alike would fill groups with twins."""
+    return (seed * 1_000_003 + zlib.crc32(server_id.encode())) % 2**31

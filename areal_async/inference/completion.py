@@ -1,0 +1,145 @@
+"""One completion as it grows, over however many streams it takes. Pure.
+
+Invariant: every token is here once, with its logprob, and stamped with a version that is never newer than
+the one that made it. The server's spans (in the last event) are exact and are used when they are there. A
+stream that broke has only the stamp of each event, which names the version at the time of *sending*; its
+tokens then get the older of that stamp and the one before.
+"""
+
+from functools import lru_cache
+
+from areal_async.errors import GenerationError
+from areal_async.inference.events import MetaInfo
+from areal_async.inference.faults import ServerFault
+from areal_async.types import Turn, Version, VersionSpan
+
+parse_version = lru_cache(maxsize=1024)(Version.parse)
+
+
+class Completion:
+    """Collects tokens. ``begin_stream``, ``add`` per event, ``end_stream``; again until ``finish_reason`` is set."""
+
+    def __init__(self, prompt_ids: list[int], *, max_new_tokens: int, stop_token_ids: frozenset[int]) -> None:
+        self.prompt_ids = prompt_ids
+        self.output_ids: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason = ""
+        self._max_new_tokens = max_new_tokens
+        self._stop_token_ids = stop_token_ids
+        self._spans: list[tuple[Version, int, int]] = []
+        self._oldest: Version | None = None
+        self._stream_start = 0
+        self._stamped: list[tuple[Version, int, int]] = []
+        self._stamp = Version(0, 0)
+        self._last_meta: MetaInfo | None = None
+
+    @property
+    def num_tokens_left(self) -> int:
+        """How many more may be generated."""
+        return self._max_new_tokens - len(self.output_ids)
+
+    @property
+    def input_ids(self) -> list[int]:
+        """What a stream starts from: the prompt, and what was received of the answer."""
+        return self.prompt_ids + self.output_ids
+
+    def begin_stream(self, version: str) -> None:
+        """Note the version that the server runs as the request is submitted."""
+        self._stamp = parse_version(version)
+        self._oldest = self._stamp if self._oldest is None else min(self._oldest, self._stamp)
+        self._stream_start = len(self.output_ids)
+        self._stamped = []
+        self._last_meta = None
+
+    def add(self, output_ids: list[int], meta: MetaInfo) -> None:
+        """Take one event.
+
+        Raises:
+            ServerFault: tokens without logprobs or without a version.
+        """
+        logprobs = meta.output_token_logprobs or []
+        if len(logprobs) != len(output_ids):
+            raise ServerFault(
+                f"event of {len(output_ids)} tokens has {len(logprobs)} logprobs, need one each; "
+                "start the server with --incremental-streaming-output"
+            )
+        try:
+            stamp = parse_version(meta.weight_version)
+        except ValueError as exc:
+            raise ServerFault(str(exc)) from exc
+        if output_ids:
+            start = len(self.output_ids)
+            self.output_ids += output_ids
+            self.logprobs += [entry[0] for entry in logprobs]
+            self._stamped.append((min(stamp, self._stamp), start, len(self.output_ids)))
+        self._stamp = stamp
+        self._last_meta = meta
+
+    def end_stream(self) -> None:
+        """Settle the versions of this stream's tokens, and whether the completion is over.
+
+        Raises:
+            GenerationError: the server refused the request, or its spans do not cover what it sent.
+        """
+        reason = self._last_meta.finish_reason if self._last_meta else None
+        is_finished = reason is not None and reason.type != "abort"
+        exact = self._exact_spans(is_finished=is_finished)
+        self._spans += self._stamped if exact is None else exact
+        if reason is not None and reason.type == "abort" and 400 <= (reason.status_code or 0) < 500:
+            raise GenerationError(f"server refused the request: {reason.message}")
+        if is_finished and reason is not None:
+            self.finish_reason = reason.type
+        elif self.output_ids and self.output_ids[-1] in self._stop_token_ids:
+            self.finish_reason = "stop"
+        elif self.num_tokens_left <= 0:
+            self.finish_reason = "length"
+
+    def turn(self) -> Turn:
+        """Return the whole turn."""
+        oldest = min([version for version, _, _ in self._spans], default=self._oldest)
+        assert oldest is not None
+        assert self._oldest is not None
+        return Turn(
+            prompt_ids=self.prompt_ids,
+            output_ids=self.output_ids,
+            logprobs=self.logprobs,
+            spans=_joined(self._spans),
+            oldest=str(min(oldest, self._oldest)),
+            finish_reason=self.finish_reason,
+        )
+
+    def _exact_spans(self, *, is_finished: bool) -> list[tuple[Version, int, int]] | None:
+        """Return the server's own spans, placed in the whole completion; None when it sent none."""
+        spans = self._last_meta.weight_versions if self._last_meta else None
+        if spans is None:
+            return None
+        num_tokens = len(self.output_ids) - self._stream_start
+        edges = [0, *(span.end for span in spans)]
+        covers = edges[-1] == num_tokens and all(
+            span.start == edge <= span.end for span, edge in zip(spans, edges, strict=False)
+        )
+        if not covers:
+            if not is_finished:  # an early event's spans: what came after it has stamps only
+                return None
+            raise GenerationError(
+                f"version spans: got {[(s.version, s.start, s.end) for s in spans]} over {num_tokens} tokens, "
+                "need every token covered once"
+            )
+        try:
+            return [
+                (parse_version(span.version), span.start + self._stream_start, span.end + self._stream_start)
+                for span in spans
+                if span.end > span.start
+            ]
+        except ValueError as exc:
+            raise GenerationError(str(exc)) from exc
+
+
+def _joined(spans: list[tuple[Version, int, int]]) -> list[VersionSpan]:
+    """Write neighbours of one version as one span."""
+    joined: list[tuple[Version, int, int]] = []
+    for version, start, end in spans:
+        if joined and joined[-1][0] == version:
+            start = joined.pop()[1]
+        joined.append((version, start, end))
+    return [VersionSpan(version=str(version), start=start, end=end) for version, start, end in joined]

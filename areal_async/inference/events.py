@@ -1,0 +1,68 @@
+"""The bytes of a generation stream: server-sent events out of raw chunks, and SGLang's JSON out of events.
+
+Events are split here, from bytes and per chunk rather than per line, since this is the only code that
+runs for every event of every stream.
+"""
+
+from typing import Any
+
+import msgspec
+
+DONE = b"[DONE]"
+
+
+class EventSplitter:
+    """Cuts bytes into the data of events, wherever the chunks break."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Return the data of every event that ``data`` completes."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return [line[5:].strip() for line in lines if line.startswith(b"data:")]
+
+
+class FinishReason(msgspec.Struct):
+    """Why a request ended."""
+
+    type: str = ""
+    message: str | None = None
+    status_code: int | None = None
+
+
+class Span(msgspec.Struct):
+    """Output tokens ``[start, end)`` of this request, and the version that made them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class MetaInfo(msgspec.Struct):
+    """What SGLang tells about a request beside its tokens."""
+
+    weight_version: str = ""
+    weight_versions: list[Span] | None = None
+    finish_reason: FinishReason | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+
+
+class Chunk(msgspec.Struct):
+    """One event: only what is new since the last, and in an error event neither."""
+
+    output_ids: list[int] = []
+    meta_info: MetaInfo | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(Chunk)
+
+
+def decode_chunk(event: bytes) -> Chunk:
+    """Decode one event.
+
+    Raises:
+        msgspec.DecodeError: not an event of SGLang's.
+    """
+    return _decoder.decode(event)

@@ -1,0 +1,156 @@
+"""One server process: started on a port we pick, watched until it is healthy, ended with all it started.
+
+Invariant: it never outlives this process, and a start that fails says why in the server's own words.
+"""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import IO
+
+import anyio
+import anyio.abc
+import structlog
+
+from areal_async.errors import UserError
+from areal_async.inference.commands import ServerCommand
+from areal_async.inference.http import ServerApi
+from areal_async.inference.parenthood import guarded
+
+PORTS = range(20_000, 32_000)
+"""Below the range that systems take for outgoing connections, so that a free one stays free until it is taken."""
+MAX_PORT_TRIES = 5
+HEALTH_DEADLINE_S = 20.0
+POLL_S = 0.1
+STOP_DEADLINE_S = 5.0
+MAX_TAIL_BYTES = 8192
+
+log = structlog.get_logger()
+
+
+class ServerProcess:
+    """A process that runs a ``ServerCommand``. Started at most once."""
+
+    def __init__(self, command: ServerCommand, *, log_path: Path) -> None:
+        self._command = command
+        self._log_path = log_path
+        self._log_start = 0
+        self._process: anyio.abc.Process | None = None
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def last_words(self) -> str:
+        """The last line that it wrote."""
+        with open(self._log_path, "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(self._log_start, end - MAX_TAIL_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+        return next((line for line in reversed(lines) if line), "it wrote nothing").removeprefix("error: ")
+
+    async def start(self, api: ServerApi, *, deadline_s: float) -> None:
+        """Start it and return when it is healthy; ``api`` is pointed at it.
+
+        Raises:
+            UserError: it ended, or was not healthy in time; with its last words.
+        """
+        for _ in range(MAX_PORT_TRIES):
+            await self._spawn()
+            api.url = self.url
+            with anyio.move_on_after(deadline_s):
+                if await self._becomes_healthy(api):
+                    log.info("server.started", server_id=self._command.id, url=self.url, pid=self._pid)
+                    return
+                if "address already in use" in self.last_words.lower():
+                    continue
+                raise UserError(
+                    f"inference server {self._command.id}: ended with status {self._returncode} while starting: "
+                    f"{self.last_words}; its log is {self._log_path}"
+                )
+            raise UserError(
+                f"inference server {self._command.id}: not healthy within {deadline_s:g} s, its last words: "
+                f"{self.last_words}; its log is {self._log_path}; raise inference.start_deadline_s if it is only slow"
+            )
+        raise UserError(
+            f"inference server {self._command.id}: no free port in {MAX_PORT_TRIES} tries: {self.last_words}"
+        )
+
+    async def wait_ended(self) -> str:
+        """Wait until it ends by itself, and return what to say about it."""
+        assert self._process is not None
+        status = await self._process.wait()
+        return f"ended with status {status}: {self.last_words}"
+
+    async def stop(self) -> None:
+        """End it, gently first, with everything it started."""
+        if self._process is None:
+            return
+        with anyio.CancelScope(shield=True):
+            if self._returncode is None:
+                self._signal(signal.SIGTERM)
+                with anyio.move_on_after(STOP_DEADLINE_S):
+                    await self._process.wait()
+            self._signal(signal.SIGKILL)  # what it started may have outlived it
+            await self._process.wait()
+            await self._process.aclose()
+            self._process = None
+
+    @property
+    def _pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def _returncode(self) -> int | None:
+        return self._process.returncode if self._process else None
+
+    async def _spawn(self) -> None:
+        await self.stop()
+        self.port = free_port()
+        with self._open_log() as log_file:
+            self._log_start = log_file.tell()
+            self._process = await anyio.open_process(
+                guarded(self._command.on_port(self.port)),
+                stdin=subprocess.DEVNULL,
+                stdout=log_file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env={**os.environ, **self._command.environment},
+            )
+
+    def _open_log(self) -> IO[bytes]:
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        return open(self._log_path, "ab")
+
+    async def _becomes_healthy(self, api: ServerApi) -> bool:
+        """Wait until it is healthy (True) or has ended (False)."""
+        while self._returncode is None:
+            if await api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
+                return True
+            await anyio.sleep(POLL_S)
+        return False
+
+    def _signal(self, number: signal.Signals) -> None:
+        try:
+            os.killpg(self._pid, number)
+        except ProcessLookupError:
+            pass
+
+
+def free_port() -> int:
+    """Return a port of 127.0.0.1 that nobody listens on."""
+    for port in random.sample(PORTS, 50):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise UserError(f"inference server: none of 50 ports of {PORTS.start} to {PORTS.stop - 1} is free")

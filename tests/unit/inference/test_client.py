@@ -1,0 +1,238 @@
+"""A completion survives what happens to its streams: no token is lost, repeated or stamped too fresh."""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import anyio
+import pytest
+from anyio import wait_all_tasks_blocked
+
+from areal_async.errors import GenerationError
+from areal_async.inference.client import InferenceClient
+from areal_async.inference.pool import Pool
+from areal_async.settings import InferenceSettings
+from areal_async.types import VersionSpan
+from tests.fakes.fake_sglang import EventStream, FakeSglang, Script, event
+
+pytestmark = pytest.mark.anyio
+
+STOP = {"type": "stop"}
+PARAMS = {"max_new_tokens": 16, "stop_token_ids": [2]}
+
+
+@asynccontextmanager
+async def client_of(
+    *servers: FakeSglang, pool_deadline_s: float = 5, **settings: Any
+) -> AsyncIterator[InferenceClient]:
+    async with AsyncExitStack() as stack:
+        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=pool_deadline_s)
+        for known, server in zip(pool.servers.values(), servers, strict=True):
+            await stack.enter_async_context(server)
+            pool.admit(known, url=server.url, version=server.version)
+        client = InferenceClient(pool, InferenceSettings(**settings), max_streams=16)
+        yield await stack.enter_async_context(client)
+
+
+def streaming(*events: bytes, cut: Callable[[bytes], list[bytes]] = lambda data: [data]) -> Script:
+    async def script(request: dict[str, Any], stream: EventStream) -> None:
+        for part in cut(b"".join(events)):
+            await stream.send_bytes(part)
+        await stream.finish()
+
+    return script
+
+
+def span(version: str, start: int, end: int) -> dict[str, Any]:
+    return {"version": version, "start": start, "end": end}
+
+
+TWO_EVENTS = (
+    event([11, 12], "1-0"),
+    event([13, 2], "1-0", finish_reason=STOP, weight_versions=[span("1-0", 0, 4)]),
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 4096])
+async def test_events_are_whole_wherever_the_bytes_are_cut(size: int) -> None:
+    cut = lambda data: [data[at : at + size] for at in range(0, len(data), size)]  # noqa: E731
+    async with client_of(FakeSglang(streaming(*TWO_EVENTS, cut=cut))) as client:
+        turn, server = await client.generate([1, 3], PARAMS)
+
+    assert turn.prompt_ids == [1, 3]
+    assert turn.output_ids == [11, 12, 13, 2]
+    assert turn.logprobs == [-0.11, -0.12, -0.13, -0.02]
+    assert turn.finish_reason == "stop"
+    assert turn.spans == [VersionSpan(version="1-0", start=0, end=4)]
+    assert (server.outstanding_tokens, server.num_requests, server.num_generated_tokens) == (0, 0, 4)
+
+
+async def test_request_that_waited_through_an_update_keeps_its_submit_version() -> None:
+    late = event([7, 2], "1-5", finish_reason=STOP, weight_versions=[span("1-5", 0, 2)])
+    async with client_of(FakeSglang(streaming(late), version="1-4")) as client:
+        turn, _ = await client.generate([1], PARAMS)
+
+    assert turn.oldest == "1-4"
+    assert turn.spans == [VersionSpan(version="1-5", start=0, end=2)]
+
+
+async def test_spans_of_the_last_event_are_taken_as_they_are() -> None:
+    events = (
+        event([7, 8, 9], "1-2"),
+        event([2], "1-2", finish_reason=STOP, weight_versions=[span("1-1", 0, 2), span("1-2", 2, 4)]),
+    )
+    async with client_of(FakeSglang(streaming(*events), version="1-1")) as client:
+        turn, _ = await client.generate([1], PARAMS)
+
+    assert [(s.version, s.start, s.end) for s in turn.spans] == [("1-1", 0, 2), ("1-2", 2, 4)]
+    assert turn.oldest == "1-1"
+
+
+@pytest.mark.parametrize(
+    "spans", [[span("1-0", 0, 3)], [span("1-0", 0, 2), span("1-1", 3, 4)], [span("1-0", 1, 4)], []]
+)
+async def test_spans_that_leave_a_gap_are_an_error(spans: list[dict[str, Any]]) -> None:
+    bad = event([7, 8, 9, 2], "1-0", finish_reason=STOP, weight_versions=spans)
+    async with client_of(FakeSglang(streaming(bad))) as client:
+        with pytest.raises(GenerationError, match="covered once"):
+            await client.generate([1], PARAMS)
+
+
+async def test_broken_stream_goes_on_elsewhere_without_losing_or_repeating_a_token() -> None:
+    async def break_after_five(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10, 11], "1-3")
+        await stream.send([12, 13, 14], "1-4")
+        await stream.send_bytes(event([15, 16], "1-4")[:40])
+        stream.break_off()
+
+    rest = event([15, 16, 2], "1-4", finish_reason=STOP, weight_versions=[span("1-4", 0, 3)])
+    first, second = FakeSglang(break_after_five, version="1-3"), FakeSglang(streaming(rest), version="1-4")
+    async with client_of(first, second) as client:
+        turn, server = await client.generate([1, 3], PARAMS, preferred=client.pool.servers["s0"])
+
+    assert turn.output_ids == [10, 11, 12, 13, 14, 15, 16, 2]
+    assert turn.logprobs == [-token / 100 for token in turn.output_ids]
+    assert second.requests[0]["input_ids"] == [1, 3, 10, 11, 12, 13, 14]
+    assert second.requests[0]["sampling_params"]["max_new_tokens"] == 11
+    assert server.id == "s1"
+    assert client.pool.servers["s0"].doubt
+    # An event's stamp is the version at its sending; what a broken stream sent gets the older of two stamps.
+    assert [(s.version, s.start, s.end) for s in turn.spans] == [("1-3", 0, 5), ("1-4", 5, 8)]
+
+
+async def test_stream_that_ends_without_its_last_event_goes_on_and_its_server_is_doubted() -> None:
+    half = event([10, 11], "1-0")
+    rest = event([2], "1-0", finish_reason=STOP, weight_versions=[span("1-0", 0, 1)])
+    async with client_of(FakeSglang(streaming(half)), FakeSglang(streaming(rest))) as client:
+        first, second = client.pool.servers.values()
+        turn, server = await client.generate([1], PARAMS, preferred=first)
+
+    assert (turn.output_ids, server) == ([10, 11, 2], second)
+    assert first.doubt == "the stream ended early"
+
+
+async def test_request_aborted_by_a_pause_goes_on_where_it_stopped() -> None:
+    async def abort_then_answer(request: dict[str, Any], stream: EventStream) -> None:
+        if len(server.requests) == 1:
+            await stream.send([10], "1-0", finish_reason={"type": "abort"}, weight_versions=[span("1-0", 0, 1)])
+        else:
+            await stream.send([11, 2], "1-1", finish_reason=STOP, weight_versions=[span("1-1", 0, 2)])
+        await stream.finish()
+
+    server = FakeSglang(abort_then_answer)
+    async with client_of(server) as client:
+        turn, known = await client.generate([1], PARAMS)
+
+    assert turn.output_ids == [10, 11, 2]
+    assert [(s.version, s.start, s.end) for s in turn.spans] == [("1-0", 0, 1), ("1-1", 1, 3)]
+    assert not known.doubt
+
+
+async def test_stream_that_breaks_with_its_last_token_allowed_ends_by_length() -> None:
+    async def break_off(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10, 11], "1-0")
+        stream.break_off()
+
+    server = FakeSglang(break_off)
+    async with client_of(server) as client:
+        turn, _ = await client.generate([1], {"max_new_tokens": 2})
+
+    assert (turn.output_ids, turn.finish_reason) == ([10, 11], "length")
+    assert len(server.requests) == 1
+
+
+async def test_refused_request_is_an_error_at_once_in_the_servers_words() -> None:
+    async def refuse(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.refuse(400, {"error": {"message": "input of 9999 tokens is longer than 512"}})
+
+    server = FakeSglang(refuse)
+    async with client_of(server) as client:
+        with pytest.raises(GenerationError, match="input of 9999 tokens is longer than 512"):
+            await client.generate([1], PARAMS)
+
+    assert len(server.requests) == 1
+
+
+async def test_refusal_inside_a_stream_is_an_error_at_once() -> None:
+    refusal = b'data: {"error": {"message": "too long"}}\n\n'
+    async with client_of(FakeSglang(streaming(refusal))) as client:
+        with pytest.raises(GenerationError, match="too long"):
+            await client.generate([1], PARAMS)
+
+
+async def test_stream_without_incremental_output_is_named_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.inference.client.MAX_FRUITLESS_STREAMS", 1)
+    cumulative = event([10], "1-0", output_token_logprobs=[[-0.1, 9, None], [-0.1, 10, None]])
+    async with client_of(FakeSglang(streaming(cumulative))) as client:
+        with pytest.raises(GenerationError, match="--incremental-streaming-output"):
+            await client.generate([1], PARAMS)
+
+
+async def test_cancelled_request_is_aborted_at_the_server() -> None:
+    began = anyio.Event()
+
+    async def never_end(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10], "1-0")
+        began.set()
+        await anyio.sleep_forever()
+
+    server = FakeSglang(never_end)
+    async with client_of(server) as client, anyio.create_task_group() as tasks:
+        tasks.start_soon(client.generate, [1], PARAMS)
+        await began.wait()
+        await wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    assert server.calls == [("/abort_request", {"rid": server.requests[0]["rid"]})]
+
+
+async def test_stream_that_falls_silent_is_given_up_after_its_deadline() -> None:
+    async def fall_silent(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10], "1-0")
+        await anyio.sleep_forever()
+
+    server = FakeSglang(fall_silent)
+    async with client_of(server, pool_deadline_s=0.05, between_tokens_deadline_s=0.05) as client:
+        with pytest.raises(GenerationError, match=r"no inference server .*no event for 0.05 s"):
+            await client.generate([1], PARAMS)
+
+    assert [route for route, _ in server.calls] == ["/abort_request"]
+
+
+async def test_completion_waits_for_a_server_and_goes_on_when_one_is_admitted() -> None:
+    server = FakeSglang(streaming(*TWO_EVENTS))
+    async with client_of(server) as client:
+        known = client.pool.servers["s0"]
+        client.pool.fence(known, "starting")
+        turns: list[list[int]] = []
+
+        async def generate() -> None:
+            turns.append((await client.generate([1], PARAMS))[0].output_ids)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            await wait_all_tasks_blocked()
+            assert not server.requests
+            client.pool.admit(known, url=server.url, version="1-0")
+
+    assert turns == [[11, 12, 13, 2]]

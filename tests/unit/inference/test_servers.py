@@ -1,0 +1,139 @@
+"""A server process is started with the right command, says why it cannot, and never outlives its parent."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.inference.commands import ServerCommand, choose_backend, server_command, visible_gpus
+from areal_async.inference.http import ServerApi, make_client
+from areal_async.inference.parenthood import guarded
+from areal_async.inference.servers import ServerProcess
+from areal_async.settings import InferenceSettings, ModelSettings, Settings
+
+FAKES = Path(__file__).parents[2] / "fakes"
+
+
+def settings_of(**inference: object) -> Settings:
+    return Settings(model=ModelSettings(path="m", dtype="float32"), inference=InferenceSettings(**inference))  # type: ignore[arg-type]
+
+
+def test_embedded_engine_is_started_with_what_the_settings_say() -> None:
+    command = server_command(
+        settings_of(backend="embedded", context_length=512, num_threads=2), server_id="n0-1", index=1
+    )
+
+    line = " ".join(command.on_port(30000))
+    assert line.startswith(f"{sys.executable} -m areal_async.inference.embedded --model-path m --host 127.0.0.1 ")
+    for part in (
+        "--weight-version 0-0", "--dtype float32", "--max-running-requests 256", "--stream-interval 8",
+        "--context-length 512", "--device auto", "--num-threads 2", "--port 30000",
+    ):  # fmt: skip
+        assert part in line
+
+
+def test_sglang_is_started_in_its_own_environment_with_incremental_output_and_the_users_flags() -> None:
+    settings = settings_of(python=Path("/sgl/bin/python"), tensor_parallel=2, flags=("--mem-fraction-static", "0.7"))
+
+    line = " ".join(server_command(settings, server_id="n0-0", index=0).on_port(1))
+
+    assert line.startswith("/sgl/bin/python -m sglang.launch_server --model-path m ")
+    assert "--incremental-streaming-output --tp-size 2 --mem-fraction-static 0.7 --port 1" in line
+    assert "--num-threads" not in line
+
+
+def test_servers_do_not_sample_alike() -> None:
+    commands = [
+        server_command(settings_of(backend="embedded"), server_id=f"n0-{index}", index=index) for index in (0, 1)
+    ]
+
+    seeds = {command.arguments[command.arguments.index("--random-seed") + 1] for command in commands}
+
+    assert len(seeds) == 2
+
+
+def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    settings = settings_of(backend="embedded", tensor_parallel=2)
+
+    shares = [server_command(settings, server_id="x", index=index).environment for index in (0, 1, 2)]
+
+    assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["4,5", "6,7", "4,5"]
+
+
+def test_gpus_are_found_as_devices_where_nothing_limits_them(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "null"):
+        (tmp_path / name).touch()
+
+    assert visible_gpus({}, tmp_path) == ["0", "1"]
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}, tmp_path) == []
+
+
+def test_auto_takes_the_embedded_engine_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    assert choose_backend(settings_of()) == "embedded"
+    assert choose_backend(settings_of(python=Path("/sgl/bin/python"))) == "sglang"
+
+
+def fake_command(*flags: str, model_path: str = "/") -> ServerCommand:
+    arguments = (sys.executable, "-m", "sglang.launch_server", "--model-path", model_path, "--weight-version", "0-0")
+    return ServerCommand("n0-0", (*arguments, *flags), {"PYTHONPATH": f"{FAKES}:{FAKES.parents[1]}"})
+
+
+@pytest.mark.anyio
+async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> None:
+    process = ServerProcess(fake_command(), log_path=tmp_path / "logs" / "server.log")
+    async with make_client(max_connections=2) as http:
+        api = ServerApi(http, "")
+        await process.start(api, deadline_s=30)
+        assert await api.weight_version(deadline_s=5) == "0-0"
+        await process.stop()
+        assert not await api.is_healthy(deadline_s=5)
+
+
+@pytest.mark.anyio
+async def test_server_that_ends_while_starting_is_quoted(tmp_path: Path) -> None:
+    process = ServerProcess(fake_command(model_path="nowhere"), log_path=tmp_path / "server.log")
+    async with make_client(max_connections=2) as http:
+        with pytest.raises(
+            UserError, match="ended with status 1 while starting: model path nowhere is no folder; its log"
+        ):
+            await process.start(ServerApi(http, ""), deadline_s=30)
+        await process.stop()
+
+
+@pytest.mark.anyio
+async def test_server_that_never_becomes_healthy_is_quoted_too(tmp_path: Path) -> None:
+    script = "print('loading', flush=True); import time; time.sleep(600)"
+    process = ServerProcess(ServerCommand("n0-0", (sys.executable, "-c", script), {}), log_path=tmp_path / "server.log")
+    async with make_client(max_connections=2) as http:
+        with pytest.raises(UserError, match="not healthy within 2 s, its last words: loading; its log"):
+            await process.start(ServerApi(http, ""), deadline_s=2)
+        await process.stop()
+
+
+def test_guarded_process_dies_when_its_parent_is_killed() -> None:
+    script = (
+        "import subprocess, sys\n"
+        "from areal_async.inference.parenthood import guarded\n"
+        "child = 'import time; print(1, flush=True); time.sleep(600)'\n"
+        "subprocess.run(guarded([sys.executable, '-c', child]))\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "1\n"
+
+        os.kill(parent.pid, signal.SIGKILL)
+
+        assert parent.stdout.read() == "", "the pipe ends only when the child is gone too"
+
+
+def test_guarded_command_becomes_the_command() -> None:
+    done = subprocess.run(guarded([sys.executable, "-c", "print('here')"]), capture_output=True, text=True, check=True)
+
+    assert done.stdout == "here\n"
