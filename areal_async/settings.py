@@ -123,6 +123,8 @@ class SamplingSettings(Section):
     """Longest completion of one turn, in tokens."""
     stop: tuple[str, ...] = ()
     """Strings that end a turn, besides the end-of-turn token."""
+    ignore_eos: bool = False
+    """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
 
 
 class RolloutSettings(Section):

@@ -33,10 +33,12 @@ def kill(broker: EmbeddedBroker) -> None:
     os.kill(broker.pid, signal.SIGKILL)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Return when something that another process brings about has come true."""
-    for _ in range(2000):
-        if condition():
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, within_s: float = 10.0) -> None:
+    """Return when something that another process brings about has come true; ``condition`` may have to ask for it."""
+    ends_at = anyio.current_time() + within_s
+    while anyio.current_time() < ends_at:
+        now = condition()
+        if now if isinstance(now, bool) else await now:
             return
         await anyio.sleep(0.005)
-    raise AssertionError("it did not come true within 10 s")
+    raise AssertionError(f"it did not come true within {within_s:g} s")

@@ -1,0 +1,146 @@
+"""One sibling: the workflow runs under its deadline, and whatever happens becomes a trajectory.
+
+Invariant: ``run_episode`` returns a trajectory for every way in which user code can end, except
+cancellation and errors that end the process.
+"""
+
+import math
+import numbers
+import time
+from collections.abc import Mapping
+
+import anyio
+
+from areal_async.contracts import Workflow
+from areal_async.errors import Reject, RolloutError, WorkflowError
+from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.merge import merge_turns
+from areal_async.rollout.policy import RecordingPolicy
+from areal_async.types import Prompt, Sequence, Slot, SlotStatus, Trajectory, Turn, Version, mean
+from areal_async.wire import encode_trajectory
+
+MAX_REASON_CHARACTERS = 1000
+"""The reasons of a whole group travel in the headers of one message, which hold 64 KB."""
+
+
+async def call_workflow(
+    workflow: Workflow, prompt: Prompt, policy: RecordingPolicy, *, name: str, deadline_s: float
+) -> float:
+    """Run user code to its reward.
+
+    Raises:
+        RolloutError: it raised, ran past the deadline, returned no reward, or never called the model.
+        Reject: it withdrew.
+    """
+    with anyio.move_on_after(deadline_s) as scope, attributed_to(WorkflowError, f"workflow {name}"):
+        returned = await workflow(prompt, policy)
+    if scope.cancelled_caught:
+        raise WorkflowError(f"workflow {name}: ran past rollout.episode_deadline_s = {deadline_s:g} s")
+    reward = checked_reward(returned, policy.reply_ids, name)
+    if not policy.turns:
+        raise WorkflowError(
+            f"workflow {name}: returned without a call of the model, need at least one; await policy.chat"
+        )
+    return reward
+
+
+async def run_episode(
+    workflow: Workflow,
+    prompt: Prompt,
+    policy: RecordingPolicy,
+    *,
+    name: str,
+    sibling: int,
+    sample_uid: str,
+    ticket_version: str,
+    deadline_s: float,
+    max_bytes: int,
+) -> Trajectory:
+    """Run one sibling and return what fills its slot."""
+    started = time.monotonic()
+    status, reward, reason = SlotStatus.SCORED, 0.0, ""
+    sequences: list[Sequence] = []
+    try:
+        reward = await call_workflow(workflow, prompt, policy, name=name, deadline_s=deadline_s)
+        sequences = merge_turns(policy.turns)
+    except Reject as exc:
+        status, reason = SlotStatus.REJECTED, str(exc) or "rejected"
+    except RolloutError as exc:
+        status, reason = SlotStatus.FAILED, str(exc)
+    oldest, newest = version_range(policy.turns, ticket_version)
+    trajectory = Trajectory(
+        slot=Slot(
+            sibling=sibling,
+            sample_uid=sample_uid,
+            status=status,
+            reward=reward,
+            reason=reason[:MAX_REASON_CHARACTERS],
+            num_tokens=sum(sequence.num_tokens for sequence in sequences),
+            num_output_tokens=sum(len(turn.output_ids) for turn in policy.turns) if sequences else 0,
+            oldest=oldest,
+            newest=newest,
+            num_truncated=sum(turn.finish_reason == "length" for turn in policy.turns),
+        ),
+        sequences=sequences,
+        info={
+            "num_turns": float(len(policy.turns)),
+            "num_breaks": float(max(0, len(sequences) - 1)),
+            "duration_s": time.monotonic() - started,
+        },
+    )
+    num_bytes = len(encode_trajectory(trajectory))
+    if num_bytes > max_bytes:
+        return failed_trajectory(
+            trajectory.slot,
+            f"trajectory: got {num_bytes} bytes, need at most rollout.max_trajectory_bytes = {max_bytes}",
+        )
+    return trajectory
+
+
+def failed_trajectory(slot: Slot, reason: str) -> Trajectory:
+    """Return the recorded failure that takes this slot's place."""
+    return Trajectory(
+        slot=Slot(
+            sibling=slot.sibling,
+            sample_uid=slot.sample_uid,
+            status=SlotStatus.FAILED,
+            reason=reason[:MAX_REASON_CHARACTERS],
+            oldest=slot.oldest,
+            newest=slot.newest,
+        ),
+        sequences=[],
+    )
+
+
+def checked_reward(returned: object, reply_ids: list[str], name: str) -> float:
+    """Return the trajectory's one reward.
+
+    Rewards per reply are averaged: credit within a trajectory is not told apart, every sampled token gets
+    the same advantage.
+
+    Raises:
+        WorkflowError: not a finite number, or rewards for replies this trajectory does not have.
+    """
+    if isinstance(returned, Mapping):
+        unknown = [key for key in returned if key not in reply_ids]
+        if unknown or not returned:
+            raise WorkflowError(f"workflow {name}: got rewards for replies {unknown}, need ids out of {reply_ids}")
+        return mean([_finite(value, name) for value in returned.values()])
+    return _finite(returned, name)
+
+
+def _finite(value: object, name: str) -> float:
+    if not isinstance(value, numbers.Real):  # bool and int are
+        raise WorkflowError(f"workflow {name}: returned {value!r:.100}, need a float, or {{reply.id: reward}}")
+    if not math.isfinite(value):
+        raise WorkflowError(f"workflow {name}: returned {value!r}, need a finite number")
+    return float(value)
+
+
+def version_range(turns: list[Turn], without_turns: str) -> tuple[str, str]:
+    """Return the oldest version of any sampled token or at submission, and the newest of any sampled token."""
+    if not turns:
+        return without_turns, without_turns
+    oldest = min(Version.parse(turn.oldest) for turn in turns)
+    newest = max([Version.parse(span.version) for turn in turns for span in turn.spans], default=oldest)
+    return str(oldest), str(newest)

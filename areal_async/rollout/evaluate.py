@@ -1,0 +1,50 @@
+"""Evaluation tickets: one greedy answer each, scored like training ones, never trained."""
+
+import anyio
+import structlog
+
+from areal_async.bus import Delivery
+from areal_async.errors import Reject, RolloutError
+from areal_async.rollout.episode import call_workflow, version_range
+from areal_async.rollout.policy import RecordingPolicy
+from areal_async.rollout.runner import Workplace, returned_unless_done, run_heartbeats
+from areal_async.types import EvalResult, EvalTicket, Prompt
+
+log = structlog.get_logger()
+
+
+async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None:
+    """Answer one held-out prompt, store the result and acknowledge the ticket."""
+    async with returned_unless_done(delivery):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
+            result = await _answer(place, ticket)
+            await place.bus.publish(
+                place.bus.names.eval_results(ticket.workflow), result, msg_id=f"eval.{ticket.eval_id}.{ticket.index}"
+            )
+            tasks.cancel_scope.cancel()
+        await delivery.ack()
+
+
+async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
+    greedy = place.settings.rollout.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
+    name = f"eval.{ticket.eval_id}.{ticket.index}"
+    policy = RecordingPolicy(place.generator, place.codec, greedy, name=name)
+    reward, error = 0.0, ""
+    try:
+        reward = await call_workflow(
+            place.workflow(ticket.workflow),
+            Prompt(epoch=0, index=ticket.index, row=ticket.row),
+            policy,
+            name=ticket.workflow,
+            deadline_s=place.settings.rollout.episode_deadline_s,
+        )
+    except Reject as exc:
+        error = f"rejected: {exc}"
+    except RolloutError as exc:
+        error = str(exc)
+        log.warning("evaluation.failed", eval_id=ticket.eval_id, index=ticket.index, reason=error)
+    oldest, newest = version_range(policy.turns, "")
+    return EvalResult(
+        eval_id=ticket.eval_id, index=ticket.index, reward=reward, error=error, oldest=oldest, newest=newest
+    )

@@ -1,0 +1,116 @@
+"""Leasing tickets: as many as there is room for, only while a server can serve, none once the node drains."""
+
+from collections.abc import Awaitable, Callable
+
+import anyio
+
+from areal_async.bus import Delivery
+from areal_async.inference.pool import Pool
+from areal_async.rollout.evaluate import run_eval_ticket
+from areal_async.rollout.runner import Workplace, returned_unless_done, run_ticket
+from areal_async.rollout.settled import SettledGroups
+from areal_async.types import EvalTicket, Ticket
+from areal_async.wire import decode
+
+FETCH_WAIT_S = 5.0
+MAX_LEASES_PER_FETCH = 16
+"""Nodes that take a few at a time share a short queue evenly."""
+MAX_EVALUATIONS = 128
+"""Answered at once, beside the training tickets: an evaluation waits for none of them."""
+
+Handler = Callable[[Delivery], Awaitable[None]]
+
+
+class Leases:
+    """A node's two loops that take tickets."""
+
+    def __init__(self, place: Workplace, pool: Pool, draining: anyio.Event) -> None:
+        self._place = place
+        self._pool = pool
+        self._draining = draining
+        self._settled = SettledGroups(place.bus)
+
+    async def run_tickets(self) -> None:
+        """Run training groups.
+
+        consumes:     tickets, shared with all other nodes
+        waits for:    a serviceable server, room on this node, a ticket
+        produces:     stored trajectories
+        unblocked by: the supervisor, finished groups, the controller; ends when the node drains
+        """
+        rollout = self._place.settings.rollout
+        capacity = max(1, rollout.max_trajectories_per_node // rollout.group_size)
+        names = self._place.bus.names
+        await self._run(names.tickets_stream, names.nodes_consumer, capacity, self._take_tickets)
+
+    async def run_eval_tickets(self) -> None:
+        """Run evaluations: as ``run_tickets``, with room of their own."""
+        names = self._place.bus.names
+        await self._run(names.eval_stream, names.eval_nodes_consumer, MAX_EVALUATIONS, self._take_eval_tickets)
+
+    async def _take_tickets(self, deliveries: list[Delivery]) -> list[Handler | None]:
+        tickets = [decode(delivery.data, Ticket) for delivery in deliveries]
+        settled = await self._settled.among([ticket.group_id for ticket in tickets])
+
+        def handler(ticket: Ticket) -> Handler:
+            return lambda delivery: run_ticket(self._place, ticket, delivery)
+
+        return [None if ticket.group_id in settled else handler(ticket) for ticket in tickets]
+
+    async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Handler | None]:
+        def handler(ticket: EvalTicket) -> Handler:
+            return lambda delivery: run_eval_ticket(self._place, ticket, delivery)
+
+        return [handler(decode(delivery.data, EvalTicket)) for delivery in deliveries]
+
+    async def _run(
+        self,
+        stream: str,
+        consumer: str,
+        capacity: int,
+        take: Callable[[list[Delivery]], Awaitable[list[Handler | None]]],
+    ) -> None:
+        """Lease up to ``capacity``; ``take`` says what to do with each ticket, ``None`` being nothing."""
+        num_running = 0
+        finished = anyio.Event()
+
+        async def run_one(handler: Handler, delivery: Delivery) -> None:
+            nonlocal num_running
+            try:
+                await handler(delivery)
+            finally:
+                num_running -= 1
+                finished.set()
+
+        async def lease() -> None:
+            nonlocal finished, num_running
+            while True:
+                await self._pool.wait_serviceable()
+                while num_running >= capacity:
+                    finished = anyio.Event()
+                    await finished.wait()
+                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity - num_running), wait_s=FETCH_WAIT_S)
+                if not deliveries:
+                    continue
+                async with returned_unless_done(*deliveries):
+                    handlers = await take(deliveries)
+                for delivery, handler in zip(deliveries, handlers, strict=True):
+                    if handler is None:
+                        await delivery.ack()
+                    else:
+                        num_running += 1
+                        running.start_soon(run_one, handler, delivery)
+
+        async with anyio.create_task_group() as running:
+            # Closed before the tickets that still run are given back: those are for other nodes.
+            async with self._place.bus.consume(stream, consumer) as inbox:
+                await self._until_draining(lease)
+
+    async def _until_draining(self, loop: Callable[[], Awaitable[None]]) -> None:
+        async def stop() -> None:
+            await self._draining.wait()
+            tasks.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(stop)
+            await loop()

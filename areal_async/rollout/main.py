@@ -1,0 +1,58 @@
+"""The entry of a node process."""
+
+from pathlib import Path
+
+import anyio
+
+from areal_async.bus import Role, credentials_path, open_bus
+from areal_async.errors import PipelineError
+from areal_async.log import configure
+from areal_async.rollout.node import run_node, run_signals
+from areal_async.settings import Settings
+
+
+def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) -> None:
+    """Run one node until SIGTERM or SIGINT has drained it.
+
+    Raises:
+        PipelineError: what ended it otherwise.
+    """
+    configure("node", run_directory / "logs")
+    try:
+        anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})
+    except BaseExceptionGroup as group:
+        raise first_cause(group) from group
+
+
+async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: str) -> None:
+    is_embedded = settings.bus.url == "embedded"
+    credentials = credentials_path(run_directory, Role.NODE) if is_embedded else settings.bus.credentials
+    draining = anyio.Event()
+    async with (
+        open_bus(
+            bus_url,
+            names=settings.names,
+            role=Role.NODE,
+            instance=node_id,
+            credentials=credentials,
+            operation_deadline_s=settings.bus.operation_deadline_s,
+        ) as bus,
+        anyio.create_task_group() as tasks,
+    ):
+
+        async def end_at_second_signal() -> None:
+            await run_signals(draining)
+            tasks.cancel_scope.cancel()
+
+        tasks.start_soon(end_at_second_signal)
+        await run_node(settings, bus, node_id=node_id, run_directory=run_directory, draining=draining)
+        tasks.cancel_scope.cancel()
+
+
+def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return what ended the node: the first error that we raise on purpose, else the first of all."""
+    ours, _ = group.split(PipelineError)
+    exc: BaseException = ours or group
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return exc

@@ -1,0 +1,56 @@
+"""Turns become sequences. Pure.
+
+While each prompt extends the tokens of an earlier turn (its prompt and its answer), the turns are one
+sequence, and its shared prefix is trained once. Where a template breaks the prefix a new sequence starts.
+Invariant: the loss mask is True exactly on sampled tokens, each sampled token is in exactly one sequence,
+with the logprob and the version it was sampled with.
+"""
+
+import numpy as np
+
+from areal_async.types import NOT_SAMPLED, Sequence, Turn, Version
+
+
+class _Row:
+    """One sequence while it grows."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.turns: list[tuple[int, Turn]] = []
+        """Each with the position of its first sampled token."""
+
+    def append(self, turn: Turn) -> None:
+        self.turns.append((len(turn.prompt_ids), turn))
+        self.token_ids = turn.prompt_ids + turn.output_ids
+
+    def is_prefix_of(self, prompt_ids: list[int]) -> bool:
+        return prompt_ids[: len(self.token_ids)] == self.token_ids
+
+    def sequence(self) -> Sequence:
+        length = len(self.token_ids)
+        loss_mask = np.zeros(length, dtype=np.bool_)
+        logprobs = np.zeros(length, dtype=np.float32)
+        versions = np.full(length, NOT_SAMPLED, dtype=np.int64)
+        for start, turn in self.turns:
+            end = start + len(turn.output_ids)
+            loss_mask[start:end] = True
+            logprobs[start:end] = turn.logprobs
+            for span in turn.spans:
+                versions[start + span.start : start + span.end] = Version.parse(span.version).pack()
+        token_ids = np.array(self.token_ids, dtype=np.int32)
+        return Sequence(token_ids=token_ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions)
+
+
+def merge_turns(turns: list[Turn]) -> list[Sequence]:
+    """Return the rows to train on, oldest first.
+
+    Conversations that a workflow holds side by side each get a row of their own.
+    """
+    rows: list[_Row] = []
+    for turn in turns:
+        row = next((row for row in reversed(rows) if row.is_prefix_of(turn.prompt_ids)), None)
+        if row is None:
+            row = _Row()
+            rows.append(row)
+        row.append(turn)
+    return [row.sequence() for row in rows]

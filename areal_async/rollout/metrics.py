@@ -1,0 +1,53 @@
+"""What a node says about itself every second, as one JSON object on its metrics subject."""
+
+import time
+from typing import Any
+
+import anyio
+import msgspec
+
+from areal_async.inference.pool import Pool
+from areal_async.rollout.lag import LoopWatch
+from areal_async.rollout.runner import Workplace
+
+INTERVAL_S = 1.0
+
+
+async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
+    """Report until cancelled. Nobody waits for a report, and a lost one is lost."""
+    num_tokens_before, before_s = 0, time.monotonic()
+    while True:
+        await anyio.sleep(INTERVAL_S)
+        now_s = time.monotonic()
+        num_tokens = sum(server.num_generated_tokens for server in pool.servers.values())
+        report = node_report(place, pool, watch)
+        report["tokens_per_s"] = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
+        num_tokens_before, before_s = num_tokens, now_s
+        await place.bus.emit(place.bus.names.metrics("node"), msgspec.json.encode(report))
+
+
+def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any]:
+    """Return the state of the node as it is now."""
+    counts = place.counts
+    return {
+        "node_id": place.node_id,
+        "num_groups_running": counts.num_groups_running,
+        "num_trajectories_running": counts.num_trajectories_running,
+        "num_groups_waiting_for_stream": place.backpressure.num_waiting,
+        "num_scored": counts.num_scored,
+        "num_failed": counts.num_failed,
+        "num_rejected": counts.num_rejected,
+        "last_failure": counts.last_failure[:200],
+        "num_generated_tokens": sum(server.num_generated_tokens for server in pool.servers.values()),
+        "loop_lag_p99_s": round(watch.lag.p99_s, 4),
+        "loop_lag_max_s": round(watch.lag.max_s, 4),
+        "servers": {
+            server.id: {
+                "version": server.version,
+                "fence": server.fence or server.doubt,
+                "num_requests": server.num_requests,
+                "outstanding_tokens": server.outstanding_tokens,
+            }
+            for server in pool.servers.values()
+        },
+    }

@@ -1,0 +1,173 @@
+"""A node: its inference servers, its workflows and its loops, in one task group on one event loop.
+
+Whatever raises a ``PipelineError`` ends the node; everything else is a slot's recorded failure.
+"""
+
+import signal
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from areal_async.bus import Bus
+from areal_async.inference.client import InferenceClient
+from areal_async.inference.commands import server_command
+from areal_async.inference.pool import Pool, Server
+from areal_async.inference.supervisor import Supervisor, Target
+from areal_async.inference.swap import Staging
+from areal_async.rollout.lag import LoopWatch
+from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
+from areal_async.rollout.metrics import run_metrics
+from areal_async.rollout.runner import Workplace
+from areal_async.rollout.text import load_codec
+from areal_async.rollout.workflows import load_workflow
+from areal_async.settings import Settings
+from areal_async.types import ServerState, WeightsVersion
+
+DRAIN_GRACE_S = 5.0
+"""How long a node that is told to end waits for its running groups before it cancels them."""
+WEIGHTS_POLL_S = 2.0
+SPARE_STREAMS = 64
+SIGN_OFF_DEADLINE_S = 2.0
+
+log = structlog.get_logger()
+
+
+async def run_node(
+    settings: Settings,
+    bus: Bus,
+    *,
+    node_id: str,
+    run_directory: Path,
+    draining: anyio.Event | None = None,
+    grace_s: float = DRAIN_GRACE_S,
+) -> None:
+    """Run one node until it has drained.
+
+    Args:
+        node_id: a subject token, unique in the run; one that returns under it takes over its servers' keys.
+        draining: set from outside, has the node lease nothing more, finish or give back what it runs, and
+            return. ``None`` leaves only cancellation.
+
+    Raises:
+        PipelineError: something that no rollout can carry; possibly inside an ExceptionGroup.
+    """
+    node = _Node(settings, bus, node_id=node_id, run_directory=run_directory, draining=draining or anyio.Event())
+    await node.run(grace_s)
+
+
+async def run_signals(draining: anyio.Event) -> None:
+    """Set ``draining`` at SIGTERM or SIGINT; returns at the second, which is not waited for any longer."""
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        async for number in signals:
+            log.info("node.told_to_end", signal=number.name)
+            if draining.is_set():
+                return
+            draining.set()
+
+
+class _Node:
+    def __init__(
+        self, settings: Settings, bus: Bus, *, node_id: str, run_directory: Path, draining: anyio.Event
+    ) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._node_id = node_id
+        self._log_directory = run_directory / "logs"
+        self._draining = draining
+        server_ids = [f"{node_id}-{index}" for index in range(settings.inference.num_servers)]
+        self._pool = Pool(server_ids, deadline_s=settings.inference.start_deadline_s)
+        self._target = Target()
+        self._watch = LoopWatch()
+
+    async def run(self, grace_s: float) -> None:
+        settings = self._settings
+        workflows = {task.name: load_workflow(task.workflow) for task in settings.tasks}
+        max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
+        client = InferenceClient(self._pool, settings.inference, max_streams=max_streams)
+        try:
+            async with client, anyio.create_task_group() as services:
+                services.start_soon(self._run_weights)
+                for supervisor in self._supervisors(client):
+                    services.start_soon(supervisor.run)
+                codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
+                place = Workplace(
+                    settings=settings,
+                    bus=self._bus,
+                    node_id=self._node_id,
+                    generator=client,
+                    codec=codec,
+                    workflows=workflows,
+                )
+                services.start_soon(self._watch.run_beats)
+                services.start_soon(run_metrics, place, self._pool, self._watch)
+                log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
+                with self._watch.watching():  # from here on: importing the tokenizer's library holds everything up
+                    await self._run_leases(place, grace_s)
+                services.cancel_scope.cancel()
+        finally:
+            await self._sign_off()
+        log.info("node.ended", node_id=self._node_id)
+
+    async def _run_leases(self, place: Workplace, grace_s: float) -> None:
+        """Work until drained: groups that do not end within the grace are cancelled and their tickets given back."""
+        leases = Leases(place, self._pool, self._draining)
+
+        async def end_after_grace() -> None:
+            await self._draining.wait()
+            await anyio.sleep(grace_s)
+            work.cancel_scope.cancel()
+
+        async def run_all() -> None:
+            async with anyio.create_task_group() as loops:
+                loops.start_soon(leases.run_tickets)
+                loops.start_soon(leases.run_eval_tickets)
+            work.cancel_scope.cancel()
+
+        async with anyio.create_task_group() as work:
+            work.start_soon(end_after_grace)
+            work.start_soon(run_all)
+
+    async def _run_weights(self) -> None:
+        """Follow the announced versions; the supervisors change their servers to the newest."""
+        key = self._bus.names.weights_key()
+        async for version in self._bus.watch_key(key, WeightsVersion, poll_s=WEIGHTS_POLL_S):
+            log.info("weights.announced", version=version.version)
+            self._target.announce(version)
+
+    def _supervisors(self, client: InferenceClient) -> list[Supervisor]:
+        staging = Staging()
+        return [
+            Supervisor(
+                server,
+                server_command(self._settings, server_id=server.id, index=index),
+                pool=self._pool,
+                target=self._target,
+                staging=staging,
+                administration=client.administration,
+                settings=self._settings.inference,
+                log_path=self._log_directory / f"server-{server.id}.log",
+                on_state=self._publish_state,
+            )
+            for index, server in enumerate(self._pool.servers.values())
+        ]
+
+    async def _publish_state(self, server: Server) -> None:
+        """Write what a server runs, after it runs it; the controller's accounts rest on that order."""
+        state = ServerState(
+            server_id=server.id,
+            node_id=self._node_id,
+            url=server.url,
+            version=server.version,
+            fenced=bool(server.fence),
+            reason=server.fence,
+        )
+        await self._bus.put(self._bus.names.server_key(server.id), state)
+
+    async def _sign_off(self) -> None:
+        """Say, as well as it can be done quickly, that the servers are gone, so that nobody waits for them."""
+        with anyio.move_on_after(SIGN_OFF_DEADLINE_S, shield=True):
+            for server in self._pool.servers.values():
+                self._pool.fence(server, "its node has ended")
+                await self._publish_state(server)

@@ -1,0 +1,170 @@
+"""The outbox of one group: finished slots travel together, and reach the stream whatever happens to it.
+
+Invariant: a message's content and id are frozen at its first send, so that every retry is the same message
+and is stored once. A full stream makes the group wait, for ever but visibly; nothing is dropped.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import anyio
+import structlog
+
+from areal_async.errors import StreamFullError
+from areal_async.settings import MESSAGE_BYTES
+from areal_async.subjects import Names
+from areal_async.types import Ticket, Trajectory
+from areal_async.wire import encode_message, encode_trajectory
+
+FLUSH_DEADLINE_S = 10.0
+"""How long a group that is cancelled goes on storing what is finished."""
+FIRST_FULL_WAIT_S = 0.1
+MAX_FULL_WAIT_S = 2.0
+MAX_HEADER_BYTES = 48 << 10
+"""The broker refuses headers of more than 64 KB."""
+SLOT_HEADER_BYTES = 512
+"""Of one slot, beside its reason."""
+
+log = structlog.get_logger()
+
+
+class Publisher(Protocol):
+    """What an outbox needs of the bus."""
+
+    async def publish(
+        self, subject: str, payload: bytes, *, msg_id: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> object: ...
+
+
+class Backpressure:
+    """Counts the groups that wait for a full stream, and says when that begins and ends."""
+
+    def __init__(self) -> None:
+        self.num_waiting = 0
+
+    def begin(self) -> None:
+        self.num_waiting += 1
+        if self.num_waiting == 1:
+            log.warning("stream.full", detail="finished trajectories wait until the trainer has made room")
+
+    def end(self) -> None:
+        self.num_waiting -= 1
+        if self.num_waiting == 0:
+            log.info("stream.has_room")
+
+
+class _Frozen(NamedTuple):
+    payload: bytes
+    headers: Mapping[str, str]
+    msg_id: str
+    num_slots: int
+
+
+class Outbox:
+    """Takes the slots of one group with ``put``; ``run`` stores them."""
+
+    def __init__(
+        self,
+        bus: Publisher,
+        names: Names,
+        ticket: Ticket,
+        *,
+        producer: str,
+        num_expected: int,
+        linger_s: float,
+        backpressure: Backpressure,
+    ) -> None:
+        self._bus = bus
+        self._subject = names.trajectories(ticket.workflow, ticket.group_id)
+        self._ticket = ticket
+        self._producer = producer
+        self._num_left = num_expected
+        self._linger_s = linger_s
+        self._backpressure = backpressure
+        self._ready: list[Trajectory] = []
+        self._changed = anyio.Event()
+        self._in_flight: _Frozen | None = None
+
+    def put(self, trajectory: Trajectory) -> None:
+        """Hand over a finished slot."""
+        self._ready.append(trajectory)
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Return when every expected slot is stored.
+
+        consumes:     finished slots
+        waits for:    the next one, then ``linger_s`` for others to travel with it
+        produces:     messages on the group's trajectory subject
+        unblocked by: the stream having room
+        When cancelled it stores, for a bounded time, what is finished.
+        """
+        try:
+            while self._num_left:
+                await self._wait_ready()
+                await self._send_ready()
+        except anyio.get_cancelled_exc_class():
+            with anyio.move_on_after(FLUSH_DEADLINE_S, shield=True):
+                await self._send_ready()
+            raise
+
+    async def _wait_ready(self) -> None:
+        while not self._ready:
+            self._changed = anyio.Event()
+            await self._changed.wait()
+        with anyio.move_on_after(self._linger_s):
+            while len(self._ready) < self._num_left:
+                self._changed = anyio.Event()
+                await self._changed.wait()
+
+    async def _send_ready(self) -> None:
+        while self._ready or self._in_flight:
+            # Kept while it is being sent: a cancelled send is repeated as it was.
+            self._in_flight = self._in_flight or self._freeze()
+            await self._send(self._in_flight)
+            self._num_left -= self._in_flight.num_slots
+            self._in_flight = None
+
+    def _freeze(self) -> _Frozen:
+        """Take as many finished slots as fit into one message."""
+        slots = [self._ready.pop(0)]
+        num_bytes = len(encode_trajectory(slots[0]))
+        num_header_bytes = _header_bytes(slots[0])
+        while self._ready:
+            num_bytes += len(encode_trajectory(self._ready[0]))
+            num_header_bytes += _header_bytes(self._ready[0])
+            if num_bytes > MESSAGE_BYTES or num_header_bytes > MAX_HEADER_BYTES:
+                break
+            slots.append(self._ready.pop(0))
+        ticket = self._ticket
+        payload, headers = encode_message(
+            slots, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
+            num_failed_attempts=ticket.num_failed_attempts, group_size=ticket.group_size,
+        )  # fmt: skip
+        siblings = "_".join(str(trajectory.slot.sibling) for trajectory in slots)
+        return _Frozen(payload, headers, f"{ticket.group_id}.{siblings}.{self._producer}", len(slots))
+
+    async def _send(self, message: _Frozen) -> None:
+        wait_s = FIRST_FULL_WAIT_S
+        is_waiting = False
+        try:
+            while True:
+                try:
+                    await self._bus.publish(
+                        self._subject, message.payload, msg_id=message.msg_id, headers=message.headers
+                    )
+                    return
+                except StreamFullError:
+                    if not is_waiting:
+                        is_waiting = True
+                        self._backpressure.begin()
+                    await anyio.sleep(wait_s)
+                    wait_s = min(MAX_FULL_WAIT_S, wait_s * 2)
+        finally:
+            if is_waiting:
+                self._backpressure.end()
+
+
+def _header_bytes(trajectory: Trajectory) -> int:
+    return SLOT_HEADER_BYTES + len(json.dumps(trajectory.slot.reason))

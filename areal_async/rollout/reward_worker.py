@@ -1,0 +1,114 @@
+"""The far end of ``@reward``: a process that imports functions by location and calls them, one at a time.
+
+    python -m areal_async.rollout.reward_worker PARENT_PID
+
+Frames on the pipes are a length and msgpack; nothing is pickled, in either direction. Each call is answered
+twice: once when the function is imported, once with its value. Imports neither torch nor transformers.
+"""
+
+import importlib
+import importlib.util
+import math
+import numbers
+import os
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from areal_async.errors import ArealError, Reject, RewardError
+from areal_async.inference.parenthood import die_with_parent
+from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.files import load_file
+
+FRAME = "<I"
+MAX_ANSWER_BYTES = 1 << 20
+
+
+class Call(msgspec.Struct, array_like=True):
+    """One call of a function that stands at the top level of a file."""
+
+    file: str
+    module: str
+    qualname: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Answer(msgspec.Struct, array_like=True):
+    """A value, or why there is none."""
+
+    value: float = 0.0
+    error: str = ""
+
+
+def serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer calls until the near end closes its pipe."""
+    size = struct.calcsize(FRAME)
+    while len(head := requests.read(size)) == size:
+        (length,) = struct.unpack(FRAME, head)
+        call = msgspec.msgpack.decode(requests.read(length), type=Call)
+        try:
+            function = _find(call)
+            _send(answers, Answer())
+            with attributed_to(RewardError, "raised"):
+                answer = Answer(value=_number(function(*call.args, **call.kwargs)))
+        except (ArealError, Reject) as exc:
+            answer = Answer(error=str(exc))
+        _send(answers, answer)
+
+
+def _send(answers: BinaryIO, answer: Answer) -> None:
+    data = msgspec.msgpack.encode(answer)
+    answers.write(struct.pack(FRAME, len(data)) + data)
+    answers.flush()
+
+
+def _find(call: Call) -> Callable[..., Any]:
+    function: Any = _module(call)
+    for name in call.qualname.split("."):
+        function = getattr(function, name, None)
+    if function is None:
+        raise RewardError(f"there is no {call.qualname} at the top level of {call.file}")
+    found: Callable[..., Any] = getattr(function, "__areal_reward__", function)
+    return found
+
+
+def _module(call: Call) -> Any:
+    """Import by name where the name leads to the same file (relative imports then work), else by location."""
+    if call.module in sys.modules or call.module == "__main__":
+        spec = None if call.module == "__main__" else sys.modules[call.module].__spec__
+    else:
+        try:
+            spec = importlib.util.find_spec(call.module)
+        except (ImportError, ValueError):
+            spec = None
+    if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(call.file):
+        with attributed_to(RewardError, f"importing {call.module}"):
+            return importlib.import_module(call.module)
+    return load_file(Path(call.file), error=RewardError, what="worker")
+
+
+def _number(value: Any) -> float:
+    if not isinstance(value, numbers.Real):  # bool and int are
+        raise RewardError(f"returned {value!r:.100} of type {type(value).__name__}, need a finite number")
+    if not math.isfinite(value):
+        raise RewardError(f"returned {value!r}, need a finite number")
+    return float(value)
+
+
+def main() -> None:
+    """Keep the pipes for ourselves: what user code prints goes to the standard error."""
+    die_with_parent(int(sys.argv[1]))
+    requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+    serve(requests, answers)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""One ticket: every sibling of its group is sampled, scored and stored, or stored as what became of it.
+
+Invariant: the ticket is acknowledged only after every slot is stored. Whoever gets it again runs only the
+slots that are missing.
+"""
+
+import secrets
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from areal_async.bus import Bus, Delivery
+from areal_async.contracts import Workflow
+from areal_async.errors import UserError
+from areal_async.rollout.episode import run_episode
+from areal_async.rollout.policy import Generator, RecordingPolicy
+from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.text import TextCodec
+from areal_async.settings import Settings
+from areal_async.types import SlotStatus, Ticket
+from areal_async.wire import decode_headers
+
+RETURN_DEADLINE_S = 1.0
+RETURN_DELAY_S = 1.0
+"""A ticket given back at once could come straight back to a node that is about to end, and wait out its lease there."""
+
+log = structlog.get_logger()
+
+
+@dataclass
+class Counts:
+    """What the node has done, for its metrics. The totals only grow."""
+
+    num_groups_running: int = 0
+    num_trajectories_running: int = 0
+    num_scored: int = 0
+    num_failed: int = 0
+    num_rejected: int = 0
+    last_failure: str = ""
+
+
+@dataclass(kw_only=True)
+class Workplace:
+    """What every ticket of a node works with."""
+
+    settings: Settings
+    bus: Bus
+    node_id: str
+    generator: Generator
+    codec: TextCodec
+    workflows: Mapping[str, Workflow]
+    counts: Counts = field(default_factory=Counts)
+    backpressure: Backpressure = field(default_factory=Backpressure)
+
+    def workflow(self, name: str) -> Workflow:
+        """Return the workflow of a ticket.
+
+        Raises:
+            UserError: the settings of this node do not have it.
+        """
+        if name not in self.workflows:
+            raise UserError(
+                f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
+            )
+        return self.workflows[name]
+
+
+async def run_heartbeats(delivery: Delivery, interval_s: float) -> None:
+    """Keep the lease until cancelled."""
+    while True:
+        await anyio.sleep(interval_s)
+        await delivery.in_progress()
+
+
+@asynccontextmanager
+async def returned_unless_done(*deliveries: Delivery) -> AsyncIterator[None]:
+    """Give tickets back at once when the block is left by cancellation or an error."""
+    is_done = False
+    try:
+        yield
+        is_done = True
+    finally:
+        if not is_done:
+            with anyio.move_on_after(RETURN_DEADLINE_S, shield=True):
+                for delivery in deliveries:
+                    await delivery.nak(RETURN_DELAY_S)
+
+
+async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> None:
+    """Run the siblings that are missing and acknowledge the ticket.
+
+    consumes:     a leased ticket whose group is not settled
+    waits for:    the inference servers, then room in the stream
+    produces:     a stored slot for every sibling, failures included
+    unblocked by: the servers; the stream having room
+    When cancelled, what is finished is stored and the ticket given back.
+    """
+    async with returned_unless_done(delivery):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
+            stored = await _stored_siblings(place, ticket) if delivery.num_delivered > 1 else set()
+            missing = [sibling for sibling in range(ticket.group_size) if sibling not in stored]
+            await _run_siblings(place, ticket, missing)
+            tasks.cancel_scope.cancel()
+        await delivery.ack()
+
+
+async def _stored_siblings(place: Workplace, ticket: Ticket) -> set[int]:
+    names = place.bus.names
+    subject = names.trajectories(ticket.workflow, ticket.group_id)
+    stored: set[int] = set()
+    async for message in place.bus.find_messages(names.trajectories_stream, subject):
+        found = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+        stored.update(slot.sibling for slot in found.slots)
+    log.info("ticket.redelivered", group_id=ticket.group_id, num_stored=len(stored))
+    return stored
+
+
+async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -> None:
+    settings = place.settings
+    workflow = place.workflow(ticket.workflow)
+    producer = f"{place.node_id}.{secrets.token_hex(4)}"
+    outbox = Outbox(
+        place.bus,
+        place.bus.names,
+        ticket,
+        producer=producer,
+        num_expected=len(siblings),
+        linger_s=settings.rollout.linger_ms / 1000,
+        backpressure=place.backpressure,
+    )
+
+    async def run_sibling(sibling: int) -> None:
+        sample_uid = f"{ticket.group_id}.{sibling}.{producer}"
+        policy = RecordingPolicy(place.generator, place.codec, settings.rollout.sampling, name=sample_uid)
+        place.counts.num_trajectories_running += 1
+        try:
+            with structlog.contextvars.bound_contextvars(sample_uid=sample_uid):
+                trajectory = await run_episode(
+                    workflow,
+                    ticket.prompt,
+                    policy,
+                    name=ticket.workflow,
+                    sibling=sibling,
+                    sample_uid=sample_uid,
+                    ticket_version=ticket.version,
+                    deadline_s=settings.rollout.episode_deadline_s,
+                    max_bytes=settings.rollout.max_trajectory_bytes,
+                )
+        finally:
+            place.counts.num_trajectories_running -= 1
+        _count(place.counts, trajectory.slot.status, trajectory.slot.reason, sample_uid)
+        outbox.put(trajectory)
+
+    place.counts.num_groups_running += 1
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(outbox.run)
+            for sibling in siblings:
+                tasks.start_soon(run_sibling, sibling)
+    finally:
+        place.counts.num_groups_running -= 1
+
+
+def _count(counts: Counts, status: SlotStatus, reason: str, sample_uid: str) -> None:
+    match status:
+        case SlotStatus.SCORED:
+            counts.num_scored += 1
+        case SlotStatus.REJECTED:
+            counts.num_rejected += 1
+        case SlotStatus.FAILED:
+            counts.num_failed += 1
+            counts.last_failure = reason
+            log.warning("trajectory.failed", sample_uid=sample_uid, reason=reason)

@@ -1,0 +1,63 @@
+"""Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from areal_async.contracts import Message
+from areal_async.errors import UserError
+from areal_async.rollout.boundary import attributed_to
+
+ENCODE_CACHE_TEXTS = 1024
+"""All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
+
+
+class TextCodec:
+    """A Hugging Face tokenizer, as a policy needs it."""
+
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
+        self.stop_token_ids = list(stop_token_ids)
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """Write a conversation with the model's chat template, up to where the model answers."""
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
+        )
+        return text
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Tokenize; a rendered conversation holds its special tokens already."""
+        return list(self._encode_once(text, add_special_tokens))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text, without special tokens."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def load_codec(model_path: str) -> TextCodec:
+    """Load the tokenizer of a model. Takes seconds: the library that reads it is large.
+
+    Raises:
+        UserError: there is none, or it has no chat template and no end token to stop at.
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    what = f"model.path {model_path}: cannot load its tokenizer"
+    with attributed_to(UserError, what):
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+    ids = {tokenizer.eos_token_id}
+    if not Path(model_path).is_dir() or Path(model_path, "generation_config.json").is_file():
+        with attributed_to(UserError, f"model.path {model_path}: cannot load its generation config"):
+            eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [eos])
+    ids.discard(None)
+    if not ids:
+        raise UserError(f"model.path {model_path}: names no end-of-turn token; set eos_token_id in its configuration")
+    return TextCodec(tokenizer, stop_token_ids=sorted(ids))

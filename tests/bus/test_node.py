@@ -1,0 +1,442 @@
+"""A node on a real broker: every leased ticket ends in stored slots, whatever user code, servers and streams do."""
+
+import json
+import sys
+import urllib.request
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from areal_async import wire
+from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.errors import UserError
+from areal_async.rollout.node import run_node
+from areal_async.settings import (
+    BusSettings,
+    DatasetSettings,
+    InferenceSettings,
+    ModelSettings,
+    RolloutSettings,
+    RunSettings,
+    SamplingSettings,
+    Settings,
+    TaskSettings,
+)
+from areal_async.types import (
+    EvalResult,
+    EvalTicket,
+    Outcome,
+    OutcomeKind,
+    ServerState,
+    Slot,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Trajectory,
+    WeightsVersion,
+)
+from tests.brokers import OpenRole
+
+pytestmark = pytest.mark.anyio
+
+TESTS = Path(__file__).parents[1]
+MODEL = TESTS.parent / "configs" / "models" / "tiny"
+WORKFLOW = """
+import itertools
+import anyio
+from areal_async import Reject
+from tests.unit.rollout import sample_rewards
+
+calls = itertools.count()
+scored = []
+
+async def play(prompt, policy):
+    number = next(calls)
+    reply = await policy.complete([5, 6, 7])
+    match prompt["kind"]:
+        case "raise":
+            raise ValueError("broken on purpose")
+        case "hang":
+            return await sample_rewards.hang(prompt["pid_file"])
+        case "reject" if number % 2:
+            raise Reject("not this one")
+        case "block":
+            await anyio.sleep_forever()
+        case "two_finish" if number >= 2:
+            await anyio.sleep_forever()
+    scored.append(number)
+    return float(len(reply.token_ids))
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'fakes'}:{TESTS.parent}")
+    workflow = tmp_path / "play.py"
+    workflow.write_text(WORKFLOW)
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path / "runs"),
+        tasks=(TaskSettings(workflow=str(workflow), dataset=DatasetSettings(path="none")),),
+        model=ModelSettings(path=str(MODEL), dtype="float32"),
+        rollout=RolloutSettings(
+            group_size=4, min_group_size=2, sampling=SamplingSettings(max_new_tokens=16), max_stream_bytes=2 << 20
+        ),
+        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+class Run:
+    """The rest of the system, as a node's test needs it."""
+
+    def __init__(self, settings: Settings, operator: Bus, controller: Bus, trainer: Bus, node: Bus) -> None:
+        self.settings = settings
+        self.names = settings.names
+        self.operator, self.controller, self.trainer, self.node = operator, controller, trainer, node
+
+    async def announce(self, version: str = "1-0") -> None:
+        await self.trainer.put(self.names.weights_key(), WeightsVersion(version=version, path=str(MODEL)))
+
+    async def admit(self, group_id: str = "0-0-0", **row: object) -> None:
+        ticket = Ticket(group_id=group_id, workflow="play", row={"kind": "score", **row}, group_size=4, version="1-0")
+        await self.controller.publish(self.names.tickets("play"), ticket, msg_id=group_id)
+
+    async def stored(self) -> list[tuple[StoredMessage, list[Trajectory]]]:
+        messages = await self.operator.read_log(self.names.trajectories_stream, "areal.test.trajectories.>")
+        found = []
+        for message in messages:
+            stored = wire.decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+            found.append((stored, [wire.decode_trajectory(message.data, slot) for slot in stored.slots]))
+        return found
+
+    async def slots(self, num_slots: int) -> list[Slot]:
+        """Wait until this many slots are stored."""
+        while True:
+            found = [slot for message, _ in await self.stored() for slot in message.slots]
+            if len(found) >= num_slots:
+                return sorted(found, key=lambda slot: slot.sibling)
+            await anyio.sleep(0.02)
+
+    async def server(self, condition: Callable[[ServerState], bool]) -> ServerState:
+        """Wait until the node's first server is said to be so."""
+        while True:
+            state, _ = await self.operator.get(self.names.server_key("n0-0"), ServerState)
+            if state is not None and condition(state):
+                return state
+            await anyio.sleep(0.02)
+
+    async def left_in(self, stream: str, num_messages: int = 0) -> None:
+        """Wait until no more than this many messages are left."""
+        while True:
+            if (await self.operator.stream_state(stream)).num_messages <= num_messages:
+                return
+            await anyio.sleep(0.02)
+
+    async def no_tickets(self) -> None:
+        await self.left_in(self.names.tickets_stream)
+
+    @asynccontextmanager
+    async def running_node(self, settings: Settings | None = None) -> AsyncIterator[anyio.Event]:
+        """A node that is cancelled at the end; the event has it drain."""
+        draining = anyio.Event()
+
+        async def run() -> None:
+            await run_node(
+                settings or self.settings,
+                self.node,
+                node_id="n0",
+                run_directory=self.settings.run_directory,
+                draining=draining,
+                grace_s=0.1,
+            )
+
+        with anyio.fail_after(40):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run)
+                yield draining
+                tasks.cancel_scope.cancel()
+
+
+@pytest.fixture
+async def run(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> Run:
+    return Run(settings, *[await open_role(role) for role in (Role.OPERATOR, Role.CONTROLLER, Role.TRAINER, Role.NODE)])
+
+
+async def test_ticket_becomes_a_stored_group_with_tokens_and_versions_and_is_acknowledged(run: Run) -> None:
+    await run.announce()
+    await run.admit()
+
+    async with run.running_node():
+        slots = await run.slots(4)
+        await run.no_tickets()
+
+    assert [slot.sibling for slot in slots] == [0, 1, 2, 3]
+    assert {(slot.status, slot.reward, slot.oldest, slot.newest) for slot in slots} == {
+        (SlotStatus.SCORED, 12.0, "1-0", "1-0")
+    }
+    stored = await run.stored()
+    assert len(stored) == 1, "slots that are ready together travel together"
+    (sequence,) = stored[0][1][0].sequences
+    assert sequence.loss_mask.tolist() == [False] * 3 + [True] * 12
+
+
+async def test_raising_workflow_still_yields_its_trajectories(run: Run) -> None:
+    await run.announce()
+    await run.admit(kind="raise")
+
+    async with run.running_node():
+        slots = await run.slots(4)
+        await run.no_tickets()
+
+    assert {(slot.status, slot.reason) for slot in slots} == {
+        (SlotStatus.FAILED, "workflow play: ValueError: broken on purpose")
+    }
+
+
+async def test_hanging_reward_is_killed_and_recorded(run: Run, tmp_path: Path) -> None:
+    await run.announce()
+    await run.admit(kind="hang", pid_file=str(tmp_path / "pids"))
+
+    async with run.running_node():
+        slots = await run.slots(4)
+
+    assert {(slot.status, slot.reason) for slot in slots} == {
+        (SlotStatus.FAILED, "reward hang: ran past 1 s and was killed")
+    }
+
+
+async def test_rejected_sibling_is_stored_as_such(run: Run) -> None:
+    await run.announce()
+    await run.admit(kind="reject")
+
+    async with run.running_node():
+        slots = await run.slots(4)
+
+    assert sorted(slot.status for slot in slots) == ["rejected"] * 2 + ["scored"] * 2
+    assert {slot.reason for slot in slots} == {"not this one", ""}
+
+
+async def test_episode_past_its_deadline_is_a_failed_slot(run: Run, settings: Settings) -> None:
+    hasty = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"episode_deadline_s": 0.3})})
+    await run.announce()
+    await run.admit(kind="block")
+
+    async with run.running_node(hasty):
+        slots = await run.slots(4)
+
+    assert {slot.reason for slot in slots} == {"workflow play: ran past rollout.episode_deadline_s = 0.3 s"}
+
+
+async def store_as_another_node(run: Run, group_id: str, siblings: list[int], reason: str = "") -> None:
+    trajectories = [
+        Trajectory(
+            slot=Slot(
+                sibling=sibling, sample_uid=f"other.{sibling}", status=SlotStatus.FAILED, reason=reason, oldest="1-0",
+                newest="1-0",
+            ),
+            sequences=[],
+        )
+        for sibling in siblings
+    ]  # fmt: skip
+    payload, headers = wire.encode_message(
+        trajectories, group_id=group_id, workflow="play", ticket_version="1-0", num_failed_attempts=0, group_size=4
+    )
+    await run.node.publish(
+        run.names.trajectories("play", group_id), payload, headers=headers, msg_id=f"other.{group_id}"
+    )
+
+
+async def lease_and_give_back(run: Run) -> None:
+    async with run.node.consume(run.names.tickets_stream, run.names.nodes_consumer) as inbox:
+        (delivery,) = await inbox.fetch(1, wait_s=10)
+        await delivery.nak()
+
+
+async def test_redelivered_ticket_runs_only_the_missing_siblings(run: Run) -> None:
+    await run.announce()
+    await run.admit()
+    await store_as_another_node(run, "0-0-0", [0, 2])
+    await lease_and_give_back(run)
+
+    async with run.running_node():
+        slots = await run.slots(4)
+        await run.no_tickets()
+
+    assert [(slot.sibling, slot.sample_uid.startswith("other")) for slot in slots] == [
+        (0, True), (1, False), (2, True), (3, False),
+    ]  # fmt: skip
+
+
+async def test_ticket_of_a_settled_group_is_only_acknowledged(run: Run) -> None:
+    await run.announce()
+    await run.admit("0-0-0")
+    await run.admit("0-1-0")
+    settled = Outcome(group_id="0-0-0", kind=OutcomeKind.ABANDONED, lineage=1)
+    await run.controller.publish(run.names.outcomes, settled, msg_id="outcome")
+
+    async with run.running_node():
+        await run.slots(4)
+        await run.no_tickets()
+
+    assert {message.group_id for message, _ in await run.stored()} == {"0-1-0"}
+
+
+async def test_full_stream_makes_the_node_wait_and_loses_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    room = run.settings.rollout.max_stream_bytes
+    slot = Slot(sibling=0, sample_uid="x", status=SlotStatus.FAILED, oldest="1-0", newest="1-0")
+    filler, headers = wire.encode_message(
+        [Trajectory(slot=slot, sequences=[])],
+        group_id="9-9-9", workflow="play", ticket_version="1-0", num_failed_attempts=0, group_size=1,
+    )  # fmt: skip
+    filler += bytes(room - len(filler) - 2000)
+    await run.node.publish(run.names.trajectories("play", "9-9-9"), filler, headers=headers)
+    await run.announce()
+    for index in range(5):
+        await run.admit(f"0-{index}-0")
+
+    reports: list[dict[str, int]] = []
+    async with run.operator.subscribe(run.names.all_metrics) as metrics, run.running_node():
+        async for _, data in metrics:
+            reports.append(json.loads(data))
+            if reports[-1]["num_groups_waiting_for_stream"] >= 4:
+                break
+        consumer = await take_trainer_consumer(run.trainer, 1)
+        async with run.trainer.consume(run.names.trajectories_stream, consumer) as inbox:
+            (delivery,) = await inbox.fetch(1, wait_s=10)
+            await delivery.ack_sync()
+        slots = await run.slots(20)
+        await run.no_tickets()
+
+    assert len({slot.sample_uid for slot in slots}) == 20
+
+
+async def test_cancelled_node_loses_no_finished_trajectory_and_gives_its_ticket_back(
+    run: Run, settings: Settings
+) -> None:
+    patient = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"linger_ms": 60_000.0})})
+    await run.announce()
+    await run.admit(kind="two_finish")
+
+    async with run.operator.subscribe(run.names.all_metrics) as metrics, run.running_node(patient):
+        async for _, data in metrics:
+            if json.loads(data)["num_scored"] == 2:
+                break
+        assert await run.stored() == []
+
+    slots = await run.slots(2)
+    async with run.node.consume(run.names.tickets_stream, run.names.nodes_consumer) as inbox:
+        (delivery,) = await inbox.fetch(1, wait_s=5)
+    assert delivery.num_delivered == 2
+    assert [slot.status for slot in slots] == [SlotStatus.SCORED] * 2
+
+
+async def test_drained_node_leases_nothing_more_and_signs_its_servers_off(run: Run) -> None:
+    await run.announce()
+    await run.admit("0-0-0")
+
+    async with run.running_node() as draining:
+        await run.slots(4)
+        draining.set()
+        state = await run.server(lambda state: state.fenced)
+        await run.admit("0-1-0")
+
+    assert state.reason == "its node has ended"
+    assert (await run.operator.stream_state(run.names.tickets_stream)).num_messages == 1
+
+
+async def test_server_state_names_each_version_once_it_is_held(run: Run) -> None:
+    async with run.running_node():
+        await run.server(lambda state: state.reason == "starting" and state.version == "")
+        await run.announce("1-0")
+        first = await run.server(lambda state: state.version == "1-0")
+        held = await ask(first.url, "/model_info")
+        await run.announce("1-1")
+        await run.server(lambda state: state.version == "1-1")
+
+    assert not first.fenced
+    assert held["weight_version"] == "1-0"
+
+
+async def test_server_that_dies_is_fenced_and_returns_with_the_current_version(run: Run) -> None:
+    await run.announce("1-3")
+
+    async with run.running_node():
+        before = await run.server(lambda state: state.version == "1-3")
+        with pytest.raises(OSError, match=r".*"):
+            await ask(before.url, "/exit")
+        fenced = await run.server(lambda state: state.fenced)
+        after = await run.server(lambda state: not state.fenced)
+        await run.admit()
+        slots = await run.slots(4)
+
+    assert "ended with status 3" in fenced.reason
+    assert (after.version, slots[0].oldest) == ("1-3", "1-3")
+
+
+async def test_weights_that_differ_from_their_hash_are_never_loaded(run: Run) -> None:
+    damaged = WeightsVersion(version="1-1", path=str(MODEL), sha256={"config.json": "0" * 64})
+
+    async with run.running_node():
+        await run.announce("1-0")
+        await run.server(lambda state: state.version == "1-0")
+        await run.trainer.put(run.names.weights_key(), damaged)
+        await run.admit()
+        slots = await run.slots(4)
+        state = await run.server(lambda state: True)
+
+    assert (state.version, state.fenced) == ("1-0", False)
+    assert {slot.newest for slot in slots} == {"1-0"}
+
+
+async def test_server_that_cannot_start_ends_the_node_with_the_servers_own_words(
+    run: Run, settings: Settings, tmp_path: Path
+) -> None:
+    flawed = settings.model_copy(
+        update={"inference": settings.inference.model_copy(update={"flags": ("--model-path", "nowhere")})}
+    )
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with run.running_node(flawed):
+            await anyio.sleep_forever()
+
+    found = caught.value
+    while isinstance(found, ExceptionGroup):
+        (found,) = found.exceptions
+    assert isinstance(found, UserError)
+    assert "inference server n0-0: ended with status 1 while starting: model path nowhere is no folder" in str(found)
+
+
+async def test_evaluation_is_greedy_and_its_result_stored_before_the_ticket_is_acknowledged(run: Run) -> None:
+    await run.announce()
+    ticket = EvalTicket(eval_id="1-0", index=3, workflow="play", row={"kind": "score"})
+    broken = EvalTicket(eval_id="1-0", index=4, workflow="play", row={"kind": "raise"})
+    for each in (ticket, broken):
+        await run.controller.publish(run.names.eval_tickets("play"), each, msg_id=f"e{each.index}")
+
+    results: dict[int, EvalResult] = {}
+    async with run.running_node():
+        async for message in run.operator.follow(run.names.eval_stream, run.names.eval_results("play")):
+            result = wire.decode(message.data, EvalResult)
+            results[result.index] = result
+            if len(results) == 2:
+                break
+        await run.left_in(run.names.eval_stream, 2)
+        asked = await ask((await run.server(lambda state: True)).url, "/model_info")
+
+    assert results[3] == EvalResult(eval_id="1-0", index=3, reward=12.0, oldest="1-0", newest="1-0")
+    assert [params["temperature"] for params in asked["sampling_params"]] == [0.0, 0.0]
+    assert results[4].error == "workflow play: ValueError: broken on purpose"
+
+
+async def ask(url: str, route: str) -> dict[str, Any]:
+    def get() -> dict[str, Any]:
+        with urllib.request.urlopen(f"{url}{route}", timeout=10) as response:
+            answer: dict[str, Any] = json.load(response)
+            return answer
+
+    return await anyio.to_thread.run_sync(get)

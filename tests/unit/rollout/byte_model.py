@@ -1,0 +1,65 @@
+"""A tokenizer of bytes and a model that says what a test tells it to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from areal_async.inference.pool import Server
+from areal_async.rollout.text import TextCodec
+from areal_async.types import Turn, VersionSpan
+
+END = 256
+END_TEXT = "<end>"
+
+
+class ByteTokenizer:
+    """Every byte is a token, and ``<end>`` is one more."""
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, tokenize: bool
+    ) -> str:
+        assert add_generation_prompt
+        assert not tokenize
+        return "".join(f"{message['role']}:{message['content']}{END_TEXT}" for message in messages) + "assistant:"
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = [0] if add_special_tokens else []
+        for index, part in enumerate(text.split(END_TEXT)):
+            ids += [END] * (index > 0) + list(part.encode())
+        return ids
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        # 200 and above are other ways to write a: what is said cannot be had back from its text.
+        return bytes(97 if 200 <= token < END else token for token in token_ids if token != END).decode()
+
+
+class ScriptedModel:
+    """Answers each call with the next of ``answers``, and remembers the calls."""
+
+    def __init__(self, *answers: list[int], version: str = "1-0", finish_reason: str = "stop") -> None:
+        self.answers = list(answers)
+        self.calls: list[tuple[list[int], Mapping[str, Any]]] = []
+        self.preferred: list[Server | None] = []
+        self.server = Server("s0")
+        self.version = version
+        self.finish_reason = finish_reason
+
+    async def generate(
+        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], *, preferred: Server | None = None
+    ) -> tuple[Turn, Server]:
+        self.calls.append((prompt_ids, sampling_params))
+        self.preferred.append(preferred)
+        output_ids = self.answers.pop(0)
+        turn = Turn(
+            prompt_ids=prompt_ids,
+            output_ids=output_ids,
+            logprobs=[-1.0] * len(output_ids),
+            spans=[VersionSpan(version=self.version, start=0, end=len(output_ids))],
+            oldest=self.version,
+            finish_reason=self.finish_reason,
+        )
+        return turn, self.server
+
+
+def codec() -> TextCodec:
+    return TextCodec(ByteTokenizer(), stop_token_ids=[END])

@@ -1,0 +1,134 @@
+"""However user code ends, there is a trajectory that says so."""
+
+import math
+from typing import Any
+
+import anyio
+import pytest
+
+from areal_async.contracts import Policy, Workflow
+from areal_async.errors import FencedError, Reject, RewardError
+from areal_async.rollout.episode import checked_reward, run_episode
+from areal_async.rollout.policy import RecordingPolicy
+from areal_async.settings import SamplingSettings
+from areal_async.types import Prompt, SlotStatus, Trajectory
+from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+
+pytestmark = pytest.mark.anyio
+
+
+async def play(workflow: Workflow, *, version: str = "1-2", max_bytes: int = 1 << 20) -> Trajectory:
+    model = ScriptedModel([98, END], [99], version=version, finish_reason="length")
+    policy = RecordingPolicy(model, codec(), SamplingSettings(), name="uid")
+    return await run_episode(
+        workflow,
+        Prompt(epoch=0, index=0, row={"question": "q"}),
+        policy,
+        name="w",
+        sibling=3,
+        sample_uid="uid",
+        ticket_version="1-1",
+        deadline_s=0.05,
+        max_bytes=max_bytes,
+    )
+
+
+def ending(action: Any) -> Workflow:
+    """A workflow that calls the model once and then returns or raises what it is given."""
+
+    async def workflow(prompt: Prompt, policy: Policy) -> Any:
+        await policy.complete([1, 2])
+        if isinstance(action, BaseException):
+            raise action
+        return action
+
+    return workflow
+
+
+@pytest.mark.parametrize(("returned", "reward"), [(0.5, 0.5), (True, 1.0), (0, 0.0), (-2, -2.0)])
+async def test_number_is_the_reward(returned: float, reward: float) -> None:
+    trajectory = await play(ending(returned))
+
+    assert (trajectory.slot.status, trajectory.slot.reward, trajectory.slot.reason) == ("scored", reward, "")
+    assert (trajectory.slot.num_tokens, trajectory.slot.num_output_tokens, trajectory.slot.num_truncated) == (4, 2, 1)
+    assert (trajectory.slot.oldest, trajectory.slot.newest, trajectory.slot.sibling) == ("1-2", "1-2", 3)
+    assert len(trajectory.sequences) == 1
+
+
+@pytest.mark.parametrize(
+    ("action", "reason"),
+    [
+        (ValueError("bad\nthing"), "workflow w: ValueError: bad thing"),
+        (KeyError("answer"), "workflow w: KeyError: 'answer'"),
+        (RewardError("reward r: raised: no"), "reward r: raised: no"),
+        (ExceptionGroup("g", [ValueError("inside")]), "workflow w: ValueError: inside"),
+        (None, "workflow w: returned None, need a float"),
+        (math.nan, "workflow w: returned nan, need a finite number"),
+        (math.inf, "workflow w: returned inf, need a finite number"),
+        ("1.0", "workflow w: returned '1.0', need a float"),
+        ({"other.1": 1.0}, "workflow w: got rewards for replies ['other.1'], need ids out of ['uid.1']"),
+        ({}, "workflow w: got rewards for replies [], need ids"),
+    ],
+)
+async def test_what_is_no_reward_is_a_failed_slot_with_its_cause(action: Any, reason: str) -> None:
+    trajectory = await play(ending(action))
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert trajectory.slot.reason.startswith(reason)
+    assert (trajectory.slot.reward, trajectory.slot.num_tokens, trajectory.sequences) == (0.0, 0, [])
+    assert trajectory.slot.oldest == "1-2"
+
+
+@pytest.mark.parametrize("reject", [Reject("why"), ExceptionGroup("g", [Reject("why")])])
+async def test_reject_withdraws_the_sibling(reject: Exception) -> None:
+    trajectory = await play(ending(reject))
+
+    assert (trajectory.slot.status, trajectory.slot.reason) == (SlotStatus.REJECTED, "why")
+
+
+async def test_workflow_that_never_called_the_model_failed_with_the_tickets_version() -> None:
+    async def lazy(prompt: Prompt, policy: Policy) -> float:
+        return 1.0
+
+    trajectory = await play(lazy)
+
+    assert trajectory.slot.reason.startswith("workflow w: returned without a call of the model")
+    assert (trajectory.slot.oldest, trajectory.slot.newest) == ("1-1", "1-1")
+
+
+async def test_workflow_past_its_deadline_is_a_failed_slot() -> None:
+    async def slow(prompt: Prompt, policy: Policy) -> float:
+        await anyio.sleep_forever()
+        return 1.0
+
+    assert (await play(slow)).slot.reason == "workflow w: ran past rollout.episode_deadline_s = 0.05 s"
+
+
+async def test_trajectory_over_the_limit_is_a_failed_slot() -> None:
+    trajectory = await play(ending(1.0), max_bytes=100)
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert "need at most rollout.max_trajectory_bytes = 100" in trajectory.slot.reason
+    assert trajectory.sequences == []
+
+
+async def test_error_that_ends_the_process_is_not_swallowed() -> None:
+    with pytest.raises(FencedError):
+        await play(ending(FencedError("gone")))
+
+
+async def test_cancellation_is_not_swallowed() -> None:
+    async def wait(prompt: Prompt, policy: Policy) -> float:
+        scope.cancel()
+        await anyio.sleep_forever()
+        return 1.0
+
+    with anyio.CancelScope() as scope:
+        await play(wait)
+        raise AssertionError("it went on")
+
+    assert scope.cancelled_caught
+
+
+def test_rewards_per_reply_are_averaged() -> None:
+    assert checked_reward({"a": 1.0, "b": False}, ["a", "b", "c"], "w") == 0.5

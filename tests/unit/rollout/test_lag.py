@@ -1,0 +1,34 @@
+"""A blocked loop is reported, with the line that blocks it, while it is blocked."""
+
+import time
+
+import anyio
+import pytest
+import structlog
+
+from areal_async.rollout.lag import LoopWatch
+
+pytestmark = pytest.mark.anyio
+
+
+def hold_up_the_loop(seconds: float) -> None:
+    time.sleep(seconds)
+
+
+async def test_blocking_call_is_named_and_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.rollout.lag.BLOCKED_S", 0.1)
+    monkeypatch.setattr("areal_async.rollout.lag.BEAT_S", 0.001)
+    watch = LoopWatch()
+    with structlog.testing.capture_logs() as logs, watch.watching():
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch.run_beats)
+            await anyio.wait_all_tasks_blocked()
+            hold_up_the_loop(0.5)
+            num_reports = len(logs)
+            await anyio.sleep(0.01)
+            tasks.cancel_scope.cancel()
+
+    assert num_reports == 1
+    assert logs[0]["event"] == "loop.blocked"
+    assert any("hold_up_the_loop" in frame for frame in logs[0]["stack"])
+    assert watch.lag.max_s > 0.3
