@@ -1,0 +1,1 @@
+"""The trainer: from stored trajectories to the next weights version."""

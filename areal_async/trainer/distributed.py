@@ -1,0 +1,133 @@
+"""The ranks of one trainer: how they find each other, and what they say besides tensors.
+
+Control collectives (every method of ``Ranks`` but ``reduce``) run over a gloo group of their own, so they may be
+called from another thread while the engine trains; all ranks call them in the same order among themselves.
+Bytes travel as bytes: nothing is pickled.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from areal_async.errors import PipelineError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranks:
+    """This process among its peers. Make it with ``join_ranks``."""
+
+    rank: int
+    size: int
+    device: torch.device
+    control: dist.ProcessGroup
+
+    def all_agree(self, flag: bool) -> bool:
+        """Return whether every rank passed True."""
+        votes = torch.tensor([int(flag)])
+        dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.control)
+        return bool(votes.item())
+
+    def max_int(self, value: int) -> int:
+        """Return the largest rank's value."""
+        largest = torch.tensor([value])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
+        return int(largest.item())
+
+    def broadcast_bytes(self, payload: bytes | None) -> bytes:
+        """Return rank 0's bytes on every rank; the others pass None.
+
+        Raises:
+            ValueError: rank 0 passed None.
+        """
+        if self.rank == 0 and payload is None:
+            raise ValueError("broadcast: got None on rank 0, need the bytes to send")
+        length = torch.tensor([len(payload or b"")])
+        dist.broadcast(length, src=0, group=self.control)
+        buffer = _to_tensor(payload or b"", int(length.item()))
+        dist.broadcast(buffer, src=0, group=self.control)
+        return _to_bytes(buffer)
+
+    def gather_bytes(self, payload: bytes) -> list[bytes]:
+        """Return every rank's bytes, by rank, on every rank."""
+        lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(lengths, torch.tensor([len(payload)]), group=self.control)
+        counts = [int(length.item()) for length in lengths]
+        buffers = [torch.empty(max(counts), dtype=torch.uint8) for _ in counts]
+        dist.all_gather(buffers, _to_tensor(payload, max(counts)), group=self.control)
+        return [_to_bytes(buffer[:count]) for buffer, count in zip(buffers, counts, strict=True)]
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        self.all_agree(True)
+
+    def reduce(self, values_N: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
+        """Return the values reduced over the ranks; for the thread that trains."""
+        if self.size > 1:
+            dist.all_reduce(values_N, op=op)
+        return values_N
+
+    def close(self) -> None:
+        """Leave the process group."""
+        dist.destroy_process_group()
+
+
+def join_ranks(*, deadline_s: float, num_threads: int = 1) -> Ranks:
+    """Join the ranks that the environment names as torchrun does, or stand alone where it names none.
+
+    Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Takes this rank's GPU where there is one.
+
+    Args:
+        deadline_s: how long the start, and afterwards any one collective, may take.
+        num_threads: CPU threads of this process where there is no GPU.
+
+    Raises:
+        PipelineError: the peers did not come together before the deadline.
+    """
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    else:
+        device = torch.device("cpu")
+        torch.set_num_threads(num_threads)
+    deadline = timedelta(seconds=deadline_s)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            rank=rank,
+            world_size=size,
+            timeout=deadline,
+            # A store of our own needs neither a port nor an environment.
+            store=dist.HashStore() if size == 1 else None,
+        )
+        control = dist.new_group(backend="gloo", timeout=deadline)
+    except (RuntimeError, ValueError) as exc:
+        raise PipelineError(f"trainer rank {rank} of {size}: could not join its peers: {exc}") from exc
+    return Ranks(rank=rank, size=size, device=device, control=control)
+
+
+@contextmanager
+def joined_ranks(*, deadline_s: float, num_threads: int = 1) -> Iterator[Ranks]:
+    """Join the ranks for as long as the block runs."""
+    ranks = join_ranks(deadline_s=deadline_s, num_threads=num_threads)
+    try:
+        yield ranks
+    finally:
+        ranks.close()
+
+
+def _to_tensor(payload: bytes, length: int) -> torch.Tensor:
+    """Copy the bytes into a tensor of ``length`` >= len(payload)."""
+    buffer = torch.zeros(length, dtype=torch.uint8)
+    if payload:
+        buffer[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return buffer
+
+
+def _to_bytes(buffer: torch.Tensor) -> bytes:
+    return buffer.numpy().tobytes()

@@ -1,0 +1,206 @@
+"""The engine: rows in, one weights version further out.
+
+Invariant: whatever the number of ranks and whichever of them holds a row, a step computes the gradient that one
+rank with all rows would compute. Loss denominators are token counts over all ranks; ranks that run out of rows go
+on with empty ones, so that the collectives inside the model meet. Nothing here draws random numbers.
+
+Every public method is a collective: all ranks call it, in the same order, from one thread each.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from areal_async.algorithms.objective import Objective, ScoredTokens
+from areal_async.algorithms.policy import policy_loss
+from areal_async.hub import local_model
+from areal_async.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.trainer import checkpoint, weights
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.model import DTYPES, load_policy
+from areal_async.trainer.optimizer import learning_rate, make_optimizer
+from areal_async.trainer.pack import pack
+from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
+from areal_async.trainer.stats import StepStats, Tally
+
+__all__ = ["FsdpEngine", "StepStats"]
+
+log = structlog.get_logger()
+
+
+class FsdpEngine:
+    """A policy sharded over the ranks (FSDP2), its optimizer and its loss. World size 1 is no special case."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSettings,
+        trainer: TrainerSettings,
+        ranks: Ranks,
+        objective: Objective,
+        temperature: float = 1.0,
+        num_minibatches: int = 1,
+    ) -> None:
+        self._source = local_model(model.path)
+        self._dtype = DTYPES[model.dtype]
+        self._trainer = trainer
+        self._ranks = ranks
+        self._objective = objective
+        self._num_minibatches = num_minibatches
+        self._policy = load_policy(
+            self._source,
+            ranks,
+            dtype=self._dtype,
+            temperature=temperature,
+            activation_checkpointing=trainer.activation_checkpointing,
+        )
+        self._optimizer = make_optimizer(self._policy.parameters(), trainer)
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Load ``settings.model`` and make the engine that ``algorithm`` and ``trainer`` describe."""
+        algorithm = settings.algorithm
+        objective = functools.partial(
+            policy_loss,
+            eps_clip=algorithm.eps_clip,
+            eps_clip_higher=algorithm.eps_clip_higher,
+            behave_weight_cap=algorithm.behave_weight_cap if settings.uses_decoupled_loss else None,
+            entropy_coef=algorithm.entropy_coef,
+        )
+        return cls(
+            model=settings.model,
+            trainer=settings.trainer,
+            ranks=ranks,
+            objective=objective,
+            temperature=settings.rollout.sampling.temperature,
+            num_minibatches=algorithm.num_minibatches,
+        )
+
+    def train_step(self, rows: Sequence[TrainRow], *, step: int, total_steps: int) -> StepStats:
+        """Train on this rank's rows; ranks may hold different numbers of them, even none.
+
+        Args:
+            step: counts from 1; decides the learning rate.
+            total_steps: length of the learning rate's schedule.
+        """
+        lr = learning_rate(step, total_steps=total_steps, trainer=self._trainer)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        minibatches = [
+            self._pack([row for row in rows if row.index % self._num_minibatches == turn and row.loss_mask.any()])
+            for turn in range(self._num_minibatches)
+        ]
+        # With a single update the weights of the step's start are those being trained: no second forward pass.
+        starts = [self._start_logprobs(minibatch) for minibatch in minibatches] if len(minibatches) > 1 else [None]
+        tally = Tally()
+        for minibatch, start in zip(minibatches, starts, strict=True):
+            self._update(minibatch, start, tally)
+        if tally.num_skipped:
+            log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
+        return tally.stats(self._ranks, lr=lr)
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return for each row the logprob of every token in its loss, given those before it; 0 elsewhere [L]."""
+        results = [torch.zeros(row.num_tokens) for row in rows]
+        scored = [place for place, row in enumerate(rows) if row.loss_mask.any()]
+        packs = pack([rows[place].num_tokens for place in scored], token_budget=self._trainer.token_budget)
+        packed = self._padded([pack_rows([rows[scored[i]] for i in members], self._ranks.device) for members in packs])
+        for number, row in enumerate(packed):
+            logprobs_S = self._policy(row)[0].cpu()
+            for member in packs[number] if number < len(packs) else []:
+                place = scored[member]
+                count = int(rows[place].loss_mask.sum())
+                results[place][torch.from_numpy(rows[place].loss_mask)] = logprobs_S[:count]
+                logprobs_S = logprobs_S[count:]
+        return results
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's embedding."""
+        return int(cast(Any, self._policy.causal_lm).config.vocab_size)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
+        return weights.gather(self._policy.causal_lm, torch.float32, self._ranks)
+
+    def save_weights(self, directory: Path) -> dict[str, str]:
+        """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
+        return weights.save(
+            self._policy.causal_lm, directory, source=self._source, dtype=self._dtype, ranks=self._ranks
+        )
+
+    def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
+        """Write model, optimizer and ledger atomically. ``ledger`` counts on rank 0."""
+        checkpoint.save(self._policy.causal_lm, self._optimizer, directory, ledger=ledger, ranks=self._ranks)
+
+    def load_checkpoint(self, directory: Path) -> bytes:
+        """Restore model and optimizer, written by any number of ranks, and return the ledger on every rank."""
+        return checkpoint.load(self._policy.causal_lm, self._optimizer, directory, ranks=self._ranks)
+
+    def _pack(self, rows: Sequence[TrainRow]) -> list[PackedRow]:
+        packs = pack([row.num_tokens for row in rows], token_budget=self._trainer.token_budget)
+        return self._padded([pack_rows([rows[index] for index in members], self._ranks.device) for members in packs])
+
+    def _padded(self, packed: list[PackedRow]) -> list[PackedRow]:
+        """Append empty rows until every rank has as many as the one with the most."""
+        count = torch.tensor([len(packed)], device=self._ranks.device)
+        most = int(self._ranks.reduce(count, dist.ReduceOp.MAX).item())
+        return packed + [empty_row(self._ranks.device)] * (most - len(packed))
+
+    @torch.no_grad()
+    def _start_logprobs(self, minibatch: Iterable[PackedRow]) -> list[Tensor]:
+        return [self._policy(row)[0] for row in minibatch]
+
+    def _update(self, minibatch: Sequence[PackedRow], starts_S: Sequence[Tensor] | None, tally: Tally) -> None:
+        """Make one optimizer update from the gradients of all these rows on all ranks."""
+        count = torch.stack([row.mask_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
+        num_tokens = int(self._ranks.reduce(count.to(self._ranks.device), dist.ReduceOp.SUM).item())
+        if not num_tokens:
+            return
+        for number, row in enumerate(minibatch):
+            # Gradients are summed locally and cross the ranks once, with the last row.
+            cast(FSDPModule, self._policy).set_requires_gradient_sync(number == len(minibatch) - 1)
+            logprobs_S, entropy_S = self._policy(row)
+            terms = self._objective(
+                ScoredTokens(
+                    logprobs_T=logprobs_S,
+                    entropy_T=entropy_S,
+                    start_T=starts_S[number] if starts_S else logprobs_S.detach(),
+                    behave_T=row.behave_S,
+                    advantages_T=row.advantages_S,
+                    mask_T=row.mask_S,
+                    current_T=row.current_S,
+                )
+            )
+            # FSDP takes the mean over ranks, and the loss is a mean over the tokens of all ranks: undo the former.
+            (terms.loss * (self._ranks.size / num_tokens)).backward()
+            tally.add(terms, row)
+        grad_norm = self._clip_gradients()
+        tally.add_update(grad_norm)
+        if math.isfinite(grad_norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _clip_gradients(self) -> float:
+        """Scale the gradients down to ``max_grad_norm``; return the norm they had over all ranks."""
+        gradients = [_local(p.grad) for p in self._policy.parameters() if p.grad is not None]
+        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        grad_norm = math.sqrt(self._ranks.reduce(square, dist.ReduceOp.SUM).item())
+        if math.isfinite(grad_norm) and grad_norm > self._trainer.max_grad_norm:
+            torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (grad_norm + 1e-6))
+        return grad_norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,303 @@
+"""Rank 0's side of the bus: what is stored becomes an inventory, and the inventory becomes journalled cuts.
+
+``run_inbox``    consumes trajectory headers; produces open groups; unblocked by nodes that store slots
+``run_tickets``  consumes tickets (read, never leased); produces open groups that have no slot yet
+``run_cutter``   waits for due groups and for a full batch; produces one journal entry per step; unblocked
+                 by the two above, by its own deadlines, and by ``allow`` (no further ahead than staleness admits)
+
+Invariants: an outcome is stored before the messages it speaks of are acked; a trained group's messages are
+acked only by ``on_checkpoint``; a group is in one cut at most.
+"""
+
+import time
+from collections.abc import Iterable
+
+import anyio
+import structlog
+
+from areal_async.bus import Bus, Delivery
+from areal_async.errors import WireError
+from areal_async.journal import Journal
+from areal_async.settings import Settings
+from areal_async.staleness import age_at
+from areal_async.trainer.cut import CutPlan, OpenGroup, plan_cut
+from areal_async.trainer.inventory import Inventory
+from areal_async.trainer.lineage import Lineage
+from areal_async.types import Cut, CutKind, Outcome, OutcomeKind, Ticket, Version
+from areal_async.wire import decode, decode_headers
+
+INBOX_BATCH = 512
+EARLY_CHECKPOINT_SHARE = 0.8
+"""Of the stream's bytes: beyond it a checkpoint is made early, so that acks free the stream."""
+MAX_NAMED = 3
+"""Groups named when saying what is waited for."""
+
+log = structlog.get_logger()
+
+
+class Feed:
+    """Keeps the inventory, cuts batches, and records what becomes of every group."""
+
+    def __init__(self, bus: Bus, settings: Settings, lineage: Lineage, journal: Journal) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._lineage = lineage
+        self._branches: dict[str, int] = {}
+        self._inventory: Inventory[Delivery] = Inventory()
+        self._inventory.close(journal.outcomes)
+        self._unacked_cuts: dict[int, Cut] = {}
+        """Cuts that no checkpoint holds yet."""
+        self._recorded = set(journal.outcomes)
+        self._changed = anyio.Event()
+        self._allowed_step = 0
+        self._waiting_since: dict[str, float] = {}
+        self._is_stopping = False
+        self.waits_for = "the first trajectories"
+        self._num_stale = 0
+        self._num_failed = 0
+
+    # what the loop tells it
+
+    def adopt(self, cuts: Iterable[Cut]) -> None:
+        """Take over the journalled cuts that are to be replayed: their groups are not cut again."""
+        for cut in cuts:
+            self._unacked_cuts[cut.step] = cut
+            self._inventory.close_cut(cut.groups)
+            self._branches = dict(cut.branches)
+
+    async def disown(self, *, after_step: int) -> None:
+        """Give up the adopted cuts beyond ``after_step``: they cannot be replayed.
+
+        Their groups are abandoned, to be admitted again, and ages count on both sides of that step from now on.
+        """
+        self._branches[str(self._lineage.number)] = after_step
+        for step in [step for step in self._unacked_cuts if step > after_step]:
+            groups = [group.group_id for group in self._unacked_cuts.pop(step).groups]
+            reason = f"its cut of step {step} could not be replayed"
+            await self.settle(groups, OutcomeKind.ABANDONED, reason=reason, step=step)
+
+    def allow(self, step: int) -> None:
+        """Let the cutter cut up to ``step``."""
+        self._allowed_step = max(self._allowed_step, step)
+        self._notify()
+
+    def stop(self) -> None:
+        """Cut nothing more: the journal's next entry ends the lineage."""
+        self._is_stopping = True
+        self._notify()
+
+    @property
+    def wants_checkpoint(self) -> bool:
+        """Whether the stream is so full that acks should not wait for the next regular checkpoint."""
+        limit = EARLY_CHECKPOINT_SHARE * self._settings.rollout.max_stream_bytes
+        return self._inventory.stored_bytes >= limit and bool(self._unacked_cuts)
+
+    @property
+    def num_unacked_messages(self) -> int:
+        return sum(len(held) for held in self._inventory.deliveries.values())
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return how many groups were dropped as stale, and how many failed, since the last call."""
+        counts = self._num_stale, self._num_failed
+        self._num_stale = self._num_failed = 0
+        return counts
+
+    @property
+    def num_open_groups(self) -> int:
+        return len(self._inventory.open)
+
+    async def on_checkpoint(self, step: int) -> None:
+        """Record and ack what the checkpoint of ``step`` contains. It must be on disk, and the newest by the bucket.
+
+        Groups that fell out of their cut have an outcome already, which stays.
+        """
+        done = [cut for number, cut in sorted(self._unacked_cuts.items()) if number <= step]
+        await self._record(
+            Outcome(group_id=group.group_id, kind=OutcomeKind.TRAINED, lineage=self._lineage.number, step=cut.step)
+            for cut in done
+            for group in cut.groups
+        )
+        await self._ack(group.group_id for cut in done for group in cut.groups)
+        for cut in done:
+            del self._unacked_cuts[cut.step]
+
+    async def settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
+        """End groups without training them: record, then ack."""
+        ids = list(group_ids)
+        outcomes = []
+        for group_id in ids:
+            group = self._inventory.open.get(group_id)
+            outcomes.append(self._untrained(group_id, group, kind, reason=reason, step=step))
+        self._inventory.close(ids)
+        await self._record(outcomes)
+        await self._ack(ids)
+        self._num_stale += sum(outcome.kind is OutcomeKind.STALE for outcome in outcomes)
+        self._num_failed += sum(outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD) for outcome in outcomes)
+
+    # its loops
+
+    async def run_inbox(self) -> None:
+        """Read trajectory headers for ever."""
+        names = self._bus.names
+        async with self._bus.consume(names.trajectories_stream, names.trainer_consumer(self._lineage.number)) as inbox:
+            while True:
+                deliveries = await inbox.fetch(INBOX_BATCH, wait_s=2.0)
+                for delivery in deliveries:
+                    await self._receive(delivery)
+                if deliveries:
+                    self._notify()
+
+    async def run_tickets(self) -> None:
+        """Learn of admitted groups before any of their slots is stored, so that due ones are waited for."""
+        async for message in self._bus.follow(self._bus.names.tickets_stream, self._bus.names.all_tickets):
+            if self._inventory.add_ticket(decode(message.data, Ticket)):
+                self._notify()
+
+    async def run_cutter(self, first_step: int) -> None:
+        """Write the journal from ``first_step`` to the last step, or until ``stop``."""
+        last_step = self._settings.run.steps
+        for step in range(first_step, last_step + 1):
+            plan = await self._wait_for_batch(step)
+            if plan is None:
+                break
+            await self._write(step, plan)
+        else:
+            step = last_step + 1
+        await self._lineage.write_cut(Cut(kind=CutKind.END, lineage=self._lineage.number, step=step))
+        self.waits_for = "nothing: the last cut is written"
+
+    # inside
+
+    async def _receive(self, delivery: Delivery) -> None:
+        try:
+            message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.num_bytes)
+        except WireError as exc:
+            log.warning("trajectory.undecodable", subject=delivery.subject, reason=str(exc))
+            await self._bus.publish(self._bus.names.dead("undecodable"), str(exc).encode(), msg_id=None)
+            await delivery.term()
+            return
+        unusable = self._inventory.add_message(message, delivery)
+        for outcome in unusable:
+            await self._publish(outcome)
+        if message.group_id in self._recorded:
+            await self._ack([message.group_id])
+
+    async def _wait_for_batch(self, step: int) -> CutPlan | None:
+        while not self._is_stopping:
+            changed = self._changed
+            if step > self._allowed_step:
+                self.waits_for = f"step {self._allowed_step} to be trained, before cutting step {step}"
+                await changed.wait()
+                continue
+            await self._sweep(step)
+            plan = self._plan(step)
+            if plan.stale:
+                stale = [group.group_id for group in plan.stale]
+                await self.settle(stale, OutcomeKind.STALE, reason="older than max_staleness", step=step)
+                continue
+            if plan.is_ready:
+                self._waiting_since.clear()
+                return plan
+            self.waits_for = _describe(step, plan)
+            await self._give_up_overdue(step, plan)
+            with anyio.move_on_after(1.0):
+                await changed.wait()
+        return None
+
+    async def _sweep(self, step: int) -> None:
+        """Settle the complete groups that cannot train."""
+        for group in list(self._inventory.open.values()):
+            if group.is_complete:
+                verdict = group.verdict(min_group_size=self._settings.rollout.min_group_size)
+                if verdict is not None:
+                    kind, reason = verdict
+                    await self.settle([group.group_id], kind, reason=reason, step=step)
+
+    def _plan(self, step: int) -> CutPlan:
+        rollout = self._settings.rollout
+
+        def age(version: Version) -> int:
+            branches = {int(lineage): shared for lineage, shared in self._branches.items()}
+            return age_at(step=step, version=version, lineage=self._lineage.number, branches=branches)
+
+        return plan_cut(
+            self._inventory.open.values(),
+            age=age,
+            batch_groups=rollout.batch_groups,
+            max_staleness=rollout.max_staleness,
+            when_stale=rollout.when_stale,
+        )
+
+    async def _write(self, step: int, plan: CutPlan) -> None:
+        cut = Cut(
+            lineage=self._lineage.number,
+            step=step,
+            groups=[group.as_cut_group() for group in plan.taken],
+            seed=(self._settings.run.seed << 32) + step,
+            branches=self._branches,
+        )
+        await self._lineage.write_cut(cut)
+        self._unacked_cuts[step] = cut
+        self._inventory.close_cut(cut.groups)
+        log.info("cut.written", step=step, num_groups=len(cut.groups), num_open=self.num_open_groups)
+
+    async def _give_up_overdue(self, step: int, plan: CutPlan) -> None:
+        now = time.monotonic()
+        waiting = {group.group_id for group in plan.waits_for}
+        self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in waiting}
+        deadline_s = self._settings.rollout.group_deadline_s
+        overdue = [group_id for group_id, since in self._waiting_since.items() if now - since > deadline_s]
+        if overdue:
+            reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
+            await self.settle(overdue, OutcomeKind.FAILED, reason=reason, step=step)
+
+    def _untrained(
+        self, group_id: str, group: OpenGroup | None, kind: OutcomeKind, *, reason: str, step: int
+    ) -> Outcome:
+        num_failed = group.num_failed_attempts if group else 0
+        if kind is OutcomeKind.FAILED:
+            num_failed += 1
+            if num_failed >= self._settings.rollout.max_attempts:
+                kind = OutcomeKind.DEAD
+        return Outcome(
+            group_id=group_id,
+            kind=kind,
+            lineage=self._lineage.number,
+            step=step,
+            reason=reason,
+            num_failed_attempts=num_failed,
+        )
+
+    async def _record(self, outcomes: Iterable[Outcome]) -> None:
+        async with anyio.create_task_group() as publishing:
+            for outcome in outcomes:
+                if outcome.group_id not in self._recorded:
+                    self._recorded.add(outcome.group_id)
+                    publishing.start_soon(self._publish, outcome)
+
+    async def _publish(self, outcome: Outcome) -> None:
+        names = self._bus.names
+        if outcome.kind is OutcomeKind.DEAD:
+            await self._bus.publish(names.dead("group"), outcome, msg_id=f"dead.{outcome.group_id}")
+        uid = outcome.sample_uid or outcome.group_id
+        await self._bus.publish(names.outcomes, outcome, msg_id=f"{self._lineage.number}.{uid}.{outcome.kind}")
+
+    async def _ack(self, group_ids: Iterable[str]) -> None:
+        deliveries = self._inventory.release(group_ids)
+        if deliveries:
+            unconfirmed = await self._bus.settle(deliveries)
+            if unconfirmed:
+                log.info("acks.unconfirmed", num_messages=len(unconfirmed))
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def _describe(step: int, plan: CutPlan) -> str:
+    if plan.waits_for:
+        named = ", ".join(group.group_id for group in plan.waits_for[:MAX_NAMED])
+        stored = sum(len(group.slots) for group in plan.waits_for)
+        wanted = sum(group.group_size for group in plan.waits_for)
+        return f"due groups of step {step}: {named} ({len(plan.waits_for)} groups, {stored} of {wanted} slots stored)"
+    return f"{plan.num_missing} more complete groups for step {step}"

@@ -1,0 +1,95 @@
+"""Taking the right to train, and losing it.
+
+One trainer at a time: a compare-and-set on KV ``lineage`` takes the next number; the broker's consumer of
+the older lineage is deleted, so a zombie's acks reach nothing, and a ``begin`` entry in the journal fences
+its cuts and outcomes for every reader. Whatever else a lineage writes is compare-and-set as well.
+"""
+
+from areal_async.bus import Bus, take_trainer_consumer
+from areal_async.errors import ConflictError, FencedError
+from areal_async.journal import Journal
+from areal_async.subjects import CHECKPOINT, LINEAGE
+from areal_async.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
+from areal_async.wire import decode
+
+
+class Lineage:
+    """This trainer's writes to the run's state, each fenced."""
+
+    def __init__(self, bus: Bus, *, number: int, checkpoint: CheckpointRecord | None) -> None:
+        self._bus = bus
+        self.number = number
+        self.checkpoint = checkpoint
+        self._revisions: dict[str, int] = {}
+        self._last_cut_sequence = 0
+
+    @classmethod
+    async def take(cls, bus: Bus) -> "Lineage":
+        """Become the trainer of the run.
+
+        Raises:
+            FencedError: another one took the same number first.
+        """
+        record, revision = await bus.get(LINEAGE, LineageRecord)
+        checkpoint, checkpoint_revision = await bus.get(CHECKPOINT, CheckpointRecord)
+        restored_step = Version.parse(checkpoint.version).step if checkpoint else 0
+        lineage = cls(bus, number=(record.lineage if record else 0) + 1, checkpoint=checkpoint)
+        lineage._revisions[CHECKPOINT] = checkpoint_revision
+        try:
+            mine = LineageRecord(lineage=lineage.number, restored_step=restored_step)
+            lineage._revisions[LINEAGE] = await bus.compare_and_set(LINEAGE, mine, revision)
+        except ConflictError as exc:
+            raise FencedError(f"lineage {lineage.number}: another trainer took it first; only one may run") from exc
+        await take_trainer_consumer(bus, lineage.number)
+        return lineage
+
+    async def read_log(self) -> Journal:
+        """Return what the log says before this lineage begins."""
+        journal = Journal()
+        for message in await self._bus.read_log(self._bus.names.outcomes_stream, self._bus.names.log):
+            if message.subject == self._bus.names.cuts:
+                journal.add_cut(decode(message.data, Cut), sequence=message.sequence)
+            else:
+                journal.add_outcome(decode(message.data, Outcome))
+        self._last_cut_sequence = journal.last_cut_sequence
+        return journal
+
+    async def write_begin(self) -> int:
+        """Fence the older lineages in the log; return the entry's stream sequence."""
+        restored_step = Version.parse(self.checkpoint.version).step if self.checkpoint else 0
+        return await self.write_cut(Cut(kind=CutKind.BEGIN, lineage=self.number, step=restored_step))
+
+    async def write_cut(self, entry: Cut) -> int:
+        """Add an entry to the journal, directly after the last one this lineage knows.
+
+        Raises:
+            FencedError: another trainer has written since.
+        """
+        try:
+            published = await self._bus.publish(
+                self._bus.names.cuts, entry, expected_last_subject_sequence=self._last_cut_sequence
+            )
+        except ConflictError as exc:
+            raise FencedError(f"lineage {self.number}: a newer trainer writes the journal; this one must stop") from exc
+        self._last_cut_sequence = published.sequence
+        return published.sequence
+
+    async def announce(self, weights: WeightsVersion) -> None:
+        """Make ``weights`` the newest, then tell everybody."""
+        await self._write(self._bus.names.weights_key(), weights)
+        await self._bus.emit(self._bus.names.weights, weights)
+
+    async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
+        """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
+        await self._write(CHECKPOINT, checkpoint)
+        self.checkpoint = checkpoint
+
+    async def _write(self, key: str, record: WeightsVersion | CheckpointRecord) -> None:
+        if key not in self._revisions:
+            held, self._revisions[key] = await self._bus.get(key, type(record))
+            if held is not None and Version.parse(held.version).lineage > self.number:
+                raise FencedError(f"lineage {self.number}: {key} is at {held.version}; this trainer must stop")
+        try:
+            self._revisions[key] = await self._bus.compare_and_set(key, record, self._revisions[key])
+        except ConflictError as exc:
+            raise FencedError(f"lineage {self.number}: a newer trainer writes {key}; this one must stop") from exc

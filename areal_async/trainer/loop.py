@@ -1,0 +1,360 @@
+"""The trainer's ring: cut -> payloads -> rows -> step -> weights -> event, the same on every rank.
+
+``run_prefetch``  consumes the journal; waits for the next cut; produces verified payloads one step ahead;
+                  unblocked by rank 0's feed
+``run_steps``     consumes those; waits for them and for its peers; produces a weights version per step, an
+                  archive file, and a checkpoint when due; unblocks the cutter (``Feed.allow``) and, through
+                  the announced weights, the servers and the controller
+
+The asyncio side waits, the engine's one thread computes. Collectives are called in the same order on every
+rank; which steps exist is decided by the journal alone.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import anyio
+import msgspec
+import structlog
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from areal_async.bus import Bus
+from areal_async.settings import Settings
+from areal_async.staleness import age_at
+from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.feed import Feed
+from areal_async.trainer.lineage import Lineage
+from areal_async.trainer.payloads import AgeStats, Placed, SlotKey, build_rows, fetch, place, share
+from areal_async.trainer.reader import JournalReader
+from areal_async.trainer.step import Report, StepResult, agree_on_batch, batch_metrics, metrics_line
+from areal_async.types import (
+    CheckpointRecord,
+    Cut,
+    Metrics,
+    OutcomeKind,
+    ServerState,
+    Trajectory,
+    Version,
+    WeightsVersion,
+)
+
+NUM_KEPT_WEIGHTS = 3
+"""Newest weights folders kept: the one announced, and those a slow server may still be reading."""
+
+SERVER_POLL_S = 0.1
+
+T = TypeVar("T")
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Share:
+    """This rank's part of a cut, fetched."""
+
+    cut: Cut
+    slots: list[Placed]
+    """Of the whole cut."""
+    mine: list[Placed]
+    trajectories: dict[int, Trajectory]
+    missing: list[SlotKey]
+
+
+class Ledger(msgspec.Struct):
+    """The trained ids, inside the same atomic folder as the weights that they made."""
+
+    version: str
+    trained: dict[str, list[str]]
+    """step -> group ids, for every step in the lineage of these weights."""
+
+
+class Trainer:
+    """One rank, from its restored checkpoint to the last step."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_directory: Path,
+        *,
+        ranks: Ranks,
+        engine: FsdpEngine,
+        bus: Bus,
+        reader: JournalReader,
+        number: int,
+        lineage: Lineage | None,
+        feed: Feed | None,
+    ) -> None:
+        """``number`` is the lineage's; ``lineage`` and ``feed`` are rank 0's alone."""
+        self._settings = settings
+        self._directory = run_directory
+        self._ranks = ranks
+        self._engine = engine
+        self._bus = bus
+        self._reader = reader
+        self._number = number
+        self._lineage = lineage
+        self._feed = feed
+        self._ledger = Ledger(version=str(Version(number, 0)), trained={})
+        self._checkpointed_step = 0
+        self._wants_stop = False
+        self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+        self.step = 0
+        self.state = "starting"
+        self.last_line: Metrics | None = None
+
+    @property
+    def version(self) -> Version:
+        """What the engine holds now."""
+        return Version(self._number, self.step)
+
+    @property
+    def waits_for(self) -> str:
+        return self._feed.waits_for if self._feed is not None and self.state == "waiting" else ""
+
+    def stop(self) -> None:
+        """Finish the step that runs, checkpoint, and leave."""
+        log.info("trainer.stop_requested", step=self.step)
+        self._wants_stop = True
+        if self._feed is not None:
+            self._feed.stop()
+
+    async def restore(self, checkpoint: Path | None) -> None:
+        """Load a checkpoint and drop what was written after it. Collective; before ``run``."""
+        if checkpoint is not None:
+            self._ledger = msgspec.json.decode(
+                await self._compute(lambda: self._engine.load_checkpoint(checkpoint)), type=Ledger
+            )
+            self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
+        if self._feed is not None:
+            self._metrics_file.rewind(to_step=self.step)
+            num_moved = abandon_archive(self._directory / "trajectories", after_step=self.step)
+            cuts = self._reader.journal.cuts
+            self._feed.adopt(cut for _, cut in sorted(cuts.items()))
+            await self._feed.on_checkpoint(self.step)
+            log.info("trainer.restored", step=self.step, lineage=self._number, num_archives_abandoned=num_moved)
+
+    async def run(self) -> None:
+        """Replay what was journalled, announce where that led, and train on."""
+        await self._replay()
+        if self.step > self._checkpointed_step:
+            await self._checkpoint()
+        await self._publish_weights()
+        await self._wait_for_servers()
+        await self._train()
+        if self.step > self._checkpointed_step:
+            await self._checkpoint()
+        if self.step == self._settings.run.steps:
+            self.state = "exporting the model"
+            await self._compute(lambda: self._engine.save_weights(self._directory / "model"))
+            await self._publish_weights(final=True)
+        self.state = "finished"
+        log.info("trainer.finished", step=self.step)
+
+    # the ring
+
+    async def _replay(self) -> None:
+        """Train again, from the stored messages, what was journalled after the checkpoint."""
+        for step in self._reader.journal.steps_to_replay():
+            self.state = f"replaying step {step}"
+            part = await self._fetch(self._without_settled(self._reader.journal.cuts[step]))
+            reports = await self._exchange(Report(missing=part.missing))
+            num_missing = sum(len(report.missing) for report in reports)
+            if num_missing:
+                log.warning("replay.ended", step=step, num_missing=num_missing)
+                if self._feed is not None:
+                    await self._feed.disown(after_step=self.step)
+                return
+            result = await self._run_step(part, [], waited_s=0.0)
+            self._close_books(result, weights_s=0.0)
+
+    async def _train(self) -> None:
+        """Train the cuts of this lineage, until its journal ends or a stop."""
+        send, receive = anyio.create_memory_object_stream[Share](0)
+        async with anyio.create_task_group() as loops:
+            loops.start_soon(self._run_prefetch, send, self.step + 1)
+            if self._feed is not None:
+                self._feed.allow(self.step + 1)
+                loops.start_soon(self._feed.run_cutter, self.step + 1)
+            await self._run_steps(receive)
+
+    async def _run_prefetch(self, send: MemoryObjectSendStream[Share], first_step: int) -> None:
+        async with send:
+            step = first_step
+            while (cut := await self._reader.cut_of(step, lineage=self._number)) is not None:
+                try:
+                    await send.send(await self._fetch(cut))
+                except anyio.BrokenResourceError:
+                    return  # stopped before this step
+                step += 1
+
+    async def _run_steps(self, receive: MemoryObjectReceiveStream[Share]) -> None:
+        async with receive:
+            while True:
+                self.state, since = "waiting", time.monotonic()
+                try:
+                    part = await receive.receive()
+                except anyio.EndOfStream:
+                    return
+                reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
+                if reports[0].stop:
+                    return
+                missing = [key for report in reports for key in report.missing]
+                result = await self._run_step(part, missing, waited_s=time.monotonic() - since)
+                weights_since = time.monotonic()
+                await self._publish_weights()
+                self._close_books(result, weights_s=time.monotonic() - weights_since)
+                if await self._is_checkpoint_due():
+                    await self._checkpoint()
+                if self._feed is not None:
+                    self._feed.allow(self.step + 1)
+
+    async def _run_step(self, part: Share, missing: list[SlotKey], *, waited_s: float) -> StepResult:
+        started = time.monotonic()
+        step, settings = part.cut.step, self._settings
+        self.state = f"training step {step}"
+        if self._feed is not None and settings.rollout.max_staleness > 0:
+            self._feed.allow(step + 1)
+        batch = agree_on_batch(
+            part.slots,
+            missing,
+            min_group_size=settings.rollout.min_group_size,
+            divides_by_std=settings.algorithm.advantage_std,
+        )
+        if batch.unusable and self._feed is not None:
+            reason = "stored payloads are damaged or gone"
+            await self._feed.settle(batch.unusable, OutcomeKind.FAILED, reason=reason, step=step)
+        used = {placed.position for placed in batch.slots}
+        mine = [placed for placed in part.mine if placed.position in used]
+        trajectories = {placed.position: part.trajectories[placed.position] for placed in mine}
+        branches = {int(lineage): shared for lineage, shared in part.cut.branches.items()}
+        rows, ages = build_rows(
+            trajectories,
+            advantages=batch.advantages,
+            start=self.version,
+            age=lambda version: age_at(step=step, version=version, lineage=self._number, branches=branches),
+            max_staleness=settings.rollout.max_staleness,
+            masks_stale=settings.rollout.when_stale == "mask",
+        )
+        train_since = time.monotonic()
+        stats = await self._compute(lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps))
+        train_s = time.monotonic() - train_since
+        made = Version(self._number, step)
+        await anyio.to_thread.run_sync(
+            lambda: write_archive(
+                self._directory / "trajectories",
+                made=made,
+                rank=self._ranks.rank,
+                slots=mine,
+                trajectories=trajectories,
+                advantages=batch.advantages,
+            )
+        )
+        every_age = await self._gather(msgspec.json.encode(ages))
+        self.step = step
+        self._ledger.version = str(made)
+        self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
+        return StepResult(
+            version=made,
+            batch=batch_metrics(batch, [msgspec.json.decode(one, type=AgeStats) for one in every_age]),
+            stats=stats,
+            started=started - waited_s,
+            wait_s=waited_s,
+            train_s=train_s,
+        )
+
+    # what a step leaves behind
+
+    async def _publish_weights(self, *, final: bool = False) -> None:
+        """Write the weights as they are now and make them the newest."""
+        self.state = f"publishing {self.version}"
+        folder = self._directory / "weights" / str(self.version)
+        hashes = await self._compute(lambda: self._engine.save_weights(folder))
+        if self._lineage is not None:
+            announced = WeightsVersion(
+                version=str(self.version),
+                path=str(folder.resolve()),
+                sha256=hashes,
+                final=final or self.step == self._settings.run.steps,
+            )
+            await self._lineage.announce(announced)
+            await anyio.to_thread.run_sync(keep_newest, folder.parent, NUM_KEPT_WEIGHTS)
+
+    async def _is_checkpoint_due(self) -> bool:
+        """Rank 0 decides."""
+        trainer, wish = self._settings.trainer, b""
+        if self._feed is not None:
+            is_regular = self.step % trainer.checkpoint_every_steps == 0 or self.step == self._settings.run.steps
+            wish = b"1" if is_regular or self._feed.wants_checkpoint else b"0"
+        return (await self._gather(wish or b"0"))[0] == b"1"
+
+    async def _checkpoint(self) -> None:
+        """Checkpoint first, durably; then the bucket; then outcomes; then acks."""
+        self.state, started = f"writing the checkpoint of step {self.step}", time.monotonic()
+        folder = self._directory / "checkpoints" / str(self.version)
+        ledger = msgspec.json.encode(self._ledger)
+        await self._compute(lambda: self._engine.save_checkpoint(folder, ledger))
+        self._checkpointed_step = self.step
+        if self._lineage is not None and self._feed is not None:
+            await self._lineage.record_checkpoint(
+                CheckpointRecord(version=str(self.version), path=str(folder.resolve()))
+            )
+            await self._feed.on_checkpoint(self.step)
+            await anyio.to_thread.run_sync(keep_newest, folder.parent, self._settings.trainer.keep_checkpoints)
+        log.info("checkpoint.written", step=self.step, duration_s=round(time.monotonic() - started, 3))
+
+    def _close_books(self, result: StepResult, *, weights_s: float) -> None:
+        if self._feed is None:
+            return
+        dropped_stale, failed = self._feed.take_counts()
+        line = metrics_line(result, weights_s=weights_s, dropped_stale=dropped_stale, failed=failed)
+        self._metrics_file.append(line)
+        self.last_line = line
+        log.info("step.trained", **line)
+
+    # helpers
+
+    async def _fetch(self, cut: Cut) -> Share:
+        slots = place(cut)
+        mine = share(slots, rank=self._ranks.rank, num_ranks=self._ranks.size)
+        trajectories, missing = await fetch(self._bus, mine)
+        return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
+
+    def _without_settled(self, cut: Cut) -> Cut:
+        """Leave out groups that fell out of the cut when it was first trained."""
+        outcomes = self._reader.journal.outcomes
+        groups = [
+            group
+            for group in cut.groups
+            if group.group_id not in outcomes or outcomes[group.group_id].kind is OutcomeKind.TRAINED
+        ]
+        return msgspec.structs.replace(cut, groups=groups)
+
+    async def _wait_for_servers(self) -> None:
+        """Wait until every unfenced server holds what was announced: nothing older is sampled from now on."""
+        if self._lineage is None:
+            return
+        self.state = f"waiting for servers to hold {self.version}"
+        while not self._wants_stop:
+            servers = [state for state, _ in (await self._bus.entries("server.", ServerState)).values()]
+            held = [server.version for server in servers if not server.fenced]
+            if held and all(version == str(self.version) for version in held):
+                return
+            await anyio.sleep(SERVER_POLL_S)
+
+    async def _exchange(self, report: Report) -> list[Report]:
+        every = await self._gather(msgspec.json.encode(report))
+        return [msgspec.json.decode(one, type=Report) for one in every]
+
+    async def _gather(self, payload: bytes) -> list[bytes]:
+        return await self._compute(lambda: self._ranks.gather_bytes(payload))
+
+    async def _compute(self, work: Callable[[], T]) -> T:
+        """Run torch work in the engine's thread: the loop stays free, collectives stay in order."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)

@@ -1,0 +1,122 @@
+"""The trainer's process: one rank. Started torchrun-style; everything it needs to know is in the run directory."""
+
+import signal
+from pathlib import Path
+
+import anyio
+import msgspec
+import structlog
+
+from areal_async import log as logging
+from areal_async.bus import Bus, Role, credentials_path, open_bus
+from areal_async.errors import UserError
+from areal_async.settings import Settings
+from areal_async.trainer.distributed import Ranks, join_ranks
+from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.feed import Feed
+from areal_async.trainer.lineage import Lineage
+from areal_async.trainer.loop import Trainer
+from areal_async.trainer.reader import JournalReader
+
+METRICS_INTERVAL_S = 1.0
+JOIN_DEADLINE_S = 600.0
+
+log = structlog.get_logger()
+
+
+class _Begin(msgspec.Struct):
+    """What rank 0 tells the others before anything else."""
+
+    number: int
+    sequence: int
+    """Of the journal entry that begins the lineage."""
+    checkpoint: str
+    """Folder to restore from; empty for none."""
+
+
+def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
+    """Train as one rank until the run's last step, a stop, or an error."""
+    ranks = join_ranks(deadline_s=JOIN_DEADLINE_S, num_threads=settings.trainer.num_threads)
+    logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
+    structlog.contextvars.bind_contextvars(rank=ranks.rank)
+    try:
+        engine = FsdpEngine.for_run(settings, ranks)
+        anyio.run(_run_rank, settings, run_directory, bus_url, ranks, engine, backend_options={"use_uvloop": True})
+    finally:
+        ranks.close()
+
+
+async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks: Ranks, engine: FsdpEngine) -> None:
+    async with (
+        open_bus(
+            bus_url,
+            names=settings.names,
+            role=Role.TRAINER,
+            instance=str(ranks.rank),
+            credentials=settings.bus.credentials or credentials_path(run_directory, Role.TRAINER),
+            operation_deadline_s=settings.bus.operation_deadline_s,
+        ) as bus,
+        anyio.create_task_group() as loops,
+    ):
+        lineage = await Lineage.take(bus) if ranks.rank == 0 else None
+        begin = await _begin(ranks, lineage)
+        structlog.contextvars.bind_contextvars(lineage=begin.number)
+        reader = JournalReader(bus)
+        loops.start_soon(reader.run)
+        await reader.read_through(begin.sequence)
+        feed = Feed(bus, settings, lineage, reader.journal) if lineage is not None else None
+        trainer = Trainer(
+            settings,
+            run_directory,
+            ranks=ranks,
+            engine=engine,
+            bus=bus,
+            reader=reader,
+            number=begin.number,
+            lineage=lineage,
+            feed=feed,
+        )
+        await trainer.restore(_existing(begin.checkpoint))
+        if feed is not None:
+            loops.start_soon(feed.run_inbox)
+            loops.start_soon(feed.run_tickets)
+            loops.start_soon(_run_metrics, bus, trainer)
+            await loops.start(_run_signals, trainer)
+        await trainer.run()
+        loops.cancel_scope.cancel()
+
+
+async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
+    payload = None
+    if lineage is not None:
+        await lineage.read_log()
+        sequence = await lineage.write_begin()
+        path = lineage.checkpoint.path if lineage.checkpoint else ""
+        payload = msgspec.json.encode(_Begin(number=lineage.number, sequence=sequence, checkpoint=path))
+    told = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload)
+    return msgspec.json.decode(told, type=_Begin)
+
+
+def _existing(checkpoint: str) -> Path | None:
+    if checkpoint and not Path(checkpoint).is_dir():
+        raise UserError(f"checkpoint: got {checkpoint}, which is gone; restore that folder, or start anew with --fresh")
+    return Path(checkpoint) if checkpoint else None
+
+
+async def _run_metrics(bus: Bus, trainer: Trainer) -> None:
+    """Say every second what the trainer does, and each step's line as it comes."""
+    told = 0
+    while True:
+        if trainer.last_line is not None and trainer.step != told:
+            told = trainer.step
+            await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(trainer.last_line))
+        now = {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
+        await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(now))
+        await anyio.sleep(METRICS_INTERVAL_S)
+
+
+async def _run_signals(trainer: Trainer, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+    with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        task_status.started()
+        async for _ in signals:
+            trainer.stop()

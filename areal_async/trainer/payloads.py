@@ -1,0 +1,168 @@
+"""One rank's share of a cut: which slots are its own, their payloads fetched and verified, and the rows made of them.
+
+The headers in the cut decide everything that ranks must agree on (shares, advantages, positions), so no
+rank needs another's tokens. A payload is found by its stream sequence, which is a hint, and proved by id and
+checksum; where the hint fails, the group's subject is searched.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import anyio
+import msgspec
+import numpy as np
+
+from areal_async.bus import Bus
+from areal_async.errors import StalenessError, WireError
+from areal_async.trainer.pack import balance
+from areal_async.trainer.rows import TrainRow
+from areal_async.types import Cut, CutSlot, Slot, Trajectory, Version
+from areal_async.wire import decode_headers, decode_trajectory
+
+FETCHES_AT_ONCE = 16
+_STEP_BITS = 0xFFFFFFFF
+"""Of a packed version. Versions are compared by step: a replayed step stands in for the lost one."""
+
+SlotKey = tuple[str, int]
+"""Group id and sibling."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Placed:
+    """A slot of the cut at its position in the whole batch."""
+
+    position: int
+    group_id: str
+    workflow: str
+    item: CutSlot
+
+    @property
+    def key(self) -> SlotKey:
+        return self.group_id, self.item.slot.sibling
+
+
+class AgeStats(msgspec.Struct):
+    """Ages of the trained tokens of some rows."""
+
+    num_tokens: int = 0
+    total: int = 0
+    max: int = 0
+    num_masked: int = 0
+    """Tokens left out of the loss because of their age."""
+
+
+def place(cut: Cut) -> list[Placed]:
+    """Number the slots of a cut: groups in their order, siblings within."""
+    pairs = [(group, item) for group in cut.groups for item in group.slots]
+    return [
+        Placed(position=position, group_id=group.group_id, workflow=group.workflow, item=item)
+        for position, (group, item) in enumerate(pairs)
+    ]
+
+
+def share(slots: Sequence[Placed], *, rank: int, num_ranks: int) -> list[Placed]:
+    """Return this rank's slots, balanced over ranks by tokens; the same on every rank that asks."""
+    parts = balance([placed.item.slot.num_tokens for placed in slots], num_ranks=num_ranks)
+    return [slots[index] for index in sorted(parts[rank])]
+
+
+async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory], list[SlotKey]]:
+    """Get and verify the payloads of some slots.
+
+    Returns:
+        Trajectories by position, and the keys of the slots whose payload is gone or damaged.
+    """
+    by_message: dict[tuple[str, str, int], list[Placed]] = defaultdict(list)
+    for placed in slots:
+        by_message[placed.group_id, placed.workflow, placed.item.sequence].append(placed)
+    found: dict[int, Trajectory] = {}
+    missing: list[SlotKey] = []
+    limiter = anyio.CapacityLimiter(FETCHES_AT_ONCE)
+
+    async def fetch_message(sequence: int, wanted: list[Placed]) -> None:
+        async with limiter:
+            message = await bus.get_message(bus.names.trajectories_stream, sequence)
+        for placed in wanted:
+            trajectory = _read(message.data, placed.item.slot) if message else None
+            trajectory = trajectory or await _search(bus, placed)
+            if trajectory is None:
+                missing.append(placed.key)
+            else:
+                found[placed.position] = trajectory
+
+    async with anyio.create_task_group() as fetching:
+        for (_, _, sequence), wanted in by_message.items():
+            fetching.start_soon(fetch_message, sequence, wanted)
+    return found, sorted(missing)
+
+
+def _read(payload: bytes, slot: Slot) -> Trajectory | None:
+    try:
+        return decode_trajectory(payload, slot)
+    except WireError:
+        return None
+
+
+async def _search(bus: Bus, placed: Placed) -> Trajectory | None:
+    subject = bus.names.trajectories(placed.workflow, placed.group_id)
+    async for message in bus.find_messages(bus.names.trajectories_stream, subject):
+        stored = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+        for slot in stored.slots:
+            if slot.sample_uid == placed.item.slot.sample_uid:
+                trajectory = _read(message.data, slot)
+                if trajectory is not None:
+                    return trajectory
+    return None
+
+
+def build_rows(
+    trajectories: Mapping[int, Trajectory],
+    *,
+    advantages: Mapping[int, float],
+    start: Version,
+    age: Callable[[Version], int],
+    max_staleness: int,
+    masks_stale: bool,
+) -> tuple[list[TrainRow], AgeStats]:
+    """Turn trajectories into rows, and prove their freshness: the third guard, *assert*.
+
+    Args:
+        trajectories: by position in the batch.
+        advantages: by the same.
+        start: the version the step starts from.
+        age: in the step that runs now.
+        masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
+
+    Raises:
+        StalenessError: a token over the bound would be trained.
+    """
+    rows, stats = [], AgeStats()
+    for position, trajectory in sorted(trajectories.items()):
+        for sequence in trajectory.sequences:
+            packed, inverse = np.unique(sequence.versions, return_inverse=True)
+            ages_by_version = np.array([age(Version.unpack(int(one))) if one >= 0 else 0 for one in packed])
+            ages_L = ages_by_version[inverse]
+            is_fresh_L = ages_L <= max_staleness
+            mask_L = sequence.loss_mask & is_fresh_L
+            num_stale = int((sequence.loss_mask & ~is_fresh_L).sum())
+            if num_stale and not masks_stale:
+                raise StalenessError(
+                    f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
+                    f"need at most {max_staleness}; the cut let them through"
+                )
+            stats.num_masked += num_stale
+            stats.num_tokens += int(mask_L.sum())
+            stats.total += int(ages_L[mask_L].sum())
+            stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
+            rows.append(
+                TrainRow(
+                    token_ids=sequence.token_ids,
+                    loss_mask=mask_L,
+                    behave_logprobs=sequence.logprobs,
+                    advantage=advantages[position],
+                    current_mask=sequence.loss_mask & ((sequence.versions & _STEP_BITS) == start.step),
+                    index=position,
+                )
+            )
+    return rows, stats

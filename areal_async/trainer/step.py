@@ -1,0 +1,137 @@
+"""What one training step needs, and what it leaves behind: the arithmetic between a cut and a metrics line.
+
+Pure. Ranks exchange a ``Report`` before the first collective, so that all of them train the same set.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import msgspec
+import numpy as np
+
+from areal_async.algorithms.advantages import group_advantages
+from areal_async.trainer.payloads import AgeStats, Placed, SlotKey
+from areal_async.trainer.stats import StepStats
+from areal_async.types import Metrics, Version
+
+
+class Report(msgspec.Struct):
+    """What a rank says before a step."""
+
+    missing: list[SlotKey] = []
+    """Slots whose payload it could not get or verify."""
+    stop: bool = False
+    """Rank 0's wish to end before this step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AgreedBatch:
+    """The slots that every rank trains, and what fell out."""
+
+    slots: list[Placed]
+    advantages: dict[int, float]
+    """By position."""
+    unusable: list[str]
+    """Groups left with fewer than ``min_group_size`` slots."""
+
+    @property
+    def rewards(self) -> list[float]:
+        return [placed.item.slot.reward for placed in self.slots]
+
+    @property
+    def num_groups(self) -> int:
+        return len({placed.group_id for placed in self.slots})
+
+
+def agree_on_batch(
+    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int, divides_by_std: bool
+) -> AgreedBatch:
+    """Leave out what some rank could not verify, and compute each slot's advantage within its real group."""
+    gone = set(missing)
+    groups: dict[str, list[Placed]] = defaultdict(list)
+    for placed in slots:
+        siblings = groups[placed.group_id]
+        if placed.key not in gone:
+            siblings.append(placed)
+    unusable = [group_id for group_id, siblings in groups.items() if len(siblings) < min_group_size]
+    used = [siblings for group_id, siblings in groups.items() if group_id not in unusable]
+    advantages: dict[int, float] = {}
+    for siblings in used:
+        values = group_advantages([placed.item.slot.reward for placed in siblings], std=divides_by_std)
+        advantages.update({placed.position: float(value) for placed, value in zip(siblings, values, strict=True)})
+    return AgreedBatch(
+        slots=[placed for siblings in used for placed in siblings], advantages=advantages, unusable=unusable
+    )
+
+
+def batch_metrics(batch: AgreedBatch, ages: Sequence[AgeStats]) -> dict[str, float | int | str]:
+    """Return the part of a metrics line that the batch alone decides.
+
+    Args:
+        ages: one per rank.
+    """
+    rewards = np.array(batch.rewards, dtype=np.float64)
+    num_tokens = sum(one.num_tokens for one in ages)
+    slots = [placed.item.slot for placed in batch.slots]
+    return {
+        "reward_mean": float(rewards.mean()) if rewards.size else 0.0,
+        "reward_std": float(rewards.std()) if rewards.size else 0.0,
+        "num_groups": batch.num_groups,
+        "num_trajectories": len(slots),
+        "num_tokens": num_tokens,
+        "staleness_mean": sum(one.total for one in ages) / num_tokens if num_tokens else 0.0,
+        "staleness_max": max((one.max for one in ages), default=0),
+        "stale_tokens_masked": sum(one.num_masked for one in ages),
+        "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
+        "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,
+        "groups_all_equal": _num_all_equal(batch),
+    }
+
+
+def _num_all_equal(batch: AgreedBatch) -> int:
+    rewards: dict[str, set[float]] = defaultdict(set)
+    for placed in batch.slots:
+        rewards[placed.group_id].add(placed.item.slot.reward)
+    return sum(len(values) == 1 for values in rewards.values())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """A trained step."""
+
+    version: Version
+    """That it made."""
+    batch: dict[str, float | int | str]
+    stats: StepStats
+    started: float
+    """Monotonic seconds when the wait for its data began."""
+    wait_s: float
+    train_s: float
+
+
+def metrics_line(
+    result: StepResult, *, weights_s: float, dropped_stale: int, failed: int
+) -> dict[str, float | int | str]:
+    """Return the step's line of ``metrics.jsonl``."""
+    stats = {name: value for name, value in asdict(result.stats).items() if name != "num_tokens"}
+    return plain(
+        {
+            "step": result.version.step,
+            "weights_version": str(result.version),
+            **result.batch,
+            **stats,
+            "dropped_stale": dropped_stale,
+            "failed": failed,
+            "time_step_s": time.monotonic() - result.started,
+            "time_wait_data_s": result.wait_s,
+            "time_train_s": result.train_s,
+            "time_weights_s": weights_s,
+        }
+    )
+
+
+def plain(metrics: Metrics) -> dict[str, float | int | str]:
+    """Round what people read; six significant digits say all that a step can mean."""
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in metrics.items()}

@@ -1,0 +1,245 @@
+"""Stored trajectories become journalled cuts; what is trained is acked only by its checkpoint; a zombie is fenced."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_async.bus import Bus, Role
+from areal_async.errors import FencedError
+from areal_async.journal import Journal
+from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.trainer.feed import Feed
+from areal_async.trainer.lineage import Lineage
+from areal_async.trainer.payloads import fetch, place
+from areal_async.trainer.reader import JournalReader
+from areal_async.types import CheckpointRecord, Cut, CutKind, Outcome, OutcomeKind, WeightsVersion
+from areal_async.wire import decode
+from tests.brokers import OpenRole, until
+from tests.bus.stored import WORKFLOW, store, ticket
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path, steps=2),
+        rollout=RolloutSettings(
+            group_size=2, min_group_size=2, batch_groups=2, max_staleness=1, max_attempts=2, max_stream_bytes=64 << 20
+        ),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+class Station:
+    """A trainer's rank 0 without its engine."""
+
+    def __init__(self, bus: Bus, lineage: Lineage, feed: Feed, reader: JournalReader) -> None:
+        self.bus, self.lineage, self.feed, self.reader = bus, lineage, feed, reader
+
+    async def cut(self, step: int) -> Cut:
+        with anyio.fail_after(15):
+            cut = await self.reader.cut_of(step, lineage=self.lineage.number)
+        assert cut is not None
+        return cut
+
+    async def outcomes(self, count: int) -> list[Outcome]:
+        """The first ``count`` outcomes, settling or not, once there are as many."""
+
+        async def recorded() -> list[Outcome]:
+            messages = await self.bus.read_log(self.bus.names.outcomes_stream, self.bus.names.outcomes)
+            return [decode(message.data, Outcome) for message in messages]
+
+        async def is_so() -> bool:
+            return len(await recorded()) >= count
+
+        await until(is_so)
+        return await recorded()
+
+
+@asynccontextmanager
+async def running(bus: Bus, settings: Settings, *, first_step: int = 1) -> AsyncIterator[Station]:
+    lineage = await Lineage.take(bus)
+    journal: Journal = await lineage.read_log()
+    sequence = await lineage.write_begin()
+    reader = JournalReader(bus)
+    feed = Feed(bus, settings, lineage, journal)
+    async with anyio.create_task_group() as loops:
+        loops.start_soon(reader.run)
+        await reader.read_through(sequence)
+        loops.start_soon(feed.run_inbox)
+        loops.start_soon(feed.run_tickets)
+        loops.start_soon(feed.run_cutter, first_step)
+        yield Station(bus, lineage, feed, reader)
+        loops.cancel_scope.cancel()
+
+
+async def num_stored(bus: Bus) -> int:
+    return (await bus.stream_state(bus.names.trajectories_stream)).num_messages
+
+
+async def is_empty(bus: Bus) -> bool:
+    return await num_stored(bus) == 0
+
+
+async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: OpenRole, settings: Settings) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        await store(node, "0-0-0", [0], group_size=2)
+        await store(node, "0-0-0", [1], group_size=2)
+        await store(node, "0-1-0", [0, 1], group_size=2)
+
+        cut = await station.cut(1)
+
+        assert {group.group_id: len(group.slots) for group in cut.groups} == {"0-0-0": 2, "0-1-0": 2}
+        assert await num_stored(trainer) == 3
+        await station.feed.on_checkpoint(1)
+        assert await num_stored(trainer) == 0
+        outcomes = await station.outcomes(2)
+        assert {(one.group_id, one.kind, one.step) for one in outcomes} == {
+            ("0-0-0", OutcomeKind.TRAINED, 1),
+            ("0-1-0", OutcomeKind.TRAINED, 1),
+        }
+
+
+async def test_a_group_known_only_by_its_ticket_is_waited_for_when_it_is_due(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, controller, trainer = (
+        await open_role(Role.NODE),
+        await open_role(Role.CONTROLLER),
+        await open_role(Role.TRAINER),
+    )
+    await controller.publish(controller.names.tickets(WORKFLOW), ticket("0-9-0", group_size=2))
+    async with running(trainer, settings, first_step=2) as station:
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        station.feed.allow(2)
+        await until(lambda: "0-9-0" in station.feed.waits_for)
+
+        await store(node, "0-9-0", [0, 1], group_size=2)
+
+        assert len((await station.cut(2)).groups) == 3
+
+
+async def test_a_failed_group_is_recorded_with_its_cause_and_the_last_attempt_is_dead(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        await store(node, "0-0-0", [0, 1], group_size=2, failed="it broke")
+        await store(node, "0-1-1", [0, 1], group_size=2, failed="it broke", num_failed_attempts=1)
+
+        outcomes = {one.group_id: one for one in await station.outcomes(2)}
+
+        assert (outcomes["0-0-0"].kind, outcomes["0-0-0"].num_failed_attempts) == (OutcomeKind.FAILED, 1)
+        assert (outcomes["0-1-1"].kind, outcomes["0-1-1"].reason) == (OutcomeKind.DEAD, "it broke")
+        await until(lambda: is_empty(trainer))
+    operator = await open_role(Role.OPERATOR)
+    assert (await operator.stream_state(operator.names.dead_stream)).num_messages == 1
+
+
+async def test_a_second_producers_slot_is_recorded_as_duplicate_and_a_straggler_as_late(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        await store(node, "0-0-0", [0], group_size=2)
+        await store(node, "0-0-0", [0], group_size=2, producer="b")
+        await store(node, "0-0-0", [1], group_size=2)
+        await store(node, "0-1-0", [0, 1], group_size=2)
+        assert [one.kind for one in await station.outcomes(1)] == [OutcomeKind.DUPLICATE]
+        station.feed.allow(1)
+        await station.cut(1)
+
+        await store(node, "0-1-0", [1], group_size=2, producer="b")
+
+        late = (await station.outcomes(2))[1]
+        assert (late.kind, late.sample_uid) == (OutcomeKind.LATE, "0-1-0.1.b")
+
+
+async def test_an_undecodable_message_is_a_dead_letter_and_stops_nothing(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer, operator = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        await node.publish(node.names.trajectories(WORKFLOW, "0-0-0"), b"noise")
+        for index in (1, 2):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+
+        assert len((await station.cut(1)).groups) == 2
+        assert (await operator.stream_state(operator.names.dead_stream)).num_messages == 1
+
+
+async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, first, second = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    async with running(first, settings) as old:
+        old.feed.allow(1)
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        cut = await old.cut(1)
+    zombie = old.lineage
+
+    async with running(second, settings, first_step=2) as new:
+        assert new.lineage.number == zombie.number + 1
+        assert new.reader.journal.steps_to_replay() == [1]
+        new.feed.adopt([cut])
+        found, missing = await fetch(second, place(new.reader.journal.cuts[1]))
+        assert (len(found), missing) == (4, [])
+
+        with pytest.raises(FencedError):
+            await zombie.write_cut(Cut(lineage=zombie.number, step=2))
+        await new.lineage.announce(WeightsVersion(version="2-1", path="x"))
+        with pytest.raises(FencedError):
+            await zombie.announce(WeightsVersion(version="1-1", path="x"))
+        await new.lineage.record_checkpoint(CheckpointRecord(version="2-1", path="x"))
+        with pytest.raises(FencedError):
+            await zombie.record_checkpoint(CheckpointRecord(version="1-1", path="x"))
+        await until(lambda: new.feed.num_unacked_messages == 2)
+        await new.feed.on_checkpoint(1)
+        assert await num_stored(second) == 0
+        assert [one.kind for one in await new.outcomes(2)] == [OutcomeKind.TRAINED] * 2
+
+
+async def test_a_payload_that_is_gone_or_not_where_it_was_seen_is_told_apart(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer, operator = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        placed = place(await station.cut(1))
+        gone = [one for one in placed if one.group_id == "0-0-0"]
+        await operator.api.ask(
+            f"$JS.API.STREAM.MSG.DELETE.{operator.names.trajectories_stream}", {"seq": gone[0].item.sequence}
+        )
+        await store(node, "0-0-0", [0], group_size=2)
+
+        found, missing = await fetch(trainer, placed)
+
+        assert missing == [("0-0-0", 1)]
+        assert sorted(found) == [one.position for one in placed if one.key != ("0-0-0", 1)]
+
+
+async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role: OpenRole, settings: Settings) -> None:
+    trainer = await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        station.feed.allow(1)
+
+        station.feed.stop()
+
+        with anyio.fail_after(15):
+            assert await station.reader.cut_of(1, lineage=station.lineage.number) is None
+    entries = [
+        decode(one.data, Cut) for one in await trainer.read_log(trainer.names.outcomes_stream, trainer.names.cuts)
+    ]
+    assert [entry.kind for entry in entries] == [CutKind.BEGIN, CutKind.END]

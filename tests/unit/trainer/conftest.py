@@ -1,0 +1,23 @@
+"""A trainer of one rank and a small model, made once for all tests of this folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_async.trainer.distributed import Ranks, join_ranks
+from tests.unit.trainer.models import save_model
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Return the only rank of a trainer."""
+    ranks = join_ranks(deadline_s=30.0)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a random Qwen3 with tied embeddings."""
+    return save_model(tmp_path_factory.mktemp("model"))

@@ -1,0 +1,80 @@
+"""Decoders of a few thousand parameters and rows to train them on, for the engine's tests."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_async.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.rows import TrainRow
+
+VOCAB = 61
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+def save_model(directory: Path, *, family: str = "qwen3", seed: int = 0, tied: bool = True, **given: Any) -> Path:
+    """Write a random decoder with grouped-query attention and the files that stand beside weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(
+        family, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128, initializer_range=0.2,
+        bos_token_id=None, eos_token_id=1, pad_token_id=0, **given,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+def engine_of(
+    model: Path,
+    ranks: Ranks,
+    *,
+    dtype: str = "float32",
+    algorithm: dict[str, Any] | None = None,
+    max_staleness: int = 2,
+    temperature: float = 1.0,
+    **trainer: Any,
+) -> FsdpEngine:
+    """Make an engine with a learning rate that shows."""
+    rollout = {"max_staleness": max_staleness, "sampling": {"temperature": temperature}}
+    settings = Settings(
+        model=ModelSettings.model_validate({"path": str(model), "dtype": dtype}),
+        algorithm=AlgorithmSettings.model_validate(algorithm or {}),
+        rollout=RolloutSettings.model_validate(rollout),
+        trainer=TrainerSettings.model_validate({"lr": 1e-2, "token_budget": 64, **trainer}),
+    )
+    return FsdpEngine.for_run(settings, ranks)
+
+
+def random_rows(count: int = 10, *, seed: int = 0) -> list[TrainRow]:
+    """Make rows of 2 to 24 tokens with behaviour logprobs near those of a random model."""
+    random = np.random.default_rng(seed)
+    rows = []
+    for index in range(count):
+        length = int(random.integers(2, 25))
+        mask = np.arange(length) >= random.integers(1, length)
+        mask[-1] = True
+        rows.append(
+            TrainRow(
+                token_ids=random.integers(0, VOCAB, length).astype(np.int32),
+                loss_mask=mask,
+                behave_logprobs=random.normal(-4.1, 0.3, length).astype(np.float32),
+                advantage=float(random.normal()),
+                current_mask=mask & (random.random(length) < 0.5),
+                index=index,
+            )
+        )
+    return rows
+
+
+def parameters_differ(left: FsdpEngine, right: FsdpEngine) -> float:
+    """Return the largest absolute difference between two engines' parameters."""
+    theirs = right.full_parameters()
+    return max(float((value - theirs[name]).abs().max()) for name, value in left.full_parameters().items())

@@ -1,0 +1,79 @@
+"""Archive files appear whole, and what a restored lineage replaces is moved or dropped."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
+from areal_async.trainer.payloads import Placed
+from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+
+
+def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
+    slot = Slot(sibling=0, sample_uid="u", status=SlotStatus.SCORED, reward=1.0, oldest="1-0", newest="1-0")
+    sequence = Sequence(
+        token_ids=np.array([7, 8], dtype=np.int32),
+        loss_mask=np.array([False, True]),
+        logprobs=np.array([0, -0.5], dtype=np.float32),
+        versions=np.array([-1, Version(1, 0).pack()], dtype=np.int64),
+    )
+    write_archive(
+        directory,
+        made=Version(lineage, step),
+        rank=0,
+        slots=[Placed(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
+        trajectories={0: Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})},
+        advantages={0: 0.25},
+    )
+
+
+@pytest.mark.filterwarnings("ignore")  # datasets' own
+def test_the_archive_is_readable_as_a_data_set(tmp_path: Path) -> None:
+    import datasets
+
+    _write(tmp_path, 1)
+    _write(tmp_path, 2)
+
+    rows = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "*.parquet"), split="train", cache_dir=str(tmp_path / "cache")
+    )
+
+    assert rows["step"][:] == [1, 2]
+    assert rows[0]["token_ids"] == [[7, 8]]
+    assert rows[0]["versions"] == [[-1, Version(1, 0).pack()]]
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_steps_after_the_checkpoint_move_out_of_the_way(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        _write(tmp_path, step)
+
+    assert abandon_archive(tmp_path, after_step=1) == 2
+
+    assert [path.name for path in tmp_path.glob("*.parquet")] == ["step-000001-1-0.parquet"]
+    assert len(list((tmp_path / "abandoned").iterdir())) == 2
+
+
+def test_metrics_are_rewound_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    for step in (1, 2, 3):
+        file.append({"step": step})
+    with (tmp_path / "metrics.jsonl").open("a") as torn:
+        torn.write('{"step": 4, "rew')
+
+    file.rewind(to_step=2)
+    file.append({"step": 3})
+
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_the_newest_folders_are_kept_by_version_and_not_by_name(tmp_path: Path) -> None:
+    for name in ("1-9", "1-10", "2-3", "1-2", "other"):
+        (tmp_path / name).mkdir()
+
+    keep_newest(tmp_path, 2)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1-10", "2-3", "other"]

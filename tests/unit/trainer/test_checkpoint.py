@@ -1,0 +1,69 @@
+"""A trainer that loads a checkpoint goes on as if it had never stopped."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_async.errors import PipelineError
+from areal_async.trainer.distributed import Ranks
+from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
+
+LEDGER = b'{"trained": ["0-1-0"]}\x00\xff'
+
+
+def test_resumed_training_equals_training_that_never_stopped(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    batches = [random_rows(6, seed=seed) for seed in range(4)]
+    through = engine_of(model, ranks, warmup_steps=3)
+    for step in (1, 2):
+        through.train_step(batches[step - 1], step=step, total_steps=4)
+    through.save_checkpoint(tmp_path / "1-2", LEDGER)
+    resumed = engine_of(model, ranks, warmup_steps=3)
+    resumed.train_step(batches[3], step=1, total_steps=4)
+
+    assert resumed.load_checkpoint(tmp_path / "1-2") == LEDGER
+
+    assert parameters_differ(resumed, through) == 0
+    for step in (3, 4):
+        stats, resumed_stats = (
+            one.train_step(batches[step - 1], step=step, total_steps=4) for one in (through, resumed)
+        )
+        assert resumed_stats == stats
+    assert parameters_differ(resumed, through) == 0
+
+
+def test_a_checkpoint_from_before_the_first_step_loads(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    rows = random_rows(6)
+    fresh = engine_of(model, ranks)
+    fresh.save_checkpoint(tmp_path / "1-0", b"")
+    trained = engine_of(model, ranks)
+    trained.train_step(rows, step=1, total_steps=2)
+
+    assert trained.load_checkpoint(tmp_path / "1-0") == b""
+
+    assert trained.train_step(rows, step=1, total_steps=2) == fresh.train_step(rows, step=1, total_steps=2)
+    assert parameters_differ(trained, fresh) == 0
+
+
+def test_a_checkpoint_that_was_not_finished_is_not_there(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(model, ranks)
+
+    def fail(partial: Path, directory: Path) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("areal_async.trainer.checkpoint.finish", fail)
+    with pytest.raises(OSError, match="disk full"):
+        engine.save_checkpoint(tmp_path / "1-1", LEDGER)
+
+    assert not (tmp_path / "1-1").exists()
+    with pytest.raises(PipelineError, match="1-1 is not one"):
+        engine.load_checkpoint(tmp_path / "1-1")
+
+
+def test_a_checkpoint_of_another_model_is_refused(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine_of(model, ranks).save_checkpoint(tmp_path / "1-1", LEDGER)
+    other = engine_of(save_model(tmp_path / "other", family="qwen2", tied=False), ranks)
+
+    with pytest.raises(PipelineError, match="does not fit this model"):
+        other.load_checkpoint(tmp_path / "1-1")

@@ -1,0 +1,124 @@
+"""Ranks share a cut without overlap, and no token over the bound becomes a row."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_async.errors import StalenessError
+from areal_async.trainer.payloads import AgeStats, build_rows, place, share
+from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.step import agree_on_batch, batch_metrics
+from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+
+
+def _slot(sibling: int, *, reward: float = 0.0, num_tokens: int = 4) -> Slot:
+    return Slot(
+        sibling=sibling,
+        sample_uid=str(sibling),
+        status=SlotStatus.SCORED,
+        reward=reward,
+        num_tokens=num_tokens,
+        oldest="1-0",
+        newest="1-0",
+    )
+
+
+def _cut(*groups: list[float]) -> Cut:
+    return Cut(
+        lineage=1,
+        step=1,
+        groups=[
+            CutGroup(
+                group_id=f"0-{index}-0",
+                workflow="w",
+                slots=[CutSlot(slot=_slot(sibling, reward=one), sequence=1) for sibling, one in enumerate(rewards)],
+            )
+            for index, rewards in enumerate(groups)
+        ],
+    )
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(1, 4))
+def test_every_slot_is_exactly_one_ranks(lengths: list[int], num_ranks: int) -> None:
+    cut = Cut(
+        lineage=1,
+        step=1,
+        groups=[
+            CutGroup(
+                group_id="0-0-0",
+                workflow="w",
+                slots=[CutSlot(slot=_slot(i, num_tokens=length), sequence=1) for i, length in enumerate(lengths)],
+            )
+        ],
+    )
+    slots = place(cut)
+
+    parts = [share(slots, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+
+    assert sorted(placed.position for part in parts for placed in part) == list(range(len(lengths)))
+
+
+def _rows(versions: list[int], *, masks: bool = False) -> tuple[list[TrainRow], AgeStats]:
+    length = len(versions)
+    sequence = Sequence(
+        token_ids=np.arange(length, dtype=np.int32),
+        loss_mask=np.array([version >= 0 for version in versions]),
+        logprobs=np.zeros(length, dtype=np.float32),
+        versions=np.array([Version(1, one).pack() if one >= 0 else -1 for one in versions], dtype=np.int64),
+    )
+    return build_rows(
+        {0: Trajectory(slot=_slot(0), sequences=[sequence])},
+        advantages={0: 1.0},
+        start=Version(1, 4),
+        age=lambda version: 4 - version.step,
+        max_staleness=2,
+        masks_stale=masks,
+    )
+
+
+def test_a_token_over_the_bound_never_becomes_a_row() -> None:
+    with pytest.raises(StalenessError, match="1 tokens of age up to 3, need at most 2"):
+        _rows([-1, 1, 2])
+
+
+def test_mask_takes_only_the_tokens_over_the_bound_out_of_the_loss() -> None:
+    rows, ages = _rows([-1, 1, 2, 4], masks=True)
+
+    assert rows[0].loss_mask.tolist() == [False, False, True, True]
+    assert (ages.num_tokens, ages.total, ages.max, ages.num_masked) == (2, 2, 2, 1)
+
+
+def test_the_gap_is_measured_on_tokens_of_the_version_that_the_step_starts_from() -> None:
+    rows, _ = _rows([-1, 3, 4])
+
+    assert rows[0].current_mask.tolist() == [False, False, True]
+
+
+def test_advantages_are_of_the_real_group_and_never_of_a_neighbours() -> None:
+    batch = agree_on_batch(place(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, divides_by_std=False)
+
+    assert [batch.advantages[position] for position in range(6)] == [-0.5, 0.5, -1, -1, -1, 3]
+
+
+def test_a_slot_that_no_rank_could_verify_is_left_out_of_its_groups_baseline() -> None:
+    batch = agree_on_batch(place(_cut([0, 1, 1])), [("0-0-0", 0)], min_group_size=2, divides_by_std=False)
+
+    assert batch.advantages == {1: 0.0, 2: 0.0}
+    assert batch.unusable == []
+
+
+def test_a_group_left_too_small_falls_out_whole() -> None:
+    batch = agree_on_batch(place(_cut([0, 1], [2, 3])), [("0-0-0", 1)], min_group_size=2, divides_by_std=False)
+
+    assert batch.unusable == ["0-0-0"]
+    assert sorted(batch.advantages) == [2, 3]
+
+
+def test_batch_metrics_are_over_all_ranks_tokens() -> None:
+    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, divides_by_std=True)
+
+    line = batch_metrics(batch, [AgeStats(num_tokens=6, total=6, max=1), AgeStats(num_tokens=2, total=4, max=2)])
+
+    assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
+    assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
