@@ -1,0 +1,1 @@
+"""The controller: admission by credits, evaluation, the end of the run."""

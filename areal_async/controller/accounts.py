@@ -1,0 +1,106 @@
+"""Credit: groups admitted minus groups settled, and what is to be admitted next.
+
+Pure: everything is derived from the log (``Journal``), the ``admitted`` record and the version that every
+unfenced server holds. A trained group settles when those servers hold the weights of its step, and not when
+its outcome is written; any other outcome settles its group when it is recorded.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from areal_async.journal import Journal
+from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, ServerState, Version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Readmission:
+    """The next attempt at a prompt whose last attempt did not end for good."""
+
+    group_id: GroupId
+    num_failed_attempts: int
+
+
+@dataclass(slots=True)
+class Accounts:
+    """The controller's books."""
+
+    max_groups_in_flight: int
+    journal: Journal = field(default_factory=Journal)
+    admitted: Admitted = field(default_factory=Admitted)
+    held: Version | None = None
+    """Oldest version among unfenced servers; None while no server holds an announced one."""
+    num_consecutive_failed: int = 0
+    last_failure: str = ""
+    readmissions: list[Readmission] = field(default_factory=list)
+    """Every one ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
+    _num_settled_untrained: int = 0
+
+    def add_cut(self, entry: Cut, *, sequence: int) -> None:
+        """Read a journal entry."""
+        if self.journal.add_cut(entry, sequence=sequence) and entry.groups:
+            self.num_consecutive_failed = 0
+
+    def add_outcome(self, outcome: Outcome) -> None:
+        """Read an outcome."""
+        if not self.journal.add_outcome(outcome) or outcome.kind is OutcomeKind.TRAINED:
+            return
+        self._num_settled_untrained += 1
+        if outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
+            self.num_consecutive_failed += 1
+            self.last_failure = outcome.reason
+        elif outcome.kind is not OutcomeKind.ABANDONED:
+            self.num_consecutive_failed = 0
+        if outcome.kind.readmits:
+            group = GroupId.parse(outcome.group_id)
+            self.readmissions.append(
+                Readmission(
+                    group_id=GroupId(group.epoch, group.index, group.attempt + 1),
+                    num_failed_attempts=outcome.num_failed_attempts,
+                )
+            )
+
+    def hold(self, servers: Iterable[ServerState]) -> None:
+        """Take note of what the servers run."""
+        versions = [Version.parse(server.version) for server in servers if server.version and not server.fenced]
+        self.held = min(versions, default=None)
+
+    @property
+    def held_step(self) -> int:
+        """The step whose weights every unfenced server holds, as this lineage counts it."""
+        if self.held is None or self.held.lineage < self.journal.lineage:
+            return self.journal.restored_step
+        return self.held.step
+
+    @property
+    def num_settled(self) -> int:
+        """Groups whose credit has returned."""
+        untrained = self.journal.outcomes
+        held_step = self.held_step
+        trained = sum(
+            1
+            for step, cut in self.journal.cuts.items()
+            if step <= held_step
+            for group in cut.groups
+            if untrained.get(group.group_id) is None or untrained[group.group_id].kind is OutcomeKind.TRAINED
+        )
+        return self._num_settled_untrained + trained
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.admitted.total - self.num_settled
+
+    @property
+    def num_credits(self) -> int:
+        """How many more groups may be admitted now."""
+        return max(0, self.max_groups_in_flight - self.num_in_flight)
+
+    @property
+    def due_readmissions(self) -> list[Readmission]:
+        """Those that are not admitted again yet."""
+        return self.readmissions[self.admitted.num_readmitted :]
+
+    def is_settled(self, group_id: str) -> bool:
+        """Whether the group ended, or is in a surviving cut."""
+        return group_id in self.journal.outcomes or any(
+            group.group_id == group_id for cut in self.journal.cuts.values() for group in cut.groups
+        )

@@ -1,0 +1,303 @@
+"""The controller: admits groups by credit, evaluates, and says when the run has ended.
+
+``run_log``       consumes outcomes and cuts; produces the books (``Accounts``); unblocked by the trainer
+``run_servers``   reads what the servers hold; produces returned credits; unblocked by nodes that swapped
+``run_admission`` waits for a credit; produces tickets, then moves the ``admitted`` record on
+``run_evaluation``waits for a version that is due and held; produces its evaluation; the first one goes
+                  before the first admission, so that it speaks of version 0 alone
+``run_watch``     says who waits for whom when nothing has moved for ``watchdog_s``
+
+All state is in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
+"""
+
+import time
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from areal_async.bus import Bus
+from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
+from areal_async.controller.sampler import Sampler
+from areal_async.errors import ConflictError, FencedError, PipelineError
+from areal_async.settings import Settings
+from areal_async.subjects import ADMITTED, RUN_STATE
+from areal_async.types import (
+    Admitted,
+    Cut,
+    GroupId,
+    Metrics,
+    Outcome,
+    OutcomeKind,
+    RunState,
+    ServerState,
+    Ticket,
+    Version,
+    WeightsVersion,
+)
+from areal_async.wire import decode
+
+ADMISSION_BATCH = 64
+"""Tickets published together before the record moves on."""
+SERVER_POLL_S = 0.1
+METRICS_INTERVAL_S = 1.0
+
+log = structlog.get_logger()
+
+
+class Tasks:
+    """The rows of all tasks, in the order of the settings, and whose they are."""
+
+    def __init__(self, parts: list[tuple[str, Rows]]) -> None:
+        """``parts``: workflow name and its rows."""
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(len(rows) for _, rows in self._parts)
+
+    def at(self, index: int) -> tuple[str, dict[str, Any]]:
+        """Return workflow name and row at a position in the concatenation."""
+        for workflow, rows in self._parts:
+            if index < len(rows):
+                return workflow, rows[index]
+            index -= len(rows)
+        raise IndexError(index)
+
+
+class Controller:
+    """Owns the run's state, all of it in the broker."""
+
+    def __init__(
+        self, bus: Bus, settings: Settings, tasks: Tasks, evaluator: Evaluator | None, *, accounts: Accounts
+    ) -> None:
+        self._bus = bus
+        self._settings = settings
+        self._tasks = tasks
+        self._evaluator = evaluator
+        self._accounts = accounts
+        self._sampler = Sampler(len(tasks), seed=settings.run.seed)
+        self._admitted_revision = 0
+        self._log_sequence = 0
+        self._changed = anyio.Event()
+        self._may_admit = evaluator is None
+        self._newest: WeightsVersion | None = None
+        self._moved_at = time.monotonic()
+        self._others: dict[str, Metrics] = {}
+        self.waits_for = ""
+
+    async def run(self) -> None:
+        """Run until the last version is held and evaluated.
+
+        Raises:
+            PipelineError: too many groups failed one after another.
+        """
+        record, self._admitted_revision = await self._bus.get(ADMITTED, Admitted)
+        self._accounts.admitted = record or Admitted()
+        async with anyio.create_task_group() as loops:
+            for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening):
+                loops.start_soon(loop)
+            await self._read_existing_log()
+            loops.start_soon(self.run_log)
+            loops.start_soon(self.run_admission)
+            await self.run_evaluation()
+            loops.cancel_scope.cancel()
+        await self._abandon_unfinished()
+        await self._bus.put(RUN_STATE, RunState(state="finished"))
+        log.info("run.finished", admitted=self._accounts.admitted.total, settled=self._accounts.num_settled)
+
+    # readers
+
+    async def _read_existing_log(self) -> None:
+        names = self._bus.names
+        for message in await self._bus.read_log(names.outcomes_stream, names.log):
+            self._read(message.subject, message.data, message.sequence)
+
+    async def run_log(self) -> None:
+        """Follow the log for ever."""
+        names = self._bus.names
+        async for message in self._bus.follow(names.outcomes_stream, names.log, start_sequence=self._log_sequence + 1):
+            self._read(message.subject, message.data, message.sequence)
+            self._move()
+            self._stop_after_failures()
+
+    def _read(self, subject: str, data: bytes, sequence: int) -> None:
+        self._log_sequence = sequence
+        if subject == self._bus.names.cuts:
+            self._accounts.add_cut(decode(data, Cut), sequence=sequence)
+        else:
+            self._accounts.add_outcome(decode(data, Outcome))
+
+    def _stop_after_failures(self) -> None:
+        limit = self._settings.run.max_failed_groups
+        if self._accounts.num_consecutive_failed >= limit:
+            raise PipelineError(
+                f"run {self._settings.run.name}: {limit} groups failed one after another, "
+                f"the last with: {self._accounts.last_failure}"
+            )
+
+    async def run_servers(self) -> None:
+        """Take note of announced and held versions for ever."""
+        while True:
+            servers = [state for state, _ in (await self._bus.entries("server.", ServerState)).values()]
+            newest, _ = await self._bus.get(self._bus.names.weights_key(), WeightsVersion)
+            before = self._accounts.held
+            self._accounts.hold(servers)
+            if self._accounts.held != before or newest != self._newest:
+                self._newest = newest
+                self._move()
+            await anyio.sleep(SERVER_POLL_S)
+
+    async def run_listening(self) -> None:
+        """Remember what the other roles say of themselves, for the watch."""
+        async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
+            async for subject, data in messages:
+                said = msgspec.json.decode(data, type=dict[str, object])
+                if "state" in said:
+                    self._others[subject] = {key: str(said.get(key, "")) for key in ("state", "waits_for")}
+
+    # admission
+
+    async def run_admission(self) -> None:
+        """Admit whenever there is a credit, until the last step's cut is journalled."""
+        last_step = self._settings.run.steps
+        while last_step not in self._accounts.journal.cuts:
+            changed = self._changed
+            count = min(self._accounts.num_credits, ADMISSION_BATCH) if self._may_admit and self._accounts.held else 0
+            if count:
+                await self._admit(count)
+            else:
+                self.waits_for = self._missing_for_admission()
+                await changed.wait()
+        self.waits_for = "the last step"
+
+    def _missing_for_admission(self) -> str:
+        if not self._may_admit:
+            return "the first evaluation"
+        if self._accounts.held is None:
+            return "a server that holds an announced version"
+        return f"a credit: {self._accounts.num_in_flight} groups are admitted and not settled"
+
+    async def _admit(self, count: int) -> None:
+        """Publish tickets, then move the record: what a crash between repeats is de-duplicated by id."""
+        admitted = self._accounts.admitted
+        again = self._accounts.due_readmissions[:count]
+        fresh = [
+            Readmission(group_id=self._sampler.group_at(admitted.num_fresh + offset), num_failed_attempts=0)
+            for offset in range(count - len(again))
+        ]
+        async with anyio.create_task_group() as publishing:
+            for offset, item in enumerate([*again, *fresh]):
+                publishing.start_soon(self._publish_ticket, item, admitted.total + offset + 1)
+        record = Admitted(
+            total=admitted.total + count,
+            num_fresh=admitted.num_fresh + len(fresh),
+            num_readmitted=admitted.num_readmitted + len(again),
+        )
+        try:
+            self._admitted_revision = await self._bus.compare_and_set(ADMITTED, record, self._admitted_revision)
+        except ConflictError as exc:
+            raise FencedError("controller: another controller of this run is admitting; this one must stop") from exc
+        self._accounts.admitted = record
+        self._move()
+
+    async def _publish_ticket(self, item: Readmission, number: int) -> None:
+        workflow, row = self._tasks.at(item.group_id.index)
+        ticket = Ticket(
+            group_id=str(item.group_id),
+            workflow=workflow,
+            row=row,
+            group_size=self._settings.rollout.group_size,
+            version=str(self._accounts.held),
+            num_failed_attempts=item.num_failed_attempts,
+            number=number,
+        )
+        await self._bus.publish(self._bus.names.tickets(workflow), ticket, msg_id=f"ticket.{item.group_id}")
+
+    # evaluation and the end
+
+    async def run_evaluation(self) -> None:
+        """Evaluate what is due until the final version is done."""
+        last_step, evaluated = self._settings.run.steps, -1
+        while True:
+            changed = self._changed
+            held, newest = self._accounts.held, self._newest
+            if held is None or newest is None or held < Version.parse(newest.version) and newest.final:
+                await changed.wait()
+                continue
+            due = newest_due_step(held.step, every_steps=self._settings.eval.every_steps, last_step=last_step)
+            if due > evaluated:
+                evaluated = due
+                if self._evaluator is not None and not await self._evaluator.is_done(due):
+                    await self._evaluator.evaluate(held, due_step=due, on_result=self._move)
+            if not self._may_admit:
+                self._may_admit = True
+                self._move()
+            if newest.final and held == Version.parse(newest.version):
+                return
+            await changed.wait()
+
+    async def _abandon_unfinished(self) -> None:
+        """Record what was admitted and can never train now."""
+        admitted = self._accounts.admitted
+        ids = [self._sampler.group_at(position) for position in range(admitted.num_fresh)]
+        ids += [item.group_id for item in self._accounts.readmissions[: admitted.num_readmitted]]
+        settled = set(self._accounts.journal.outcomes)
+        settled |= self._accounts.journal.trained_groups(through_step=self._settings.run.steps)
+        async with anyio.create_task_group() as publishing:
+            for group_id in ids:
+                if str(group_id) not in settled:
+                    publishing.start_soon(self._abandon, group_id)
+
+    async def _abandon(self, group_id: GroupId) -> None:
+        outcome = Outcome(
+            group_id=str(group_id),
+            kind=OutcomeKind.ABANDONED,
+            lineage=self._accounts.journal.lineage,
+            reason="the run ended first",
+        )
+        await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{group_id}")
+
+    # being watched
+
+    async def run_metrics(self) -> None:
+        """Say every second where the books stand."""
+        while True:
+            accounts = self._accounts
+            await self._bus.emit(
+                self._bus.names.metrics("controller", "0"),
+                msgspec.json.encode(
+                    {
+                        "admitted": accounts.admitted.total,
+                        "settled": accounts.num_settled,
+                        "in_flight": accounts.num_in_flight,
+                        "credits": accounts.num_credits,
+                        "held": str(accounts.held or ""),
+                        "state": "evaluating" if self._evaluator and self._evaluator.waits_for else "admitting",
+                        "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
+                    }
+                ),
+            )
+            await anyio.sleep(METRICS_INTERVAL_S)
+
+    async def run_watch(self) -> None:
+        """When nothing has moved for ``watchdog_s``, say who waits for whom."""
+        watchdog_s = self._settings.run.watchdog_s
+        while True:
+            await anyio.sleep(watchdog_s / 10)
+            quiet_s = time.monotonic() - self._moved_at
+            if quiet_s >= watchdog_s:
+                chain = {
+                    subject.split(".", 3)[3]: said["waits_for"] or said["state"]
+                    for subject, said in self._others.items()
+                }
+                log.error("run.stalled", quiet_s=round(quiet_s), controller=self.waits_for, **chain)
+                event = {"event": "run.stalled", "quiet_s": round(quiet_s), "waits_for": chain}
+                await self._bus.emit(self._bus.names.events("controller", "0"), msgspec.json.encode(event))
+                self._move()
+
+    def _move(self) -> None:
+        self._moved_at = time.monotonic()
+        self._changed.set()
+        self._changed = anyio.Event()

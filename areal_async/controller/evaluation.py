@@ -1,0 +1,108 @@
+"""Greedy evaluation of held-out rows: tickets out, results in, one record per evaluated version.
+
+Beside training: own subjects, no credits, never trained. What an evaluation has got so far lives in the
+stream until it is whole, so a restarted controller collects it again.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import anyio
+import msgspec
+import structlog
+
+from areal_async.bus import Bus, Delivery
+from areal_async.settings import Settings
+from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version, mean
+from areal_async.wire import decode
+
+RESULT_BATCH = 256
+
+log = structlog.get_logger()
+
+
+class Rows(Protocol):
+    """Rows by position, as a ``datasets.Dataset`` gives them."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+
+
+def newest_due_step(step: int, *, every_steps: int, last_step: int) -> int:
+    """Return the newest step up to ``step`` whose version is evaluated: the first, the last, and every few between."""
+    if step >= last_step:
+        return last_step
+    return step - step % every_steps if every_steps else 0
+
+
+class Evaluator:
+    """Evaluates one version at a time."""
+
+    def __init__(self, bus: Bus, settings: Settings, rows: Rows, *, file: Path) -> None:
+        self._bus = bus
+        self._rows = rows
+        self._file = file
+        self._workflow = settings.tasks[0].name
+        self.waits_for = ""
+
+    async def is_done(self, step: int) -> bool:
+        """Whether the evaluation due at this step was made before, in whatever lineage."""
+        record, _ = await self._bus.get(_key(step), EvalRecord)
+        return record is not None
+
+    async def evaluate(self, version: Version, *, due_step: int, on_result: Callable[[], None]) -> EvalRecord:
+        """Answer every row once, under the weights that the servers hold while they do.
+
+        Args:
+            version: held when it begins; the record says which ones it spanned.
+            due_step: the step at which it was due.
+            on_result: told of every result: progress for whoever watches.
+        """
+        names, eval_id = self._bus.names, str(version)
+        async with anyio.create_task_group() as publishing:
+            for index in range(len(self._rows)):
+                ticket = EvalTicket(eval_id=eval_id, index=index, workflow=self._workflow, row=self._rows[index])
+                publishing.start_soon(self._publish, ticket)
+        results: dict[int, EvalResult] = {}
+        deliveries: list[Delivery] = []
+        async with self._bus.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
+            while len(results) < len(self._rows):
+                self.waits_for = f"{len(self._rows) - len(results)} evaluation results of {eval_id}"
+                for delivery in await inbox.fetch(RESULT_BATCH, wait_s=2.0):
+                    deliveries.append(delivery)
+                    result = decode(delivery.data, EvalResult)
+                    if result.eval_id == eval_id and result.index < len(self._rows):
+                        results.setdefault(result.index, result)
+                        on_result()
+            record = _summarise(version, list(results.values()))
+            await self._bus.put(_key(due_step), record)
+            await self._bus.settle(deliveries)
+        self.waits_for = ""
+        await self._bus.emit(names.events("controller", "0"), record)
+        with self._file.open("a") as file:
+            file.write(json.dumps(msgspec.structs.asdict(record)) + "\n")
+        log.info("evaluation.finished", **msgspec.structs.asdict(record))
+        return record
+
+    async def _publish(self, ticket: EvalTicket) -> None:
+        subject = self._bus.names.eval_tickets(ticket.workflow)
+        await self._bus.publish(subject, ticket, msg_id=f"eval-ticket.{ticket.eval_id}.{ticket.index}")
+
+
+def _key(step: int) -> str:
+    return f"eval.{step}"
+
+
+def _summarise(version: Version, results: list[EvalResult]) -> EvalRecord:
+    scored = [result for result in results if not result.error]
+    return EvalRecord(
+        eval_id=str(version),
+        step=version.step,
+        accuracy=mean([result.reward for result in scored]),
+        num_scored=len(scored),
+        num_failed=len(results) - len(scored),
+        oldest=str(min((Version.parse(result.oldest) for result in scored), default=version)),
+        newest=str(max((Version.parse(result.newest) for result in scored), default=version)),
+    )

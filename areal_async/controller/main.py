@@ -1,0 +1,65 @@
+"""The controller's process."""
+
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from areal_async import log as logging
+from areal_async.bus import Bus, Role, credentials_path, open_bus
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.controller import Controller, Tasks
+from areal_async.controller.evaluation import Evaluator
+from areal_async.data import load_rows
+from areal_async.errors import FencedError, PipelineError, UserError
+from areal_async.settings import Settings
+from areal_async.subjects import RUN_STATE
+from areal_async.types import RunState
+
+log = structlog.get_logger()
+
+
+def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
+    """Control the run until its last version is evaluated, or an error."""
+    logging.configure("controller", run_directory / "logs")
+    if not settings.tasks:
+        raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
+    tasks = Tasks([(task.name, load_rows(task.dataset)) for task in settings.tasks])
+    if len(tasks) == 0:
+        raise UserError("tasks: got data sets without a row, need at least one; check tasks.0.dataset")
+    held_out = _head(load_rows(settings.eval.dataset), settings.eval.limit) if settings.eval.dataset else None
+    anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})
+
+
+def _head(rows: Any, limit: int) -> Any:
+    return rows.select(range(min(limit, len(rows))))
+
+
+async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tasks, held_out: Any) -> None:
+    async with open_bus(
+        bus_url,
+        names=settings.names,
+        role=Role.CONTROLLER,
+        credentials=settings.bus.credentials or credentials_path(run_directory, Role.CONTROLLER),
+        operation_deadline_s=settings.bus.operation_deadline_s,
+    ) as bus:
+        evaluator = (
+            Evaluator(bus, settings, held_out, file=run_directory / "eval.jsonl") if held_out is not None else None
+        )
+        accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
+        controller = Controller(bus, settings, tasks, evaluator, accounts=accounts)
+        try:
+            await controller.run()
+        except* PipelineError as group:
+            await _record_failure(bus, group)
+            raise
+
+
+async def _record_failure(bus: Bus, group: ExceptionGroup[PipelineError]) -> None:
+    cause: BaseException = group
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    if isinstance(cause, FencedError):
+        return  # another process goes on with the run
+    await bus.put(RUN_STATE, RunState(state="failed", reason=str(cause)))

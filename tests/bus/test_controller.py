@@ -1,0 +1,238 @@
+"""The controller admits by credit and nothing else, and a restarted one goes on where the broker says."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from areal_async.bus import Bus, Role
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.controller import Controller, Tasks
+from areal_async.controller.evaluation import Evaluator
+from areal_async.errors import PipelineError
+from areal_async.settings import (
+    BusSettings,
+    DatasetSettings,
+    EvalSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
+from areal_async.subjects import RUN_STATE
+from areal_async.types import (
+    Cut,
+    CutGroup,
+    CutKind,
+    EvalResult,
+    EvalTicket,
+    Outcome,
+    OutcomeKind,
+    RunState,
+    ServerState,
+    Ticket,
+    WeightsVersion,
+)
+from areal_async.wire import decode
+from tests.brokers import OpenRole, until
+
+pytestmark = pytest.mark.anyio
+
+ROWS = [{"question": str(index)} for index in range(5)]
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path, steps=2, max_failed_groups=3),
+        tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path="x")),),
+        rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=2, max_staleness=1),
+        eval=EvalSettings(every_steps=0),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+class World:
+    """Everybody else: what the controller sees of nodes and trainer."""
+
+    def __init__(self, node: Bus, trainer: Bus) -> None:
+        self.node, self.trainer = node, trainer
+
+    async def hold(self, version: str, *, final: bool = False) -> None:
+        names = self.node.names
+        await self.trainer.put(names.weights_key(), WeightsVersion(version=version, path="x", final=final))
+        state = ServerState(server_id="s", node_id="n", url="", version=version)
+        await self.node.put(names.server_key("s"), state)
+
+    async def cut(self, kind: CutKind, step: int, ids: list[str] | None = None, *, lineage: int = 1) -> None:
+        groups = [CutGroup(group_id=group_id, workflow="w", slots=[]) for group_id in ids or []]
+        await self.trainer.publish(self.trainer.names.cuts, Cut(kind=kind, lineage=lineage, step=step, groups=groups))
+
+    async def outcome(self, group_id: str, kind: OutcomeKind, *, failed: int = 0) -> None:
+        outcome = Outcome(group_id=group_id, kind=kind, lineage=1, num_failed_attempts=failed, reason="it broke")
+        await self.trainer.publish(self.trainer.names.outcomes, outcome)
+
+    async def tickets(self, count: int, controller: Controller, *, waits_for: str = "a credit") -> list[Ticket]:
+        """All tickets, once there are ``count`` and the controller waits before admitting more."""
+
+        async def is_so() -> bool:
+            return len(await self._tickets()) >= count and controller.waits_for.startswith(waits_for)
+
+        await until(is_so)
+        return await self._tickets()
+
+    async def _tickets(self) -> list[Ticket]:
+        names = self.trainer.names
+        return [
+            decode(one.data, Ticket) for one in await self.trainer.read_log(names.tickets_stream, names.all_tickets)
+        ]
+
+
+@pytest.fixture
+async def world(open_role: OpenRole) -> World:
+    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
+    await world.cut(CutKind.BEGIN, 0)
+    return world
+
+
+@asynccontextmanager
+async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any = None) -> AsyncIterator[Controller]:
+    async with anyio.create_task_group() as running:
+        controller = _controller(await open_role(Role.CONTROLLER), settings, held_out)
+        running.start_soon(controller.run)
+        yield controller
+        running.cancel_scope.cancel()
+
+
+def _controller(bus: Bus, settings: Settings, held_out: Any = None) -> Controller:
+    evaluator = Evaluator(bus, settings, held_out, file=settings.run.directory / "eval.jsonl") if held_out else None
+    accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
+    return Controller(bus, settings, Tasks([("w", ROWS)]), evaluator, accounts=accounts)
+
+
+async def test_nothing_is_admitted_before_a_server_holds_announced_weights(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    async with controlling(open_role, settings) as controller:
+        assert await world.tickets(0, controller, waits_for="a server") == []
+
+        await world.hold("1-0")
+
+        assert len(await world.tickets(4, controller)) == 4
+
+
+async def test_credit_returns_when_the_servers_hold_what_a_cut_made(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    await world.hold("1-0")
+    async with controlling(open_role, settings) as controller:
+        first = await world.tickets(4, controller)
+        await world.cut(CutKind.CUT, 1, [one.group_id for one in first[:2]])
+        assert len(await world.tickets(4, controller)) == 4
+
+        await world.hold("1-1")
+
+        tickets = await world.tickets(6, controller)
+        assert len(tickets) == 6
+        assert {one.version for one in tickets[4:]} == {"1-1"}
+        assert [one.number for one in tickets] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_epochs_follow_each_other_without_a_barrier(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    await world.hold("1-0")
+    async with controlling(open_role, settings) as controller:
+        first = await world.tickets(4, controller)
+        for one in first:
+            await world.outcome(one.group_id, OutcomeKind.STALE)
+
+        ids = [one.group_id for one in await world.tickets(8, controller)]
+
+        assert len(set(ids)) == 8
+        assert [group_id.split("-")[0] for group_id in ids] == ["0"] * 5 + ["1"] * 3
+
+
+async def test_a_restarted_controller_repeats_and_skips_nothing(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    await world.hold("1-0")
+    async with controlling(open_role, settings) as controller:
+        before = await world.tickets(4, controller)
+    await world.outcome(before[0].group_id, OutcomeKind.FAILED, failed=1)
+
+    async with controlling(open_role, settings) as controller:
+        after = await world.tickets(5, controller)
+
+    assert len(after) == 5
+    assert after[:4] == before
+    assert after[4].group_id == before[0].group_id.removesuffix("0") + "1"
+    assert after[4].num_failed_attempts == 1
+    async with controlling(open_role, settings) as controller:
+        assert len(await world.tickets(5, controller)) == 5
+
+
+async def test_failures_one_after_another_end_the_run_with_their_cause(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    controller = _controller(await open_role(Role.CONTROLLER), settings)
+    await world.hold("1-0")
+
+    with (
+        anyio.fail_after(20),
+        pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="3 groups .* it broke"), flatten_subgroups=True),
+    ):
+        async with anyio.create_task_group() as running:
+            running.start_soon(controller.run)
+            for one in (await world.tickets(4, controller))[:3]:
+                await world.outcome(one.group_id, OutcomeKind.FAILED, failed=1)
+
+
+async def test_the_run_ends_when_the_final_version_is_held_and_the_rest_is_abandoned(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    bus = await open_role(Role.CONTROLLER)
+    await world.hold("1-0")
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as running:
+            controller = _controller(bus, settings)
+            running.start_soon(controller.run)
+            ids = [one.group_id for one in await world.tickets(4, controller)]
+            await world.cut(CutKind.CUT, 1, ids[:1])
+            await world.cut(CutKind.CUT, 2, ids[1:3])
+            await world.hold("1-2", final=True)
+
+    state, _ = await bus.get(RUN_STATE, RunState)
+    assert state is not None
+    assert state.state == "finished"
+    outcomes = [decode(one.data, Outcome) for one in await bus.read_log(bus.names.outcomes_stream, bus.names.outcomes)]
+    assert ids[3] in {one.group_id for one in outcomes}
+    assert {one.kind for one in outcomes} == {OutcomeKind.ABANDONED}
+    assert not {one.group_id for one in outcomes} & set(ids[:3])
+
+
+async def test_the_first_evaluation_comes_before_the_first_admission(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    await world.hold("1-0")
+    async with controlling(open_role, settings, held_out=ROWS[:3]) as controller:
+        assert await world.tickets(0, controller, waits_for="the first evaluation") == []
+        names, node = world.node.names, world.node
+        async with node.consume(names.eval_stream, names.eval_nodes_consumer) as inbox:
+            answered = 0
+            with anyio.fail_after(15):
+                while answered < 3:
+                    for delivery in await inbox.fetch(8, wait_s=2.0):
+                        asked = decode(delivery.data, EvalTicket)
+                        result = EvalResult(
+                            eval_id=asked.eval_id, index=asked.index, reward=asked.index % 2, oldest="1-0", newest="1-0"
+                        )
+                        await node.publish(names.eval_results("w"), result, msg_id=f"result.{asked.index}")
+                        await delivery.ack()
+                        answered += 1
+
+        assert len(await world.tickets(4, controller)) == 4
+    assert '"accuracy": 0.333' in (settings.run.directory / "eval.jsonl").read_text()

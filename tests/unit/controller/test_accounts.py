@@ -1,0 +1,128 @@
+"""Credit is admitted minus settled, and comes back when the servers hold what a group made."""
+
+from areal_async.controller.accounts import Accounts
+from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, ServerState
+
+
+def _accounts(*, admitted: int = 4, limit: int = 6) -> Accounts:
+    accounts = Accounts(max_groups_in_flight=limit)
+    accounts.admitted = Admitted(total=admitted, num_fresh=admitted)
+    accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=1, step=0), sequence=1)
+    return accounts
+
+
+def _cut(step: int, *ids: str, lineage: int = 1) -> Cut:
+    groups = [CutGroup(group_id=group_id, workflow="w", slots=[]) for group_id in ids]
+    return Cut(lineage=lineage, step=step, groups=groups)
+
+
+def _outcome(group_id: str, kind: OutcomeKind, *, failed: int = 0, lineage: int = 1) -> Outcome:
+    return Outcome(group_id=group_id, kind=kind, lineage=lineage, num_failed_attempts=failed, reason="because")
+
+
+def _server(version: str, *, server_id: str = "s", fenced: bool = False) -> ServerState:
+    return ServerState(server_id=server_id, node_id="n", url="", version=version, fenced=fenced)
+
+
+def test_a_cut_group_settles_only_when_every_server_holds_its_weights() -> None:
+    accounts = _accounts()
+    accounts.add_cut(_cut(1, "0-0-0", "0-1-0"), sequence=2)
+    accounts.hold([_server("1-1"), _server("1-0", server_id="t")])
+    assert accounts.num_credits == 2
+
+    accounts.hold([_server("1-1"), _server("1-1", server_id="t")])
+
+    assert accounts.num_credits == 4
+
+
+def test_a_fenced_server_holds_no_credit_back() -> None:
+    accounts = _accounts()
+    accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
+
+    accounts.hold([_server("1-1"), _server("1-0", server_id="t", fenced=True)])
+
+    assert accounts.num_settled == 1
+
+
+def test_a_trained_outcome_is_not_settled_twice() -> None:
+    accounts = _accounts()
+    accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
+    accounts.hold([_server("1-1")])
+
+    accounts.add_outcome(_outcome("0-0-0", OutcomeKind.TRAINED))
+
+    assert accounts.num_settled == 1
+
+
+def test_any_other_outcome_settles_at_once_and_once() -> None:
+    accounts = _accounts()
+
+    accounts.add_outcome(_outcome("0-0-0", OutcomeKind.STALE))
+    accounts.add_outcome(_outcome("0-0-0", OutcomeKind.STALE))
+
+    assert accounts.num_settled == 1
+
+
+def test_a_group_that_fell_out_of_its_cut_settles_once() -> None:
+    accounts = _accounts()
+    accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
+    accounts.add_outcome(_outcome("0-0-0", OutcomeKind.FAILED))
+    accounts.hold([_server("1-1")])
+
+    assert accounts.num_settled == 1
+
+
+def test_a_new_lineage_takes_back_what_its_checkpoint_does_not_hold() -> None:
+    accounts = _accounts()
+    for step in (1, 2):
+        accounts.add_cut(_cut(step, f"0-{step}-0"), sequence=step + 1)
+    accounts.hold([_server("1-2")])
+    assert accounts.num_settled == 2
+
+    accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=2, step=1), sequence=4)
+
+    assert accounts.num_settled == 1
+    accounts.hold([_server("2-2")])
+    assert accounts.num_settled == 2
+
+
+def test_failed_and_abandoned_are_readmitted_with_the_next_attempt_in_the_order_of_the_log() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-3-0", OutcomeKind.FAILED, failed=1))
+    accounts.add_outcome(_outcome("0-1-0", OutcomeKind.STALE))
+    accounts.add_outcome(_outcome("0-2-1", OutcomeKind.ABANDONED, failed=1))
+
+    due = accounts.due_readmissions
+
+    assert [item.group_id for item in due] == [GroupId(0, 3, 1), GroupId(0, 2, 2)]
+    assert [item.num_failed_attempts for item in due] == [1, 1]
+
+
+def test_a_readmission_is_not_due_twice() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-3-0", OutcomeKind.FAILED, failed=1))
+
+    accounts.admitted = Admitted(total=5, num_fresh=4, num_readmitted=1)
+
+    assert accounts.due_readmissions == []
+
+
+def test_dead_groups_are_not_tried_again_but_count_as_failures() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-3-0", OutcomeKind.DEAD, failed=3))
+
+    assert accounts.due_readmissions == []
+    assert (accounts.num_consecutive_failed, accounts.last_failure) == (1, "because")
+
+
+def test_a_cut_ends_a_row_of_failures() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-3-0", OutcomeKind.FAILED, failed=1))
+
+    accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
+
+    assert accounts.num_consecutive_failed == 0
+
+
+def test_credits_never_go_below_zero() -> None:
+    assert _accounts(admitted=9, limit=6).num_credits == 0
