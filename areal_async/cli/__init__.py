@@ -1,0 +1,1 @@
+"""The command line: parse first, import what the verb needs after, show what happens meanwhile."""

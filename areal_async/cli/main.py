@@ -1,0 +1,186 @@
+"""The one door: ``python -m areal_async VERB``.
+
+Nothing heavy is imported before the command line is understood. What ends a verb is told once: a user's
+mistake or a failed run as one sentence on stderr (status 2 or 1, the traceback in the log file), a bug of
+ours as its traceback.
+"""
+
+import argparse
+import difflib
+import importlib
+import itertools
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from areal_async.errors import PipelineError, UserError
+
+INTERRUPTED = 130
+"""Exit status of a command that the user broke off."""
+
+
+Argument = tuple[str, Mapping[str, Any]]
+"""Name and keywords of ``argparse``'s ``add_argument``."""
+
+
+class Verb(NamedTuple):
+    """A word after ``areal_async``; ``areal_async.cli.<module>`` has its ``run(arguments, overrides)``."""
+
+    module: str
+    sentence: str
+    arguments: tuple[Argument, ...]
+    takes_settings: bool = False
+    """Whether ``--section.key value`` may follow."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+_HELP_SETTINGS: Argument = (
+    "--help-settings",
+    {"action": "store_true", "help": "list every setting with its default and unit"},
+)
+_RUN_DIRECTORY: Argument = (
+    "--run-directory",
+    {"metavar": "DIR", "required": True, "help": "where run left config.yaml and bus/url"},
+)
+
+VERBS = {
+    "run": Verb(
+        "run",
+        "train a model with a workflow; resumes an unfinished run",
+        (
+            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; the settings' own when left out"}),
+            (
+                "--config",
+                {"metavar": "FILE.yaml", "help": "else configs/<stem>.yaml, or <stem>_cpu.yaml without a GPU"},
+            ),
+            ("--fresh", {"action": "store_true", "help": "remove what a run of this name left, and start anew"}),
+            ("--no-display", {"action": "store_true", "help": "plain lines instead of the live display"}),
+            _HELP_SETTINGS,
+        ),
+        takes_settings=True,
+    ),
+    "sft": Verb(
+        "sft",
+        "fine-tune a model on prompts and their answers",
+        (("--config", {"metavar": "FILE.yaml", "help": "settings of the fine-tuning"}), _HELP_SETTINGS),
+        takes_settings=True,
+    ),
+    "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
+    "node": Verb(
+        "roles",
+        "one process of a run: workflows and their inference servers",
+        (_RUN_DIRECTORY, ("--node-id", {"metavar": "ID", "required": True, "help": "its own among the run's nodes"})),
+    ),
+    "trainer": Verb("roles", "one process of a run: a rank of the trainer, as torchrun starts it", (_RUN_DIRECTORY,)),
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one verb and return the exit status."""
+    try:
+        return _dispatch(arguments)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BaseExceptionGroup as group:
+        error = expected_error(group)
+        if error is None:
+            raise
+        return _tell(error, group)
+    except PipelineError as error:
+        return _tell(error, error)
+
+
+def expected_error(group: BaseExceptionGroup[BaseException]) -> PipelineError | None:
+    """Return the error that explains a group of nothing but errors raised on purpose, a user's mistake first."""
+    leaves = _leaves(group)
+    errors = [leaf for leaf in leaves if isinstance(leaf, PipelineError)]
+    if len(errors) < len(leaves):
+        return None
+    return next((error for error in errors if isinstance(error, UserError)), errors[0])
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]
+
+
+def _tell(error: PipelineError, whole: BaseException) -> int:
+    """Say what went wrong in one line, and keep the traceback in the log file when there is one."""
+    if "areal_async.log" in sys.modules:
+        importlib.import_module("areal_async.log").record_failure(whole)
+    sys.stderr.write(" ".join(str(error).split()) + "\n")
+    return error.exit_code if isinstance(error, UserError) else 1
+
+
+def _dispatch(arguments: Sequence[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        _top_parser().print_help()
+        return 0 if arguments else UserError.exit_code
+    name, *rest = arguments
+    if name == "--version":
+        sys.stdout.write(f"areal_async {importlib.import_module('areal_async').__version__}\n")
+        return 0
+    verb = VERBS.get(name)
+    if verb is None:
+        near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
+        remedy = f"did you mean {near[0]}" if near else f"need one of {', '.join(VERBS)}"
+        raise UserError(f"unknown verb {name}; {remedy}")
+    parser = _Parser(prog=f"python -m areal_async {name}", description=verb.sentence, allow_abbrev=False)
+    for argument, keywords in verb.arguments:
+        parser.add_argument(argument, **keywords)
+    if verb.takes_settings:
+        parser.epilog = "Any setting may follow as --section.key value; --help-settings lists them."
+    own, overrides = split_overrides(rest, verb)
+    parsed = parser.parse_args(own)
+    parsed.verb = name
+    status: int = importlib.import_module(f"areal_async.cli.{verb.module}").run(parsed, overrides)
+    return status
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="python -m areal_async",
+        usage="python -m areal_async VERB [-h] ...",
+        description="Asynchronous reinforcement learning for language models.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="verbs:\n" + "\n".join(f"  {name:<12}{verb.sentence}" for name, verb in VERBS.items()),
+    )
+    parser.add_argument("--version", action="store_true", help="say which version this is")
+    return parser
+
+
+def split_overrides(words: Sequence[str], verb: Verb) -> tuple[list[str], list[str]]:
+    """Part the verb's own words from ``--section.key value``, whose value must not pass for a positional.
+
+    Raises:
+        UserError: a word that is no option of the verb and no setting either.
+    """
+    options = {"--help"} | {name for name, _ in verb.arguments if name.startswith("--")}
+    with_value = {name for name, keywords in verb.arguments if name in options and "action" not in keywords}
+    own: list[str] = []
+    overrides: list[str] = []
+    rest = iter(words)
+    for word in rest:
+        name, equals, _ = word.partition("=")
+        is_override = name.startswith("--") and name not in options
+        if is_override:
+            _refuse_misspelt(name, options, verb)
+        part = overrides if is_override else own
+        part.append(word)
+        if not equals and (is_override or name in with_value):
+            part += itertools.islice(rest, 1)
+    return own, overrides
+
+
+def _refuse_misspelt(name: str, options: Iterable[str], verb: Verb) -> None:
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.75)
+    if near or not verb.takes_settings:
+        remedy = f"did you mean {near[0]}" if near else f"need one of {', '.join(sorted(options))}"
+        raise UserError(f"unknown option {name}; {remedy}")

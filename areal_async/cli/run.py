@@ -1,0 +1,137 @@
+"""``run``: choose the settings, check what is cheap to check, then launch and show the run until it ends.
+
+Nothing is started, and nothing of an earlier run is removed, before all checks have passed.
+"""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+
+from areal_async import log
+from areal_async.cli.checks import check_dataset, check_model, check_workflow
+from areal_async.cli.display import choose_display
+from areal_async.cli.speech import say, settings_help
+from areal_async.cli.summary import summarise
+from areal_async.cli.view import RunView
+from areal_async.errors import UserError
+from areal_async.launch.gpus import visible_gpus
+from areal_async.launch.local import LocalBackend
+from areal_async.launch.plan import plan_crews
+from areal_async.launch.run import launch
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.supervisor import RunEnd
+from areal_async.settings import Settings
+from areal_async.settings_sources import load_settings
+
+CONFIGS = Path("configs")
+KILLED_STATUS = 130
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run one experiment to its end, to the user's interruption, or to its failure."""
+    if arguments.help_settings:
+        say(settings_help(Settings))
+        return 0
+    gpus = visible_gpus()
+    config = choose_config(arguments.file, arguments.config, has_gpu=bool(gpus))
+    settings = load_run_settings(config, arguments.file, overrides)
+    say(f"settings: {config}, {len(gpus)} GPUs found; run {settings.run.name} in {settings.run_directory}")
+    check(settings)
+    directory = RunDirectory(settings.run_directory)
+    plan_crews(settings, directory, gpus=gpus)  # refuses what this host cannot hold, before anything is removed
+    with directory.locked(settings.run.name):
+        if arguments.fresh:
+            directory.clear()
+        elif directory.exists:
+            directory.refuse_changed_data(settings)
+        directory.write_settings(settings)
+        log.configure("launcher", directory.logs)
+        return _run_locked(settings, directory, is_fresh=arguments.fresh, is_plain=arguments.no_display)
+
+
+def _run_locked(settings: Settings, directory: RunDirectory, *, is_fresh: bool, is_plain: bool) -> int:
+    view = RunView(settings)
+    display = choose_display(view, is_plain=is_plain)
+
+    async def run_to_end() -> RunEnd:
+        return await launch(
+            settings,
+            directory,
+            backend=LocalBackend(),
+            is_fresh=is_fresh,
+            notify=display.notify,
+            watch=display.watch,
+        )
+
+    end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
+    name = settings.run.name
+    match end:
+        case RunEnd.ALREADY_FINISHED:
+            say(f"run {name} is finished already; --fresh starts it anew, another --run.name starts another")
+        case RunEnd.STOPPED | RunEnd.KILLED:
+            view.read_files()
+            say(f"run {name} {end.value} after step {view.num_steps_done}; the same command resumes it")
+        case RunEnd.FINISHED:
+            say(f"run {name} finished")
+    for line in summarise(settings):
+        say(line)
+    return KILLED_STATUS if end is RunEnd.KILLED else 0
+
+
+def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path:
+    """Return the settings file: the one named, else the workflow's for this kind of machine.
+
+    Raises:
+        UserError: there is no telling which, or it is not there.
+    """
+    if config is not None:
+        return Path(config)
+    if file is None:
+        raise UserError("run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both")
+    stem = Path(file.partition(":")[0]).stem
+    wanted = CONFIGS / (f"{stem}.yaml" if has_gpu else f"{stem}_cpu.yaml")
+    if not wanted.is_file():
+        kind = "a GPU" if has_gpu else "no GPU"
+        raise UserError(f"run: no file {wanted}, the settings of {stem} where {kind} is found; name --config FILE.yaml")
+    return wanted
+
+
+def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) -> Settings:
+    """Read the settings, with the workflow that the command line names.
+
+    Raises:
+        UserError: the settings are wrong, have no task, or have several of which none is this workflow.
+    """
+    settings = load_settings(config, overrides)
+    if file is not None and not any(_same_workflow(task.workflow, file) for task in settings.tasks):
+        if len(settings.tasks) > 1:
+            names = ", ".join(task.workflow for task in settings.tasks)
+            raise UserError(f"run: got {file}, but {config} has the tasks {names}; leave the workflow out, or take one")
+        settings = load_settings(config, ["--tasks.0.workflow", file, *overrides])
+    if not settings.tasks:
+        raise UserError(f"tasks: got none, need at least one; set tasks in {config}")
+    return settings
+
+
+def check(settings: Settings) -> None:
+    """Refuse what can be seen to be wrong without importing or fetching anything.
+
+    Raises:
+        UserError: a workflow, a data set or the model is not there.
+    """
+    for index, task in enumerate(settings.tasks):
+        check_workflow(task.workflow)
+        check_dataset(task.dataset, f"tasks.{index}.dataset")
+    if settings.eval.dataset is not None:
+        check_dataset(settings.eval.dataset, "eval.dataset")
+    check_model(settings.model.path)
+
+
+def _same_workflow(left: str, right: str) -> bool:
+    def normal(spec: str) -> tuple[Path, str]:
+        path, _, name = spec.partition(":")
+        return Path(path).absolute(), name or Path(path).stem
+
+    return normal(left) == normal(right)

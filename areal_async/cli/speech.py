@@ -1,0 +1,27 @@
+"""What verbs say on stdout: lines, and the list of all settings, made from the settings' own types."""
+
+import shutil
+import sys
+import textwrap
+
+from pydantic import BaseModel
+
+from areal_async.settings_tree import describe
+
+INDENT = "    "
+
+
+def say(line: str) -> None:
+    """Write one line, now: a pipe sees it as soon as a terminal would."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def settings_help(kind: type[BaseModel]) -> str:
+    """Return what ``--help-settings`` prints, wrapped to the terminal."""
+    width = max(60, min(110, shutil.get_terminal_size().columns))
+    lines = []
+    for name, default, sentence in describe(kind):
+        lines.append(f"--{name} ({default})")
+        lines += textwrap.wrap(sentence, width, initial_indent=INDENT, subsequent_indent=INDENT)
+    return "\n".join(lines)

@@ -1,0 +1,104 @@
+"""What a run came to: a few lines and ``reward.png``, from the files in its directory alone."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_async.cli.tail import Line, read_json_lines
+from areal_async.cli.view import number
+from areal_async.settings import Settings
+from areal_async.types import mean
+
+NUM_EDGE_STEPS = 5
+"""Steps at either end whose rewards are averaged."""
+
+PLACES = {
+    "metrics.jsonl": "one line per step",
+    "eval.jsonl": "one line per evaluation",
+    "reward.png": "reward, accuracy and staleness per step",
+    "model": "the trained model, a Hugging Face folder",
+    "trajectories": "what was trained on, Parquet",
+    "checkpoints": "what a resumed run starts from",
+    "logs": "one file per process",
+}
+
+
+def summarise(settings: Settings) -> list[str]:
+    """Return the lines that end a run, after drawing ``reward.png``; only where things are when nothing was trained."""
+    directory = settings.run_directory
+    steps = read_json_lines(directory / "metrics.jsonl")
+    evaluations = last_per_step(read_json_lines(directory / "eval.jsonl"))
+    lines = []
+    if steps:
+        draw(steps, evaluations, directory / "reward.png")
+        lines = [_reward_text(steps), *_accuracy_texts(evaluations), _time_text(steps), _tokens_text(steps)]
+    return lines + [
+        f"{directory / name}: {sentence}" for name, sentence in PLACES.items() if (directory / name).exists()
+    ]
+
+
+def last_per_step(evaluations: Sequence[Line]) -> list[Line]:
+    """Keep the newest evaluation of each step, by step: a restored run may have evaluated one twice."""
+    by_step = {int(number(line, "step")): line for line in evaluations}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _reward_text(steps: Sequence[Line]) -> str:
+    rewards = [number(line, "reward_mean") for line in steps]
+    first, last = rewards[:NUM_EDGE_STEPS], rewards[-NUM_EDGE_STEPS:]
+    return f"reward: {mean(first):.3f} over the first {len(first)} steps, {mean(last):.3f} over the last {len(last)}"
+
+
+def _accuracy_texts(evaluations: Sequence[Line]) -> list[str]:
+    if len(evaluations) < 2:
+        return [f"greedy accuracy: {number(line, 'accuracy'):.3f} at step {line.get('step')}" for line in evaluations]
+    first, last = evaluations[0], evaluations[-1]
+    return [
+        f"greedy accuracy: {number(first, 'accuracy'):.3f} at step {first.get('step')},"
+        f" {number(last, 'accuracy'):.3f} at step {last.get('step')},"
+        f" over {int(number(last, 'num_scored'))} held-out rows"
+    ]
+
+
+def _time_text(steps: Sequence[Line]) -> str:
+    total_s = sum(number(line, "time_step_s") for line in steps)
+    parts = {
+        "waiting for data": sum(number(line, "time_wait_data_s") for line in steps),
+        "training": sum(number(line, "time_train_s") for line in steps),
+        "weights": sum(number(line, "time_weights_s") for line in steps),
+    }
+    shares = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts.items()) if total_s else "none"
+    return f"time: {total_s:.0f} s in {len(steps)} steps: {shares}"
+
+
+def _tokens_text(steps: Sequence[Line]) -> str:
+    tokens, trajectories, stale, failed = (
+        int(sum(number(line, key) for line in steps))
+        for key in ("num_tokens", "num_trajectories", "dropped_stale", "failed")
+    )
+    return f"trained: {tokens:,} tokens of {trajectories:,} trajectories; dropped as stale {stale:,}, failed {failed:,}"
+
+
+def draw(steps: Sequence[Line], evaluations: Sequence[Line], path: Path) -> None:
+    """Draw reward and accuracy above staleness, per step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a run's end should pay
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    at = [number(line, "step") for line in steps]
+    above.plot(at, [number(line, "reward_mean") for line in steps], label="mean reward of the batch")
+    if evaluations:
+        above.plot(
+            [number(line, "step") for line in evaluations],
+            [number(line, "accuracy") for line in evaluations],
+            marker="o",
+            label="greedy accuracy, held out",
+        )
+    below.plot(at, [number(line, "staleness_mean") for line in steps], label="staleness, mean")
+    below.plot(at, [number(line, "staleness_max") for line in steps], label="staleness, max", linestyle=":")
+    below.set_xlabel("training step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,60 @@
+"""Reading a file of JSON lines while another process writes it.
+
+A restored trainer replaces ``metrics.jsonl`` by the part that survives; the reader then starts over and says so.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Line = dict[str, Any]
+
+
+class News(NamedTuple):
+    """What has come since the last look."""
+
+    lines: list[Line]
+    is_from_start: bool
+    """``lines`` replace all earlier ones."""
+
+
+class JsonLines:
+    """One reader of one file, which need not be there yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._inode = 0
+        self._read_bytes = 0
+
+    def read_new(self) -> News:
+        """Return the whole lines that were added; a last line without its end waits for it."""
+        try:
+            with open(self._path, "rb") as file:
+                status = self._path.stat()
+                is_from_start = status.st_ino != self._inode or status.st_size < self._read_bytes
+                self._inode = status.st_ino
+                self._read_bytes = 0 if is_from_start else self._read_bytes
+                file.seek(self._read_bytes)
+                data = file.read()
+        except FileNotFoundError:
+            return News([], is_from_start=False)
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read_bytes += len(whole)
+        return News(_decode(whole), is_from_start)
+
+
+def read_json_lines(path: Path) -> list[Line]:
+    """Return every whole line of a file; none when it is not there."""
+    return JsonLines(path).read_new().lines
+
+
+def _decode(data: bytes) -> list[Line]:
+    lines = []
+    for text in data.splitlines():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue  # cut short by a crash of its writer
+        if isinstance(line, dict):
+            lines.append(line)
+    return lines

@@ -1,0 +1,159 @@
+"""What the user sees of a run, as data: fed by the run's files and by what the roles say on the bus.
+
+Steps and evaluations come from the files, so that none is missed and a resumed run shows its history; the
+present comes from the metrics subjects, where a lost message costs a second.
+"""
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_async.cli.tail import JsonLines, Line
+from areal_async.settings import Settings
+from areal_async.types import mean
+
+MAX_NOTICES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """What one process said last."""
+
+    state: str
+    waits_for: str
+
+    def __str__(self) -> str:
+        return f"{self.state}, waits for {self.waits_for}" if self.waits_for else self.state
+
+
+@dataclass(slots=True)
+class RunView:
+    """The state of one run's display."""
+
+    settings: Settings
+    steps: list[Line] = field(default_factory=list)
+    """Lines of ``metrics.jsonl``, oldest first."""
+    evaluations: list[Line] = field(default_factory=list)
+    """Lines of ``eval.jsonl``, oldest first."""
+    notices: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+    roles: dict[str, RoleState] = field(default_factory=dict)
+    """``node 0`` -> what it does."""
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    controller: dict[str, Any] = field(default_factory=dict)
+    _steps_file: JsonLines = field(init=False)
+    _evaluations_file: JsonLines = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._steps_file = JsonLines(self.settings.run_directory / "metrics.jsonl")
+        self._evaluations_file = JsonLines(self.settings.run_directory / "eval.jsonl")
+
+    def read_files(self) -> tuple[list[Line], list[Line]]:
+        """Take in what the files have gained; return the steps and evaluations that are new."""
+        news = self._steps_file.read_new()
+        before = self.steps if news.is_from_start else []
+        new_steps = [line for line in news.lines if line not in before]
+        self.steps = news.lines if news.is_from_start else self.steps + news.lines
+        evaluations = self._evaluations_file.read_new().lines
+        self.evaluations += evaluations
+        return new_steps, evaluations
+
+    def on_metrics(self, subject: str, data: bytes) -> None:
+        """Take in one message on ``areal.<run>.metrics.<role>.<instance>``; what is no message of ours is ignored."""
+        message = _object(data)
+        role, _, instance = subject.split(".", 3)[-1].partition(".")
+        if message is None:
+            return
+        match role:
+            case "node":
+                name = str(message.get("node_id", instance))
+                self.nodes[name] = message
+                self.roles[f"node {name}"] = _node_state(message)
+            case "controller":
+                self.controller = message
+                self.roles[role] = _state(message)
+            case "trainer" if "state" in message:  # its steps come from the file
+                self.roles[role] = _state(message)
+
+    @property
+    def num_steps_done(self) -> int:
+        """The step that the newest line ends."""
+        return int(number(self.steps[-1], "step")) if self.steps else 0
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Over all nodes, as they said last."""
+        return sum(number(node, "tokens_per_s") for node in self.nodes.values())
+
+    @property
+    def servers(self) -> dict[str, dict[str, Any]]:
+        """Every inference server by its id, as its node described it last."""
+        return {name: server for node in self.nodes.values() for name, server in (node.get("servers") or {}).items()}
+
+    def mean_reward(self, num_steps: int) -> float:
+        """Over the newest steps."""
+        return mean([number(line, "reward_mean") for line in self.steps[-num_steps:]])
+
+
+def event_text(data: bytes) -> str | None:
+    """Return one line about an event that is not a record of its own: ``run.stalled quiet_s=120 ...``."""
+    message = _object(data)
+    if message is None or "event" not in message:
+        return None
+    return " ".join([str(message.pop("event")), *(f"{key}={value}" for key, value in message.items())])
+
+
+def number(line: dict[str, Any], key: str) -> float:
+    """Return a number of a line; 0 when it is missing or something else."""
+    value = line.get(key, 0)
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def trained_tokens_per_s(line: Line) -> float:
+    """Tokens through the loss per second of training."""
+    seconds = number(line, "time_train_s")
+    return number(line, "num_tokens") / seconds if seconds > 0 else 0.0
+
+
+def step_text(line: Line, view: RunView) -> str:
+    """Return the one line that a step is without a terminal."""
+    return (
+        f"step {int(number(line, 'step'))}/{view.settings.run.steps}"
+        f" reward {number(line, 'reward_mean'):.3f}"
+        f" staleness {number(line, 'staleness_mean'):.1f}/{int(number(line, 'staleness_max'))}"
+        f" loss {number(line, 'loss'):.4f} grad {number(line, 'grad_norm'):.3f}"
+        f" gap {number(line, 'logprob_gap_mean'):.4f}"
+        f" {number(line, 'time_step_s'):.1f} s (wait {number(line, 'time_wait_data_s'):.1f}"
+        f" train {number(line, 'time_train_s'):.1f} weights {number(line, 'time_weights_s'):.1f})"
+        f" gen {view.generated_tokens_per_s:.0f} tok/s train {trained_tokens_per_s(line):.0f} tok/s"
+    )
+
+
+def evaluation_text(line: Line) -> str:
+    """Return the one line that an evaluation is without a terminal."""
+    failed = int(number(line, "num_failed"))
+    return (
+        f"eval of version {line.get('eval_id', '?')}: accuracy {number(line, 'accuracy'):.3f}"
+        f" over {int(number(line, 'num_scored'))} rows" + (f", {failed} failed" if failed else "")
+    )
+
+
+def _state(message: dict[str, Any]) -> RoleState:
+    return RoleState(str(message.get("state", "")), str(message.get("waits_for") or ""))
+
+
+def _node_state(message: dict[str, Any]) -> RoleState:
+    num_waiting = int(number(message, "num_groups_waiting_for_stream"))
+    return RoleState(
+        f"{int(number(message, 'num_trajectories_running'))} trajectories"
+        f" of {int(number(message, 'num_groups_running'))} groups running",
+        f"room in the stream with {num_waiting} groups" if num_waiting else "",
+    )
+
+
+def _object(data: bytes) -> dict[str, Any] | None:
+    try:
+        message = json.loads(data)
+    except ValueError:
+        return None
+    return message if isinstance(message, dict) else None

@@ -1,0 +1,54 @@
+"""The seam between supervision and the place where processes run: this host now, a cluster's scheduler as well."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProcessSpec:
+    """A process to start."""
+
+    name: str
+    """``controller``, ``node-0``, ``trainer-1``."""
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    """Added to the launcher's own."""
+    output: Path | None
+    """Takes its stdout and stderr, after what is there; ``None`` leaves it the launcher's own."""
+
+
+class Process(Protocol):
+    """A process that was started."""
+
+    @property
+    def spec(self) -> ProcessSpec: ...
+
+    async def wait(self) -> int:
+        """Wait for its end and return the exit status; negative for a signal. Any number may wait."""
+        ...
+
+    def terminate(self) -> None:
+        """Ask it to end. Nothing happens when it has."""
+        ...
+
+    def kill(self) -> None:
+        """End it, and what it started, now. Nothing happens when it has ended."""
+        ...
+
+    def last_sentence(self) -> str:
+        """Return the last line that it wrote to its output since it was started; empty when there is none."""
+        ...
+
+
+class Backend(Protocol):
+    """Starts processes that end with the launcher, however that ends."""
+
+    async def start(self, spec: ProcessSpec) -> Process:
+        """Start one process.
+
+        Raises:
+            PipelineError: it cannot be started.
+        """
+        ...

@@ -1,0 +1,92 @@
+"""Processes on this host: each in a session of its own, so that Ctrl-C reaches the launcher alone."""
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import anyio
+import anyio.abc
+
+from areal_async.errors import PipelineError
+from areal_async.inference.parenthood import guarded
+from areal_async.launch.backend import ProcessSpec
+
+TAIL_BYTES = 16384
+"""How far back the last sentence is looked for."""
+
+
+class LocalProcess:
+    """A child of this process; killed by the kernel when this process ends."""
+
+    def __init__(self, spec: ProcessSpec, process: anyio.abc.Process, *, output_start_bytes: int) -> None:
+        self.spec = spec
+        self._process = process
+        self._output_start_bytes = output_start_bytes
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def wait(self) -> int:
+        return await self._process.wait()
+
+    def terminate(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                self._process.terminate()
+
+    def kill(self) -> None:
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def last_sentence(self) -> str:
+        if self.spec.output is None:
+            return ""
+        return _last_line(self.spec.output, start_bytes=self._output_start_bytes)
+
+
+class LocalBackend:
+    """Starts children of this process."""
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        """Start one child.
+
+        Raises:
+            PipelineError: its program or its output file cannot be opened.
+        """
+        try:
+            with _opened(spec.output) as output:
+                process = await anyio.open_process(
+                    guarded(list(spec.command)),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **spec.environment},
+                    start_new_session=True,
+                )
+                return LocalProcess(spec, process, output_start_bytes=output.tell() if output else 0)
+        except OSError as exc:
+            raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
+
+
+@contextmanager
+def _opened(path: Path | None) -> Iterator[IO[bytes] | None]:
+    if path is None:
+        yield None
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "ab") as output:
+        yield output
+
+
+def _last_line(path: Path, *, start_bytes: int) -> str:
+    with open(path, "rb") as output:
+        end_bytes = output.seek(0, os.SEEK_END)
+        output.seek(max(start_bytes, end_bytes - TAIL_BYTES))
+        lines = output.read().decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")

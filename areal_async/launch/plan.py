@@ -1,0 +1,103 @@
+"""Which processes a run has, and with which environment each of them starts."""
+
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.gpus import share_gpus
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.supervisor import Crew
+from areal_async.settings import Settings
+
+ROLE_MAX_RESTARTS = 5
+ROLE_RESTART_WINDOW_S = 600.0
+TRAINER_STOP_S = 600.0
+"""To finish a step and checkpoint."""
+NODE_STOP_S = 60.0
+"""To store what is finished and end its servers."""
+CONTROLLER_STOP_S = 20.0
+LOOPBACK = "127.0.0.1"
+
+
+def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...]) -> list[Crew]:
+    """Return the crews of a run on this host, in the order in which they are to be stopped.
+
+    Raises:
+        UserError: there are GPUs, but not enough of them.
+    """
+    num_inference = settings.inference.num_servers * settings.inference.tensor_parallel
+    num_ranks = settings.trainer.num_ranks
+    node_gpus, trainer_gpus = share_gpus(gpus, num_inference=num_inference, num_trainer=num_ranks)
+
+    def role_spec(name: str, *arguments: str, num_threads: int, gpus: Sequence[str]) -> ProcessSpec:
+        return ProcessSpec(
+            name=name,
+            command=(sys.executable, "-m", "areal_async", *arguments, "--run-directory", str(directory.path)),
+            environment={"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+            output=directory.logs / f"{name}.out",
+        )
+
+    def trainer_specs() -> list[ProcessSpec]:
+        base = role_spec("trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=trainer_gpus)
+        return rank_specs(base, num_ranks, directory=directory.logs)
+
+    return [
+        Crew(
+            name="trainer",
+            make_specs=trainer_specs,
+            max_restarts=settings.trainer.max_restarts,
+            restart_window_s=None,
+            stop_deadline_s=TRAINER_STOP_S,
+            may_finish=True,
+        ),
+        Crew(
+            name="node-0",
+            make_specs=lambda: [
+                role_spec(
+                    "node-0", "node", "--node-id", "0", num_threads=settings.inference.num_threads, gpus=node_gpus
+                )
+            ],
+            max_restarts=ROLE_MAX_RESTARTS,
+            restart_window_s=ROLE_RESTART_WINDOW_S,
+            stop_deadline_s=NODE_STOP_S,
+        ),
+        Crew(
+            name="controller",
+            make_specs=lambda: [role_spec("controller", "controller", num_threads=1, gpus=())],
+            max_restarts=ROLE_MAX_RESTARTS,
+            restart_window_s=ROLE_RESTART_WINDOW_S,
+            stop_deadline_s=CONTROLLER_STOP_S,
+            ends_run=True,
+        ),
+    ]
+
+
+def rank_specs(base: ProcessSpec, num_ranks: int, *, directory: Path) -> list[ProcessSpec]:
+    """Return one process per rank, which find each other as torchrun's would, on a port of their own."""
+    port = _free_port()
+    return [
+        ProcessSpec(
+            name=f"{base.name}-{rank}",
+            command=base.command,
+            environment={
+                **base.environment,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+                "MASTER_ADDR": LOOPBACK,
+                "MASTER_PORT": str(port),
+            },
+            output=directory / f"{base.name}-{rank}.out",
+        )
+        for rank in range(num_ranks)
+    ]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port

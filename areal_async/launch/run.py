@@ -1,0 +1,98 @@
+"""A run from its broker to its end: embedded or external bus, streams, processes, and what the run's state says."""
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_path, declare, delete_run, open_bus
+from areal_async.launch.backend import Backend
+from areal_async.launch.gpus import visible_gpus
+from areal_async.launch.plan import plan_crews
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
+from areal_async.settings import Settings
+from areal_async.subjects import RUN_STATE
+from areal_async.types import RunState
+
+EMBEDDED = "embedded"
+
+
+async def launch(
+    settings: Settings,
+    directory: RunDirectory,
+    *,
+    backend: Backend,
+    is_fresh: bool,
+    notify: Notify,
+    watch: Callable[[Bus], Coroutine[Any, Any, None]],
+) -> RunEnd:
+    """Run to the end, from wherever an earlier start left off. Call with the directory locked.
+
+    Args:
+        is_fresh: forget what the bus holds of an earlier run of this name.
+        watch: runs beside the processes, for showing what happens; cancelled at the end.
+
+    Raises:
+        UserError: the settings, the workflow or the data are at fault.
+        PipelineError: the run failed.
+    """
+    crews = plan_crews(settings, directory, gpus=visible_gpus())
+    async with _open_run(settings, directory, is_fresh=is_fresh) as bus:
+        state, _ = await bus.get(RUN_STATE, RunState)
+        if state is not None and state.state == "finished":
+            return RunEnd.ALREADY_FINISHED
+        await bus.put(RUN_STATE, RunState())
+
+        async def read_failure() -> str | None:
+            now, _ = await bus.get(RUN_STATE, RunState)
+            return now.reason if now is not None and now.state == "failed" else None
+
+        supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watch, bus)
+            end = await supervisor.run()
+            tasks.cancel_scope.cancel()
+        return end
+
+
+@asynccontextmanager
+async def _open_run(settings: Settings, directory: RunDirectory, *, is_fresh: bool) -> AsyncIterator[Bus]:
+    """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
+    async with _broker(settings) as url, _operator(settings, directory, url) as bus:
+        if is_fresh and settings.bus.url != EMBEDDED:  # the embedded one's store went with the directory
+            await delete_run(bus)
+        await declare(bus, settings)
+        directory.write_bus_url(url)
+        yield bus
+
+
+@asynccontextmanager
+async def _broker(settings: Settings) -> AsyncIterator[str]:
+    if settings.bus.url != EMBEDDED:
+        yield settings.bus.url
+        return
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(broker.run)
+            yield broker.url
+            tasks.cancel_scope.cancel()
+    finally:
+        await broker.aclose()
+
+
+@asynccontextmanager
+async def _operator(settings: Settings, directory: RunDirectory, url: str) -> AsyncIterator[Bus]:
+    is_embedded = settings.bus.url == EMBEDDED
+    credentials = credentials_path(directory.path, Role.OPERATOR) if is_embedded else settings.bus.credentials
+    async with open_bus(
+        url,
+        names=settings.names,
+        role=Role.OPERATOR,
+        credentials=credentials,
+        operation_deadline_s=settings.bus.operation_deadline_s,
+    ) as bus:
+        yield bus

@@ -1,0 +1,145 @@
+"""The directory of one run: what the launcher leaves there for the roles, and who may use it.
+
+run.lock      held by the one launcher that is alive
+config.yaml   every setting, resolved: what the roles read
+bus/url       where the broker is
+"""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from areal_async.errors import UserError
+from areal_async.settings import DATA_DEFINING, Settings
+from areal_async.settings_sources import dump_settings, load_settings
+
+
+@dataclass(frozen=True, slots=True)
+class RunDirectory:
+    """Paths and files of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def lock(self) -> Path:
+        return self.path / "run.lock"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run was started here."""
+        return self.config.is_file()
+
+    @contextmanager
+    def locked(self, name: str) -> Iterator[None]:
+        """Hold the directory, made when missing, until the block or this process ends.
+
+        Raises:
+            UserError: another process holds it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with open(self.lock, "a+") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                lock.seek(0)
+                holder = lock.read().strip() or "unknown"
+                raise UserError(
+                    f"run {name}: already running in process {holder}; stop it, or choose another --run.name"
+                ) from exc
+            lock.truncate(0)
+            lock.write(str(os.getpid()))
+            lock.flush()
+            yield
+
+    def clear(self) -> None:
+        """Remove all that earlier starts left. Call with the lock held.
+
+        Raises:
+            UserError: there are files, but no run that could have left them.
+        """
+        items = [item for item in self.path.iterdir() if item != self.lock]
+        if items and not self.exists:
+            raise UserError(f"{self.path}: holds files but no run; remove it yourself, or choose another --run.name")
+        for item in items:
+            if item.is_dir() and not item.is_symlink():
+                shutil.rmtree(item)
+            else:
+                item.unlink()
+
+    def refuse_changed_data(self, settings: Settings) -> None:
+        """Check that going on with these settings continues the same run.
+
+        Raises:
+            UserError: a setting that defines the data differs from the one the run was started with.
+        """
+        try:
+            before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError) as exc:
+            raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
+        now = settings.model_dump(mode="json")
+        changed = [name for name in DATA_DEFINING if _value_at(before, name) != _value_at(now, name)]
+        if changed:
+            details = "; ".join(
+                f"{name} was {_value_at(before, name)!r}, is {_value_at(now, name)!r}" for name in changed
+            )
+            raise UserError(
+                f"run {settings.run.name}: {details}; a resumed run keeps its data: put back what was, "
+                "choose another --run.name, or give --fresh to start anew"
+            )
+
+    def write_settings(self, settings: Settings) -> None:
+        """Leave the resolved settings for the roles."""
+        _write(self.config, dump_settings(settings))
+
+    def read_settings(self) -> Settings:
+        """Read what the launcher resolved; the environment was heard then and is not asked again.
+
+        Raises:
+            UserError: there is no run here, or the file was damaged.
+        """
+        return load_settings(self.config, use_environment=False)
+
+    def write_bus_url(self, url: str) -> None:
+        """Leave the broker's address for the roles."""
+        _write(self.path / "bus" / "url", url + "\n")
+
+    def read_bus_url(self) -> str:
+        """Read the broker's address.
+
+        Raises:
+            UserError: the run was never started.
+        """
+        path = self.path / "bus" / "url"
+        try:
+            return path.read_text(encoding="utf-8").strip()
+        except OSError as exc:
+            raise UserError(f"{path}: cannot be read; start the run first") from exc
+
+
+def _value_at(data: Any, name: str) -> Any:
+    for part in name.split("."):
+        data = data.get(part) if isinstance(data, dict) else None
+    return data
+
+
+def _write(path: Path, text: str) -> None:
+    """Write under another name, then rename: a reader never sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)

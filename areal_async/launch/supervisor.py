@@ -1,0 +1,248 @@
+"""Keeping the processes of a run alive, and ending them in the right order. On any backend.
+
+    crew      processes that live and die together: the controller, a node, all ranks of the trainer
+    a death   the whole crew is started again after a pause, until its limit; then the run ends with the cause
+    status 2  the user's mistake: the run ends at once with that process's sentence
+    the end   the crew that ``ends_run`` exits 0, then the others are stopped
+
+The first SIGINT or SIGTERM stops crew by crew (the trainer checkpoints first), the second kills everything;
+neither loses anything that was stored, so the run can be resumed after both.
+"""
+
+import signal
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import anyio
+import structlog
+
+from areal_async.errors import PipelineError, UserError
+from areal_async.launch.backend import Backend, Process, ProcessSpec
+from areal_async.launch.crew import FAREWELL_S, Death, end_all, run_together
+
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 15.0
+FAILED_STOP_S = 10.0
+"""How long processes get to end themselves once the run has failed."""
+
+Notify = Callable[[str], None]
+"""Takes one line for the user."""
+
+log = structlog.get_logger()
+
+
+class RunEnd(Enum):
+    """How a run that did not fail came to its end."""
+
+    FINISHED = "finished"
+    ALREADY_FINISHED = "already finished"
+    STOPPED = "stopped"
+    KILLED = "killed"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Crew:
+    """Processes that are started, restarted and stopped together."""
+
+    name: str
+    make_specs: Callable[[], Sequence[ProcessSpec]]
+    """Called for each start: some of a specification (a port) holds for one start alone."""
+    max_restarts: int
+    restart_window_s: float | None
+    """Restarts longer ago than this are forgotten; ``None`` counts all of them."""
+    stop_deadline_s: float
+    """How long it may take to end itself when asked to."""
+    ends_run: bool = False
+    """Exiting 0 finishes the run; the others are then stopped."""
+    may_finish: bool = False
+    """Exiting 0 is no death: its work is done."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A crew at work."""
+
+    crew: Crew
+    processes: list[Process] = field(default_factory=list)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    deaths: deque[float] = field(default_factory=deque)
+    is_asked_to_end: bool = False
+
+    def on_start(self, process: Process) -> None:
+        self.processes.append(process)
+        if self.is_asked_to_end:  # while it was being started
+            process.terminate()
+
+    def ask_to_end(self) -> None:
+        """Ask the first process, which takes the others along."""
+        self.is_asked_to_end = True
+        if self.processes:
+            self.processes[0].terminate()
+
+
+class Supervisor:
+    """Runs crews until the run ends. One use each."""
+
+    def __init__(
+        self,
+        crews: Sequence[Crew],
+        *,
+        backend: Backend,
+        notify: Notify,
+        read_failure: Callable[[], Awaitable[str | None]],
+        first_pause_s: float = FIRST_PAUSE_S,
+        farewell_s: float = FAREWELL_S,
+    ) -> None:
+        """Take the crews in the order in which they are to be stopped.
+
+        Args:
+            read_failure: asked after each death: why the run as a whole has failed, ``None`` when it has not.
+        """
+        self._members = [_Member(crew) for crew in crews]
+        self._backend = backend
+        self._notify = notify
+        self._read_failure = read_failure
+        self._first_pause_s = first_pause_s
+        self._farewell_s = farewell_s
+        self._stopping = anyio.Event()
+        self._over = anyio.Event()
+        self._end: RunEnd | None = None
+
+    async def run(self) -> RunEnd:
+        """Start all crews and return when the run has ended and no process is left.
+
+        consumes:     exits of processes, SIGINT and SIGTERM
+        waits for:    the end of the run
+        produces:     restarts, and one line for the user about each
+        unblocked by: a crew that ends the run, a signal, or a failure
+
+        Raises:
+            UserError: a process exited with status 2.
+            PipelineError: a crew died too often, or the run was declared failed.
+        """
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self._heed_signals)
+                for member in self._members:
+                    tasks.start_soon(self._run_member, member)
+                await self._over.wait()
+                tasks.cancel_scope.cancel()
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._leave_nothing_behind()
+        assert self._end is not None
+        return self._end
+
+    # Crews
+
+    async def _run_member(self, member: _Member) -> None:
+        """Keep one crew alive until it is done, is stopped or dies too often.
+
+        consumes:     exits of its processes
+        waits for:    the first death, or all of them exiting 0
+        produces:     restarts
+        unblocked by: the processes themselves; the pause between restarts also by a stop
+        """
+        crew = member.crew
+        while not self._stopping.is_set():
+            death = await self._run_once(member)
+            if self._stopping.is_set():
+                if death is not None and death.status > 0:
+                    self._notify(f"while stopping, {death}")
+                break
+            if death is None and crew.ends_run:
+                self._notify(f"{crew.name} has finished the run")
+                await self._stop_others(member)
+                self._finish(RunEnd.FINISHED)
+                break
+            if death is None and crew.may_finish:
+                break
+            await self._judge(member, death or Death(crew.name, 0, "nobody asked it to end"))
+        member.ended.set()
+
+    async def _judge(self, member: _Member, death: Death) -> None:
+        """End the run because of a death, or wait until the crew may be started again."""
+        log.info("process.died", process=death.name, status=death.status, sentence=death.sentence)
+        if death.status == UserError.exit_code:
+            raise UserError(death.sentence or f"{death}; see {self._output_of(member, death)}")
+        if (reason := await self._read_failure()) is not None:
+            raise PipelineError(reason)
+        member.deaths.append(time.monotonic())
+        crew = member.crew
+        while crew.restart_window_s is not None and member.deaths[0] < time.monotonic() - crew.restart_window_s:
+            member.deaths.popleft()
+        if len(member.deaths) > crew.max_restarts:
+            window = f" in {crew.restart_window_s / 60:g} minutes" if crew.restart_window_s else ""
+            raise PipelineError(
+                f"{crew.name}: died {len(member.deaths)} times{window}, need at most {crew.max_restarts}; "
+                f"last, {death}; see {self._output_of(member, death)}"
+            )
+        pause_s = min(LONGEST_PAUSE_S, self._first_pause_s * 2 ** (len(member.deaths) - 1))
+        self._notify(f"{death}; starting {crew.name} again (restart {len(member.deaths)} of {crew.max_restarts})")
+        with anyio.move_on_after(pause_s):
+            await self._stopping.wait()
+
+    async def _run_once(self, member: _Member) -> Death | None:
+        member.processes = []
+        return await run_together(
+            member.crew.make_specs(), self._backend, on_start=member.on_start, farewell_s=self._farewell_s
+        )
+
+    # The end
+
+    async def _heed_signals(self) -> None:
+        """Stop at the first signal, kill at the second.
+
+        consumes:     SIGINT and SIGTERM
+        waits for:    the next one
+        produces:     the end of the run
+        unblocked by: cancellation when the run is over
+        """
+        async with anyio.create_task_group() as tasks:
+            num_signals = 0
+            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async for _ in signals:
+                    num_signals += 1
+                    if num_signals > 1:
+                        self._notify("killing everything")
+                        self._finish(RunEnd.KILLED)
+                    elif not self._stopping.is_set():
+                        tasks.start_soon(self._stop_all)
+
+    async def _stop_all(self) -> None:
+        """Stop crew by crew, each by its own deadline."""
+        self._notify("stopping: the trainer finishes its step and checkpoints; once more kills everything now")
+        await self._stop_others(None)
+        self._finish(RunEnd.STOPPED)
+
+    async def _stop_others(self, spared: _Member | None) -> None:
+        self._stopping.set()
+        for member in self._members:
+            if member is not spared:
+                await self._stop_member(member)
+
+    async def _stop_member(self, member: _Member) -> None:
+        """Ask a crew to end, and kill it when it does not."""
+        member.ask_to_end()
+        with anyio.move_on_after(member.crew.stop_deadline_s):
+            await member.ended.wait()
+            return
+        self._notify(f"{member.crew.name} did not end within {member.crew.stop_deadline_s:g} s; killing it")
+        for process in member.processes:
+            process.kill()
+        await member.ended.wait()
+
+    def _finish(self, end: RunEnd) -> None:
+        self._end = self._end or end
+        self._over.set()
+
+    async def _leave_nothing_behind(self) -> None:
+        """End what still runs. When the run failed, each process saves what it can first."""
+        processes = [process for member in self._members for process in member.processes]
+        await end_all(processes, grace_s=FAILED_STOP_S if self._end is None else 0)
+
+    def _output_of(self, member: _Member, death: Death) -> str:
+        return next((str(p.spec.output) for p in member.processes if p.spec.name == death.name), "logs")

@@ -1,0 +1,291 @@
+"""Where settings come from: a YAML file, then ``AREAL_ASYNC_*`` (``__`` nests), then ``--section.key value``.
+
+Invariant: a later source wins leaf by leaf; a name that no setting has is refused in each of them, with the
+nearest one that exists; and whatever is refused says which source it came from. Lists are replaced whole,
+unless an index reaches into them (``tasks.0.workflow``).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_origin, overload
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSettingsSource
+
+from areal_async.errors import UserError
+from areal_async.settings import Settings
+from areal_async.settings_tree import (
+    Parts,
+    annotation_at,
+    is_composite,
+    is_section,
+    nearest,
+    step_into,
+    takes_none,
+    without_none,
+)
+
+ENV_PREFIX = "AREAL_ASYNC_"
+
+S = TypeVar("S", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """A value that one source gives to one place."""
+
+    parts: Parts
+    value: Any
+    origin: str
+    """As a sentence ends with it: ``in configs/gsm8k.yaml``."""
+
+
+@overload
+def load_settings(config: Path | None, overrides: Sequence[str] = (), *, use_environment: bool = True) -> Settings: ...
+
+
+@overload
+def load_settings(
+    config: Path | None, overrides: Sequence[str], kind: type[S], *, use_environment: bool = True
+) -> S: ...
+
+
+def load_settings(
+    config: Path | None,
+    overrides: Sequence[str] = (),
+    kind: type[BaseModel] = Settings,
+    *,
+    use_environment: bool = True,
+) -> BaseModel:
+    """Read, merge and check the settings of a run.
+
+    Args:
+        config: YAML file; ``None`` for defaults.
+        overrides: ``--section.key value`` or ``--section.key=value``, as split by the shell.
+        use_environment: off for a file that already holds resolved settings.
+
+    Raises:
+        UserError: a file that cannot be read, an unknown name or a wrong value.
+    """
+    assignments = list(_from_file(config)) if config is not None else []
+    if use_environment:
+        assignments += _from_environment(kind)
+    assignments += _from_command_line(overrides, kind)
+    data: dict[str, Any] = {}
+    for assignment in assignments:
+        _refuse_unknown(assignment, kind)
+        _assign(data, assignment, kind)
+    try:
+        return kind.model_validate(data)
+    except ValidationError as exc:
+        raise UserError(_sentence(exc, assignments)) from exc
+
+
+def dump_settings(settings: BaseModel) -> str:
+    """Return the YAML from which ``load_settings`` makes the same settings again."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+# The three sources
+
+
+class _YamlFile(YamlConfigSettingsSource):
+    """The library's reader, with our sentences for what it cannot read."""
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        try:
+            data = super()._read_file(file_path)
+        except yaml.YAMLError as exc:
+            raise UserError(f"{file_path}: not YAML: {_one_line(str(exc))}") from exc
+        except (OSError, UnicodeDecodeError) as exc:
+            raise UserError(f"{file_path}: cannot be read: {exc}") from exc
+        if not isinstance(data, dict):
+            raise UserError(f"{file_path}: got a {type(data).__name__}, need sections like 'run:' at the top")
+        return data
+
+
+def _from_file(path: Path) -> Iterator[Assignment]:
+    if not path.is_file():
+        raise UserError(f"configuration: no file {path}; name one that exists with --config")
+    for key, value in _YamlFile(BaseSettings, yaml_file=path)().items():
+        yield Assignment(parts=(str(key),), value=value, origin=f"in {path}")
+
+
+def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
+    prefix = ENV_PREFIX.lower()
+    for name, text in EnvSettingsSource(BaseSettings, case_sensitive=False).env_vars.items():
+        if name.startswith(prefix) and text is not None:
+            origin = f"in the environment ({name.upper()})"
+            yield _parsed(tuple(name.removeprefix(prefix).split("__")), text, origin, kind)
+
+
+def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[Assignment]:
+    words = iter(overrides)
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise UserError(f"command line: got {word!r}, need --section.key value")
+        value = text if equals else next(words, None)
+        if value is None or (not equals and value.startswith("--")):
+            raise UserError(f"command line: --{name} has no value; write --{name}=VALUE")
+        yield _parsed(tuple(name.split(".")), value, f"on the command line (--{name})", kind)
+
+
+def _parsed(parts: Parts, text: str, origin: str, kind: type[BaseModel]) -> Assignment:
+    """Keep the text of a scalar as it is, for pydantic to read; read lists, sections and null as YAML."""
+    annotation = annotation_at(kind, parts)
+    if takes_none(annotation) and text.strip().lower() in ("null", "none", "~"):
+        return Assignment(parts=parts, value=None, origin=origin)
+    if annotation is not None and is_composite(without_none(annotation)):
+        try:
+            return Assignment(parts=parts, value=yaml.safe_load(text), origin=origin)
+        except yaml.YAMLError as exc:
+            raise UserError(f"{'.'.join(parts)} {origin}: not YAML or JSON: {_one_line(str(exc))}") from exc
+    return Assignment(parts=parts, value=text, origin=origin)
+
+
+# Merging
+
+
+def _assign(data: dict[str, Any], assignment: Assignment, kind: type[BaseModel]) -> None:
+    """Put one value into the tree; a section is merged into what is there."""
+    place: Any = data
+    for depth, part in enumerate(assignment.parts[:-1], start=1):
+        place = _enter(place, part, annotation_at(kind, assignment.parts[:depth]), assignment)
+    last = assignment.parts[-1]
+    annotation = annotation_at(kind, assignment.parts)
+    if isinstance(place, list):
+        _extend_to(place, int(last), assignment)
+        place[int(last)] = _merged(place[int(last)], assignment.value, annotation)
+    else:
+        place[last] = _merged(place.get(last), assignment.value, annotation)
+
+
+def _enter(place: Any, part: str, annotation: Any, assignment: Assignment) -> Any:
+    """Return the list or mapping under ``part``, made when missing."""
+    empty: Any = [] if get_origin(without_none(annotation)) in (tuple, list) else {}
+    if isinstance(place, list):
+        _extend_to(place, int(part), assignment)
+        place[int(part)] = place[int(part)] if isinstance(place[int(part)], dict | list) else empty
+        return place[int(part)]
+    inner = place.get(part)
+    place[part] = inner if isinstance(inner, dict | list) and type(inner) is type(empty) else empty
+    return place[part]
+
+
+def _extend_to(items: list[Any], index: int, assignment: Assignment) -> None:
+    if index > len(items):
+        raise UserError(
+            f"{'.'.join(assignment.parts)} {assignment.origin}: got index {index}, need at most {len(items)}: "
+            f"there are {len(items)} before it"
+        )
+    if index == len(items):
+        items.append(None)
+
+
+def _merged(old: Any, new: Any, annotation: Any) -> Any:
+    if new is None and is_section(annotation):
+        return old or {}  # `rollout:` with nothing under it
+    if not isinstance(new, dict):
+        return [*new] if isinstance(new, list) else new
+    kept = old if isinstance(old, dict) else {}
+    return kept | {
+        key: _merged(kept.get(key), value, step_into(without_none(annotation), key)) for key, value in new.items()
+    }
+
+
+def _refuse_unknown(assignment: Assignment, kind: type[BaseModel]) -> None:
+    for parts in _unknown(assignment.value, assignment.parts, kind):
+        near = nearest(parts, kind)
+        remedy = f"did you mean {near}" if near else "see run --help-settings"
+        raise UserError(f"unknown setting {'.'.join(parts)} {_place(assignment.origin)}; {remedy}")
+
+
+def _unknown(value: Any, parts: Parts, kind: type[BaseModel]) -> Iterator[Parts]:
+    annotation = without_none(annotation_at(kind, parts))
+    if annotation is None:
+        yield parts
+    elif isinstance(value, dict) and is_section(annotation):
+        for key, inner in value.items():
+            yield from _unknown(inner, (*parts, str(key)), kind)
+    elif isinstance(value, list) and get_origin(annotation) in (tuple, list):
+        for index, inner in enumerate(value):
+            if isinstance(inner, dict):
+                yield from _unknown(inner, (*parts, str(index)), kind)
+
+
+def _place(origin: str) -> str:
+    """Drop the name in brackets: the sentence has said it already."""
+    return origin.partition(" (--")[0]
+
+
+# What is wrong with a value
+
+_NEEDS = {
+    "missing": "a value",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "path_type": "a path",
+    "tuple_type": "a list like [a, b]",
+    "model_type": "a section with keys",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _sentence(error: ValidationError, assignments: Sequence[Assignment]) -> str:
+    first, *others = error.errors()
+    text = _error_text(first, assignments)
+    if others:
+        names = ", ".join(dict.fromkeys(".".join(map(str, other["loc"])) for other in others))
+        text += f" (also wrong: {names})"
+    return text
+
+
+def _error_text(error: ErrorDetails, assignments: Sequence[Assignment]) -> str:
+    parts = tuple(map(str, error["loc"]))
+    name, origin = ".".join(parts), _origin_of(parts, assignments)
+    if error["type"] == "value_error":
+        message = _one_line(error["msg"].removeprefix("Value error, "))
+        return ": ".join(filter(None, [name, message])) + (f" (set {origin})" if origin else "")
+    if error["type"] == "missing":
+        return f"{name}: got nothing, need a value; set it in the configuration or with --{name}"
+    need = _NEEDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    remedy = f"; change it {origin}" if origin else ""
+    return f"{name}: got {_one_line(repr(error['input']))[:80]}, need {need}{remedy}"
+
+
+def _origin_of(parts: Parts, assignments: Sequence[Assignment]) -> str:
+    """Return the last source that gave this place, or anything in it, a value."""
+    for assignment in reversed(assignments):
+        depth = min(len(parts), len(assignment.parts))
+        if assignment.parts[:depth] == parts[:depth] and _holds(assignment.value, parts[len(assignment.parts) :]):
+            return assignment.origin
+    return ""
+
+
+def _holds(value: Any, parts: Parts) -> bool:
+    for part in parts:
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            return False
+    return True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

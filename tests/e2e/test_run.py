@@ -1,0 +1,242 @@
+"""The whole program: several processes, a real broker, swaps while generation goes on, and what interrupts it.
+
+Every test starts `python -m areal_async run` as a user would. Runs live in `tmp_path`.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+DEADLINE_S = 150.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+class Run:
+    """One run directory, and the settings that all its starts share."""
+
+    def __init__(self, tmp_path: Path, name: str, **settings: Any) -> None:
+        self.directory = tmp_path / name
+        self._arguments = [
+            "--config", "configs/gsm8k_cpu.yaml", "--run.directory", str(tmp_path), "--run.name", name,
+            "--eval.limit", "16", "--eval.every_steps", "0", "--rollout.batch_groups", "4",
+            "--trainer.checkpoint_every_steps", "2",
+        ]  # fmt: skip
+        for key, value in settings.items():
+            self._arguments += [f"--{key.replace('__', '.')}", str(value)]
+
+    def command(self, *arguments: str, workflow: str = "workflows/gsm8k.py") -> list[str]:
+        return [sys.executable, "-m", "areal_async", "run", workflow, *self._arguments, *arguments]
+
+    def start(self, *arguments: str, workflow: str = "workflows/gsm8k.py") -> "subprocess.Popen[str]":
+        return subprocess.Popen(
+            self.command(*arguments, workflow=workflow),
+            cwd=REPOSITORY,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def finish(self, *arguments: str, workflow: str = "workflows/gsm8k.py") -> "subprocess.CompletedProcess[str]":
+        with self.start(*arguments, workflow=workflow) as process:
+            return collect(process)
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        path = self.directory / "metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    @property
+    def trained(self) -> list[dict[str, Any]]:
+        """Rows of the archive, without what an abandoned lineage trained."""
+        import pyarrow.parquet as pq
+
+        return [
+            row for path in self.directory.glob("trajectories/*.parquet") for row in pq.read_table(path).to_pylist()
+        ]
+
+    def wait_for_step(self, step: int, process: "subprocess.Popen[str]") -> None:
+        wait_until(lambda: len(self.lines) >= step or process.poll() is not None, f"step {step}")
+        if process.poll() is not None:
+            pytest.fail(f"the run ended early:\n{collect(process).stdout}")
+
+
+def collect(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[str]":
+    try:
+        output, _ = process.communicate(timeout=DEADLINE_S)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=30)
+        pytest.fail(f"the run did not end within {DEADLINE_S:g} s:\n{output}")
+    return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def wait_until(is_so: Callable[[], bool], what: str) -> None:
+    ends_at = time.monotonic() + DEADLINE_S
+    while not is_so():
+        if time.monotonic() > ends_at:
+            pytest.fail(f"not within {DEADLINE_S:g} s: {what}")
+        time.sleep(0.1)
+
+
+def role_processes(run: Run, verb: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if verb.encode() in words and str(run.directory).encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+def assert_accounts(run: Run, *, num_steps: int, max_staleness: int) -> None:
+    """Every step once, nothing trained twice, nothing too old."""
+    assert [line["step"] for line in run.lines] == list(range(1, num_steps + 1))
+    assert max(line["staleness_max"] for line in run.lines) <= max_staleness
+    slots = Counter((row["group_id"], row["sibling"]) for row in run.trained)
+    assert slots
+    assert max(slots.values()) == 1
+    by_step = Counter(row["step"] for row in run.trained)
+    assert by_step == {line["step"]: line["num_trajectories"] for line in run.lines}
+
+
+def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> None:
+    run = Run(tmp_path, "two-ranks", run__steps=7, trainer__num_ranks=2)
+    with run.start() as process:
+        run.wait_for_step(2, process)
+        process.send_signal(signal.SIGINT)
+        stopped = collect(process)
+    assert stopped.returncode == 0, stopped.stdout
+    assert 2 <= len(run.lines) < 7, "it was to stop in the middle"
+    assert not role_processes(run, "trainer")
+
+    resumed = run.finish()
+
+    assert resumed.returncode == 0, resumed.stdout
+    assert_accounts(run, num_steps=7, max_staleness=2)
+    assert max(line["staleness_max"] for line in run.lines) > 0, "it was to run asynchronously"
+    assert (run.directory / "model" / "model.safetensors").exists()
+    assert (run.directory / "reward.png").stat().st_size > 1000
+    evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in evaluated] == [0, 7]
+    again = run.finish()
+    assert again.returncode == 0
+    assert "finished" in again.stdout
+
+
+def test_a_trainer_killed_in_mid_run_is_restarted_and_trains_nothing_twice(tmp_path: Path) -> None:
+    run = Run(tmp_path, "killed", run__steps=7, trainer__checkpoint_every_steps=3)
+    with run.start() as process:
+        run.wait_for_step(4, process)
+        for pid in role_processes(run, "trainer"):
+            os.kill(pid, signal.SIGKILL)
+        ended = collect(process)
+
+    assert ended.returncode == 0, ended.stdout
+    assert_accounts(run, num_steps=7, max_staleness=2)
+    assert run.lines[-1]["weights_version"] == "2-7"
+
+
+def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs(tmp_path: Path) -> None:
+    run = Run(tmp_path, "on-policy", run__steps=3, rollout__max_staleness=0)
+
+    ended = run.finish()
+
+    assert ended.returncode == 0, ended.stdout
+    assert_accounts(run, num_steps=3, max_staleness=0)
+    assert all(0 < line["ratio_max_deviation"] < 1e-2 for line in run.lines)
+    assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
+
+
+def test_a_killed_node_and_a_killed_controller_are_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    run = Run(tmp_path, "roles", run__steps=6)
+    with run.start() as process:
+        for step, verb in ((2, "node"), (3, "controller")):
+            run.wait_for_step(step, process)
+            for pid in role_processes(run, verb):
+                os.kill(pid, signal.SIGKILL)
+        ended = collect(process)
+
+    assert ended.returncode == 0, ended.stdout
+    assert_accounts(run, num_steps=6, max_staleness=2)
+
+
+def _workflow(tmp_path: Path, name: str, body: str) -> str:
+    path = tmp_path / f"{name}.py"
+    path.write_text(f"import time\n\nfrom areal_async import reward\n\n\n{body}")
+    return str(path)
+
+
+def test_a_raising_workflow_ends_the_run_with_its_cause(tmp_path: Path) -> None:
+    run = Run(tmp_path, "raising", run__steps=3, run__max_failed_groups=2)
+    workflow = _workflow(tmp_path, "broken", "async def broken(prompt, policy):\n    return prompt['no_such_column']\n")
+
+    ended = run.finish("--eval.dataset", "null", workflow=workflow)
+
+    assert ended.returncode == 1
+    assert "KeyError: 'no_such_column'" in ended.stdout
+    assert "Traceback" not in ended.stdout
+
+
+def test_a_hanging_reward_is_a_recorded_failure_and_no_hang(tmp_path: Path) -> None:
+    run = Run(tmp_path, "hanging", run__steps=3, run__max_failed_groups=2)
+    workflow = _workflow(
+        tmp_path,
+        "stuck",
+        "@reward(timeout_s=0.5)\ndef stuck_reward(text: str) -> float:\n    time.sleep(60)\n    return 1.0\n\n\n"
+        "async def stuck(prompt, policy):\n"
+        "    reply = await policy.complete('1+1=', max_new_tokens=2)\n"
+        "    return await stuck_reward(reply.text)\n",
+    )
+
+    ended = run.finish("--eval.dataset", "null", workflow=workflow)
+
+    assert ended.returncode == 1
+    assert "stuck_reward" in ended.stdout
+    assert "Traceback" not in ended.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--rollout.max_stalenes", "1"], "rollout.max_staleness"),
+        (["--model.path", "no/such/model"], "no/such/model"),
+        (["--tasks.0.dataset.path", "no/such/data.jsonl"], "no/such/data.jsonl"),
+    ],
+)
+def test_a_users_mistake_is_one_sentence_and_exit_code_2(tmp_path: Path, arguments: list[str], says: str) -> None:
+    ended = Run(tmp_path, "mistake", run__steps=1).finish(*arguments)
+
+    assert ended.returncode == 2, ended.stdout
+    assert says in ended.stdout
+    assert "Traceback" not in ended.stdout
+
+
+def test_a_busy_port_is_named(tmp_path: Path) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+
+        ended = Run(tmp_path, "busy", run__steps=1).finish("--bus.port", str(port))
+
+    assert ended.returncode == 2, ended.stdout
+    assert str(port) in ended.stdout
+    assert "Traceback" not in ended.stdout

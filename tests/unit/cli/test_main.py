@@ -1,0 +1,127 @@
+"""The door: cheap help, suggestions, one sentence for what a user or a run did wrong, a traceback for our bugs."""
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from areal_async.cli.main import VERBS, expected_error, main, split_overrides
+from areal_async.errors import BusError, PipelineError, UserError
+
+HEAVY = {"anyio", "matplotlib", "nats", "numpy", "pydantic", "rich", "structlog", "torch", "transformers"}
+
+
+def _raise(error: BaseException) -> Callable[..., int]:
+    def run(*_: object) -> int:
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["node", "--help"]])
+def test_help_imports_nothing_heavy(words: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from areal_async.cli.main import main\n"
+        f"try: main({words!r})\n"
+        "except SystemExit as exc: assert exc.code == 0\n"
+        "print(*{name.partition('.')[0] for name in sys.modules}, file=sys.stderr)\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert "usage: python -m areal_async" in done.stdout
+    assert HEAVY.isdisjoint(done.stderr.split())
+
+
+def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text for name in VERBS)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["rum"], "unknown verb rum; did you mean run"),
+        (["zzz"], "unknown verb zzz; need one of run, sft, controller, node, trainer"),
+        (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
+        (["trainer", "--run-directory", "x", "--run.steps", "3"], "unknown option --run.steps; need one of "),
+        (["node", "--run-directory", "x"], "the following arguments are required: --node-id; see "),
+        (["run"], "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both"),
+        (["run", "a.py", "b.py"], "unrecognized arguments: b.py; see "),
+        (["run", "--config", "no.yaml"], "configuration: no file no.yaml; "),
+        (["sft", "--run.name", "x"], "dataset: got nothing, need a value; "),
+        (["controller", "--run-directory", "no/such"], "configuration: no file no/such/config.yaml; "),
+    ],
+)
+def test_mistakes_get_one_sentence_and_status_2(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+
+
+def test_failed_run_gets_one_sentence_and_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("areal_async.cli.roles.run", _raise(BusError("stream\nis gone")))
+
+    assert main(["controller", "--run-directory", "x"]) == 1
+    assert capsys.readouterr().err == "stream is gone\n"
+
+
+def test_grouped_errors_are_told_as_the_one_that_explains_them(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = ExceptionGroup("", [BusError("gone"), ExceptionGroup("", [UserError("no column answer")])])
+    monkeypatch.setattr("areal_async.cli.roles.run", _raise(group))
+
+    assert main(["controller", "--run-directory", "x"]) == 2
+    assert capsys.readouterr().err == "no column answer\n"
+
+
+def test_group_with_a_bug_in_it_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ExceptionGroup("", [PipelineError("gone"), ZeroDivisionError()])
+    monkeypatch.setattr("areal_async.cli.roles.run", _raise(group))
+
+    assert expected_error(group) is None
+    with pytest.raises(ExceptionGroup):
+        main(["controller", "--run-directory", "x"])
+
+
+def test_interruption_has_the_status_that_shells_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.cli.roles.run", _raise(KeyboardInterrupt()))
+
+    assert main(["controller", "--run-directory", "x"]) == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "overrides"),
+    [
+        (["f.py", "--run.steps", "5"], ["f.py"], ["--run.steps", "5"]),
+        (["--run.steps", "5", "f.py"], ["f.py"], ["--run.steps", "5"]),
+        (["--run.steps=5", "f.py"], ["f.py"], ["--run.steps=5"]),
+        (["--config", "c.yaml", "--tasks", "[]"], ["--config", "c.yaml"], ["--tasks", "[]"]),
+        (["--config=c.yaml", "--fresh", "f.py"], ["--config=c.yaml", "--fresh", "f.py"], []),
+        (["--inference.context_length", "-1", "f.py"], ["f.py"], ["--inference.context_length", "-1"]),
+    ],
+)
+def test_value_of_a_setting_is_never_taken_for_the_workflow(
+    words: list[str], own: list[str], overrides: list[str]
+) -> None:
+    assert split_overrides(words, VERBS["run"]) == (own, overrides)
+
+
+@pytest.mark.parametrize("verb", ["run", "sft"])
+def test_help_settings_lists_every_setting_with_its_sentence(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help-settings"]) == 0
+
+    text = capsys.readouterr().out
+    assert "--trainer.lr (" in text
+    assert "    Peak learning rate of AdamW." in text

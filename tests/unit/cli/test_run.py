@@ -1,0 +1,151 @@
+"""``run`` chooses its settings, refuses what can be seen to be wrong, and starts nothing before that."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_async.cli.checks import check_dataset, check_model, check_workflow
+from areal_async.cli.main import main
+from areal_async.cli.run import choose_config, load_run_settings
+from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import DatasetSettings
+
+WORKFLOW = "async def gsm8k(prompt, policy):\n    return 1.0\n"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory laid out like the repository, and no GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    for name in ("configs", "workflows", "model"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "workflows" / "gsm8k.py").write_text(WORKFLOW)
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    (tmp_path / "configs" / "gsm8k_cpu.yaml").write_text(
+        "run: {name: g}\nmodel: {path: ./model}\ntasks: [{workflow: workflows/gsm8k.py, dataset: {path: rows.jsonl}}]\n"
+    )
+    return tmp_path
+
+
+def test_settings_follow_the_workflow_and_the_machine(place: Path) -> None:
+    (place / "configs" / "gsm8k.yaml").write_text("")
+
+    assert choose_config("workflows/gsm8k.py", None, has_gpu=True) == Path("configs/gsm8k.yaml")
+    assert choose_config("workflows/gsm8k.py:other", None, has_gpu=False) == Path("configs/gsm8k_cpu.yaml")
+    assert choose_config("workflows/gsm8k.py", "mine.yaml", has_gpu=False) == Path("mine.yaml")
+
+
+def test_missing_settings_are_refused_by_name() -> None:
+    with pytest.raises(
+        UserError, match="no file configs/coding_cpu.yaml, the settings of coding where no GPU is found"
+    ):
+        choose_config("workflows/coding.py", None, has_gpu=False)
+
+
+def test_named_workflow_takes_the_place_of_the_only_one() -> None:
+    config = Path("configs/gsm8k_cpu.yaml")
+
+    same = load_run_settings(config, "workflows/gsm8k.py", [])
+    other = load_run_settings(config, "workflows/gsm8k.py:strict", ["--run.steps", "3"])
+
+    assert [task.name for task in same.tasks] == ["gsm8k"]
+    assert [(task.name, task.dataset.path) for task in other.tasks] == [("strict", "rows.jsonl")]
+    assert other.run.steps == 3
+
+
+def test_named_workflow_must_be_one_of_several() -> None:
+    tasks = "[{workflow: a.py, dataset: {path: x}}, {workflow: b.py, dataset: {path: x}}]"
+    config = Path("configs/gsm8k_cpu.yaml")
+
+    assert len(load_run_settings(config, "b.py", ["--tasks", tasks]).tasks) == 2
+    with pytest.raises(UserError, match="got c.py, but configs/gsm8k_cpu.yaml has the tasks a.py, b.py"):
+        load_run_settings(config, "c.py", ["--tasks", tasks])
+
+
+def test_settings_without_a_task_are_refused(place: Path) -> None:
+    (place / "empty.yaml").write_text("")
+
+    with pytest.raises(UserError, match="tasks: got none, need at least one"):
+        load_run_settings(Path("empty.yaml"), None, [])
+
+
+@pytest.mark.parametrize(
+    ("code", "sentence"),
+    [
+        (None, "workflow: no file workflows/w.py; "),
+        ("async def w(:", "workflow: workflows/w.py is not Python: "),
+        ("def w(prompt, policy): ...", "w in workflows/w.py is a plain function, need a coroutine; write async def w"),
+        ("async def solve(p, q): ...", "no coroutine w in workflows/w.py, got solve; name one as workflows/w.py:solve"),
+        ("", "no coroutine w in workflows/w.py, got none; write async def w(prompt, policy)"),
+    ],
+)
+def test_workflow_that_is_not_there_is_refused(place: Path, code: str | None, sentence: str) -> None:
+    if code is not None:
+        (place / "workflows" / "w.py").write_text(code)
+
+    with pytest.raises(UserError) as caught:
+        check_workflow("workflows/w.py")
+
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("code", ["async def w(p, q): ...", "from solvers import w", "w = make()"])
+def test_workflow_that_may_be_there_passes(place: Path, code: str) -> None:
+    (place / "workflows" / "w.py").write_text(code)
+
+    check_workflow("workflows/w.py")
+    check_workflow("workflows/gsm8k.py:gsm8k")
+
+
+@pytest.mark.parametrize("path", ["no.jsonl", "./no", "/no/where", "data/no/where"])
+def test_data_set_that_should_be_here_is_refused(path: str) -> None:
+    with pytest.raises(UserError, match="eval.dataset.path: no file"):
+        check_dataset(DatasetSettings(path=path), "eval.dataset")
+
+
+@pytest.mark.parametrize("path", ["openai/gsm8k", "gsm8k", "rows.jsonl"])
+def test_data_set_that_is_here_or_may_be_on_the_hub_passes(path: str) -> None:
+    check_dataset(DatasetSettings(path=path), "eval.dataset")
+
+
+def test_model_that_should_be_here_is_refused(place: Path) -> None:
+    (place / "empty").mkdir()
+
+    with pytest.raises(UserError, match="model.path: no folder configs/models/no"):
+        check_model("configs/models/no")
+    with pytest.raises(UserError, match="model.path: no config.json in empty"):
+        check_model("empty")
+    check_model("model")
+    check_model("Qwen/Qwen2.5-1.5B-Instruct")
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["workflows/gsm8k.py", "--model.path", "./no"], "model.path: no folder ./no; "),
+        (["workflows/gsm8k.py", "--tasks.0.dataset.path", "no.csv"], "tasks.0.dataset.path: no file no.csv; "),
+        (["workflows/no.py", "--config", "configs/gsm8k_cpu.yaml"], "workflow: no file workflows/no.py; "),
+    ],
+)
+def test_refused_run_leaves_nothing_behind(
+    place: Path, words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["run", *words, "--fresh"]) == 2
+
+    assert capsys.readouterr().err.startswith(sentence)
+    assert not (place / "runs").exists()
+
+
+def test_run_that_is_alive_or_changed_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = RunDirectory(Path("runs/g"))
+    directory.write_settings(load_run_settings(Path("configs/gsm8k_cpu.yaml"), None, []))
+
+    with directory.locked("g"):
+        assert main(["run", "workflows/gsm8k.py", "--fresh"]) == 2
+    assert "run g: already running in process" in capsys.readouterr().err
+    assert main(["run", "workflows/gsm8k.py", "--run.seed", "5"]) == 2
+    assert "run g: run.seed was 1, is 5; " in capsys.readouterr().err
+    assert directory.read_settings().run.seed == 1

@@ -1,0 +1,187 @@
+"""What is shown of a run is what its files and its roles say, through rewinds, torn lines and nonsense."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from areal_async.cli.display import PlainDisplay, render, sparkline
+from areal_async.cli.tail import JsonLines, read_json_lines
+from areal_async.cli.view import RunView, event_text
+from areal_async.settings import RolloutSettings, RunSettings, Settings
+
+METRICS = "areal.g.metrics."
+_CONTROLLER = b'{"state": "admitting", "waits_for": "credit", "in_flight": 10, "credits": 2}'
+
+
+@pytest.fixture
+def view(tmp_path: Path) -> RunView:
+    settings = Settings(
+        run=RunSettings(name="g", steps=120, directory=tmp_path), rollout=RolloutSettings(batch_groups=4)
+    )
+    settings.run_directory.mkdir()
+    return RunView(settings)
+
+
+def _step(step: int, reward: float = 0.5) -> dict[str, Any]:
+    return {
+        "step": step, "reward_mean": reward, "staleness_mean": 0.8, "staleness_max": 2, "loss": 0.01234,
+        "grad_norm": 0.5, "logprob_gap_mean": 0.002, "num_tokens": 5500, "time_step_s": 1.9,
+        "time_wait_data_s": 0.2, "time_train_s": 1.1, "time_weights_s": 0.1,
+    }  # fmt: skip
+
+
+def _node_report(node_id: str, **more: object) -> bytes:
+    report = {"node_id": node_id, "num_trajectories_running": 32, "num_groups_running": 4, "servers": {}}
+    return json.dumps(report | more).encode()
+
+
+def _append(path: Path, *lines: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def test_lines_are_read_once_and_only_when_whole(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    tail = JsonLines(path)
+    assert tail.read_new().lines == []
+
+    path.write_text('{"step": 1}\n{"st')
+    first = tail.read_new()
+    with path.open("a") as file:
+        file.write('ep": 2}\n')
+    second = tail.read_new()
+
+    assert (first.lines, second.lines) == ([{"step": 1}], [{"step": 2}])
+    assert not second.is_from_start
+
+
+def test_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    _append(path, _step(1), _step(2), _step(3))
+    tail = JsonLines(path)
+    tail.read_new()
+
+    (tmp_path / "new").write_text(json.dumps(_step(1)) + "\n")
+    (tmp_path / "new").rename(path)
+
+    assert tail.read_new() == ([_step(1)], True)
+
+
+def test_line_cut_short_by_a_crash_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew\n[3]\n{"step": 4}\n')
+
+    assert [line["step"] for line in read_json_lines(path)] == [1, 4]
+
+
+def test_rewound_run_shows_the_surviving_steps_and_tells_only_new_ones(view: RunView) -> None:
+    path = view.settings.run_directory / "metrics.jsonl"
+    _append(path, _step(1), _step(2), _step(3))
+    view.read_files()
+
+    path.unlink()
+    _append(path, _step(1), _step(2, reward=0.9))
+    news, _ = view.read_files()
+
+    assert [line["step"] for line in view.steps] == [1, 2]
+    assert news == [_step(2, reward=0.9)]
+
+
+def test_roles_say_what_they_do_and_for_whom_they_wait(view: RunView) -> None:
+    view.on_metrics(METRICS + "trainer.0", b'{"state": "waiting", "waits_for": "group 0-7-0", "step": 3}')
+    view.on_metrics(METRICS + "node.0", _node_report("a", tokens_per_s=1000))
+    view.on_metrics(METRICS + "node.0", _node_report("b", tokens_per_s=200.5, num_groups_waiting_for_stream=2))
+    view.on_metrics(METRICS + "controller.0", b'{"state": "admitting", "in_flight": 9}')
+
+    assert {name: str(state) for name, state in view.roles.items()} == {
+        "trainer": "waiting, waits for group 0-7-0",
+        "node a": "32 trajectories of 4 groups running",
+        "node b": "32 trajectories of 4 groups running, waits for room in the stream with 2 groups",
+        "controller": "admitting",
+    }
+    assert view.generated_tokens_per_s == 1200.5
+    assert view.controller["in_flight"] == 9
+
+
+@pytest.mark.parametrize("data", [b"", b"\xff", b"[1]", b"7", b'{"state"'])
+def test_messages_that_are_none_of_ours_are_ignored(view: RunView, data: bytes) -> None:
+    view.on_metrics(METRICS + "node.a", data)
+
+    assert view.roles == {}
+    assert event_text(data) is None
+
+
+def test_events_are_told_in_one_line() -> None:
+    data = b'{"event": "run.stalled", "quiet_s": 120, "waits_for": {"trainer.0": "group 0-7-0"}}'
+
+    assert event_text(data) == "run.stalled quiet_s=120 waits_for={'trainer.0': 'group 0-7-0'}"
+    assert event_text(b'{"eval_id": "1-0"}') is None
+
+
+def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) -> None:
+    output = io.StringIO()
+    display = PlainDisplay(view, output)
+    view.on_metrics(METRICS + "node.0", _node_report("a", tokens_per_s=3200))
+    _append(view.settings.run_directory / "metrics.jsonl", _step(12))
+    _append(
+        view.settings.run_directory / "eval.jsonl",
+        {"eval_id": "1-12", "step": 12, "accuracy": 0.4375, "num_scored": 256, "num_failed": 1},
+    )
+
+    display.write_news()
+    display.write_news()
+
+    assert output.getvalue().splitlines() == [
+        "step 12/120 reward 0.500 staleness 0.8/2 loss 0.0123 grad 0.500 gap 0.0020"
+        " 1.9 s (wait 0.2 train 1.1 weights 0.1) gen 3200 tok/s train 5000 tok/s",
+        "eval of version 1-12: accuracy 0.438 over 256 rows, 1 failed",
+    ]
+
+
+def _drawn(view: RunView) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(render(view))
+    output = console.file
+    assert isinstance(output, io.StringIO)
+    return output.getvalue()
+
+
+def test_panel_can_be_drawn_before_anything_is_known(view: RunView) -> None:
+    text = _drawn(view)
+
+    assert "run g" in text
+    assert "0/120" in text
+    assert "in flight 0" in text
+
+
+def test_panel_shows_steps_servers_groups_and_who_waits(view: RunView) -> None:
+    _append(view.settings.run_directory / "metrics.jsonl", _step(11, 0.25), _step(12, 0.75))
+    _append(view.settings.run_directory / "eval.jsonl", {"step": 0, "accuracy": 0.31})
+    view.read_files()
+    view.on_metrics(METRICS + "controller.0", _CONTROLLER)
+    servers = {"0-1": {"version": "1-11", "fence": "", "num_requests": 64}, "0-2": {"version": "", "fence": "dead"}}
+    view.on_metrics(METRICS + "node.0", _node_report("0", servers=servers))
+
+    text = _drawn(view)
+
+    for part in (
+        "12/120",
+        "0.750, last 2: 0.500  ▁█",
+        "mean 0.80, max 2 of 2",
+        "in flight 10 (running 4, ready or training 6), credits 2",
+        "version 1-11, 64 requests",
+        "version none, 0 requests, fenced: dead",
+        "0.310 @0",
+        "admitting, waits for credit",
+    ):
+        assert part in text
+
+
+def test_sparkline_spans_from_least_to_greatest() -> None:
+    assert sparkline([]) == ""
+    assert sparkline([0.3, 0.3]) == "▁▁"
+    assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"

@@ -1,0 +1,81 @@
+"""Who is started, with which GPUs and threads, and how the ranks find each other."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.launch.gpus import share_gpus, visible_gpus
+from areal_async.launch.plan import plan_crews
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import InferenceSettings, Settings, TrainerSettings
+
+FOUR = ("0", "1", "2", "3")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "num_inference", "num_trainer", "shared"),
+    [
+        (FOUR, 2, 2, (("0", "1"), ("2", "3"))),
+        (FOUR, 1, 2, (("0",), ("1", "2"))),
+        (FOUR, 3, 2, (FOUR, FOUR)),
+        (("7",), 1, 1, (("7",), ("7",))),
+        ((), 4, 4, ((), ())),
+    ],
+)
+def test_node_and_trainer_are_apart_where_there_are_enough_gpus(
+    gpus: tuple[str, ...], num_inference: int, num_trainer: int, shared: tuple[tuple[str, ...], tuple[str, ...]]
+) -> None:
+    assert share_gpus(gpus, num_inference=num_inference, num_trainer=num_trainer) == shared
+
+
+def test_more_ranks_or_servers_than_gpus_are_refused() -> None:
+    with pytest.raises(UserError, match="trainer.num_ranks: got 5, need at most 4"):
+        share_gpus(FOUR, num_inference=1, num_trainer=5)
+    with pytest.raises(UserError, match="got 5 GPUs, need at most 4"):
+        share_gpus(FOUR, num_inference=5, num_trainer=1)
+
+
+@pytest.mark.parametrize(("text", "gpus"), [("", ()), ("-1", ()), ("2,3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
+def test_what_the_environment_hides_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, text: str, gpus: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+
+    assert visible_gpus() == gpus
+
+
+def test_crews_are_planned_in_the_order_in_which_they_are_stopped(tmp_path: Path) -> None:
+    crews = plan_crews(Settings(), RunDirectory(tmp_path), gpus=())
+
+    assert [crew.name for crew in crews] == ["trainer", "node-0", "controller"]
+    assert [crew.ends_run for crew in crews] == [False, False, True]
+    assert [crew.may_finish for crew in crews] == [True, False, False]
+
+
+def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
+    settings = Settings(trainer=TrainerSettings(num_ranks=2, num_threads=3), inference=InferenceSettings(num_threads=2))
+    trainer, node, controller = plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR)
+
+    first, second = trainer.make_specs()
+
+    assert (first.name, second.name) == ("trainer-0", "trainer-1")
+    for rank, spec in enumerate((first, second)):
+        assert spec.environment["RANK"] == spec.environment["LOCAL_RANK"] == str(rank)
+        assert spec.environment["WORLD_SIZE"] == "2"
+        assert spec.environment["MASTER_ADDR"] == "127.0.0.1"
+        assert spec.environment["OMP_NUM_THREADS"] == "3"
+        assert spec.environment["CUDA_VISIBLE_DEVICES"] == "1,2"
+        assert spec.output == tmp_path / "logs" / f"trainer-{rank}.out"
+    assert first.environment["MASTER_PORT"] == second.environment["MASTER_PORT"]
+    assert re.fullmatch(r"\d+", first.environment["MASTER_PORT"])
+    assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
+    assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_roles_are_told_where_the_run_is(tmp_path: Path) -> None:
+    for crew in plan_crews(Settings(), RunDirectory(tmp_path), gpus=()):
+        for spec in crew.make_specs():
+            assert spec.command[1:3] == ("-m", "areal_async")
+            assert spec.command[-2:] == ("--run-directory", str(tmp_path))

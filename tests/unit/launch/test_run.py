@@ -1,0 +1,126 @@
+"""A run from its broker to its end: streams, address and state, with the real broker and stand-ins for the roles."""
+
+import sys
+
+import anyio
+import pytest
+
+from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
+from areal_async.errors import PipelineError
+from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.local import LocalBackend, LocalProcess
+from areal_async.launch.run import launch
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.supervisor import RunEnd
+from areal_async.settings import Settings
+from areal_async.subjects import RUN_STATE
+from areal_async.types import RunState
+
+pytestmark = pytest.mark.anyio
+
+
+class _StandIns(LocalBackend):
+    """Starts a line of Python for each role: the controller's is given, the others work until they are ended."""
+
+    def __init__(self, controller: str) -> None:
+        self.controller = controller
+        self.started: list[str] = []
+
+    async def start(self, spec: ProcessSpec) -> LocalProcess:
+        self.started.append(spec.name)
+        code = self.controller if spec.name == "controller" else "import time; time.sleep(600)"
+        return await super().start(
+            ProcessSpec(
+                name=spec.name,
+                command=(sys.executable, "-S", "-c", code),
+                environment=spec.environment,
+                output=spec.output,
+            )
+        )
+
+
+@pytest.fixture
+def directory(settings: Settings) -> RunDirectory:
+    return RunDirectory(settings.run_directory)
+
+
+async def _launch(settings: Settings, backend: LocalBackend, *, declare_failed: str = "") -> tuple[RunEnd, list[str]]:
+    """Launch, and while it runs read the run's state (the first of what is returned) and perhaps change it."""
+    states: list[str] = []
+
+    async def watch(bus: Bus) -> None:
+        state, _ = await bus.get(RUN_STATE, RunState)
+        states.append(state.state if state else "none")
+        if declare_failed:
+            await bus.put(RUN_STATE, RunState(state="failed", reason=declare_failed))
+        await anyio.Path(settings.run_directory / "seen").touch()
+
+    end = await launch(
+        settings,
+        RunDirectory(settings.run_directory),
+        backend=backend,
+        is_fresh=False,
+        notify=lambda text: None,
+        watch=watch,
+    )
+    return end, states
+
+
+async def _put_state(settings: Settings, state: RunState) -> None:
+    """Leave a state as an earlier start would have."""
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    async with open_bus(
+        broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+    ) as bus:
+        await declare(bus, settings)
+        await bus.put(RUN_STATE, state)
+    await broker.aclose()
+
+
+def _after_the_watch(settings: Settings, then: str) -> str:
+    return (
+        "import os, sys, time\n"
+        f"while not os.path.exists({str(settings.run_directory / 'seen')!r}): time.sleep(0.01)\n"
+        f"{then}\n"
+    )
+
+
+async def test_roles_start_with_a_bus_and_the_run_ends_with_the_controller(
+    settings: Settings, directory: RunDirectory
+) -> None:
+    backend = _StandIns(_after_the_watch(settings, "sys.exit(0)"))
+
+    end, states = await _launch(settings, backend)
+
+    assert end is RunEnd.FINISHED
+    assert states == ["running"]
+    assert sorted(backend.started) == ["controller", "node-0", "trainer-0"]
+    assert directory.read_bus_url().startswith("nats://127.0.0.1:")
+
+
+async def test_finished_run_is_not_started_again(settings: Settings) -> None:
+    await _put_state(settings, RunState(state="finished"))
+    backend = _StandIns("pass")
+
+    end, states = await _launch(settings, backend)
+
+    assert (end, states, backend.started) == (RunEnd.ALREADY_FINISHED, [], [])
+
+
+async def test_failure_of_an_earlier_start_is_forgotten(settings: Settings) -> None:
+    await _put_state(settings, RunState(state="failed", reason="no room on disk"))
+
+    end, states = await _launch(settings, _StandIns(_after_the_watch(settings, "sys.exit(0)")))
+
+    assert (end, states) == (RunEnd.FINISHED, ["running"])
+
+
+async def test_declared_failure_ends_the_run_with_its_reason(settings: Settings) -> None:
+    backend = _StandIns(_after_the_watch(settings, "sys.exit(1)"))
+
+    with anyio.fail_after(30), pytest.raises(ExceptionGroup) as caught:
+        await _launch(settings, backend, declare_failed="20 groups failed; the last: boom")
+
+    assert caught.group_contains(PipelineError, match="^20 groups failed; the last: boom$")
+    assert backend.started.count("controller") == 1

@@ -1,0 +1,98 @@
+"""One launcher at a time; a resumed run keeps its data; what is removed was a run's."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import Settings
+from areal_async.settings_sources import load_settings
+
+TASKS = "[{workflow: workflows/gsm8k.py, dataset: {path: rows.jsonl}}]"
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs" / "a")
+
+
+def _settings(*overrides: str) -> Settings:
+    return load_settings(None, ["--run.name", "a", "--tasks", TASKS, *overrides], use_environment=False)
+
+
+def test_second_launcher_is_refused_with_the_pid_of_the_first(directory: RunDirectory) -> None:
+    with directory.locked("a"):
+        with pytest.raises(UserError, match=f"run a: already running in process {os.getpid()}; stop it"):
+            with directory.locked("a"):
+                pass
+
+    with directory.locked("a"):
+        pass
+
+
+def test_settings_and_address_are_read_as_they_were_written(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AREAL_ASYNC_RUN__STEPS", "99")
+    settings = _settings("--run.steps", "7")
+
+    directory.write_settings(settings)
+    directory.write_bus_url("nats://127.0.0.1:4222")
+
+    assert directory.read_settings() == settings
+    assert directory.read_bus_url() == "nats://127.0.0.1:4222"
+
+
+def test_run_that_was_never_started_is_refused(directory: RunDirectory) -> None:
+    with pytest.raises(UserError, match="start the run first"):
+        directory.read_bus_url()
+    with pytest.raises(UserError, match="config.yaml"):
+        directory.read_settings()
+    assert not directory.exists
+
+
+def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory) -> None:
+    directory.write_settings(_settings())
+
+    directory.refuse_changed_data(_settings("--run.steps", "7", "--trainer.lr", "1e-3", "--rollout.batch_groups", "3"))
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--run.seed", "2"], "run.seed was 1, is 2"),
+        (["--rollout.group_size", "16"], "rollout.group_size was 8, is 16"),
+        (["--model.path", "other"], "model.path was 'Qwen/Qwen2.5-1.5B-Instruct', is 'other'"),
+        (["--tasks.0.dataset.split", "test"], "tasks was "),
+    ],
+)
+def test_settings_that_define_the_data_may_not_change(directory: RunDirectory, words: list[str], name: str) -> None:
+    directory.write_settings(_settings())
+
+    with pytest.raises(UserError, match="--fresh") as caught:
+        directory.refuse_changed_data(_settings(*words))
+
+    assert name in str(caught.value)
+
+
+def test_clear_removes_all_but_the_lock(directory: RunDirectory) -> None:
+    with directory.locked("a"):
+        directory.write_settings(_settings())
+        directory.write_bus_url("x")
+        (directory.path / "link").symlink_to(directory.path.parent)
+
+        directory.clear()
+
+        assert [path.name for path in directory.path.iterdir()] == ["run.lock"]
+
+
+def test_clear_leaves_a_directory_that_no_run_made(directory: RunDirectory) -> None:
+    with directory.locked("a"):
+        (directory.path / "thesis.tex").write_text("precious")
+
+        with pytest.raises(UserError, match="holds files but no run"):
+            directory.clear()
+
+    assert (directory.path / "thesis.tex").exists()

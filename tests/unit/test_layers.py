@@ -1,0 +1,118 @@
+"""Arrows point down: what a module may import, read from its source. Third-party clients stay at home."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LAYERS = (
+    {"types", "errors", "subjects", "staleness"},
+    {
+        "settings",
+        "settings_sources",
+        "settings_tree",
+        "sft_settings",
+        "contracts",
+        "wire",
+        "log",
+        "data",
+        "hub",
+        "journal",
+    },
+    {"bus", "inference", "algorithms"},
+    {"rollout", "trainer", "controller"},
+    {"launch"},
+    {"cli"},
+    {"__main__"},
+)
+ONLY_IN = {
+    "nats": ("bus",),
+    "httpx": ("inference",),
+    "torch": ("trainer", "algorithms", "inference/embedded"),
+}
+OURS = {"areal_async", "workflows", "rewards", "tools", "tests"}
+MAY_IMPORT = {"areal_async": {"areal_async"}, "workflows": {"areal_async", "rewards"}, "rewards": {"areal_async"}}
+MAX_LINES = 500
+
+LIBRARY = sorted((ROOT / "areal_async").rglob("*.py"))
+SOURCES = [*LIBRARY, *sorted(path for name in ("workflows", "rewards", "tools") for path in (ROOT / name).glob("*.py"))]
+
+
+def _id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the dotted name of every module that is imported anywhere in a file, inside functions too."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{_id(path)}:{node.lineno}: relative import"
+            # `from areal_async import log` imports the module areal_async.log
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from names if node.module == "areal_async" else [node.module or ""]
+
+
+def _layer_of(module: str) -> int:
+    layers = [number for number, names in enumerate(LAYERS) if module in names]
+    assert layers, f"areal_async.{module} has no layer; give it one in {Path(__file__).name}"
+    return layers[0]
+
+
+def _module_of(path: Path) -> str:
+    return path.relative_to(ROOT / "areal_async").with_suffix("").parts[0]
+
+
+def _is_package(module: str) -> bool:
+    return (ROOT / "areal_async" / module).is_dir()
+
+
+@pytest.mark.parametrize("path", [path for path in LIBRARY if path.parent.name != "areal_async"], ids=_id)
+def test_packages_import_only_what_lies_below_them(path: Path) -> None:
+    own = _module_of(path)
+
+    for name in _imports(path):
+        if name.startswith("areal_async."):
+            other = name.split(".")[1]
+            assert other == own or _layer_of(other) < _layer_of(own), f"imports {name}"
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LIBRARY if path.parent.name == "areal_async" and path.stem != "__init__"], ids=_id
+)
+def test_modules_import_only_modules_of_their_layer_and_what_lies_below(path: Path) -> None:
+    own = _layer_of(path.stem)
+
+    for name in _imports(path):
+        if name.startswith("areal_async."):
+            other = name.split(".")[1]
+            assert _layer_of(other) < own or (_layer_of(other) == own and not _is_package(other)), f"imports {name}"
+
+
+@pytest.mark.parametrize("path", LIBRARY, ids=_id)
+def test_clients_stay_home(path: Path) -> None:
+    place = path.relative_to(ROOT / "areal_async").as_posix()
+
+    for name in _imports(path):
+        homes = ONLY_IN.get(name.split(".")[0])
+        assert homes is None or place.startswith(tuple(f"{home}/" for home in homes)), f"imports {name}"
+
+
+@pytest.mark.parametrize("path", [path for path in SOURCES if "tools" not in path.parts], ids=_id)
+def test_nothing_imports_what_names_it(path: Path) -> None:
+    top = path.relative_to(ROOT).parts[0]
+
+    imported = {name.split(".")[0] for name in _imports(path)} & OURS
+
+    assert imported <= MAY_IMPORT[top] | {top}
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_id)
+def test_modules_say_what_they_are_for_and_stay_short(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+
+    assert ast.get_docstring(ast.parse(text)), "no docstring at the head"
+    assert len(text.splitlines()) <= MAX_LINES

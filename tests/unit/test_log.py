@@ -1,0 +1,131 @@
+"""Every line is one JSON object with its ids, whoever logs it; stderr gets warnings as one readable line."""
+
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from areal_async import log
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """Leave logging as it was: other tests rely on it."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    for handler in handlers:
+        root.removeHandler(handler)
+    yield
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(level)
+    logging.captureWarnings(False)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def _lines(directory: Path, role: str = "node") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / f"{role}.jsonl").read_text().splitlines()]
+
+
+def test_lines_carry_time_level_role_and_the_bound_ids(tmp_path: Path) -> None:
+    log.configure("node", tmp_path / "logs")
+
+    with structlog.contextvars.bound_contextvars(group_id="0-1-0"):
+        structlog.get_logger().info("slot.scored", reward=1.0, path=Path("a"))
+
+    [line] = _lines(tmp_path / "logs")
+    assert line.pop("timestamp").endswith("Z")
+    assert line == {
+        "event": "slot.scored", "level": "info", "role": "node", "group_id": "0-1-0", "reward": 1.0, "path": "a",
+    }  # fmt: skip
+
+
+def test_standard_library_loggers_come_out_the_same_way(tmp_path: Path) -> None:
+    log.configure("node", tmp_path)
+
+    logging.getLogger("some.library").warning("disk at %d %%", 93)
+    logging.getLogger("httpx").info("HTTP Request: POST")
+
+    [line] = _lines(tmp_path)
+    assert (line["event"], line["level"], line["role"]) == ("disk at 93 %", "warning", "node")
+
+
+def test_warnings_are_logged(tmp_path: Path) -> None:
+    log.configure("node", tmp_path)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        logging.captureWarnings(True)
+        warnings.warn("careful", UserWarning, stacklevel=1)
+
+    assert "careful" in _lines(tmp_path)[0]["event"]
+
+
+def test_stderr_gets_warnings_alone_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("node", tmp_path)
+
+    structlog.get_logger().info("server.started")
+    structlog.get_logger().warning("server.fenced", server_id="s0", reason="two\nlines")
+
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    assert error.endswith("warning node: server.fenced server_id=s0 reason=two | lines\n")
+
+
+def test_exceptions_keep_their_traceback_in_the_file_and_their_sentence_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.configure("node", tmp_path)
+
+    try:
+        raise ValueError("bad row")
+    except ValueError:
+        structlog.get_logger().exception("row.refused")
+
+    [line] = _lines(tmp_path)
+    assert line["exception"][0]["exc_type"] == "ValueError"
+    assert line["exception"][0]["frames"]
+    error = capsys.readouterr().err
+    assert error.endswith("error node: row.refused (ValueError: bad row)\n")
+    assert error.count("\n") == 1
+
+
+def test_failure_is_recorded_in_the_file_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("node", tmp_path)
+
+    try:
+        raise ValueError("the end")
+    except ValueError as exc:
+        log.record_failure(exc)
+
+    [line] = _lines(tmp_path)
+    assert (line["event"], line["level"]) == ("process.failed", "error")
+    assert line["exception"][0]["exc_value"] == "the end"
+    assert capsys.readouterr().err == ""
+
+
+def test_configuring_again_moves_to_the_new_file(tmp_path: Path) -> None:
+    log.configure("node", tmp_path)
+    log.configure("trainer", tmp_path)
+
+    structlog.get_logger().info("step.ended")
+
+    assert _lines(tmp_path, "node") == []
+    assert [line["role"] for line in _lines(tmp_path, "trainer")] == ["trainer"]
+
+
+def test_without_a_directory_only_stderr_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.configure("tool", None)
+
+    structlog.get_logger().warning("something.odd")
+
+    assert "something.odd" in capsys.readouterr().err

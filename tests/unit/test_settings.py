@@ -1,0 +1,65 @@
+"""Settings explain themselves, refuse nonsense, and every file in configs/ is one that parses."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from areal_async.settings import DATA_DEFINING, Settings
+from areal_async.settings_sources import load_settings
+from areal_async.settings_tree import annotation_at, describe, leaves
+from areal_async.sft_settings import SftSettings
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("kind", [Settings, SftSettings])
+def test_every_setting_has_a_sentence(kind: type[BaseModel]) -> None:
+    silent = [".".join(parts) for parts, owner in leaves(kind) if not owner.model_fields[parts[-1]].description]
+
+    assert silent == []
+
+
+@pytest.mark.parametrize("kind", [Settings, SftSettings])
+def test_every_section_is_frozen_and_refuses_unknown_keys(kind: type[BaseModel]) -> None:
+    for owner in {owner for _, owner in leaves(kind)} | {kind}:
+        assert owner.model_config.get("frozen") is True
+        assert owner.model_config.get("extra") == "forbid"
+
+
+def test_described_settings_are_exactly_those_that_can_be_set() -> None:
+    names = [info.name for info in describe(Settings)]
+
+    assert len(names) == len(set(names))
+    assert all(annotation_at(Settings, name.split(".")) is not None for name in names)
+    assert {"run.name", "tasks.0.dataset.path", "rollout.sampling.temperature", "bus.url"} <= set(names)
+
+
+def test_defaults_are_described_as_they_are_written_in_a_file() -> None:
+    defaults = {info.name: info.default for info in describe(Settings)}
+
+    assert defaults["rollout.max_staleness"] == "2"
+    assert defaults["inference.python"] == "null"
+    assert defaults["trainer.activation_checkpointing"] == "false"
+    assert defaults["trainer.betas"] == "[0.9, 0.95]"
+    assert defaults["tasks.0.dataset.path"] == "required"
+
+
+def test_data_defining_settings_exist() -> None:
+    assert all(annotation_at(Settings, name.split(".")) is not None for name in DATA_DEFINING)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_file_in_configs_parses(path: Path) -> None:
+    kind: type[BaseModel] = Settings if "tasks" in yaml.safe_load(path.read_text()) else SftSettings
+
+    settings = load_settings(path, [], kind, use_environment=False)
+
+    assert settings.model_dump()["run"]["name"] == path.stem
+
+
+@pytest.mark.parametrize("stem", ["gsm8k"])
+def test_each_workflow_has_settings_for_both_kinds_of_machine(stem: str) -> None:
+    assert {f"{stem}.yaml", f"{stem}_cpu.yaml"} <= {path.name for path in CONFIGS}

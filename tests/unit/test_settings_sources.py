@@ -1,0 +1,209 @@
+"""Later sources win leaf by leaf; an unknown name or a wrong value is refused wherever it stands, with the remedy."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.settings import Settings
+from areal_async.settings_sources import dump_settings, load_settings
+from areal_async.sft_settings import SftSettings
+
+BASE = """
+run: {name: base, steps: 5}
+rollout:
+tasks: [{workflow: workflows/gsm8k.py, dataset: {path: rows.jsonl}}]
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return _written(tmp_path, BASE)
+
+
+def _written(directory: Path, text: str) -> Path:
+    path = directory / "x.yaml"
+    path.write_text(text)
+    return path
+
+
+def _refusal(config: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_settings(config, overrides)
+    return str(caught.value)
+
+
+def test_environment_wins_over_file_and_command_line_over_both(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_ASYNC_RUN__STEPS", "6")
+    monkeypatch.setenv("AREAL_ASYNC_RUN__SEED", "60")
+
+    settings = load_settings(config, ["--run.seed", "70"])
+
+    assert (settings.run.name, settings.run.steps, settings.run.seed) == ("base", 6, 70)
+
+
+def test_environment_is_not_asked_for_resolved_settings(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_ASYNC_RUN__STEPS", "6")
+
+    assert load_settings(config, use_environment=False).run.steps == 5
+
+
+@pytest.mark.parametrize("words", [["--run.steps", "7"], ["--run.steps=7"], ["--run", "{steps: 7}"]])
+def test_command_line_takes_values_in_either_form(config: Path, words: list[str]) -> None:
+    settings = load_settings(config, words)
+
+    assert (settings.run.name, settings.run.steps) == ("base", 7)
+
+
+def test_an_index_reaches_into_a_list_and_a_list_replaces_one(config: Path) -> None:
+    reached = load_settings(config, ["--tasks.0.workflow", "workflows/other.py"])
+    appended = load_settings(config, ["--tasks.1", '{"workflow": "b.py", "dataset": {"path": "b"}}'])
+    replaced = load_settings(config, ["--tasks", "[{workflow: b.py, dataset: {path: b}}]"])
+
+    assert [(task.workflow, task.dataset.path) for task in reached.tasks] == [("workflows/other.py", "rows.jsonl")]
+    assert [task.name for task in appended.tasks] == ["gsm8k", "b"]
+    assert [task.name for task in replaced.tasks] == ["b"]
+
+
+def test_texts_stay_texts_and_null_is_none(config: Path) -> None:
+    words = ["--run.name", "123", "--inference.context_length", "null", "--rollout.sampling.stop", "['yes', b]"]
+
+    settings = load_settings(config, [*words, "--inference.flags=[--x, '1']", "--trainer.lr", "1e-5"])
+
+    assert settings.run.name == "123"
+    assert settings.inference.context_length is None
+    assert settings.rollout.sampling.stop == ("yes", "b")
+    assert settings.inference.flags == ("--x", "1")
+    assert settings.trainer.lr == 1e-5
+
+
+def test_relative_paths_stay_relative_to_the_current_directory(config: Path) -> None:
+    settings = load_settings(config)
+
+    assert settings.tasks[0].dataset.path == "rows.jsonl"
+    assert settings.run_directory == Path("runs/base")
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("rollout: {max_stalenes: 1}", "rollout.max_stalenes in {file}; did you mean rollout.max_staleness"),
+        ("rolout: {max_staleness: 1}", "rolout in {file}; did you mean rollout"),
+        ("tasks: [{wrkflow: a.py}]", "tasks.0.wrkflow in {file}; did you mean tasks.0.workflow"),
+    ],
+)
+def test_unknown_name_in_a_file_is_refused_with_the_nearest(tmp_path: Path, text: str, sentence: str) -> None:
+    path = _written(tmp_path, text)
+
+    assert _refusal(path) == f"unknown setting {sentence.format(file=path)}"
+
+
+def test_unknown_name_in_the_environment_is_refused(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AREAL_ASYNC_ROLLOUT__GROUP_SZE", "4")
+
+    assert _refusal(config) == (
+        "unknown setting rollout.group_sze in the environment (AREAL_ASYNC_ROLLOUT__GROUP_SZE); "
+        "did you mean rollout.group_size"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("rollout.max_stalenes", "did you mean rollout.max_staleness"),
+        ("max_staleness", "did you mean rollout.max_staleness"),
+        ("trainer.group_size", "did you mean rollout.group_size"),
+        ("rolout.max_staleness", "did you mean rollout.max_staleness"),
+        ("tasks.3.dataset.pth", "did you mean tasks.3.dataset.path"),
+        ("trainer.zzz", "see run --help-settings"),
+    ],
+)
+def test_unknown_name_on_the_command_line_is_refused(config: Path, name: str, near: str) -> None:
+    assert _refusal(config, f"--{name}", "1") == f"unknown setting {name} on the command line; {near}"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--run.steps=x"], "run.steps: got 'x', need a whole number; change it on the command line (--run.steps)"),
+        (["--run.steps=0"], "run.steps: got '0', need at least 1; change it on the command line (--run.steps)"),
+        (["--run=4"], "run: got 4, need a section with keys; change it on the command line (--run)"),
+        (
+            ["--rollout.sampling.stop", "a"],
+            "rollout.sampling.stop: got 'a', need a list like [a, b]; "
+            "change it on the command line (--rollout.sampling.stop)",
+        ),
+        (
+            ["--tasks.1.workflow", "b.py"],
+            "tasks.1.dataset: got nothing, need a value; set it in the configuration or with --tasks.1.dataset",
+        ),
+        (
+            ["--tasks.4.workflow", "b.py"],
+            "tasks.4.workflow on the command line (--tasks.4.workflow): got index 4, need at most 1: "
+            "there are 1 before it",
+        ),
+        (["--run.steps"], "command line: --run.steps has no value; write --run.steps=VALUE"),
+        (["--run.steps", "--run.seed"], "command line: --run.steps has no value; write --run.steps=VALUE"),
+        (["steps"], "command line: got 'steps', need --section.key value"),
+    ],
+)
+def test_wrong_value_says_what_was_got_what_is_needed_and_where(config: Path, words: list[str], sentence: str) -> None:
+    assert _refusal(config, *words) == sentence
+
+
+def test_wrong_value_names_the_source_that_set_it_last(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_file = _refusal(_written(config.parent, "run: {steps: many, seed: q}"))
+    monkeypatch.setenv("AREAL_ASYNC_RUN__STEPS", "0")
+    in_environment = _refusal(config, "--run.seed", "1")
+
+    assert in_file.endswith(f"change it in {config} (also wrong: run.seed)")
+    assert in_environment.endswith("change it in the environment (AREAL_ASYNC_RUN__STEPS)")
+
+
+def test_contradiction_keeps_the_sentence_of_the_settings(config: Path) -> None:
+    refusal = _refusal(config, "--rollout.group_size", "2")
+
+    assert refusal.startswith("rollout: min_group_size must not exceed group_size, got min_group_size=4, group_size=2")
+    assert refusal.endswith("(set on the command line (--rollout.group_size))")
+
+
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [("a: [", "not YAML"), ("- a", "got a list, need sections like 'run:' at the top"), ("a: \xff", "cannot be read")],
+)
+def test_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, end: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(text.encode("latin-1"))
+
+    refusal = _refusal(path)
+
+    assert refusal.startswith(f"{path}: ")
+    assert end in refusal
+    assert "\n" not in refusal
+
+
+def test_missing_file_is_refused(tmp_path: Path) -> None:
+    assert _refusal(tmp_path / "no.yaml").startswith("configuration: no file ")
+
+
+def test_dumped_settings_load_as_themselves(config: Path, tmp_path: Path) -> None:
+    settings = load_settings(
+        config, ["--rollout.sampling.stop", "[a]", "--bus.credentials", "keys/x", "--trainer.lr=3e-7"]
+    )
+
+    assert load_settings(_written(tmp_path, dump_settings(settings)), use_environment=False) == settings
+
+
+def test_other_kinds_of_settings_come_from_the_same_sources(tmp_path: Path) -> None:
+    path = _written(tmp_path, "dataset: {path: rows.jsonl}")
+
+    settings = load_settings(path, ["--trainer.lr", "2e-4"], SftSettings)
+
+    assert isinstance(settings, SftSettings)
+    assert settings.trainer.lr == 2e-4
+    with pytest.raises(UserError, match="unknown setting rollout.group_size on the command line"):
+        load_settings(path, ["--rollout.group_size", "2"], SftSettings)
+
+
+def test_no_file_means_defaults() -> None:
+    assert load_settings(None, use_environment=False) == Settings()
