@@ -111,6 +111,7 @@ def test_unknown_name_in_the_environment_is_refused(config: Path, monkeypatch: p
     ("name", "near"),
     [
         ("rollout.max_stalenes", "did you mean rollout.max_staleness"),
+        ("algorithm.nme", "did you mean algorithm.name"),
         ("max_staleness", "did you mean rollout.max_staleness"),
         ("trainer.group_size", "did you mean rollout.group_size"),
         ("rolout.max_staleness", "did you mean rollout.max_staleness"),

@@ -59,16 +59,19 @@ def test_lines_are_read_once_and_only_when_whole(tmp_path: Path) -> None:
     assert not second.is_from_start
 
 
-def test_replaced_file_is_read_from_its_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_surviving", [1, 5])
+def test_replaced_file_is_read_from_its_start(tmp_path: Path, num_surviving: int) -> None:
     path = tmp_path / "m.jsonl"
     _append(path, _step(1), _step(2), _step(3))
     tail = JsonLines(path)
     tail.read_new()
 
-    (tmp_path / "new").write_text(json.dumps(_step(1)) + "\n")
+    _append(tmp_path / "new", *(_step(step, reward=0.1) for step in range(num_surviving)))
     (tmp_path / "new").rename(path)
+    news = tail.read_new()
 
-    assert tail.read_new() == ([_step(1)], True)
+    assert news.is_from_start
+    assert news.lines == [_step(step, reward=0.1) for step in range(num_surviving)]
 
 
 def test_line_cut_short_by_a_crash_is_passed_over(tmp_path: Path) -> None:
@@ -133,13 +136,16 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) ->
     )
 
     display.write_news()
+    _append(view.settings.run_directory / "eval.jsonl", {"eval_id": "1-20", "accuracy": 0.5, "num_scored": 256})
     display.write_news()
 
     assert output.getvalue().splitlines() == [
         "step 12/120 reward 0.500 staleness 0.8/2 loss 0.0123 grad 0.500 gap 0.0020"
         " 1.9 s (wait 0.2 train 1.1 weights 0.1) gen 3200 tok/s train 5000 tok/s",
         "eval of version 1-12: accuracy 0.438 over 256 rows, 1 failed",
+        "eval of version 1-20: accuracy 0.500 over 256 rows",
     ]
+    assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20"]
 
 
 def _drawn(view: RunView) -> str:

@@ -55,14 +55,15 @@ async def _launch(settings: Settings, backend: LocalBackend, *, declare_failed: 
             await bus.put(RUN_STATE, RunState(state="failed", reason=declare_failed))
         await anyio.Path(settings.run_directory / "seen").touch()
 
-    end = await launch(
-        settings,
-        RunDirectory(settings.run_directory),
-        backend=backend,
-        is_fresh=False,
-        notify=lambda text: None,
-        watch=watch,
-    )
+    with anyio.fail_after(30):
+        end = await launch(
+            settings,
+            RunDirectory(settings.run_directory),
+            backend=backend,
+            is_fresh=False,
+            notify=lambda text: None,
+            watch=watch,
+        )
     return end, states
 
 
@@ -119,7 +120,7 @@ async def test_failure_of_an_earlier_start_is_forgotten(settings: Settings) -> N
 async def test_declared_failure_ends_the_run_with_its_reason(settings: Settings) -> None:
     backend = _StandIns(_after_the_watch(settings, "sys.exit(1)"))
 
-    with anyio.fail_after(30), pytest.raises(ExceptionGroup) as caught:
+    with pytest.raises(ExceptionGroup) as caught:
         await _launch(settings, backend, declare_failed="20 groups failed; the last: boom")
 
     assert caught.group_contains(PipelineError, match="^20 groups failed; the last: boom$")
