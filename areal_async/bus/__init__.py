@@ -10,7 +10,7 @@ Every operation is retried through restarts of the broker until ``bus.operation_
 when the broker refuses, it raises ``BusError``.
 """
 
-from areal_async.bus.broker_config import credentials_path
+from areal_async.bus.broker_config import credentials_for, credentials_path
 from areal_async.bus.connection import Connection, connect
 from areal_async.bus.inbox import Delivery, Inbox
 from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription, open_bus
@@ -31,6 +31,7 @@ __all__ = [
     "StreamState",
     "Subscription",
     "connect",
+    "credentials_for",
     "credentials_path",
     "declare",
     "delete_run",

@@ -26,6 +26,11 @@ def credentials_path(run_directory: Path, role: Role) -> Path:
     return run_directory / "credentials" / f"{role.value}.nk"
 
 
+def credentials_for(settings: Settings, run_directory: Path, role: Role) -> Path | None:
+    """Return what ``role`` shows the run's broker: its key at the embedded one, else ``bus.credentials``."""
+    return credentials_path(run_directory, role) if settings.bus.url == "embedded" else settings.bus.credentials
+
+
 def ensure_key(path: Path) -> str:
     """Return the public key of the seed in ``path``, making the seed first where there is none."""
     if not path.exists():

@@ -77,7 +77,12 @@ def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
         (names.eval_stream, _consumer(names.eval_nodes_consumer, lease, {"filter_subject": f"{run}.eval.tickets.>"})),
         (
             names.eval_stream,
-            _consumer(names.eval_controller_consumer, lease, {"filter_subject": f"{run}.eval.results.>"}),
+            _consumer(
+                names.eval_controller_consumer,
+                lease,
+                # results are acked when the evaluation is whole, however many rows it has
+                {"filter_subject": f"{run}.eval.results.>", "max_ack_pending": -1},
+            ),
         ),
     ]
 

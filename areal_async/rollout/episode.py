@@ -4,6 +4,7 @@ Invariant: ``run_episode`` returns a trajectory for every way in which user code
 cancellation and errors that end the process.
 """
 
+import asyncio
 import math
 import numbers
 import time
@@ -33,7 +34,16 @@ async def call_workflow(
         Reject: it withdrew.
     """
     with anyio.move_on_after(deadline_s) as scope, attributed_to(WorkflowError, f"workflow {name}"):
-        returned = await workflow(prompt, policy)
+        try:
+            returned = await workflow(prompt, policy)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            # Nobody cancelled this task: passed on, it would end the siblings' task group without a word.
+            raise WorkflowError(f"workflow {name}: let the CancelledError of a task of its own escape") from None
+        except SystemExit as exc:
+            raise WorkflowError(f"workflow {name}: called sys.exit({exc.code!r})") from exc
     if scope.cancelled_caught:
         raise WorkflowError(f"workflow {name}: ran past rollout.episode_deadline_s = {deadline_s:g} s")
     reward = checked_reward(returned, policy.reply_ids, name)

@@ -4,6 +4,8 @@ Thousands of streams share one loop; a workflow that computes instead of awaitin
 measure runs on the loop, the watch in a thread of its own, since a blocked loop cannot report itself.
 """
 
+import math
+import os
 import sys
 import threading
 import time
@@ -21,6 +23,8 @@ WINDOW_BEATS = 100
 """Ten seconds."""
 BLOCKED_S = 1.0
 MAX_STACK_FRAMES = 8
+ENDED_BY_WATCH = 70
+"""Exit status of a process whose loop stood still for too long."""
 
 log = structlog.get_logger()
 
@@ -35,7 +39,9 @@ class Lag(NamedTuple):
 class LoopWatch:
     """Measures with ``run_beats``, on the loop; reports blocking from a thread while ``watching``."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deadline_s: float = math.inf) -> None:
+        """``deadline_s``: a loop that stands still for longer is ended with its process; nothing in it could."""
+        self._deadline_s = deadline_s
         self._lags_s: deque[float] = deque(maxlen=WINDOW_BEATS)
         self._last_beat_s = time.monotonic()
         self._loop_thread_id = threading.get_ident()
@@ -74,9 +80,12 @@ class LoopWatch:
             blocked_s = time.monotonic() - beat_s
             if blocked_s > BLOCKED_S and beat_s != reported_beat_s:
                 reported_beat_s = beat_s
-                log.warning("loop.blocked", blocked_s=round(blocked_s, 2), stack=self._stack())
+                log.warning("loop.blocked", blocked_s=round(blocked_s, 2), frames=self._frames())
+            if blocked_s > self._deadline_s:
+                log.critical("loop.ended", blocked_s=round(blocked_s, 2), frames=self._frames())
+                os._exit(ENDED_BY_WATCH)
 
-    def _stack(self) -> list[str]:
+    def _frames(self) -> list[str]:
         frame = sys._current_frames().get(self._loop_thread_id)
         frames = traceback.extract_stack(frame)[-MAX_STACK_FRAMES:] if frame else []
         return [f"{entry.filename}:{entry.lineno} {entry.name}" for entry in frames]

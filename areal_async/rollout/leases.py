@@ -95,11 +95,12 @@ class Leases:
                 async with returned_unless_done(*deliveries):
                     handlers = await take(deliveries)
                 for delivery, handler in zip(deliveries, handlers, strict=True):
-                    if handler is None:
-                        await delivery.ack()
-                    else:
+                    if handler is not None:
                         num_running += 1
                         running.start_soon(run_one, handler, delivery)
+                for delivery, handler in zip(deliveries, handlers, strict=True):
+                    if handler is None:
+                        await delivery.ack()
 
         async with anyio.create_task_group() as running:
             # Closed before the tickets that still run are given back: those are for other nodes.

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import anyio
 
-from areal_async.bus import Role, credentials_path, open_bus
+from areal_async.bus import Role, credentials_for, open_bus
 from areal_async.errors import PipelineError
 from areal_async.log import configure
 from areal_async.rollout.node import run_node, run_signals
@@ -25,8 +25,6 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) 
 
 
 async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: str) -> None:
-    is_embedded = settings.bus.url == "embedded"
-    credentials = credentials_path(run_directory, Role.NODE) if is_embedded else settings.bus.credentials
     draining = anyio.Event()
     async with (
         open_bus(
@@ -34,7 +32,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: s
             names=settings.names,
             role=Role.NODE,
             instance=node_id,
-            credentials=credentials,
+            credentials=credentials_for(settings, run_directory, Role.NODE),
             operation_deadline_s=settings.bus.operation_deadline_s,
         ) as bus,
         anyio.create_task_group() as tasks,

@@ -23,7 +23,7 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
         report = node_report(place, pool, watch)
         report["tokens_per_s"] = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
         num_tokens_before, before_s = num_tokens, now_s
-        await place.bus.emit(place.bus.names.metrics("node"), msgspec.json.encode(report))
+        await place.bus.emit(place.bus.names.metrics("node", place.node_id), msgspec.json.encode(report))
 
 
 def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any]:
@@ -31,6 +31,8 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
     counts = place.counts
     return {
         "node_id": place.node_id,
+        "state": f"runs {counts.num_groups_running} groups, {counts.num_trajectories_running} trajectories",
+        "waits_for": _waits_for(place, pool),
         "num_groups_running": counts.num_groups_running,
         "num_trajectories_running": counts.num_trajectories_running,
         "num_groups_waiting_for_stream": place.backpressure.num_waiting,
@@ -51,3 +53,16 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
             for server in pool.servers.values()
         },
     }
+
+
+def _waits_for(place: Workplace, pool: Pool) -> str:
+    """Name what holds the node up, the most telling first; empty when nothing does."""
+    fenced = [f"server {server.id} ({server.fence})" for server in pool.servers.values() if server.fence]
+    if fenced:
+        return ", ".join(fenced)
+    if place.backpressure.num_waiting:
+        return f"room in the trajectory stream, for {place.backpressure.num_waiting} groups"
+    num_requests = sum(server.num_requests for server in pool.servers.values())
+    if num_requests:
+        return f"{num_requests} completions of {len(pool.servers)} servers"
+    return "tickets" if not place.counts.num_groups_running else "its workflows and rewards"

@@ -79,7 +79,7 @@ class _Node:
         server_ids = [f"{node_id}-{index}" for index in range(settings.inference.num_servers)]
         self._pool = Pool(server_ids, deadline_s=settings.inference.start_deadline_s)
         self._target = Target()
-        self._watch = LoopWatch()
+        self._watch = LoopWatch(deadline_s=settings.run.watchdog_s)
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings

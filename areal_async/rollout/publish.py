@@ -79,7 +79,8 @@ class Outbox:
         self._subject = names.trajectories(ticket.workflow, ticket.group_id)
         self._ticket = ticket
         self._producer = producer
-        self._num_left = num_expected
+        self.num_left = num_expected
+        """Slots that are not stored yet."""
         self._linger_s = linger_s
         self._backpressure = backpressure
         self._ready: list[Trajectory] = []
@@ -101,7 +102,7 @@ class Outbox:
         When cancelled it stores, for a bounded time, what is finished.
         """
         try:
-            while self._num_left:
+            while self.num_left:
                 await self._wait_ready()
                 await self._send_ready()
         except anyio.get_cancelled_exc_class():
@@ -114,7 +115,7 @@ class Outbox:
             self._changed = anyio.Event()
             await self._changed.wait()
         with anyio.move_on_after(self._linger_s):
-            while len(self._ready) < self._num_left:
+            while len(self._ready) < self.num_left:
                 self._changed = anyio.Event()
                 await self._changed.wait()
 
@@ -123,7 +124,7 @@ class Outbox:
             # Kept while it is being sent: a cancelled send is repeated as it was.
             self._in_flight = self._in_flight or self._freeze()
             await self._send(self._in_flight)
-            self._num_left -= self._in_flight.num_slots
+            self.num_left -= self._in_flight.num_slots
             self._in_flight = None
 
     def _freeze(self) -> _Frozen:

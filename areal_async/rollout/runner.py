@@ -14,7 +14,7 @@ import structlog
 
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Workflow
-from areal_async.errors import UserError
+from areal_async.errors import PipelineError, UserError
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy import Generator, RecordingPolicy
 from areal_async.rollout.publish import Backpressure, Outbox
@@ -163,6 +163,8 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                 tasks.start_soon(run_sibling, sibling)
     finally:
         place.counts.num_groups_running -= 1
+    if outbox.num_left:
+        raise PipelineError(f"group {ticket.group_id}: {outbox.num_left} of its slots were never stored")
 
 
 def _count(counts: Counts, status: SlotStatus, reason: str, sample_uid: str) -> None:

@@ -79,3 +79,14 @@ async def test_a_deleted_run_is_gone_and_can_be_declared_anew(
     assert await list_runs(bus) == []
     await declare(bus, settings)
     assert (await bus.stream_state(bus.names.outcomes_stream)).num_messages == 0
+
+
+async def test_an_evaluation_of_any_size_can_be_collected_before_it_is_acked(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    bus = await open_role(Role.OPERATOR)
+    names = bus.names
+
+    consumer = await bus.api.ask(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_controller_consumer}")
+
+    assert consumer["config"]["max_ack_pending"] == -1

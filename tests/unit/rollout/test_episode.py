@@ -1,5 +1,6 @@
 """However user code ends, there is a trajectory that says so."""
 
+import asyncio
 import math
 from typing import Any
 
@@ -68,6 +69,7 @@ async def test_number_is_the_reward(returned: float, reward: float) -> None:
         ("1.0", "workflow w: returned '1.0', need a float"),
         ({"other.1": 1.0}, "workflow w: got rewards for replies ['other.1'], need ids out of ['uid.1']"),
         ({}, "workflow w: got rewards for replies [], need ids"),
+        (SystemExit(3), "workflow w: called sys.exit(3)"),
     ],
 )
 async def test_what_is_no_reward_is_a_failed_slot_with_its_cause(action: Any, reason: str) -> None:
@@ -77,6 +79,22 @@ async def test_what_is_no_reward_is_a_failed_slot_with_its_cause(action: Any, re
     assert trajectory.slot.reason.startswith(reason)
     assert (trajectory.slot.reward, trajectory.slot.num_tokens, trajectory.sequences) == (0.0, 0, [])
     assert trajectory.slot.oldest == "1-2"
+
+
+async def test_a_cancellation_that_escapes_from_user_code_is_its_failure_and_stops_no_sibling() -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        task = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        task.cancel()
+        await task
+        return 1.0
+
+    async with anyio.create_task_group() as siblings:
+        trajectory = await play(workflow)
+        assert not siblings.cancel_scope.cancel_called
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert "CancelledError" in trajectory.slot.reason
 
 
 @pytest.mark.parametrize("reject", [Reject("why"), ExceptionGroup("g", [Reject("why")])])

@@ -1,12 +1,14 @@
 """A blocked loop is reported, with the line that blocks it, while it is blocked."""
 
+import subprocess
+import sys
 import time
 
 import anyio
 import pytest
 import structlog
 
-from areal_async.rollout.lag import LoopWatch
+from areal_async.rollout.lag import ENDED_BY_WATCH, LoopWatch
 
 pytestmark = pytest.mark.anyio
 
@@ -30,5 +32,21 @@ async def test_blocking_call_is_named_and_measured(monkeypatch: pytest.MonkeyPat
 
     assert num_reports == 1
     assert logs[0]["event"] == "loop.blocked"
-    assert any("hold_up_the_loop" in frame for frame in logs[0]["stack"])
+    assert any("hold_up_the_loop" in frame for frame in logs[0]["frames"])
     assert watch.lag.max_s > 0.3
+
+
+def test_a_loop_that_stands_still_past_the_deadline_is_ended_with_its_process() -> None:
+    program = (
+        "import time, anyio\n"
+        "from areal_async.rollout.lag import ENDED_BY_WATCH, LoopWatch\n"
+        "async def main():\n"
+        "    watch = LoopWatch(deadline_s=0.2)\n"
+        "    with watch.watching():\n"
+        "        time.sleep(60)\n"
+        "anyio.run(main)\n"
+    )
+
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
+
+    assert ended.returncode == ENDED_BY_WATCH
