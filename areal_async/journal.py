@@ -7,6 +7,8 @@ them from the first step that it cuts anew.
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from areal_async.types import Cut, CutKind, Outcome
 
 
@@ -20,6 +22,8 @@ class Journal:
     """Surviving cut of each step."""
     outcomes: dict[str, Outcome] = field(default_factory=dict)
     """The first settling outcome of each group."""
+    branches: dict[str, int] = field(default_factory=dict)
+    """Where lineages parted, by the newest entry that says so (``Cut.branches``)."""
     last_cut_sequence: int = 0
     """Stream sequence of the newest journal entry: what the next one must follow."""
     is_ended: bool = False
@@ -34,11 +38,34 @@ class Journal:
             self.lineage, self.restored_step, self.is_ended = entry.lineage, entry.step, False
         elif entry.kind is CutKind.END:
             self.is_ended = True
+        elif entry.kind is CutKind.BRANCH:
+            self._drop_cuts(entry.step + 1)
+            self.branches = entry.branches
         else:
-            for step in [step for step in self.cuts if step >= entry.step]:
-                del self.cuts[step]
+            self._drop_cuts(entry.step)
             self.cuts[entry.step] = entry
+            self.branches = entry.branches
         return True
+
+    def _drop_cuts(self, first_step: int) -> None:
+        for step in [step for step in self.cuts if step >= first_step]:
+            del self.cuts[step]
+
+    def remove_from_cuts(self, group_id: str) -> None:
+        """Take a group that ended otherwise out of the newest cut that names it."""
+        for step in sorted(self.cuts, reverse=True):
+            cut = self.cuts[step]
+            kept = [group for group in cut.groups if group.group_id != group_id]
+            if len(kept) < len(cut.groups):
+                self.cuts[step] = msgspec.structs.replace(cut, groups=kept)
+                return
+
+    def forget_slots(self, *, through_step: int) -> None:
+        """Keep only the groups' names of cuts that no replay will ask for any more."""
+        for step, cut in self.cuts.items():
+            if step <= through_step and cut.groups and cut.groups[0].slots:
+                groups = [msgspec.structs.replace(group, slots=[]) for group in cut.groups]
+                self.cuts[step] = msgspec.structs.replace(cut, groups=groups)
 
     def add_outcome(self, outcome: Outcome) -> bool:
         """Read an outcome; say whether it settles its group now."""
@@ -46,11 +73,6 @@ class Journal:
             return False
         self.outcomes[outcome.group_id] = outcome
         return True
-
-    @property
-    def last_step(self) -> int:
-        """The newest step with a surviving cut, or the restored one."""
-        return max(self.cuts, default=self.restored_step)
 
     def steps_to_replay(self) -> list[int]:
         """The journalled steps after the checkpoint, without a gap."""

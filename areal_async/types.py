@@ -253,6 +253,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     reason: str = ""
     num_failed_attempts: int = 0
     """At this prompt, this attempt included when it failed."""
+    num_whole_before: int = 0
+    """Groups found whole since the outcome that failed before this one: whether failures follow one another."""
     sample_uid: str = ""
     """For ``late`` and ``duplicate``."""
 
@@ -270,6 +272,8 @@ class CutGroup(Record, frozen=True, kw_only=True):
     group_id: str
     workflow: str
     slots: list[CutSlot]
+    num_failed_attempts: int = 0
+    """Earlier attempts at its prompt that failed: needed if it falls out of the cut."""
 
 
 class CutKind(StrEnum):
@@ -279,6 +283,8 @@ class CutKind(StrEnum):
     """A trainer took ``lineage``, restored from the checkpoint of ``step``; older lineages' entries end here."""
     CUT = "cut"
     """The batch of ``step``."""
+    BRANCH = "branch"
+    """What was cut after ``step`` cannot be replayed: those cuts are given up, their groups tried again."""
     END = "end"
     """No batch: the trainer's ranks finish before ``step``."""
 
@@ -291,6 +297,10 @@ class Cut(Record, frozen=True, kw_only=True):
     step: int
     groups: list[CutGroup] = []
     seed: int = 0
+    max_staleness: int = 0
+    """The bound it was cut under, and is held to wherever it is trained."""
+    masks_stale: bool = False
+    """Tokens over the bound are left out of the loss, instead of being impossible."""
     branches: dict[str, int] = {}
     """lineage -> last step it shares with the lineage before it, where they parted (``staleness.age_at``)."""
 

@@ -8,6 +8,8 @@ its outcome is written; any other outcome settles its group when it is recorded.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from areal_async.journal import Journal
 from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, ServerState, Version
 
@@ -36,17 +38,20 @@ class Accounts:
     _num_settled_untrained: int = 0
 
     def add_cut(self, entry: Cut, *, sequence: int) -> None:
-        """Read a journal entry."""
-        if self.journal.add_cut(entry, sequence=sequence) and entry.groups:
+        """Read a journal entry. Its slots are not kept: the books need no more than the groups' names."""
+        ended = {group_id for group_id, one in self.journal.outcomes.items() if one.kind is not OutcomeKind.TRAINED}
+        groups = [msgspec.structs.replace(one, slots=[]) for one in entry.groups if one.group_id not in ended]
+        if self.journal.add_cut(msgspec.structs.replace(entry, groups=groups), sequence=sequence) and groups:
             self.num_consecutive_failed = 0
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Read an outcome."""
         if not self.journal.add_outcome(outcome) or outcome.kind is OutcomeKind.TRAINED:
             return
+        self.journal.remove_from_cuts(outcome.group_id)
         self._num_settled_untrained += 1
         if outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
-            self.num_consecutive_failed += 1
+            self.num_consecutive_failed = 1 if outcome.num_whole_before else self.num_consecutive_failed + 1
             self.last_failure = outcome.reason
         elif outcome.kind is not OutcomeKind.ABANDONED:
             self.num_consecutive_failed = 0
@@ -74,16 +79,9 @@ class Accounts:
     @property
     def num_settled(self) -> int:
         """Groups whose credit has returned."""
-        untrained = self.journal.outcomes
         held_step = self.held_step
-        trained = sum(
-            1
-            for step, cut in self.journal.cuts.items()
-            if step <= held_step
-            for group in cut.groups
-            if untrained.get(group.group_id) is None or untrained[group.group_id].kind is OutcomeKind.TRAINED
-        )
-        return self._num_settled_untrained + trained
+        cuts = self.journal.cuts.items()
+        return self._num_settled_untrained + sum(len(cut.groups) for step, cut in cuts if step <= held_step)
 
     @property
     def num_in_flight(self) -> int:
@@ -98,9 +96,3 @@ class Accounts:
     def due_readmissions(self) -> list[Readmission]:
         """Those that are not admitted again yet."""
         return self.readmissions[self.admitted.num_readmitted :]
-
-    def is_settled(self, group_id: str) -> bool:
-        """Whether the group ended, or is in a surviving cut."""
-        return group_id in self.journal.outcomes or any(
-            group.group_id == group_id for cut in self.journal.cuts.values() for group in cut.groups
-        )

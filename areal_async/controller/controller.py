@@ -28,7 +28,6 @@ from areal_async.types import (
     Admitted,
     Cut,
     GroupId,
-    Metrics,
     Outcome,
     OutcomeKind,
     RunState,
@@ -84,7 +83,7 @@ class Controller:
         self._may_admit = evaluator is None
         self._newest: WeightsVersion | None = None
         self._moved_at = time.monotonic()
-        self._others: dict[str, Metrics] = {}
+        self._others: dict[str, dict[str, str]] = {}
         self.waits_for = ""
 
     async def run(self) -> None:
@@ -99,6 +98,7 @@ class Controller:
             for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening):
                 loops.start_soon(loop)
             await self._read_existing_log()
+            self._accounts.num_consecutive_failed = 0  # of an earlier start: whoever resumes has mended the cause
             loops.start_soon(self.run_log)
             loops.start_soon(self.run_admission)
             await self.run_evaluation()
@@ -153,35 +153,42 @@ class Controller:
         """Remember what the other roles say of themselves, for the watch."""
         async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
             async for subject, data in messages:
-                said = msgspec.json.decode(data, type=dict[str, object])
-                if "state" in said:
-                    self._others[subject] = {key: str(said.get(key, "")) for key in ("state", "waits_for")}
+                said = msgspec.json.decode(data, type=dict[str, Any])
+                if "state" not in said:
+                    continue
+                speaker = f"node-{said['node_id']}" if "node_id" in said else subject.split(".")[3]
+                now = {key: str(said.get(key, "")) for key in ("state", "waits_for")}
+                if speaker == "trainer" and now["state"] != self._others.get(speaker, {}).get("state"):
+                    self._moved_at = time.monotonic()  # it goes from one thing to the next
+                self._others[speaker] = now
 
     # admission
 
     async def run_admission(self) -> None:
         """Admit whenever there is a credit, until the last step's cut is journalled."""
         last_step = self._settings.run.steps
-        while last_step not in self._accounts.journal.cuts:
+        while True:
             changed = self._changed
-            count = min(self._accounts.num_credits, ADMISSION_BATCH) if self._may_admit and self._accounts.held else 0
-            if count:
-                await self._admit(count)
-            else:
-                self.waits_for = self._missing_for_admission()
+            self.waits_for = self._missing_for_admission(last_step)
+            if self.waits_for:
                 await changed.wait()
-        self.waits_for = "the last step"
+            else:
+                await self._admit(min(self._accounts.num_credits, ADMISSION_BATCH))
 
-    def _missing_for_admission(self) -> str:
+    def _missing_for_admission(self, last_step: int) -> str:
+        if last_step in self._accounts.journal.cuts:
+            return "the last step"
         if not self._may_admit:
             return "the first evaluation"
         if self._accounts.held is None:
             return "a server that holds an announced version"
-        return f"a credit: {self._accounts.num_in_flight} groups are admitted and not settled"
+        if self._accounts.num_credits == 0:
+            return f"a credit: {self._accounts.num_in_flight} groups are admitted and not settled"
+        return ""
 
     async def _admit(self, count: int) -> None:
         """Publish tickets, then move the record: what a crash between repeats is de-duplicated by id."""
-        admitted = self._accounts.admitted
+        admitted, version = self._accounts.admitted, str(self._accounts.held)
         again = self._accounts.due_readmissions[:count]
         fresh = [
             Readmission(group_id=self._sampler.group_at(admitted.num_fresh + offset), num_failed_attempts=0)
@@ -189,7 +196,7 @@ class Controller:
         ]
         async with anyio.create_task_group() as publishing:
             for offset, item in enumerate([*again, *fresh]):
-                publishing.start_soon(self._publish_ticket, item, admitted.total + offset + 1)
+                publishing.start_soon(self._publish_ticket, item, version, admitted.total + offset + 1)
         record = Admitted(
             total=admitted.total + count,
             num_fresh=admitted.num_fresh + len(fresh),
@@ -202,14 +209,14 @@ class Controller:
         self._accounts.admitted = record
         self._move()
 
-    async def _publish_ticket(self, item: Readmission, number: int) -> None:
+    async def _publish_ticket(self, item: Readmission, version: str, number: int) -> None:
         workflow, row = self._tasks.at(item.group_id.index)
         ticket = Ticket(
             group_id=str(item.group_id),
             workflow=workflow,
             row=row,
             group_size=self._settings.rollout.group_size,
-            version=str(self._accounts.held),
+            version=version,
             num_failed_attempts=item.num_failed_attempts,
             number=number,
         )
@@ -288,11 +295,8 @@ class Controller:
             await anyio.sleep(watchdog_s / 10)
             quiet_s = time.monotonic() - self._moved_at
             if quiet_s >= watchdog_s:
-                chain = {
-                    subject.split(".", 3)[3]: said["waits_for"] or said["state"]
-                    for subject, said in self._others.items()
-                }
-                log.error("run.stalled", quiet_s=round(quiet_s), controller=self.waits_for, **chain)
+                chain = {speaker: said["waits_for"] or said["state"] for speaker, said in sorted(self._others.items())}
+                log.error("run.stalled", quiet_s=round(quiet_s), **chain)
                 event = {"event": "run.stalled", "quiet_s": round(quiet_s), "waits_for": chain}
                 await self._bus.emit(self._bus.names.events("controller", "0"), msgspec.json.encode(event))
                 self._move()

@@ -66,23 +66,23 @@ class Evaluator:
                 ticket = EvalTicket(eval_id=eval_id, index=index, workflow=self._workflow, row=self._rows[index])
                 publishing.start_soon(self._publish, ticket)
         results: dict[int, EvalResult] = {}
-        deliveries: list[Delivery] = []
+        deliveries: dict[int, Delivery] = {}
         async with self._bus.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
             while len(results) < len(self._rows):
                 self.waits_for = f"{len(self._rows) - len(results)} evaluation results of {eval_id}"
                 for delivery in await inbox.fetch(RESULT_BATCH, wait_s=2.0):
-                    deliveries.append(delivery)
+                    deliveries[delivery.sequence] = delivery  # one that comes again replaces itself
                     result = decode(delivery.data, EvalResult)
                     if result.eval_id == eval_id and result.index < len(self._rows):
                         results.setdefault(result.index, result)
                         on_result()
             record = _summarise(version, list(results.values()))
+            with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
+                file.write(json.dumps(msgspec.structs.asdict(record)) + "\n")
             await self._bus.put(_key(due_step), record)
-            await self._bus.settle(deliveries)
+            await self._bus.settle(list(deliveries.values()))
         self.waits_for = ""
         await self._bus.emit(names.events("controller", "0"), record)
-        with self._file.open("a") as file:
-            file.write(json.dumps(msgspec.structs.asdict(record)) + "\n")
         log.info("evaluation.finished", **msgspec.structs.asdict(record))
         return record
 

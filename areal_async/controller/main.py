@@ -4,15 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import structlog
 
 from areal_async import log as logging
-from areal_async.bus import Bus, Role, credentials_path, open_bus
+from areal_async.bus import Bus, Role, credentials_for, open_bus
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller, Tasks
 from areal_async.controller.evaluation import Evaluator
 from areal_async.data import load_rows
-from areal_async.errors import FencedError, PipelineError, UserError
+from areal_async.errors import BusError, FencedError, PipelineError, UserError
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
 from areal_async.types import RunState
@@ -28,8 +29,21 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     tasks = Tasks([(task.name, load_rows(task.dataset)) for task in settings.tasks])
     if len(tasks) == 0:
         raise UserError("tasks: got data sets without a row, need at least one; check tasks.0.dataset")
+    _check_sendable(tasks)
     held_out = _head(load_rows(settings.eval.dataset), settings.eval.limit) if settings.eval.dataset else None
     anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})
+
+
+def _check_sendable(tasks: Tasks) -> None:
+    """Rows travel as JSON; say so before the first ticket does not."""
+    workflow, row = tasks.at(0)
+    try:
+        msgspec.json.encode(row)
+    except TypeError as exc:
+        raise UserError(
+            f"dataset of {workflow}: got a row that is no JSON ({exc}), need text, numbers, lists and mappings; "
+            "leave the other columns out"
+        ) from exc
 
 
 def _head(rows: Any, limit: int) -> Any:
@@ -41,7 +55,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         bus_url,
         names=settings.names,
         role=Role.CONTROLLER,
-        credentials=settings.bus.credentials or credentials_path(run_directory, Role.CONTROLLER),
+        credentials=credentials_for(settings, run_directory, Role.CONTROLLER),
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
         evaluator = (
@@ -60,6 +74,6 @@ async def _record_failure(bus: Bus, group: ExceptionGroup[PipelineError]) -> Non
     cause: BaseException = group
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
-    if isinstance(cause, FencedError):
-        return  # another process goes on with the run
+    if isinstance(cause, (FencedError, BusError)):
+        return  # another process goes on with the run, or this one when it is started again
     await bus.put(RUN_STATE, RunState(state="failed", reason=str(cause)))

@@ -6,7 +6,7 @@ from typing import Any
 
 import anyio
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_path, declare, delete_run, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, delete_run, open_bus
 from areal_async.launch.backend import Backend
 from areal_async.launch.gpus import visible_gpus
 from areal_async.launch.plan import plan_crews
@@ -44,6 +44,9 @@ async def launch(
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
         await bus.put(RUN_STATE, RunState())
+        if settings.bus.url == EMBEDDED:
+            for key in await bus.keys("server."):  # of nodes that were killed: nobody is to wait for them
+                await bus.delete(key)
 
         async def read_failure() -> str | None:
             now, _ = await bus.get(RUN_STATE, RunState)
@@ -86,13 +89,11 @@ async def _broker(settings: Settings) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def _operator(settings: Settings, directory: RunDirectory, url: str) -> AsyncIterator[Bus]:
-    is_embedded = settings.bus.url == EMBEDDED
-    credentials = credentials_path(directory.path, Role.OPERATOR) if is_embedded else settings.bus.credentials
     async with open_bus(
         url,
         names=settings.names,
         role=Role.OPERATOR,
-        credentials=credentials,
+        credentials=credentials_for(settings, directory.path, Role.OPERATOR),
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
         yield bus

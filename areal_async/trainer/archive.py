@@ -119,6 +119,8 @@ class MetricsFile:
 
 def keep_newest(directory: Path, count: int) -> None:
     """Delete all but the newest ``<lineage>-<step>`` folders of a directory."""
+    for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
+        shutil.rmtree(leftover)  # of a save that a crash cut short
     folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
     for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
         shutil.rmtree(path)

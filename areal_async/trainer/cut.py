@@ -27,6 +27,8 @@ class OpenGroup:
     order: int
     """Of becoming known: older groups first."""
     slots: dict[int, CutSlot] = field(default_factory=dict)
+    is_counted: bool = False
+    """Already counted among the groups found whole."""
 
     @property
     def is_complete(self) -> bool:
@@ -68,7 +70,12 @@ class OpenGroup:
         return OutcomeKind.REJECTED, next(item.slot.reason for item in self.slots.values() if not _is_scored(item.slot))
 
     def as_cut_group(self) -> CutGroup:
-        return CutGroup(group_id=self.group_id, workflow=self.workflow, slots=self.scored)
+        return CutGroup(
+            group_id=self.group_id,
+            workflow=self.workflow,
+            slots=self.scored,
+            num_failed_attempts=self.num_failed_attempts,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterable
 
 import anyio
+import msgspec
 import structlog
 
 from areal_async.bus import Bus, Delivery
@@ -42,12 +43,16 @@ class Feed:
         self._bus = bus
         self._settings = settings
         self._lineage = lineage
-        self._branches: dict[str, int] = {}
+        self._branches = dict(journal.branches)
         self._inventory: Inventory[Delivery] = Inventory()
         self._inventory.close(journal.outcomes)
         self._unacked_cuts: dict[int, Cut] = {}
         """Cuts that no checkpoint holds yet."""
         self._recorded = set(journal.outcomes)
+        self._num_failed_attempts: dict[str, int] = {}
+        """Of groups in cuts that no checkpoint holds, should they fall out."""
+        self._num_whole = 0
+        self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = anyio.Event()
         self._allowed_step = 0
         self._waiting_since: dict[str, float] = {}
@@ -61,9 +66,7 @@ class Feed:
     def adopt(self, cuts: Iterable[Cut]) -> None:
         """Take over the journalled cuts that are to be replayed: their groups are not cut again."""
         for cut in cuts:
-            self._unacked_cuts[cut.step] = cut
-            self._inventory.close_cut(cut.groups)
-            self._branches = dict(cut.branches)
+            self._hold(cut)
 
     async def disown(self, *, after_step: int) -> None:
         """Give up the adopted cuts beyond ``after_step``: they cannot be replayed.
@@ -71,6 +74,9 @@ class Feed:
         Their groups are abandoned, to be admitted again, and ages count on both sides of that step from now on.
         """
         self._branches[str(self._lineage.number)] = after_step
+        await self._lineage.write_cut(
+            Cut(kind=CutKind.BRANCH, lineage=self._lineage.number, step=after_step, branches=self._branches)
+        )
         for step in [step for step in self._unacked_cuts if step > after_step]:
             groups = [group.group_id for group in self._unacked_cuts.pop(step).groups]
             reason = f"its cut of step {step} could not be replayed"
@@ -89,8 +95,15 @@ class Feed:
     @property
     def wants_checkpoint(self) -> bool:
         """Whether the stream is so full that acks should not wait for the next regular checkpoint."""
-        limit = EARLY_CHECKPOINT_SHARE * self._settings.rollout.max_stream_bytes
-        return self._inventory.stored_bytes >= limit and bool(self._unacked_cuts)
+        return self._is_nearly_full and bool(self._unacked_cuts)
+
+    @property
+    def _is_nearly_full(self) -> bool:
+        return self._inventory.stored_bytes >= EARLY_CHECKPOINT_SHARE * self._settings.rollout.max_stream_bytes
+
+    @property
+    def _is_catching_up(self) -> bool:
+        return not self._caught_up["inbox"].is_set()
 
     @property
     def num_unacked_messages(self) -> int:
@@ -120,6 +133,8 @@ class Feed:
         await self._ack(group.group_id for cut in done for group in cut.groups)
         for cut in done:
             del self._unacked_cuts[cut.step]
+            for group in cut.groups:
+                self._num_failed_attempts.pop(group.group_id, None)
 
     async def settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
         """End groups without training them: record, then ack."""
@@ -141,20 +156,29 @@ class Feed:
         names = self._bus.names
         async with self._bus.consume(names.trajectories_stream, names.trainer_consumer(self._lineage.number)) as inbox:
             while True:
-                deliveries = await inbox.fetch(INBOX_BATCH, wait_s=2.0)
+                deliveries = await inbox.fetch(INBOX_BATCH, wait_s=0.5 if self._is_catching_up else 2.0)
                 for delivery in deliveries:
                     await self._receive(delivery)
                 if deliveries:
                     self._notify()
+                else:
+                    self._caught_up["inbox"].set()
 
     async def run_tickets(self) -> None:
         """Learn of admitted groups before any of their slots is stored, so that due ones are waited for."""
-        async for message in self._bus.follow(self._bus.names.tickets_stream, self._bus.names.all_tickets):
+        names, sequence = self._bus.names, 0
+        for message in await self._bus.read_log(names.tickets_stream, names.all_tickets):
+            self._inventory.add_ticket(decode(message.data, Ticket))
+            sequence = message.sequence
+        self._caught_up["tickets"].set()
+        async for message in self._bus.follow(names.tickets_stream, names.all_tickets, start_sequence=sequence + 1):
             if self._inventory.add_ticket(decode(message.data, Ticket)):
                 self._notify()
 
     async def run_cutter(self, first_step: int) -> None:
         """Write the journal from ``first_step`` to the last step, or until ``stop``."""
+        for reader in self._caught_up.values():
+            await reader.wait()  # what was stored before this lineage may be due in its first step
         last_step = self._settings.run.steps
         for step in range(first_step, last_step + 1):
             plan = await self._wait_for_batch(step)
@@ -170,7 +194,8 @@ class Feed:
 
     async def _receive(self, delivery: Delivery) -> None:
         try:
-            message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.num_bytes)
+            num_bytes = delivery.num_bytes + sum(map(len, delivery.headers.values()))
+            message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=num_bytes)
         except WireError as exc:
             log.warning("trajectory.undecodable", subject=delivery.subject, reason=str(exc))
             await self._bus.publish(self._bus.names.dead("undecodable"), str(exc).encode(), msg_id=None)
@@ -178,7 +203,7 @@ class Feed:
             return
         unusable = self._inventory.add_message(message, delivery)
         for outcome in unusable:
-            await self._publish(outcome)
+            await self._publish(msgspec.structs.replace(outcome, lineage=self._lineage.number))
         if message.group_id in self._recorded:
             await self._ack([message.group_id])
 
@@ -195,9 +220,11 @@ class Feed:
                 stale = [group.group_id for group in plan.stale]
                 await self.settle(stale, OutcomeKind.STALE, reason="older than max_staleness", step=step)
                 continue
-            if plan.is_ready:
+            if plan.is_ready or (self._is_nearly_full and plan.taken and not plan.waits_for):
                 self._waiting_since.clear()
                 return plan
+            if self._is_nearly_full and await self._abandon_youngest(step):
+                continue
             self.waits_for = _describe(step, plan)
             await self._give_up_overdue(step, plan)
             with anyio.move_on_after(1.0):
@@ -212,6 +239,9 @@ class Feed:
                 if verdict is not None:
                     kind, reason = verdict
                     await self.settle([group.group_id], kind, reason=reason, step=step)
+                elif not group.is_counted:
+                    group.is_counted = True
+                    self._num_whole += 1
 
     def _plan(self, step: int) -> CutPlan:
         rollout = self._settings.rollout
@@ -234,12 +264,30 @@ class Feed:
             step=step,
             groups=[group.as_cut_group() for group in plan.taken],
             seed=(self._settings.run.seed << 32) + step,
+            max_staleness=self._settings.rollout.max_staleness,
+            masks_stale=self._settings.rollout.when_stale == "mask",
             branches=self._branches,
         )
         await self._lineage.write_cut(cut)
-        self._unacked_cuts[step] = cut
-        self._inventory.close_cut(cut.groups)
+        self._hold(cut)
         log.info("cut.written", step=step, num_groups=len(cut.groups), num_open=self.num_open_groups)
+
+    def _hold(self, cut: Cut) -> None:
+        self._unacked_cuts[cut.step] = cut
+        self._inventory.close_cut(cut.groups)
+        self._num_failed_attempts.update({group.group_id: group.num_failed_attempts for group in cut.groups})
+
+    async def _abandon_youngest(self, step: int) -> bool:
+        """Make room when the stream is nearly full of groups that cannot be cut yet; say whether there was one."""
+        if self._unacked_cuts:
+            return False  # the checkpoint of what is being trained will make room
+        partial = [group for group in self._inventory.open.values() if group.slots and not group.is_complete]
+        if not partial:
+            return False
+        youngest = max(partial, key=lambda group: group.order)
+        reason = "the stream was nearly full, and this was the youngest incomplete group"
+        await self.settle([youngest.group_id], OutcomeKind.ABANDONED, reason=reason, step=step)
+        return True
 
     async def _give_up_overdue(self, step: int, plan: CutPlan) -> None:
         now = time.monotonic()
@@ -254,7 +302,7 @@ class Feed:
     def _untrained(
         self, group_id: str, group: OpenGroup | None, kind: OutcomeKind, *, reason: str, step: int
     ) -> Outcome:
-        num_failed = group.num_failed_attempts if group else 0
+        num_failed = group.num_failed_attempts if group else self._num_failed_attempts.get(group_id, 0)
         if kind is OutcomeKind.FAILED:
             num_failed += 1
             if num_failed >= self._settings.rollout.max_attempts:
@@ -266,14 +314,18 @@ class Feed:
             step=step,
             reason=reason,
             num_failed_attempts=num_failed,
+            num_whole_before=self._num_whole,
         )
 
     async def _record(self, outcomes: Iterable[Outcome]) -> None:
+        """Store outcomes; only then do their groups count as recorded, and may be acked."""
+        new = [outcome for outcome in outcomes if outcome.group_id not in self._recorded]
         async with anyio.create_task_group() as publishing:
-            for outcome in outcomes:
-                if outcome.group_id not in self._recorded:
-                    self._recorded.add(outcome.group_id)
-                    publishing.start_soon(self._publish, outcome)
+            for outcome in new:
+                publishing.start_soon(self._publish, outcome)
+        self._recorded.update(outcome.group_id for outcome in new)
+        if any(outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD) for outcome in new):
+            self._num_whole = 0
 
     async def _publish(self, outcome: Outcome) -> None:
         names = self._bus.names

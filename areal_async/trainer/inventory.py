@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from areal_async.trainer.cut import OpenGroup
-from areal_async.types import CutGroup, Outcome, OutcomeKind, StoredMessage, Ticket, Version
+from areal_async.types import CutGroup, Outcome, OutcomeKind, SlotStatus, StoredMessage, Ticket, Version
 
 D = TypeVar("D")
 """A delivery: opaque here."""
@@ -51,7 +51,8 @@ class Inventory(Generic[D]):
         self.stored_bytes += message.num_bytes
         if message.group_id in self.closed:
             known = self.closed[message.group_id]
-            late = [slot for slot in message.slots if known is not None and slot.sample_uid not in known]
+            scored = [slot for slot in message.slots if slot.status is SlotStatus.SCORED]
+            late = [slot for slot in scored if known is not None and slot.sample_uid not in known]
             return [_of_slot(message.group_id, slot.sample_uid, OutcomeKind.LATE) for slot in late]
         if message.group_id not in self.open:
             self._open(

@@ -12,7 +12,7 @@ rank; which steps exist is decided by the journal alone.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from areal_async.bus import Bus
+from areal_async.errors import PipelineError
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
 from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
@@ -103,6 +104,7 @@ class Trainer:
         self._ledger = Ledger(version=str(Version(number, 0)), trained={})
         self._checkpointed_step = 0
         self._wants_stop = False
+        self._announced: WeightsVersion | None = None
         self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self.step = 0
@@ -136,6 +138,7 @@ class Trainer:
             self._metrics_file.rewind(to_step=self.step)
             num_moved = abandon_archive(self._directory / "trajectories", after_step=self.step)
             cuts = self._reader.journal.cuts
+            self._check_ledger(cuts)
             self._feed.adopt(cut for _, cut in sorted(cuts.items()))
             await self._feed.on_checkpoint(self.step)
             log.info("trainer.restored", step=self.step, lineage=self._number, num_archives_abandoned=num_moved)
@@ -150,10 +153,10 @@ class Trainer:
         await self._train()
         if self.step > self._checkpointed_step:
             await self._checkpoint()
-        if self.step == self._settings.run.steps:
+        if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
             await self._compute(lambda: self._engine.save_weights(self._directory / "model"))
-            await self._publish_weights(final=True)
+            await self._announce(final=True)  # last: whoever sees it may end the run
         self.state = "finished"
         log.info("trainer.finished", step=self.step)
 
@@ -164,7 +167,9 @@ class Trainer:
         for step in self._reader.journal.steps_to_replay():
             self.state = f"replaying step {step}"
             part = await self._fetch(self._without_settled(self._reader.journal.cuts[step]))
-            reports = await self._exchange(Report(missing=part.missing))
+            reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
+            if reports[0].stop:
+                return
             num_missing = sum(len(report.missing) for report in reports)
             if num_missing:
                 log.warning("replay.ended", step=step, num_missing=num_missing)
@@ -239,8 +244,8 @@ class Trainer:
             advantages=batch.advantages,
             start=self.version,
             age=lambda version: age_at(step=step, version=version, lineage=self._number, branches=branches),
-            max_staleness=settings.rollout.max_staleness,
-            masks_stale=settings.rollout.when_stale == "mask",
+            max_staleness=part.cut.max_staleness,
+            masks_stale=part.cut.masks_stale,
         )
         train_since = time.monotonic()
         stats = await self._compute(lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps))
@@ -258,6 +263,7 @@ class Trainer:
         )
         every_age = await self._gather(msgspec.json.encode(ages))
         self.step = step
+        self._reader.journal.forget_slots(through_step=self._checkpointed_step)
         self._ledger.version = str(made)
         self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
         return StepResult(
@@ -271,26 +277,25 @@ class Trainer:
 
     # what a step leaves behind
 
-    async def _publish_weights(self, *, final: bool = False) -> None:
+    async def _publish_weights(self) -> None:
         """Write the weights as they are now and make them the newest."""
         self.state = f"publishing {self.version}"
         folder = self._directory / "weights" / str(self.version)
         hashes = await self._compute(lambda: self._engine.save_weights(folder))
+        self._announced = WeightsVersion(version=str(self.version), path=str(folder.resolve()), sha256=hashes)
+        await self._announce()
         if self._lineage is not None:
-            announced = WeightsVersion(
-                version=str(self.version),
-                path=str(folder.resolve()),
-                sha256=hashes,
-                final=final or self.step == self._settings.run.steps,
-            )
-            await self._lineage.announce(announced)
             await anyio.to_thread.run_sync(keep_newest, folder.parent, NUM_KEPT_WEIGHTS)
+
+    async def _announce(self, *, final: bool = False) -> None:
+        if self._lineage is not None and self._announced is not None:
+            await self._lineage.announce(msgspec.structs.replace(self._announced, final=final))
 
     async def _is_checkpoint_due(self) -> bool:
         """Rank 0 decides."""
         trainer, wish = self._settings.trainer, b""
         if self._feed is not None:
-            is_regular = self.step % trainer.checkpoint_every_steps == 0 or self.step == self._settings.run.steps
+            is_regular = self.step % trainer.checkpoint_every_steps == 0 or self.step >= self._settings.run.steps
             wish = b"1" if is_regular or self._feed.wants_checkpoint else b"0"
         return (await self._gather(wish or b"0"))[0] == b"1"
 
@@ -335,6 +340,21 @@ class Trainer:
             if group.group_id not in outcomes or outcomes[group.group_id].kind is OutcomeKind.TRAINED
         ]
         return msgspec.structs.replace(cut, groups=groups)
+
+    def _check_ledger(self, cuts: Mapping[int, Cut]) -> None:
+        """Hold the checkpoint's own list of what it was trained on against the journal.
+
+        Raises:
+            PipelineError: they disagree: the journal is not of these weights, and going on could train twice.
+        """
+        for step, trained in self._ledger.trained.items():
+            cut = cuts.get(int(step))
+            strangers = set(trained) - {group.group_id for group in cut.groups} if cut else set(trained)
+            if strangers:
+                raise PipelineError(
+                    f"checkpoint {self._ledger.version}: step {step} trained {sorted(strangers)[:3]}, which the "
+                    "journal does not know of: the broker's store is of another run; start anew with --fresh"
+                )
 
     async def _wait_for_servers(self) -> None:
         """Wait until every unfenced server holds what was announced: nothing older is sampled from now on."""

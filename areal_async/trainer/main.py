@@ -8,7 +8,7 @@ import msgspec
 import structlog
 
 from areal_async import log as logging
-from areal_async.bus import Bus, Role, credentials_path, open_bus
+from areal_async.bus import Bus, Role, credentials_for, open_bus
 from areal_async.errors import UserError
 from areal_async.settings import Settings
 from areal_async.trainer.distributed import Ranks, join_ranks
@@ -53,7 +53,7 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             names=settings.names,
             role=Role.TRAINER,
             instance=str(ranks.rank),
-            credentials=settings.bus.credentials or credentials_path(run_directory, Role.TRAINER),
+            credentials=credentials_for(settings, run_directory, Role.TRAINER),
             operation_deadline_s=settings.bus.operation_deadline_s,
         ) as bus,
         anyio.create_task_group() as loops,

@@ -230,6 +230,57 @@ async def test_a_payload_that_is_gone_or_not_where_it_was_seen_is_told_apart(
         assert sorted(found) == [one.position for one in placed if one.key != ("0-0-0", 1)]
 
 
+async def test_a_nearly_full_stream_is_cut_short_instead_of_waiting_for_producers_that_wait_for_room(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    small = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_stream_bytes": 600})})
+    async with running(trainer, small) as station:
+        station.feed.allow(1)
+
+        await store(node, "0-0-0", [0, 1], group_size=2)
+
+        assert [group.group_id for group in (await station.cut(1)).groups] == ["0-0-0"]
+        assert station.feed.wants_checkpoint
+
+
+async def test_a_stream_nearly_full_of_incomplete_groups_gives_up_the_youngest(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    small = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_stream_bytes": 900})})
+    async with running(trainer, small) as station:
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0], group_size=2)
+        await until(lambda: station.feed.num_unacked_messages == 2)
+
+        station.feed.allow(1)
+
+        outcome = (await station.outcomes(1))[0]
+        assert (outcome.group_id, outcome.kind) == ("0-1-0", OutcomeKind.ABANDONED)
+
+
+async def test_cuts_that_cannot_be_replayed_are_given_up_before_their_groups_are_abandoned(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, first, second = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    async with running(first, settings) as old:
+        old.feed.allow(1)
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2, num_failed_attempts=1)
+        cut = await old.cut(1)
+    async with running(second, settings) as new:
+        new.feed.adopt([cut])
+
+        await new.feed.disown(after_step=0)
+
+        outcomes = await new.outcomes(2)
+        assert {(one.kind, one.num_failed_attempts) for one in outcomes} == {(OutcomeKind.ABANDONED, 1)}
+    journal = await (await Lineage.take(first)).read_log()
+    assert journal.cuts == {}
+    assert journal.branches == {"2": 0}
+
+
 async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role: OpenRole, settings: Settings) -> None:
     trainer = await open_role(Role.TRAINER)
     async with running(trainer, settings) as station:

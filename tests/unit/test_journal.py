@@ -1,7 +1,7 @@
 """A lineage inherits its predecessor's cuts, replaces them from its own first one, and fences it."""
 
 from areal_async.journal import Journal
-from areal_async.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
+from areal_async.types import Cut, CutGroup, CutKind, CutSlot, Outcome, OutcomeKind, Slot, SlotStatus
 
 
 def _cut(lineage: int, step: int, *ids: str) -> Cut:
@@ -42,6 +42,35 @@ def test_a_cut_made_anew_replaces_the_old_one_and_all_after_it() -> None:
     journal = _journal(_begin(1, 0), _cut(1, 1, "a"), _cut(1, 2, "b"), _cut(1, 3, "c"), _begin(2, 1), _cut(2, 2, "d"))
 
     assert {step: cut.groups[0].group_id for step, cut in journal.cuts.items()} == {1: "a", 2: "d"}
+
+
+def test_what_cannot_be_replayed_is_given_up_for_every_later_reader() -> None:
+    branch = Cut(kind=CutKind.BRANCH, lineage=2, step=1, branches={"2": 1})
+    journal = _journal(_begin(1, 0), *(_cut(1, step, f"0-{step}-0") for step in (1, 2, 3)), _begin(2, 0), branch)
+
+    assert sorted(journal.cuts) == [1]
+    assert journal.branches == {"2": 1}
+    journal.add_cut(_begin(3, 0), sequence=9)
+    assert journal.steps_to_replay() == [1]
+
+
+def test_a_branch_is_inherited_by_the_cuts_that_name_it() -> None:
+    cut = Cut(lineage=2, step=2, branches={"2": 1})
+
+    assert _journal(_begin(2, 1), cut).branches == {"2": 1}
+
+
+def test_slots_are_forgotten_only_through_the_step_that_no_replay_asks_for() -> None:
+    slot = CutSlot(
+        slot=Slot(sibling=0, sample_uid="u", status=SlotStatus.SCORED, oldest="1-0", newest="1-0"), sequence=1
+    )
+    groups = [CutGroup(group_id="a", workflow="w", slots=[slot])]
+    journal = _journal(_begin(1, 0), *(Cut(lineage=1, step=step, groups=groups) for step in (1, 2)))
+
+    journal.forget_slots(through_step=1)
+
+    assert [len(journal.cuts[step].groups[0].slots) for step in (1, 2)] == [0, 1]
+    assert journal.trained_groups(through_step=2) == {"a"}
 
 
 def test_an_end_is_forgotten_by_the_next_lineage() -> None:

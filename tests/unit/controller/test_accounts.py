@@ -1,5 +1,7 @@
 """Credit is admitted minus settled, and comes back when the servers hold what a group made."""
 
+import msgspec
+
 from areal_async.controller.accounts import Accounts
 from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, ServerState
 
@@ -122,6 +124,24 @@ def test_a_cut_ends_a_row_of_failures() -> None:
     accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
 
     assert accounts.num_consecutive_failed == 0
+
+
+def test_failures_with_whole_groups_between_them_are_no_row() -> None:
+    accounts = _accounts()
+    for index in range(3):
+        outcome = _outcome(f"0-{index}-0", OutcomeKind.FAILED, failed=1)
+        accounts.add_outcome(msgspec.structs.replace(outcome, num_whole_before=1))
+
+    assert accounts.num_consecutive_failed == 1
+
+
+def test_a_group_that_ended_before_it_was_cut_is_settled_once() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-0-0", OutcomeKind.ABANDONED))
+    accounts.add_cut(_cut(1, "0-0-0", "0-1-0"), sequence=2)
+    accounts.hold([_server("1-1")])
+
+    assert accounts.num_settled == 2
 
 
 def test_credits_never_go_below_zero() -> None:

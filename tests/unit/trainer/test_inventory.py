@@ -1,13 +1,13 @@
 """A slot counts once, whatever is delivered again, and a settled group stays settled."""
 
+import msgspec
+
 from areal_async.trainer.inventory import Inventory
 from areal_async.types import CutGroup, CutSlot, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
 
 
-def _slot(sibling: int, producer: str = "a") -> Slot:
-    return Slot(
-        sibling=sibling, sample_uid=f"{sibling}.{producer}", status=SlotStatus.SCORED, oldest="1-0", newest="1-0"
-    )
+def _slot(sibling: int, producer: str = "a", status: SlotStatus = SlotStatus.SCORED) -> Slot:
+    return Slot(sibling=sibling, sample_uid=f"{sibling}.{producer}", status=status, oldest="1-0", newest="1-0")
 
 
 def _message(*siblings: int, sequence: int, producer: str = "a") -> StoredMessage:
@@ -56,6 +56,8 @@ def test_what_comes_for_a_cut_group_is_late_unless_the_cut_holds_it() -> None:
 
     assert inventory.add_message(_message(0, sequence=5), "held by the cut") == []
     assert _kinds(inventory.add_message(_message(0, 1, sequence=6, producer="b"), "late")) == [OutcomeKind.LATE] * 2
+    failed = msgspec.structs.replace(_message(sequence=7), slots=[_slot(1, status=SlotStatus.FAILED)])
+    assert inventory.add_message(failed, "the cut never named failed siblings") == []
 
 
 def test_slots_that_were_there_when_their_group_closed_are_not_late_when_delivered_again() -> None:
