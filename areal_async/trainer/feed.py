@@ -5,8 +5,7 @@
 ``run_cutter``   waits for due groups and for a full batch; produces one journal entry per step; unblocked
                  by the two above, by its own deadlines, and by ``allow`` (no further ahead than staleness admits)
 
-Invariants: an outcome is stored before the messages it speaks of are acked; a trained group's messages are
-acked only by ``on_checkpoint``; a group is in one cut at most.
+Invariant: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough.
 """
 
 import time
@@ -21,10 +20,11 @@ from areal_async.errors import WireError
 from areal_async.journal import Journal
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
-from areal_async.trainer.cut import CutPlan, OpenGroup, plan_cut
+from areal_async.trainer.cut import CutPlan, plan_cut
 from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
-from areal_async.types import Cut, CutKind, Outcome, OutcomeKind, Ticket, Version
+from areal_async.trainer.settlement import Settlement
+from areal_async.types import Cut, CutKind, OutcomeKind, Ticket, Version
 from areal_async.wire import decode, decode_headers
 
 INBOX_BATCH = 512
@@ -37,7 +37,7 @@ log = structlog.get_logger()
 
 
 class Feed:
-    """Keeps the inventory, cuts batches, and records what becomes of every group."""
+    """Keeps the inventory and cuts batches; ``settlement`` records what becomes of every group."""
 
     def __init__(self, bus: Bus, settings: Settings, lineage: Lineage, journal: Journal) -> None:
         self._bus = bus
@@ -46,27 +46,26 @@ class Feed:
         self._branches = dict(journal.branches)
         self._inventory: Inventory[Delivery] = Inventory()
         self._inventory.close(journal.outcomes)
-        self._unacked_cuts: dict[int, Cut] = {}
-        """Cuts that no checkpoint holds yet."""
-        self._recorded = set(journal.outcomes)
-        self._num_failed_attempts: dict[str, int] = {}
-        """Of groups in cuts that no checkpoint holds, should they fall out."""
-        self._num_whole = 0
+        self.settlement = Settlement(
+            bus,
+            self._inventory,
+            lineage=lineage.number,
+            max_attempts=settings.rollout.max_attempts,
+            recorded=journal.outcomes,
+        )
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = anyio.Event()
         self._allowed_step = 0
         self._waiting_since: dict[str, float] = {}
         self._is_stopping = False
         self.waits_for = "the first trajectories"
-        self._num_stale = 0
-        self._num_failed = 0
 
     # what the loop tells it
 
     def adopt(self, cuts: Iterable[Cut]) -> None:
-        """Take over the journalled cuts that are to be replayed: their groups are not cut again."""
+        """Take over the journalled cuts of older lineages: their groups are not cut again."""
         for cut in cuts:
-            self._hold(cut)
+            self.settlement.hold(cut)
 
     async def disown(self, *, after_step: int) -> None:
         """Give up the adopted cuts beyond ``after_step``: they cannot be replayed.
@@ -77,10 +76,11 @@ class Feed:
         await self._lineage.write_cut(
             Cut(kind=CutKind.BRANCH, lineage=self._lineage.number, step=after_step, branches=self._branches)
         )
-        for step in [step for step in self._unacked_cuts if step > after_step]:
-            groups = [group.group_id for group in self._unacked_cuts.pop(step).groups]
+        unacked_cuts = self.settlement.unacked_cuts
+        for step in [step for step in unacked_cuts if step > after_step]:
+            groups = [group.group_id for group in unacked_cuts.pop(step).groups]
             reason = f"its cut of step {step} could not be replayed"
-            await self.settle(groups, OutcomeKind.ABANDONED, reason=reason, step=step)
+            await self.settlement.settle(groups, OutcomeKind.ABANDONED, reason=reason, step=step)
 
     def allow(self, step: int) -> None:
         """Let the cutter cut up to ``step``."""
@@ -95,7 +95,7 @@ class Feed:
     @property
     def wants_checkpoint(self) -> bool:
         """Whether the stream is so full that acks should not wait for the next regular checkpoint."""
-        return self._is_nearly_full and bool(self._unacked_cuts)
+        return self._is_nearly_full and bool(self.settlement.unacked_cuts)
 
     @property
     def _is_nearly_full(self) -> bool:
@@ -109,45 +109,9 @@ class Feed:
     def num_unacked_messages(self) -> int:
         return sum(len(held) for held in self._inventory.deliveries.values())
 
-    def take_counts(self) -> tuple[int, int]:
-        """Return how many groups were dropped as stale, and how many failed, since the last call."""
-        counts = self._num_stale, self._num_failed
-        self._num_stale = self._num_failed = 0
-        return counts
-
     @property
     def num_open_groups(self) -> int:
         return len(self._inventory.open)
-
-    async def on_checkpoint(self, step: int) -> None:
-        """Record and ack what the checkpoint of ``step`` contains. It must be on disk, and the newest by the bucket.
-
-        Groups that fell out of their cut have an outcome already, which stays.
-        """
-        done = [cut for number, cut in sorted(self._unacked_cuts.items()) if number <= step]
-        await self._record(
-            Outcome(group_id=group.group_id, kind=OutcomeKind.TRAINED, lineage=self._lineage.number, step=cut.step)
-            for cut in done
-            for group in cut.groups
-        )
-        await self._ack(group.group_id for cut in done for group in cut.groups)
-        for cut in done:
-            del self._unacked_cuts[cut.step]
-            for group in cut.groups:
-                self._num_failed_attempts.pop(group.group_id, None)
-
-    async def settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
-        """End groups without training them: record, then ack."""
-        ids = list(group_ids)
-        outcomes = []
-        for group_id in ids:
-            group = self._inventory.open.get(group_id)
-            outcomes.append(self._untrained(group_id, group, kind, reason=reason, step=step))
-        self._inventory.close(ids)
-        await self._record(outcomes)
-        await self._ack(ids)
-        self._num_stale += sum(outcome.kind is OutcomeKind.STALE for outcome in outcomes)
-        self._num_failed += sum(outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD) for outcome in outcomes)
 
     # its loops
 
@@ -159,10 +123,10 @@ class Feed:
                 deliveries = await inbox.fetch(INBOX_BATCH, wait_s=0.5 if self._is_catching_up else 2.0)
                 for delivery in deliveries:
                     await self._receive(delivery)
+                if len(deliveries) < INBOX_BATCH:
+                    self._caught_up["inbox"].set()  # a short read: the backlog is through
                 if deliveries:
                     self._notify()
-                else:
-                    self._caught_up["inbox"].set()
 
     async def run_tickets(self) -> None:
         """Learn of admitted groups before any of their slots is stored, so that due ones are waited for."""
@@ -203,9 +167,8 @@ class Feed:
             return
         unusable = self._inventory.add_message(message, delivery)
         for outcome in unusable:
-            await self._publish(msgspec.structs.replace(outcome, lineage=self._lineage.number))
-        if message.group_id in self._recorded:
-            await self._ack([message.group_id])
+            await self.settlement.note_slot(msgspec.structs.replace(outcome, lineage=self._lineage.number))
+        await self.settlement.ack_if_recorded(message.group_id)
 
     async def _wait_for_batch(self, step: int) -> CutPlan | None:
         while not self._is_stopping:
@@ -218,7 +181,7 @@ class Feed:
             plan = self._plan(step)
             if plan.stale:
                 stale = [group.group_id for group in plan.stale]
-                await self.settle(stale, OutcomeKind.STALE, reason="older than max_staleness", step=step)
+                await self.settlement.settle(stale, OutcomeKind.STALE, reason="older than max_staleness", step=step)
                 continue
             if plan.is_ready or (self._is_nearly_full and plan.taken and not plan.waits_for):
                 self._waiting_since.clear()
@@ -238,10 +201,10 @@ class Feed:
                 verdict = group.verdict(min_group_size=self._settings.rollout.min_group_size)
                 if verdict is not None:
                     kind, reason = verdict
-                    await self.settle([group.group_id], kind, reason=reason, step=step)
+                    await self.settlement.settle([group.group_id], kind, reason=reason, step=step)
                 elif not group.is_counted:
                     group.is_counted = True
-                    self._num_whole += 1
+                    self.settlement.count_whole()
 
     def _plan(self, step: int) -> CutPlan:
         rollout = self._settings.rollout
@@ -269,24 +232,19 @@ class Feed:
             branches=self._branches,
         )
         await self._lineage.write_cut(cut)
-        self._hold(cut)
+        self.settlement.hold(cut)
         log.info("cut.written", step=step, num_groups=len(cut.groups), num_open=self.num_open_groups)
-
-    def _hold(self, cut: Cut) -> None:
-        self._unacked_cuts[cut.step] = cut
-        self._inventory.close_cut(cut.groups)
-        self._num_failed_attempts.update({group.group_id: group.num_failed_attempts for group in cut.groups})
 
     async def _abandon_youngest(self, step: int) -> bool:
         """Make room when the stream is nearly full of groups that cannot be cut yet; say whether there was one."""
-        if self._unacked_cuts:
+        if self.settlement.unacked_cuts:
             return False  # the checkpoint of what is being trained will make room
         partial = [group for group in self._inventory.open.values() if group.slots and not group.is_complete]
         if not partial:
             return False
         youngest = max(partial, key=lambda group: group.order)
         reason = "the stream was nearly full, and this was the youngest incomplete group"
-        await self.settle([youngest.group_id], OutcomeKind.ABANDONED, reason=reason, step=step)
+        await self.settlement.settle([youngest.group_id], OutcomeKind.ABANDONED, reason=reason, step=step)
         return True
 
     async def _give_up_overdue(self, step: int, plan: CutPlan) -> None:
@@ -297,49 +255,7 @@ class Feed:
         overdue = [group_id for group_id, since in self._waiting_since.items() if now - since > deadline_s]
         if overdue:
             reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
-            await self.settle(overdue, OutcomeKind.FAILED, reason=reason, step=step)
-
-    def _untrained(
-        self, group_id: str, group: OpenGroup | None, kind: OutcomeKind, *, reason: str, step: int
-    ) -> Outcome:
-        num_failed = group.num_failed_attempts if group else self._num_failed_attempts.get(group_id, 0)
-        if kind is OutcomeKind.FAILED:
-            num_failed += 1
-            if num_failed >= self._settings.rollout.max_attempts:
-                kind = OutcomeKind.DEAD
-        return Outcome(
-            group_id=group_id,
-            kind=kind,
-            lineage=self._lineage.number,
-            step=step,
-            reason=reason,
-            num_failed_attempts=num_failed,
-            num_whole_before=self._num_whole,
-        )
-
-    async def _record(self, outcomes: Iterable[Outcome]) -> None:
-        """Store outcomes; only then do their groups count as recorded, and may be acked."""
-        new = [outcome for outcome in outcomes if outcome.group_id not in self._recorded]
-        async with anyio.create_task_group() as publishing:
-            for outcome in new:
-                publishing.start_soon(self._publish, outcome)
-        self._recorded.update(outcome.group_id for outcome in new)
-        if any(outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD) for outcome in new):
-            self._num_whole = 0
-
-    async def _publish(self, outcome: Outcome) -> None:
-        names = self._bus.names
-        if outcome.kind is OutcomeKind.DEAD:
-            await self._bus.publish(names.dead("group"), outcome, msg_id=f"dead.{outcome.group_id}")
-        uid = outcome.sample_uid or outcome.group_id
-        await self._bus.publish(names.outcomes, outcome, msg_id=f"{self._lineage.number}.{uid}.{outcome.kind}")
-
-    async def _ack(self, group_ids: Iterable[str]) -> None:
-        deliveries = self._inventory.release(group_ids)
-        if deliveries:
-            unconfirmed = await self._bus.settle(deliveries)
-            if unconfirmed:
-                log.info("acks.unconfirmed", num_messages=len(unconfirmed))
+            await self.settlement.settle(overdue, OutcomeKind.FAILED, reason=reason, step=step)
 
     def _notify(self) -> None:
         self._changed.set()

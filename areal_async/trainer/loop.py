@@ -140,7 +140,7 @@ class Trainer:
             cuts = self._reader.journal.cuts
             self._check_ledger(cuts)
             self._feed.adopt(cut for _, cut in sorted(cuts.items()))
-            await self._feed.on_checkpoint(self.step)
+            await self._feed.settlement.on_checkpoint(self.step)
             log.info("trainer.restored", step=self.step, lineage=self._number, num_archives_abandoned=num_moved)
 
     async def run(self) -> None:
@@ -234,7 +234,7 @@ class Trainer:
         )
         if batch.unusable and self._feed is not None:
             reason = "stored payloads are damaged or gone"
-            await self._feed.settle(batch.unusable, OutcomeKind.FAILED, reason=reason, step=step)
+            await self._feed.settlement.settle(batch.unusable, OutcomeKind.FAILED, reason=reason, step=step)
         used = {placed.position for placed in batch.slots}
         mine = [placed for placed in part.mine if placed.position in used]
         trajectories = {placed.position: part.trajectories[placed.position] for placed in mine}
@@ -310,14 +310,14 @@ class Trainer:
             await self._lineage.record_checkpoint(
                 CheckpointRecord(version=str(self.version), path=str(folder.resolve()))
             )
-            await self._feed.on_checkpoint(self.step)
+            await self._feed.settlement.on_checkpoint(self.step)
             await anyio.to_thread.run_sync(keep_newest, folder.parent, self._settings.trainer.keep_checkpoints)
         log.info("checkpoint.written", step=self.step, duration_s=round(time.monotonic() - started, 3))
 
     def _close_books(self, result: StepResult, *, weights_s: float) -> None:
         if self._feed is None:
             return
-        dropped_stale, failed = self._feed.take_counts()
+        dropped_stale, failed = self._feed.settlement.take_counts()
         line = metrics_line(result, weights_s=weights_s, dropped_stale=dropped_stale, failed=failed)
         self._metrics_file.append(line)
         self.last_line = line

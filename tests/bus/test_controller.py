@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import pytest
 
 from areal_async.bus import Bus, Role
@@ -236,3 +237,23 @@ async def test_the_first_evaluation_comes_before_the_first_admission(
 
         assert len(await world.tickets(4, controller)) == 4
     assert '"accuracy": 0.333' in (settings.run.directory / "eval.jsonl").read_text()
+
+
+async def test_a_run_that_stands_still_says_who_waits_for_whom(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+    impatient = settings.model_copy(update={"run": settings.run.model_copy(update={"watchdog_s": 0.5})})
+    said = {"state": "waiting", "waits_for": "due groups of step 3: 0-17-0", "step": 2}
+    async with operator.subscribe(operator.names.all_events) as events, controlling(open_role, impatient):
+        with anyio.fail_after(15):
+            while True:
+                await world.trainer.emit(world.trainer.names.metrics("trainer"), msgspec.json.encode(said))
+                with anyio.move_on_after(0.5):
+                    event = msgspec.json.decode((await anext(events))[1])
+                    if "trainer" in event.get("waits_for", {}):
+                        break
+
+    assert event["event"] == "run.stalled"
+    assert event["waits_for"]["trainer"] == "due groups of step 3: 0-17-0"
+    assert event["waits_for"]["controller"] == "a server that holds an announced version"

@@ -97,7 +97,7 @@ async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: O
 
         assert {group.group_id: len(group.slots) for group in cut.groups} == {"0-0-0": 2, "0-1-0": 2}
         assert await num_stored(trainer) == 3
-        await station.feed.on_checkpoint(1)
+        await station.feed.settlement.on_checkpoint(1)
         assert await num_stored(trainer) == 0
         outcomes = await station.outcomes(2)
         assert {(one.group_id, one.kind, one.step) for one in outcomes} == {
@@ -204,7 +204,7 @@ async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
         with pytest.raises(FencedError):
             await zombie.record_checkpoint(CheckpointRecord(version="1-1", path="x"))
         await until(lambda: new.feed.num_unacked_messages == 2)
-        await new.feed.on_checkpoint(1)
+        await new.feed.settlement.on_checkpoint(1)
         assert await num_stored(second) == 0
         assert [one.kind for one in await new.outcomes(2)] == [OutcomeKind.TRAINED] * 2
 
