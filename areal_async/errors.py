@@ -79,3 +79,10 @@ class FencedError(PipelineError):
 
 class Reject(Exception):
     """Withdraw this sibling: not a failure, not tried again, not trained."""
+
+
+def leaves_of(error: BaseException) -> list[BaseException]:
+    """Return the errors that task groups have wrapped, in their order; the error itself when it is no group."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in leaves_of(inner)]
+    return [error]

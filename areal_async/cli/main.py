@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from areal_async.errors import PipelineError, UserError
+from areal_async.errors import PipelineError, UserError, leaves_of
 
 INTERRUPTED = 130
 """Exit status of a command that the user broke off."""
@@ -98,17 +98,11 @@ def main(arguments: Sequence[str]) -> int:
 
 def expected_error(group: BaseExceptionGroup[BaseException]) -> PipelineError | None:
     """Return the error that explains a group of nothing but errors raised on purpose, a user's mistake first."""
-    leaves = _leaves(group)
+    leaves = leaves_of(group)
     errors = [leaf for leaf in leaves if isinstance(leaf, PipelineError)]
     if len(errors) < len(leaves):
         return None
     return next((error for error in errors if isinstance(error, UserError)), errors[0])
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
-    return [error]
 
 
 def _tell(error: PipelineError, whole: BaseException) -> int:

@@ -13,7 +13,7 @@ from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller, Tasks
 from areal_async.controller.evaluation import Evaluator
 from areal_async.data import load_rows
-from areal_async.errors import BusError, FencedError, PipelineError, UserError
+from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
 from areal_async.types import RunState
@@ -71,9 +71,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
 
 
 async def _record_failure(bus: Bus, group: ExceptionGroup[PipelineError]) -> None:
-    cause: BaseException = group
-    while isinstance(cause, BaseExceptionGroup):
-        cause = cause.exceptions[0]
+    cause = leaves_of(group)[0]
     if isinstance(cause, (FencedError, BusError)):
         return  # another process goes on with the run, or this one when it is started again
     await bus.put(RUN_STATE, RunState(state="failed", reason=str(cause)))

@@ -5,7 +5,6 @@ from pathlib import Path
 import anyio
 
 from areal_async.bus import Role, credentials_for, open_bus
-from areal_async.errors import PipelineError
 from areal_async.log import configure
 from areal_async.rollout.node import run_node, run_signals
 from areal_async.settings import Settings
@@ -15,13 +14,10 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) 
     """Run one node until SIGTERM or SIGINT has drained it.
 
     Raises:
-        PipelineError: what ended it otherwise.
+        PipelineError: what ended it otherwise; possibly inside an ExceptionGroup.
     """
     configure("node", run_directory / "logs")
-    try:
-        anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})
-    except BaseExceptionGroup as group:
-        raise first_cause(group) from group
+    anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})
 
 
 async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: str) -> None:
@@ -45,12 +41,3 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: s
         tasks.start_soon(end_at_second_signal)
         await run_node(settings, bus, node_id=node_id, run_directory=run_directory, draining=draining)
         tasks.cancel_scope.cancel()
-
-
-def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """Return what ended the node: the first error that we raise on purpose, else the first of all."""
-    ours, _ = group.split(PipelineError)
-    exc: BaseException = ours or group
-    while isinstance(exc, BaseExceptionGroup):
-        exc = exc.exceptions[0]
-    return exc
