@@ -71,7 +71,7 @@ def run(name: str, workflow: str, arguments: list[str], *, before: float) -> Res
 
 def greedy_accuracy(folder: Path) -> float:
     """Return the share of unseen problems that a saved model answers rightly."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     texts = (DATA / "gsm8k_tiny_test.jsonl").read_text(encoding="utf-8").splitlines()[:NUM_PROBLEMS]
     return accuracy(model, tokenizer, [json.loads(text) for text in texts], temperature=0.0)
