@@ -24,7 +24,12 @@ class StepStats:
     """Before clipping; the mean over the step's updates."""
     entropy_mean: float
     logprob_gap_mean: float
-    """Mean |trainer - server| logprob over tokens of the step's start version, by the step's start weights."""
+    """Mean |trainer - server| logprob over tokens of the step's start version, by the step's start weights.
+
+    0 where there are none (``num_current_tokens``): a queue that is always full holds older tokens alone.
+    """
+    num_current_tokens: int
+    """Tokens of the step's start version."""
     logprob_gap_all_mean: float
     """The same over all trained tokens, stale ones included."""
     logprob_gap_max: float
@@ -86,6 +91,7 @@ class Tally:
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0,
             entropy_mean=mean("entropy"),
             logprob_gap_mean=mean("current_gap", sums.get("current", 0.0)),
+            num_current_tokens=int(sums.get("current", 0.0)),
             logprob_gap_all_mean=mean("gap"),
             logprob_gap_max=maxima.get("current_gap", 0.0),
             ratio_max_deviation=maxima.get("current_ratio_deviation", 0.0),

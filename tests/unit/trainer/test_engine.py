@@ -181,6 +181,7 @@ def test_the_gap_is_taken_by_the_weights_of_the_steps_start(num_minibatches: int
     assert stats.logprob_gap_mean == pytest.approx(0.1, abs=1e-5)
     assert stats.ratio_max_deviation == pytest.approx(1 - math.exp(-0.1), abs=1e-5)
     assert 0.1 < stats.logprob_gap_all_mean < 0.5
+    assert stats.num_current_tokens == sum(int((r.current_mask & r.loss_mask).sum()) for r in rows)
 
 
 def test_at_staleness_zero_the_ratio_is_taken_against_the_server(model: Path, ranks: Ranks) -> None:
