@@ -6,13 +6,19 @@ STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 CONSTRAINTS := tools/constraints.txt
 
-.PHONY: run test check setup clean
+SGLANG := .venv-sglang
+
+.PHONY: run test test-sglang check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
 test: $(STAMP)  ## every test that runs without a GPU and without SGLang
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang" $(ARGS)
+
+test-sglang: $(STAMP)  ## the contract with the servers, against the real SGLang too; builds its environment first
+	$(PYTHON) tools/setup_sglang.py $(SGLANG)
+	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang $(ARGS)
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
@@ -29,4 +35,4 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(SGLANG) build *.egg-info
