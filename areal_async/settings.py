@@ -190,7 +190,7 @@ class InferenceSettings(Section):
     weight_transfer: Literal["disk"] = "disk"
     """How weights reach the servers."""
     num_threads: int = Field(default=1, ge=1)
-    """CPU threads of one embedded server."""
+    """CPU threads of one server where there is no GPU."""
     context_length: int | None = None
     """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
     max_running_requests: int = Field(default=256, ge=1)

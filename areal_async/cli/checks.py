@@ -1,6 +1,7 @@
 """What can be seen to be wrong before anything is started: by looking at files, importing none of them."""
 
 import ast
+import shutil
 from pathlib import Path
 
 from areal_async.errors import UserError
@@ -59,6 +60,19 @@ def check_model(path: str) -> None:
             raise UserError(f"model.path: no folder {path}; give a model's folder or a hub name")
     elif not (folder / "config.json").is_file():
         raise UserError(f"model.path: no config.json in {path}; give a model's folder or a hub name")
+
+
+def check_interpreter(python: Path | None) -> None:
+    """Make sure that the interpreter the servers run in is there.
+
+    Raises:
+        UserError: no such program.
+    """
+    if python is not None and shutil.which(python) is None:
+        raise UserError(
+            f"inference.python: no program {python}; build SGLang's environment (on a CPU: python "
+            "tools/setup_sglang.py), or take inference.backend=embedded"
+        )
 
 
 def _other_names(tree: ast.Module) -> set[str]:

@@ -13,6 +13,13 @@ from areal_async.settings import Settings
 
 NO_VERSION = "0-0"
 """What a server that has just started calls its weights: older than anything a trainer announces."""
+SGLANG_ON_CPU = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
+    # The default is most of the host's memory, which other servers and a trainer share here.
+    *("--max-total-tokens", "65536"),
+)
+"""SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +48,17 @@ def server_command(settings: Settings, *, server_id: str, index: int) -> ServerC
     arguments += ["--random-seed", str(_seed(settings.run.seed, server_id))]
     if inference.context_length is not None:
         arguments += ["--context-length", str(inference.context_length)]
+    gpus = visible_gpus(os.environ)
+    environment = _gpu_share(gpus, index, inference.tensor_parallel)
     if is_sglang:
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
             arguments += ["--tp-size", str(inference.tensor_parallel)]
+        if not gpus:
+            arguments += SGLANG_ON_CPU
+            environment |= {"OMP_NUM_THREADS": str(inference.num_threads)}
     else:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
-    environment = _gpu_share(visible_gpus(os.environ), index, inference.tensor_parallel)
     return ServerCommand(server_id, (*arguments, *inference.flags), environment)
 
 

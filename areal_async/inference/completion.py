@@ -58,6 +58,12 @@ class Completion:
             ServerFault: tokens without logprobs or without a version.
         """
         logprobs = meta.output_token_logprobs or []
+        is_abort = meta.finish_reason is not None and meta.finish_reason.type == "abort"
+        if is_abort and meta.completion_tokens is not None:
+            # SGLang's event for a request aborted while it waits (retracted, say) repeats, after what is new,
+            # the last token and every logprob; its count is right.
+            num_new = max(0, meta.completion_tokens - (len(self.output_ids) - self._stream_start))
+            output_ids, logprobs = output_ids[:num_new], logprobs[:num_new]
         if len(logprobs) != len(output_ids):
             raise ServerFault(
                 f"event of {len(output_ids)} tokens has {len(logprobs)} logprobs, need one each; "

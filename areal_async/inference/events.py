@@ -45,6 +45,8 @@ class MetaInfo(msgspec.Struct):
     weight_version: str = ""
     weight_versions: list[Span] | None = None
     finish_reason: FinishReason | None = None
+    completion_tokens: int | None = None
+    """Output tokens of this request so far, in all events together."""
     output_token_logprobs: list[tuple[float, int, Any]] | None = None
 
 

@@ -27,6 +27,7 @@ HEALTH_DEADLINE_S = 20.0
 POLL_S = 0.1
 STOP_DEADLINE_S = 5.0
 MAX_TAIL_BYTES = 8192
+MAX_TAIL_LINES = 5
 
 log = structlog.get_logger()
 
@@ -47,12 +48,17 @@ class ServerProcess:
 
     @property
     def last_words(self) -> str:
-        """The last line that it wrote."""
+        """The last lines that it wrote: an error message of ours is one, SGLang ends with the noise of its children."""
         with open(self._log_path, "rb") as file:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, end - MAX_TAIL_BYTES))
-            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
-        return next((line for line in reversed(lines) if line), "it wrote nothing").removeprefix("error: ")
+            text = file.read().decode(errors="replace")
+        lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
+        if not lines:
+            return "it wrote nothing"
+        if lines[-1].startswith("error: "):
+            return lines[-1].removeprefix("error: ")
+        return " | ".join(lines[-MAX_TAIL_LINES:])
 
     async def start(self, api: ServerApi, *, deadline_s: float) -> None:
         """Start it and return when it is healthy; ``api`` is pointed at it.

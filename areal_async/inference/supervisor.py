@@ -20,7 +20,7 @@ from areal_async.inference.faults import ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
-from areal_async.inference.swap import Staging, swap
+from areal_async.inference.swap import Staging, SwapTimes, swap
 from areal_async.settings import InferenceSettings
 from areal_async.types import WeightsVersion
 
@@ -83,6 +83,7 @@ class Supervisor:
         self._settings = settings
         self._log_path = log_path
         self._on_state = on_state
+        self._is_swapping = False
 
     async def run(self) -> None:
         """Serve for ever.
@@ -139,6 +140,9 @@ class Supervisor:
                 with anyio.move_on_after(HEALTH_INTERVAL_S):
                     await self._server.doubted.wait()
             if not await self._api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
+                if self._is_swapping:  # SGLang's check generates, which a pause holds up; a swap has its own deadline
+                    await anyio.sleep(RECHECK_S)
+                    continue
                 num_failed_checks += 1
                 if num_failed_checks == MAX_FAILED_CHECKS:
                     return f"failed {num_failed_checks} health checks in a row"
@@ -158,9 +162,7 @@ class Supervisor:
             target = await self._target.wait_other_than(self._server.version)
             try:
                 stage_s = await self._staging.check(target)
-                times = await swap(
-                    self._api, target, mode=self._settings.interrupt, deadline_s=self._settings.start_deadline_s
-                )
+                times = await self._swap(target)
             except StagingFault as exc:
                 # Replaced by a newer one meanwhile, or not visible on this host yet: look again.
                 log.warning("weights.unreadable", server_id=self._server.id, cause=str(exc))
@@ -178,6 +180,15 @@ class Supervisor:
                 resume_s=round(times.resume_s, 4),
             )  # fmt: skip
             await self._on_state(self._server)
+
+    async def _swap(self, target: WeightsVersion) -> SwapTimes:
+        self._is_swapping = True
+        try:
+            return await swap(
+                self._api, target, mode=self._settings.interrupt, deadline_s=self._settings.start_deadline_s
+            )
+        finally:
+            self._is_swapping = False
 
     async def _fence(self, reason: str) -> None:
         self._pool.fence(self._server, reason)

@@ -1,10 +1,11 @@
 """``run`` chooses its settings, refuses what can be seen to be wrong, and starts nothing before that."""
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from areal_async.cli.checks import check_dataset, check_model, check_workflow
+from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_workflow
 from areal_async.cli.main import main
 from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.errors import UserError
@@ -149,3 +150,10 @@ def test_run_that_is_alive_or_changed_is_refused(place: Path, capsys: pytest.Cap
     assert main(["run", "workflows/gsm8k.py", "--run.seed", "5"]) == 2
     assert "run g: run.seed was 1, is 5; " in capsys.readouterr().err
     assert directory.read_settings().run.seed == 1
+
+
+def test_servers_interpreter_that_is_not_there_is_refused_with_the_remedy(place: Path) -> None:
+    check_interpreter(None)
+    check_interpreter(Path(sys.executable))
+    with pytest.raises(UserError, match=r"inference\.python: no program nowhere/bin/python; .*setup_sglang"):
+        check_interpreter(Path("nowhere/bin/python"))

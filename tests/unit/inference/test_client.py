@@ -148,6 +148,34 @@ async def test_request_aborted_by_a_pause_goes_on_where_it_stopped() -> None:
     assert not known.doubt
 
 
+@pytest.mark.parametrize("unsent", [[], [12, 13]])
+async def test_abort_event_that_repeats_what_was_sent_adds_only_what_is_new(unsent: list[int]) -> None:
+    """A request that SGLang aborts while it waits ends with its last token again and all its logprobs again."""
+
+    async def abort_then_answer(request: dict[str, Any], stream: EventStream) -> None:
+        if len(server.requests) == 1:
+            await stream.send([10, 11], "1-0", completion_tokens=2)
+            known = [10, 11, *unsent]
+            repeated = [*unsent, known[-1]]
+            logprobs = [[-token / 100, token, None] for token in unsent + known]
+            await stream.send(
+                repeated, "1-0", finish_reason={"type": "abort"}, completion_tokens=len(known),
+                output_token_logprobs=logprobs, weight_versions=[span("1-0", 0, len(known))],
+            )  # fmt: skip
+        else:
+            await stream.send([2], "1-1", finish_reason=STOP, weight_versions=[span("1-1", 0, 1)])
+        await stream.finish()
+
+    server = FakeSglang(abort_then_answer)
+    async with client_of(server) as client:
+        turn, known_server = await client.generate([1], PARAMS)
+
+    assert turn.output_ids == [10, 11, *unsent, 2]
+    assert turn.logprobs == [-token / 100 for token in turn.output_ids]
+    assert server.requests[1]["input_ids"] == [1, 10, 11, *unsent]
+    assert not known_server.doubt
+
+
 async def test_stream_that_breaks_with_its_last_token_allowed_ends_by_length() -> None:
     async def break_off(request: dict[str, Any], stream: EventStream) -> None:
         await stream.send([10, 11], "1-0")

@@ -36,7 +36,10 @@ def test_embedded_engine_is_started_with_what_the_settings_say() -> None:
         assert part in line
 
 
-def test_sglang_is_started_in_its_own_environment_with_incremental_output_and_the_users_flags() -> None:
+def test_sglang_is_started_in_its_own_environment_with_incremental_output_and_the_users_flags(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     settings = settings_of(python=Path("/sgl/bin/python"), tensor_parallel=2, flags=("--mem-fraction-static", "0.7"))
 
     line = " ".join(server_command(settings, server_id="n0-0", index=0).on_port(1))
@@ -44,6 +47,20 @@ def test_sglang_is_started_in_its_own_environment_with_incremental_output_and_th
     assert line.startswith("/sgl/bin/python -m sglang.launch_server --model-path m ")
     assert "--incremental-streaming-output --tp-size 2 --mem-fraction-static 0.7 --port 1" in line
     assert "--num-threads" not in line
+
+
+def test_sglang_is_told_that_there_is_no_gpu_and_the_users_flags_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = settings_of(python=Path("/sgl/bin/python"), num_threads=2, flags=("--max-total-tokens", "1024"))
+
+    command = server_command(settings, server_id="n0-0", index=0)
+
+    line = " ".join(command.on_port(1))
+    assert "--device cpu --attention-backend torch_native" in line
+    assert line.index("--max-total-tokens 65536") < line.index("--max-total-tokens 1024")
+    assert command.environment == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert "--device" not in server_command(settings, server_id="n0-0", index=0).arguments
 
 
 def test_servers_do_not_sample_alike() -> None:
@@ -103,6 +120,16 @@ async def test_server_that_ends_while_starting_is_quoted(tmp_path: Path) -> None
         with pytest.raises(
             UserError, match="ended with status 1 while starting: model path nowhere is no folder; its log"
         ):
+            await process.start(ServerApi(http, ""), deadline_s=30)
+        await process.stop()
+
+
+@pytest.mark.anyio
+async def test_cause_before_the_last_line_is_quoted_too(tmp_path: Path) -> None:
+    script = "import sys; sys.exit('ValueError: no such weights\\nsignal from a child process\\nending')"
+    process = ServerProcess(ServerCommand("n0-0", (sys.executable, "-c", script), {}), log_path=tmp_path / "server.log")
+    async with make_client(max_connections=2) as http:
+        with pytest.raises(UserError, match=r"starting: ValueError: no such weights \| signal .* \| ending; its log"):
             await process.start(ServerApi(http, ""), deadline_s=30)
         await process.stop()
 
