@@ -1,0 +1,62 @@
+"""One server process of each kind for the whole session: the embedded engine, and the real SGLang where it is."""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_async.inference.commands import server_command
+from areal_async.inference.parenthood import guarded
+from areal_async.settings import InferenceSettings, ModelSettings, Settings
+from tests.unit.inference.embedded_engine import Server, build_model
+
+SGLANG_PYTHON = Path(os.environ.get("NEED_SGLANG", ".venv-sglang/bin/python"))
+"""Named in the environment: its tests fail instead of being skipped where it is not there."""
+
+
+class SglangServer(Server):
+    """The real SGLang, started with our launcher's command line."""
+
+    def start(self, model_path: Path, port: int, *flags: str) -> subprocess.Popen[bytes]:
+        settings = Settings(
+            model=ModelSettings(path=str(model_path), dtype="float32"),
+            inference=InferenceSettings(backend="sglang", python=SGLANG_PYTHON, stream_interval=1, flags=flags),
+        )
+        command = server_command(settings, server_id="contract", index=0)
+        return subprocess.Popen(guarded(command.on_port(port)), env={**os.environ, **command.environment})
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return [build_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2)]
+
+
+def find_sglang() -> Path:
+    """Return the interpreter of SGLang's environment; without one, skip, or fail where it is needed."""
+    if shutil.which(SGLANG_PYTHON) is None:
+        message = f"no real SGLang: {SGLANG_PYTHON} is not there; build it with make test-sglang"
+        pytest.fail(message) if "NEED_SGLANG" in os.environ else pytest.skip(message)
+    return SGLANG_PYTHON
+
+
+@pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+def shared_server(request: pytest.FixtureRequest, models: list[Path]) -> Iterator[Server]:
+    if request.param == "sglang":
+        find_sglang()
+    server = (SglangServer if request.param == "sglang" else Server)(models[0])
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def server(shared_server: Server, models: list[Path]) -> Iterator[Server]:
+    """The shared server, running, idle and with the first model's weights whatever the test did."""
+    yield shared_server
+    shared_server.post("/continue_generation")
+    shared_server.post("/abort_request", abort_all=True)
+    shared_server.wait_idle()
+    answer = shared_server.post("/update_weights_from_disk", model_path=str(models[0]), weight_version="0-0")
+    assert answer.json()["success"], answer.text
