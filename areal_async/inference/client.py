@@ -5,7 +5,8 @@ token is lost or repeated and none is generated twice. Deadlines are set between
 a long answer is not a slow one.
 """
 
-import uuid
+import asyncio
+import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -19,7 +20,14 @@ from areal_async.errors import GenerationError
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.http import JSON, TRANSPORT_ERRORS, ServerApi, error_message, make_client
+from areal_async.inference.http import (
+    TRANSPORT_ERRORS,
+    ServerApi,
+    StreamClient,
+    StreamTransport,
+    error_message,
+    make_client,
+)
 from areal_async.inference.pool import Pool, Server
 from areal_async.settings import InferenceSettings
 from areal_async.types import Turn
@@ -28,6 +36,8 @@ MAX_FRUITLESS_STREAMS = 6
 """Streams in a row that may end without a single new token before the completion is given up."""
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
+DEADLINE_SLACK = 0.1
+"""By how much of itself the deadline between two events may be overrun."""
 ABORT_DEADLINE_S = 2.0
 NUM_ADMIN_CONNECTIONS = 256
 
@@ -40,7 +50,7 @@ class InferenceClient:
     def __init__(self, pool: Pool, settings: InferenceSettings, *, max_streams: int) -> None:
         self.pool = pool
         self._settings = settings
-        self._generation = make_client(max_connections=max_streams)
+        self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
         self._resources = AsyncExitStack()
 
@@ -100,7 +110,7 @@ class InferenceClient:
             ServerFault: it broke; what was received is kept.
             GenerationError: the request itself is at fault.
         """
-        request_id = uuid.uuid4().hex
+        request_id = os.urandom(16).hex()
         num_tokens_left = completion.num_tokens_left
         body = {
             "rid": request_id,
@@ -128,23 +138,33 @@ class InferenceClient:
     async def _receive(self, server: Server, body: bytes, completion: Completion) -> None:
         splitter = EventSplitter()
         is_over = False
+        now_s = asyncio.get_running_loop().time
         limit_s = self._settings.first_token_deadline_s
-        with anyio.CancelScope(deadline=anyio.current_time() + limit_s) as scope:
-            async with self._generation.stream(
-                "POST", f"{server.url}/generate", content=body, headers=JSON
-            ) as response:
+        renewed_until_s = 0.0
+        try:
+            async with (
+                asyncio.timeout(limit_s) as deadline,
+                self._generation.post(f"{server.url}/generate", body) as response,
+            ):
                 if response.status_code != 200:
                     raise await _refusal(response)
-                async for data in response.aiter_raw():
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                async for data in response.stream:
                     events = splitter.feed(data)
                     for event in events:
                         if event != DONE:
                             is_over = self._take(server, event, completion) or is_over
                     if events:
                         limit_s = self._settings.between_tokens_deadline_s
-                        scope.deadline = anyio.current_time() + limit_s
-        if scope.cancelled_caught and not is_over:
-            raise ServerFault(f"no event for {limit_s:g} s")
+                        due_s = now_s() + limit_s
+                        if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it
+                            renewed_until_s = due_s + DEADLINE_SLACK * limit_s
+                            deadline.reschedule(renewed_until_s)
+        except TimeoutError as exc:
+            if not deadline.expired():
+                raise
+            if not is_over:
+                raise ServerFault(f"no event for {limit_s:g} s") from exc
         if not is_over:
             raise ServerFault("the stream ended early")
 

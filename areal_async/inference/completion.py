@@ -77,7 +77,8 @@ class Completion:
             start = len(self.output_ids)
             self.output_ids += output_ids
             self.logprobs += [entry[0] for entry in logprobs]
-            self._stamped.append((min(stamp, self._stamp), start, len(self.output_ids)))
+            older = stamp if stamp is self._stamp else min(stamp, self._stamp)
+            self._stamped.append((older, start, len(self.output_ids)))
         self._stamp = stamp
         self._last_meta = meta
 

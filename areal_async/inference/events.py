@@ -23,7 +23,7 @@ class EventSplitter:
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
-class FinishReason(msgspec.Struct):
+class FinishReason(msgspec.Struct, gc=False):
     """Why a request ended."""
 
     type: str = ""
@@ -31,7 +31,7 @@ class FinishReason(msgspec.Struct):
     status_code: int | None = None
 
 
-class Span(msgspec.Struct):
+class Span(msgspec.Struct, gc=False):
     """Output tokens ``[start, end)`` of this request, and the version that made them."""
 
     version: str
@@ -39,7 +39,7 @@ class Span(msgspec.Struct):
     end: int
 
 
-class MetaInfo(msgspec.Struct):
+class MetaInfo(msgspec.Struct, gc=False):
     """What SGLang tells about a request beside its tokens."""
 
     weight_version: str = ""
@@ -50,7 +50,7 @@ class MetaInfo(msgspec.Struct):
     output_token_logprobs: list[tuple[float, int, Any]] | None = None
 
 
-class Chunk(msgspec.Struct):
+class Chunk(msgspec.Struct, gc=False):
     """One event: only what is new since the last, and in an error event neither."""
 
     output_ids: list[int] = []

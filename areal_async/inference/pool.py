@@ -71,14 +71,14 @@ class Pool:
         Raises:
             GenerationError: none became serviceable within the deadline.
         """
+        server = self._best(preferred)
+        if server is not None:
+            return server
         with anyio.move_on_after(self._deadline_s):
-            while True:
-                if preferred is not None and preferred.is_serviceable:
-                    return preferred
-                serviceable = [server for server in self.servers.values() if server.is_serviceable]
-                if serviceable:
-                    return min(serviceable, key=lambda server: server.outstanding_tokens)
+            while server is None:
                 await self._changed.wait()
+                server = self._best(preferred)
+            return server
         states = ", ".join(f"{server.id} ({server.fence or server.doubt})" for server in self.servers.values())
         raise GenerationError(f"no inference server within {self._deadline_s:g} s: {states}")
 
@@ -86,6 +86,12 @@ class Pool:
         """Wait, without a deadline of its own, until some server may be chosen."""
         while not any(server.is_serviceable for server in self.servers.values()):
             await self._changed.wait()
+
+    def _best(self, preferred: Server | None) -> Server | None:
+        if preferred is not None and preferred.is_serviceable:
+            return preferred
+        serviceable = (server for server in self.servers.values() if server.is_serviceable)
+        return min(serviceable, key=lambda server: server.outstanding_tokens, default=None)
 
     def _notify(self) -> None:
         self._changed.set()

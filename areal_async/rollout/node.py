@@ -16,6 +16,7 @@ from areal_async.inference.commands import server_command
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.supervisor import Supervisor, Target
 from areal_async.inference.swap import Staging
+from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import run_metrics
@@ -92,6 +93,7 @@ class _Node:
                 for supervisor in self._supervisors(client):
                     services.start_soon(supervisor.run)
                 codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
+                spare_pauses()
                 place = Workplace(
                     settings=settings,
                     bus=self._bus,
