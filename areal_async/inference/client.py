@@ -80,10 +80,11 @@ class InferenceClient:
             max_new_tokens=sampling_params["max_new_tokens"],
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
         )
+        cost_tokens = len(prompt_ids) + completion.num_tokens_left
         num_fruitless = 0
         cause = ""
         while num_fruitless < MAX_FRUITLESS_STREAMS:
-            server = preferred = await self.pool.choose(preferred)
+            server = preferred = await self.pool.choose(preferred, cost_tokens=cost_tokens)
             num_tokens_before = len(completion.output_ids)
             is_faulty = False
             try:
@@ -93,6 +94,8 @@ class InferenceClient:
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
                 log.warning("stream.broken", server_id=server.id, cause=cause, num_tokens=len(completion.output_ids))
                 self.pool.cast_doubt(server, cause)
+            finally:
+                self.pool.release(server, cost_tokens=cost_tokens)
             completion.end_stream()
             if completion.finish_reason:
                 return completion.turn(), server
@@ -111,17 +114,13 @@ class InferenceClient:
             GenerationError: the request itself is at fault.
         """
         request_id = os.urandom(16).hex()
-        num_tokens_left = completion.num_tokens_left
         body = {
             "rid": request_id,
             "input_ids": completion.input_ids,
-            "sampling_params": {**sampling_params, "max_new_tokens": num_tokens_left},
+            "sampling_params": {**sampling_params, "max_new_tokens": completion.num_tokens_left},
             "return_logprob": True,
             "stream": True,
         }
-        cost_tokens = len(completion.prompt_ids) + len(completion.output_ids) + num_tokens_left
-        server.outstanding_tokens += cost_tokens
-        server.num_requests += 1
         completion.begin_stream(server.version)
         is_over = False
         try:
@@ -130,8 +129,6 @@ class InferenceClient:
         except TRANSPORT_ERRORS as exc:
             raise ServerFault(str(exc) or "connection lost") from exc
         finally:
-            server.outstanding_tokens -= cost_tokens
-            server.num_requests -= 1
             if not is_over:
                 await self._abort(server.url, request_id)
 

@@ -14,6 +14,7 @@ import httpx
 import msgspec
 from httpx_aiohttp import AiohttpTransport
 
+from areal_async.inference.concurrency import Load
 from areal_async.inference.faults import ServerFault
 
 CONNECT_S = 30.0
@@ -147,6 +148,21 @@ class ServerApi:
         answer = await self._call("POST", "/update_weights_from_disk", body, deadline_s)
         if not answer.get("success", False):
             raise ServerFault(f"update to {version} refused: {answer.get('message', answer)}")
+
+    async def load(self, *, deadline_s: float) -> Load:
+        """Return how busy it says it is."""
+        answer = await self._call("GET", "/v1/loads", None, deadline_s)
+        try:
+            ranks = answer["loads"]
+            return Load(
+                num_running=sum(rank["num_running_reqs"] for rank in ranks),
+                num_waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
+                token_usage=max(rank["token_usage"] for rank in ranks),
+            )
+        except (KeyError, TypeError, ValueError) as exc:
+            raise ServerFault(
+                f"/v1/loads: got {str(answer)[:200]}, need running, waiting and token_usage of each rank"
+            ) from exc
 
     async def abort(self, request_id: str, *, deadline_s: float) -> None:
         """End one request; it is no error when it is over already."""

@@ -1,10 +1,12 @@
 """The servers that requests may go to, and which one takes the next.
 
-Invariant: a server is chosen only while it holds an announced weights version and nobody doubts it. Who
-may change what: the supervisor admits and fences; a failed request only casts doubt, and the supervisor
+Invariants: a server is chosen only while it holds an announced weights version and nobody doubts it, and has at
+most ``limit`` requests; the others wait here, first come, first served, and none waits while there is a place. Who
+may change what: the supervisor admits, fences and limits; a failed request only casts doubt, and the supervisor
 asks the server itself.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 import anyio
@@ -28,11 +30,26 @@ class Server:
     outstanding_tokens: int = 0
     """Prompt and largest possible answer of the requests it has."""
     num_requests: int = 0
+    limit: int = sys.maxsize
+    """Requests it is sent at once."""
     num_generated_tokens: int = 0
 
     @property
     def is_serviceable(self) -> bool:
         return not self.fence and not self.doubt
+
+    @property
+    def has_place(self) -> bool:
+        return self.is_serviceable and self.num_requests < self.limit
+
+
+@dataclass(eq=False, slots=True)
+class _Waiter:
+    preferred: Server | None
+    cost_tokens: int
+    server: Server | None = None
+    """The one it has a place on, once ``called``."""
+    called: anyio.Event = field(default_factory=anyio.Event)
 
 
 class Pool:
@@ -42,6 +59,12 @@ class Pool:
         self.servers = {server_id: Server(server_id) for server_id in server_ids}
         self._deadline_s = deadline_s
         self._changed = anyio.Event()
+        self._waiters: dict[_Waiter, None] = {}
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a place."""
+        return len(self._waiters)
 
     def admit(self, server: Server, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
@@ -65,34 +88,80 @@ class Pool:
         server.doubted = anyio.Event()
         self._notify()
 
-    async def choose(self, preferred: Server | None = None) -> Server:
-        """Return the preferred server while it is serviceable, else the least loaded; wait while there is none.
+    def set_limit(self, server: Server, limit: int) -> None:
+        """Send this server at most ``limit`` requests at once; those it has beyond that run to their end."""
+        server.limit = limit
+        self._call_waiters()
+
+    async def choose(self, preferred: Server | None = None, *, cost_tokens: int = 0) -> Server:
+        """Take a place on the preferred server while it has one, else on the least loaded; wait while there is none.
+
+        Give the place back with ``release``.
 
         Raises:
-            GenerationError: none became serviceable within the deadline.
+            GenerationError: no server was serviceable when the deadline was over. The wait for a place has no
+                deadline here; the caller's episode has.
         """
-        server = self._best(preferred)
-        if server is not None:
-            return server
-        with anyio.move_on_after(self._deadline_s):
-            while server is None:
-                await self._changed.wait()
-                server = self._best(preferred)
-            return server
-        states = ", ".join(f"{server.id} ({server.fence or server.doubt})" for server in self.servers.values())
-        raise GenerationError(f"no inference server within {self._deadline_s:g} s: {states}")
+        server = None if self._waiters else self._take(preferred, cost_tokens)
+        while server is None:
+            waiter = _Waiter(preferred, cost_tokens)
+            self._waiters[waiter] = None
+            try:
+                await self._wait(waiter)
+            finally:
+                self._waiters.pop(waiter, None)
+                if waiter.server is not None and not waiter.server.is_serviceable:  # fenced since it was called
+                    self.release(waiter.server, cost_tokens=cost_tokens)
+                    waiter.server = None
+            server = waiter.server
+        return server
+
+    def release(self, server: Server, *, cost_tokens: int = 0) -> None:
+        """Give a place back, with the ``cost_tokens`` it was taken for."""
+        server.num_requests -= 1
+        server.outstanding_tokens -= cost_tokens
+        self._call_waiters()
 
     async def wait_serviceable(self) -> None:
         """Wait, without a deadline of its own, until some server may be chosen."""
         while not any(server.is_serviceable for server in self.servers.values()):
             await self._changed.wait()
 
-    def _best(self, preferred: Server | None) -> Server | None:
-        if preferred is not None and preferred.is_serviceable:
-            return preferred
-        serviceable = (server for server in self.servers.values() if server.is_serviceable)
-        return min(serviceable, key=lambda server: server.outstanding_tokens, default=None)
+    async def _wait(self, waiter: _Waiter) -> None:
+        """Wait until ``waiter`` is called; a place that comes together with a cancellation goes to the next."""
+        try:
+            while not waiter.called.is_set():
+                with anyio.move_on_after(self._deadline_s):
+                    await waiter.called.wait()
+                if not waiter.called.is_set() and not any(one.is_serviceable for one in self.servers.values()):
+                    states = ", ".join(f"{one.id} ({one.fence or one.doubt})" for one in self.servers.values())
+                    raise GenerationError(f"no inference server within {self._deadline_s:g} s: {states}")
+        except anyio.get_cancelled_exc_class():
+            if waiter.server is not None:
+                self.release(waiter.server, cost_tokens=waiter.cost_tokens)
+                waiter.server = None
+            raise
+
+    def _take(self, preferred: Server | None, cost_tokens: int) -> Server | None:
+        server = preferred
+        if server is None or not server.has_place:
+            candidates = (one for one in self.servers.values() if one.has_place)
+            server = min(candidates, key=lambda one: one.outstanding_tokens, default=None)
+        if server is not None:
+            server.num_requests += 1
+            server.outstanding_tokens += cost_tokens
+        return server
+
+    def _call_waiters(self) -> None:
+        while self._waiters:
+            waiter = next(iter(self._waiters))
+            waiter.server = self._take(waiter.preferred, waiter.cost_tokens)
+            if waiter.server is None:
+                return
+            del self._waiters[waiter]
+            waiter.called.set()
 
     def _notify(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+        self._call_waiters()

@@ -16,6 +16,7 @@ import structlog
 
 from areal_async.errors import PipelineError
 from areal_async.inference.commands import ServerCommand
+from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
@@ -29,6 +30,7 @@ RECHECK_S = 1.0
 MAX_FAILED_CHECKS = 3
 MAX_FAILED_REQUESTS = 4
 """A server can claim to be healthy and answer nobody; this many doubts in a row are not coincidence."""
+LOADS_INTERVAL_S = 1.0
 STAGING_RETRY_S = 2.0
 MAX_RESTARTS = 5
 RESTART_WINDOW_S = 600.0
@@ -83,6 +85,8 @@ class Supervisor:
         self._settings = settings
         self._log_path = log_path
         self._on_state = on_state
+        self._limit = ConcurrencyLimit(settings.max_running_requests)
+        server.limit = self._limit.value
         self._is_swapping = False
 
     async def run(self) -> None:
@@ -126,6 +130,7 @@ class Supervisor:
             watchers.cancel_scope.cancel()
 
         async with anyio.create_task_group() as watchers:
+            watchers.start_soon(self._run_loads)
             for failure in (process.wait_ended, self._run_health, self._run_weights):
                 watchers.start_soon(watch, failure)
         return reasons[0]
@@ -155,6 +160,26 @@ class Supervisor:
                 if num_failed_requests == MAX_FAILED_REQUESTS:
                     return f"failed {num_failed_requests} requests without a token between, last: {self._server.doubt}"
                 self._pool.clear_doubt(self._server)
+
+    async def _run_loads(self) -> None:
+        """Send it as much as it says it can do. One that does not say gets what its settings allow."""
+        while True:
+            await anyio.sleep(LOADS_INTERVAL_S)
+            if self._is_swapping or not self._server.is_serviceable:
+                continue
+            num_requests = self._server.num_requests
+            try:
+                load = await self._api.load(deadline_s=HEALTH_DEADLINE_S)
+            except ServerFault as exc:
+                log.debug("server.load_unknown", server_id=self._server.id, cause=str(exc))
+                continue
+            if self._is_swapping:  # paused: what waits there now says nothing
+                continue
+            before = self._server.limit
+            limit = self._limit.observe(load, num_requests=num_requests)
+            if limit != before:
+                log.debug("server.limited", server_id=self._server.id, limit=limit, num_waiting=load.num_waiting)
+                self._pool.set_limit(self._server, limit)
 
     async def _run_weights(self) -> str:
         """Change to every version that is announced."""

@@ -36,6 +36,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
         "num_groups_running": counts.num_groups_running,
         "num_trajectories_running": counts.num_trajectories_running,
         "num_groups_waiting_for_stream": place.backpressure.num_waiting,
+        "num_requests_waiting": pool.num_waiting,
         "num_scored": counts.num_scored,
         "num_failed": counts.num_failed,
         "num_rejected": counts.num_rejected,
@@ -48,6 +49,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
                 "version": server.version,
                 "fence": server.fence or server.doubt,
                 "num_requests": server.num_requests,
+                "limit": server.limit,
                 "outstanding_tokens": server.outstanding_tokens,
             }
             for server in pool.servers.values()

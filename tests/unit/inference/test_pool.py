@@ -78,3 +78,130 @@ async def test_choice_that_waits_too_long_says_what_is_wrong_with_every_server()
 
     with pytest.raises(GenerationError, match=r"within 0\.01 s: s0 \(starting\), s1 \(stream broke\)"):
         await pool.choose()
+
+
+async def test_server_takes_no_more_than_its_limit_and_the_next_goes_to_another() -> None:
+    pool, servers = pool_of(10, 20)
+    pool.set_limit(servers[0], 1)
+
+    assert [await pool.choose(servers[0]) for _ in range(3)] == [servers[0], servers[1], servers[1]]
+    assert [server.num_requests for server in servers] == [1, 2]
+
+
+async def test_places_go_to_those_who_wait_in_the_order_they_came() -> None:
+    pool, (server,) = pool_of(0)
+    pool.set_limit(server, 1)
+    await pool.choose()
+    order: list[int] = []
+
+    async def request(number: int) -> None:
+        await pool.choose()
+        order.append(number)
+
+    async with anyio.create_task_group() as tasks:
+        for number in range(3):
+            tasks.start_soon(request, number)
+            await wait_all_tasks_blocked()
+        assert (order, pool.num_waiting) == ([], 3)
+        pool.release(server)
+        await wait_all_tasks_blocked()
+        assert order == [0]
+        pool.set_limit(server, 3)
+
+    assert order == [0, 1, 2]
+    assert (pool.num_waiting, server.num_requests) == (0, 3)
+
+
+async def test_newcomer_does_not_overtake_one_that_was_called() -> None:
+    pool, (server,) = pool_of(0)
+    pool.set_limit(server, 1)
+    await pool.choose()
+    order: list[str] = []
+
+    async def request(name: str) -> None:
+        await pool.choose()
+        order.append(name)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(request, "first")
+        await wait_all_tasks_blocked()
+        pool.release(server)
+        tasks.start_soon(request, "newcomer")
+        await wait_all_tasks_blocked()
+        assert order == ["first"]
+        pool.release(server)
+
+    assert order == ["first", "newcomer"]
+
+
+@pytest.mark.parametrize("is_called_first", [True, False])
+async def test_place_of_a_cancelled_wait_goes_to_the_next(is_called_first: bool) -> None:
+    pool, (server,) = pool_of(0)
+    pool.set_limit(server, 1)
+    await pool.choose()
+    chosen: list[Server] = []
+
+    async def cancelled() -> None:
+        with scope:
+            taken = await pool.choose(cost_tokens=7)
+            try:
+                await anyio.sleep_forever()
+            finally:
+                pool.release(taken, cost_tokens=7)
+
+    async def next_one() -> None:
+        chosen.append(await pool.choose())
+
+    scope = anyio.CancelScope()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(cancelled)
+        await wait_all_tasks_blocked()
+        tasks.start_soon(next_one)
+        await wait_all_tasks_blocked()
+        if is_called_first:  # it has the place already, and is cancelled before it runs
+            pool.release(server)
+            scope.cancel()
+        else:
+            scope.cancel()
+            await wait_all_tasks_blocked()
+            pool.release(server)
+
+    assert chosen == [server]
+    assert (pool.num_waiting, server.num_requests, server.outstanding_tokens) == (0, 1, 0)
+
+
+async def test_called_one_whose_server_was_fenced_meanwhile_goes_elsewhere() -> None:
+    pool, servers = pool_of(0, 0)
+    for server in servers:
+        pool.set_limit(server, 1)
+        await pool.choose(server)
+    chosen: list[Server] = []
+
+    async def request() -> None:
+        chosen.append(await pool.choose(servers[0]))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(request)
+        await wait_all_tasks_blocked()
+        pool.release(servers[0])
+        pool.fence(servers[0], "broken")
+        await wait_all_tasks_blocked()
+        assert not chosen
+        pool.release(servers[1])
+
+    assert chosen == [servers[1]]
+    assert [server.num_requests for server in servers] == [0, 1]
+
+
+async def test_wait_for_a_place_on_a_server_that_serves_has_no_deadline() -> None:
+    pool, (server,) = pool_of(0, deadline_s=0.001)
+    pool.set_limit(server, 1)
+    await pool.choose()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(pool.choose)
+        await wait_all_tasks_blocked()
+        with anyio.move_on_after(0.02):
+            await anyio.sleep_forever()
+        assert pool.num_waiting == 1
+        pool.release(server)

@@ -1,0 +1,59 @@
+"""How many requests one server is sent at once, learnt from what it says about its own load. Pure.
+
+Additive increase, multiplicative decrease: while the limit holds requests back and none waits at the server, it
+grows by a step; when, twice in a row, more wait there than keep it busy or its cache is about to overflow, it
+shrinks by a fifth. Twice, since after a weight swap everything waits for a moment. What is held back waits in the
+pool instead, from where it can go to any server.
+"""
+
+from dataclasses import dataclass
+
+SMALLEST_LIMIT = 4
+GROWTH_STEPS = 16
+"""The first limit is reached in so many steps from nothing."""
+SHRINK_FACTOR = 0.8
+WAITING_SHARE = 0.125
+"""Requests that may wait at the server for each that runs there: the next ones are then at hand."""
+FULL_TOKEN_USAGE = 0.95
+"""Beyond this share of the cache a server takes running requests back and computes them again later."""
+ROOMY_TOKEN_USAGE = 0.85
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What ``/v1/loads`` says, summed over data-parallel ranks."""
+
+    num_running: int
+    num_waiting: int
+    token_usage: float
+    """Share of the key-value cache in use, of the fullest rank."""
+
+    @property
+    def is_over(self) -> bool:
+        """Say whether the server has more than it can do."""
+        return self.num_waiting > max(1, WAITING_SHARE * self.num_running) or self.token_usage > FULL_TOKEN_USAGE
+
+    @property
+    def has_room(self) -> bool:
+        """Say whether it could do more."""
+        return self.num_waiting == 0 and self.token_usage < ROOMY_TOKEN_USAGE
+
+
+class ConcurrencyLimit:
+    """The limit of one server. ``observe`` at regular intervals; ``value`` is what to keep to until the next."""
+
+    def __init__(self, first: int) -> None:
+        self.value = max(SMALLEST_LIMIT, first)
+        self._step = max(1, first // GROWTH_STEPS)
+        self._was_over = False
+
+    def observe(self, load: Load, *, num_requests: int) -> int:
+        """Take the load of a server that has ``num_requests`` of ours; return the new limit."""
+        if load.is_over and self._was_over:
+            self.value = max(SMALLEST_LIMIT, int(SHRINK_FACTOR * min(self.value, num_requests)))
+            self._was_over = False
+        else:
+            self._was_over = load.is_over
+            if load.has_room and num_requests >= self.value:
+                self.value += self._step
+        return self.value
