@@ -6,11 +6,9 @@ back to it), and dies with the process that started it. Two launchers of one run
 
 import fcntl
 import os
-import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections import deque
@@ -26,6 +24,7 @@ from areal_async.bus.broker_config import credentials_path, write_config
 from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, UserError
+from areal_async.host import free_port
 from areal_async.settings import Settings
 
 START_DEADLINE_S = 20.0
@@ -35,9 +34,6 @@ MAX_RESTARTS = 10
 RESTART_WINDOW_S = 60.0
 """More restarts than ``MAX_RESTARTS`` within this time end the run."""
 MAX_BACKOFF_S = 2.0
-PORTS = range(16384, 32768)
-"""Below the range that systems take for outgoing connections: while the broker is down, one of those could
-take its port, or connect to itself there."""
 
 _LAUNCH = """
 import ctypes, os, signal, sys
@@ -131,8 +127,8 @@ class EmbeddedBroker:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.aclose)
             await _stop_stale(self._pid_file, self._config_path)
-            self._port = _free_port(self._settings.bus.port, "bus.port")
-            self._http_port = _free_port(self._settings.bus.http_port, "bus.http_port")
+            self._port = free_port(self._settings.bus.port, setting="bus.port")
+            self._http_port = free_port(self._settings.bus.http_port, setting="bus.http_port")
             write_config(
                 self._settings,
                 path=self._config_path,
@@ -247,19 +243,6 @@ async def _is_healthy(port: int) -> bool:
         return answer.split(b" ", 2)[1] == b"200"
     except (OSError, anyio.EndOfStream, anyio.BrokenResourceError, IndexError):
         return False
-
-
-def _free_port(wanted: int, setting: str) -> int:
-    """Return ``wanted`` when it can be listened on, or any free port for 0."""
-    for port in [wanted] if wanted else random.sample(PORTS, 50):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise UserError(f"{setting}: port {wanted} of 127.0.0.1 is taken; choose another, or 0 for a free one")
 
 
 def _take_lock(path: Path, run: str) -> IO[str]:

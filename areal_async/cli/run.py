@@ -16,7 +16,7 @@ from areal_async.cli.speech import say, settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
 from areal_async.errors import UserError
-from areal_async.launch.gpus import visible_gpus
+from areal_async.host import visible_gpus
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run import launch

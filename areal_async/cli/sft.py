@@ -15,9 +15,10 @@ from areal_async import log
 from areal_async.cli.checks import check_dataset, check_model
 from areal_async.cli.speech import say, settings_help
 from areal_async.errors import PipelineError, UserError
+from areal_async.host import visible_gpus
 from areal_async.launch.backend import Process, ProcessSpec
 from areal_async.launch.crew import Death, end_all, run_together
-from areal_async.launch.gpus import share_gpus, visible_gpus
+from areal_async.launch.gpus import share_gpus
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import rank_specs
 from areal_async.settings_sources import load_settings

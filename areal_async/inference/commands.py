@@ -1,14 +1,13 @@
 """Which program serves, and its command line: the real SGLang, or the embedded engine with the same routes."""
 
 import importlib.util
-import os
 import sys
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
+from areal_async.host import visible_gpus
 from areal_async.settings import Settings
 
 NO_VERSION = "0-0"
@@ -48,7 +47,7 @@ def server_command(settings: Settings, *, server_id: str, index: int) -> ServerC
     arguments += ["--random-seed", str(_seed(settings.run.seed, server_id))]
     if inference.context_length is not None:
         arguments += ["--context-length", str(inference.context_length)]
-    gpus = visible_gpus(os.environ)
+    gpus = visible_gpus()
     environment = _gpu_share(gpus, index, inference.tensor_parallel)
     if is_sglang:
         arguments += ["--incremental-streaming-output"]
@@ -70,17 +69,10 @@ def choose_backend(settings: Settings) -> Literal["sglang", "embedded"]:
     if settings.inference.python is not None:
         return "sglang"
     has_sglang = importlib.util.find_spec("sglang") is not None
-    return "sglang" if has_sglang and visible_gpus(os.environ) else "embedded"
+    return "sglang" if has_sglang and visible_gpus() else "embedded"
 
 
-def visible_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str]:
-    """Return the GPUs this process may use, as ``CUDA_VISIBLE_DEVICES`` names them."""
-    if "CUDA_VISIBLE_DEVICES" in environment:
-        return [name for name in environment["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    return sorted(path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
-
-
-def _gpu_share(gpus: list[str], index: int, num_gpus: int) -> dict[str, str]:
+def _gpu_share(gpus: Sequence[str], index: int, num_gpus: int) -> dict[str, str]:
     """Give each server GPUs of its own, going round where there are fewer than needed."""
     if not gpus:
         return {}

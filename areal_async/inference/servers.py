@@ -4,9 +4,7 @@ Invariant: it never outlives this process, and a start that fails says why in th
 """
 
 import os
-import random
 import signal
-import socket
 import subprocess
 from pathlib import Path
 from typing import IO
@@ -16,12 +14,11 @@ import anyio.abc
 import structlog
 
 from areal_async.errors import UserError
+from areal_async.host import free_port
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.http import ServerApi
 from areal_async.inference.parenthood import guarded
 
-PORTS = range(20_000, 32_000)
-"""Below the range that systems take for outgoing connections, so that a free one stays free until it is taken."""
 MAX_PORT_TRIES = 5
 HEALTH_DEADLINE_S = 20.0
 POLL_S = 0.1
@@ -118,7 +115,7 @@ class ServerProcess:
 
     async def _spawn(self) -> None:
         await self.stop()
-        self.port = free_port()
+        self.port = free_port(setting="inference server")
         with self._open_log() as log_file:
             self._log_start = log_file.tell()
             self._process = await anyio.open_process(
@@ -147,16 +144,3 @@ class ServerProcess:
             os.killpg(self._pid, number)
         except ProcessLookupError:
             pass
-
-
-def free_port() -> int:
-    """Return a port of 127.0.0.1 that nobody listens on."""
-    for port in random.sample(PORTS, 50):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return port
-    raise UserError(f"inference server: none of 50 ports of {PORTS.start} to {PORTS.stop - 1} is free")

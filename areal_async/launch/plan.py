@@ -1,10 +1,10 @@
 """Which processes a run has, and with which environment each of them starts."""
 
-import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_async.host import LOOPBACK, free_port
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.run_directory import RunDirectory
@@ -18,7 +18,6 @@ TRAINER_STOP_S = 600.0
 NODE_STOP_S = 60.0
 """To store what is finished and end its servers."""
 CONTROLLER_STOP_S = 20.0
-LOOPBACK = "127.0.0.1"
 
 
 def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...]) -> list[Crew]:
@@ -76,7 +75,7 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
 
 def rank_specs(base: ProcessSpec, num_ranks: int, *, directory: Path) -> list[ProcessSpec]:
     """Return one process per rank, which find each other as torchrun's would, on a port of their own."""
-    port = _free_port()
+    port = free_port(setting="trainer")
     return [
         ProcessSpec(
             name=f"{base.name}-{rank}",
@@ -94,10 +93,3 @@ def rank_specs(base: ProcessSpec, num_ranks: int, *, directory: Path) -> list[Pr
         )
         for rank in range(num_ranks)
     ]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        port: int = probe.getsockname()[1]
-        return port

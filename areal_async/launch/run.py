@@ -7,8 +7,8 @@ from typing import Any
 import anyio
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, delete_run, open_bus
+from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
-from areal_async.launch.gpus import visible_gpus
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, Supervisor

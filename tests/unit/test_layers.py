@@ -18,6 +18,7 @@ LAYERS = (
         "wire",
         "log",
         "data",
+        "host",
         "hub",
         "journal",
     },

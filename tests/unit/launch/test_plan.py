@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.launch.gpus import share_gpus, visible_gpus
+from areal_async.launch.gpus import share_gpus
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import InferenceSettings, Settings, TrainerSettings
@@ -35,15 +35,6 @@ def test_more_ranks_or_servers_than_gpus_are_refused() -> None:
         share_gpus(FOUR, num_inference=1, num_trainer=5)
     with pytest.raises(UserError, match="got 5 GPUs, need at most 4"):
         share_gpus(FOUR, num_inference=5, num_trainer=1)
-
-
-@pytest.mark.parametrize(("text", "gpus"), [("", ()), ("-1", ()), ("2,3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
-def test_what_the_environment_hides_is_not_seen(
-    monkeypatch: pytest.MonkeyPatch, text: str, gpus: tuple[str, ...]
-) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
-
-    assert visible_gpus() == gpus
 
 
 def test_crews_are_planned_in_the_order_in_which_they_are_stopped(tmp_path: Path) -> None:

@@ -1,0 +1,58 @@
+"""What this host offers: its GPUs, and ports to listen on. Without torch: the command line asks before it is loaded."""
+
+import os
+import random
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+from areal_async.errors import UserError
+
+PROBE_DEADLINE_S = 10.0
+LOOPBACK = "127.0.0.1"
+PORTS = range(16384, 32768)
+"""Below those that outgoing connections take: none of them can take a port while its server restarts."""
+NUM_TRIES = 50
+
+
+def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
+    """Return the identifiers that ``CUDA_VISIBLE_DEVICES`` takes, honouring what it says now."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        return tuple(name.strip() for name in allowed.split(",") if name.strip() not in ("", "-1"))
+    names = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
+    if names:
+        return tuple(sorted((name for name in names if name.isdecimal()), key=int))
+    return tuple(map(str, range(_count_by_driver())))
+
+
+def free_port(wanted: int = 0, *, setting: str = "port") -> int:
+    """Return ``wanted`` when it can be listened on, or any free port for 0.
+
+    Raises:
+        UserError: it is taken; ``setting`` names whose it was to be.
+    """
+    for port in [wanted] if wanted else random.sample(PORTS, NUM_TRIES):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((LOOPBACK, port))
+            except OSError:
+                continue
+            return port
+    if wanted:
+        raise UserError(f"{setting}: port {wanted} of {LOOPBACK} is taken; choose another, or 0 for a free one")
+    raise UserError(f"{setting}: got none of {NUM_TRIES} ports of {PORTS.start} to {PORTS.stop - 1}, need a free one")
+
+
+def _count_by_driver() -> int:
+    """Ask the driver where there are no device files (WSL)."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return 0
+    try:
+        answer = subprocess.run([program, "-L"], capture_output=True, text=True, timeout=PROBE_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines()) if answer.returncode == 0 else 0

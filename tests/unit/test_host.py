@@ -1,0 +1,43 @@
+"""GPUs that are hidden are not seen, and a port that is taken is named."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.host import LOOPBACK, free_port, visible_gpus
+
+
+@pytest.mark.parametrize(("text", "gpus"), [("", ()), ("-1", ()), ("2,3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
+def test_what_the_environment_hides_is_not_seen(
+    monkeypatch: pytest.MonkeyPatch, text: str, gpus: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", text)
+
+    assert visible_gpus() == gpus
+
+
+def test_gpus_are_found_as_devices_in_the_order_of_their_numbers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for name in ("nvidia10", "nvidia2", "nvidia0", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+
+    assert visible_gpus(tmp_path) == ("0", "2", "10")
+
+
+def test_a_free_port_can_be_listened_on() -> None:
+    with socket.socket() as server:
+        server.bind((LOOPBACK, free_port()))
+
+
+def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:
+    with socket.socket() as server:
+        server.bind((LOOPBACK, 0))
+        server.listen()
+        port = server.getsockname()[1]
+
+        with pytest.raises(UserError, match=f"bus.port: port {port} .* is taken"):
+            free_port(port, setting="bus.port")
