@@ -187,8 +187,12 @@ class InferenceSettings(Section):
     """GPUs per server."""
     interrupt: Literal["retract", "in_place", "abort"] = "retract"
     """What happens to running requests while weights are swapped: recomputed, kept as they are, or ended and resent."""
-    weight_transfer: Literal["disk"] = "disk"
-    """How weights reach the servers."""
+    weight_transfer: Literal["disk", "distributed"] = "disk"
+    """How weights reach the servers: as files, or by a broadcast from the trainer (nccl between GPUs, else gloo)."""
+    transfer_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds one broadcast of the weights may take; then its servers are fenced and repaired from disk."""
+    bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
+    """Largest part of the weights that is broadcast at once; both sides hold one in memory."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads of one server where there is no GPU."""
     context_length: int | None = None

@@ -313,15 +313,51 @@ class LineageRecord(Record, frozen=True, kw_only=True):
     """The checkpoint it started from."""
 
 
+class TensorSpec(Record, frozen=True, kw_only=True):
+    """One tensor in a bucket of a broadcast."""
+
+    name: str
+    dtype: str
+    """As torch names it, without the module: ``bfloat16``."""
+    shape: list[int]
+
+
+class UpdateGroup(Record, frozen=True, kw_only=True):
+    """The process group over which a trainer broadcasts weights to servers. The trainer is its rank 0."""
+
+    name: str
+    """New with every change of membership."""
+    address: str
+    port: int
+    """Where the trainer's store listens."""
+    backend: str
+    """``gloo`` or ``nccl``."""
+    size: int
+    """Ranks, the trainer's included."""
+    ranks: dict[str, int]
+    """server id -> the first of its ranks; a server of n GPUs takes n."""
+
+
 class WeightsVersion(Record, frozen=True, kw_only=True):
-    """KV ``weights.<policy>``: where the newest weights are."""
+    """KV ``weights.<policy>``: where the newest weights are.
+
+    A version that is broadcast is announced twice: when the broadcast begins, with its group and before it is on
+    disk; and when it is on disk, without the group, for whoever did not get it.
+    """
 
     version: str
-    path: str
-    """A Hugging Face folder."""
+    path: str = ""
+    """A Hugging Face folder; empty until it is there."""
     sha256: dict[str, str] = {}
     """file name -> hash, for the safetensors files."""
+    tensors_sha256: dict[str, str] = {}
+    """tensor name -> hash of its bytes, for a few tensors that servers keep as they are: proves what a server runs."""
     kind: str = "disk"
+    """``distributed`` while it is broadcast, else ``disk``."""
+    group: UpdateGroup | None = None
+    """Whose members receive it now, in ``buckets``."""
+    buckets: list[list[TensorSpec]] = []
+    """What travels in each broadcast, in order, flattened into one tensor of bytes."""
     final: bool = False
     """The run's last version."""
 
@@ -397,6 +433,10 @@ class ServerState(Record, frozen=True, kw_only=True):
     url: str
     version: str
     """Empty until it holds an announced version."""
+    incarnation: str = ""
+    """Different after every start of its process."""
+    num_ranks: int = 1
+    """GPUs it is spread over: its ranks in an update group."""
     fenced: bool = False
     reason: str = ""
 
