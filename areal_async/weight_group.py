@@ -236,6 +236,8 @@ def _dtype(spec: TensorSpec) -> torch.dtype:
 def _check_backend(backend: str) -> None:
     if backend not in (GLOO, NCCL):
         raise WeightGroupError(f"weight group: got backend {backend!r}, need {GLOO} or {NCCL}")
+    if backend == NCCL and not torch.distributed.is_nccl_available():
+        raise WeightGroupError(f"weight group: got backend {NCCL}, which this torch is built without; use {GLOO}")
 
 
 def _family(address: str) -> socket.AddressFamily:

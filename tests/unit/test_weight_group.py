@@ -9,7 +9,16 @@ import pytest
 import torch
 
 from areal_async.types import TensorSpec
-from areal_async.weight_group import GLOO, WeightGroup, WeightGroupError, describe, empty_bucket, flatten, unflatten
+from areal_async.weight_group import (
+    GLOO,
+    NCCL,
+    WeightGroup,
+    WeightGroupError,
+    describe,
+    empty_bucket,
+    flatten,
+    unflatten,
+)
 
 DEADLINE_S = 20.0
 SHORT_S = 0.3
@@ -90,8 +99,9 @@ def test_a_peer_that_does_not_receive_is_waited_for_until_the_deadline(threads: 
 def test_closing_ends_the_wait_of_a_peer_that_joins(threads: ThreadPoolExecutor) -> None:
     first = host(size=3, deadline_s=1.0)
     waiting = threads.submit(join, first.port, size=3)
-    with pytest.raises(WeightGroupError):
+    with pytest.raises(WeightGroupError) as failure:
         first.meet()
+    assert failure.value.__cause__
     assert not waiting.done()
     first.close()
 
@@ -139,6 +149,12 @@ def test_an_address_of_another_host_is_refused() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(WeightGroupError, match="got backend 'mpi', need gloo or nccl"):
         WeightGroup.host(address="127.0.0.1", size=2, name="g", backend="mpi", deadline_s=1.0)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch is built with NCCL")
+def test_nccl_is_refused_where_there_is_none() -> None:
+    with pytest.raises(WeightGroupError, match="which this torch is built without; use gloo"):
+        WeightGroup.join(address="127.0.0.1", port=1, rank=1, size=2, name="g", backend=NCCL, deadline_s=1.0)
 
 
 def test_a_bucket_comes_back_as_it_was() -> None:

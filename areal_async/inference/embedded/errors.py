@@ -5,7 +5,7 @@
     UserError           (the library's) the command line names something unusable: status 2 and a sentence
     RequestError        the client asked for something impossible: 400 in SGLang's JSON
       SchemaError       the body is not what the route takes: 400 in the shape of a validation error
-    WeightsError        a checkpoint cannot be loaded: 400, and the old weights stay
+    WeightsError        weights cannot be received or loaded: 400, and those that are served stay
 """
 
 from __future__ import annotations
@@ -20,4 +20,4 @@ class SchemaError(RequestError):
 
 
 class WeightsError(Exception):
-    """A checkpoint that is missing, torn or of another model."""
+    """Weights that are missing, torn or of another model, or an order about them that does not fit."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import asdict
 from datetime import UTC, datetime
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import msgspec
@@ -15,6 +15,9 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from areal_async.inference.embedded.bodies import JsonResponse, parse, result_response
+from areal_async.inference.embedded.broadcast_routes import BroadcastRoutes
+from areal_async.inference.embedded.broadcasts import Broadcasts
 from areal_async.inference.embedded.errors import RequestError
 from areal_async.inference.embedded.generate import GenerateEndpoint, request_error, schema_error
 from areal_async.inference.embedded.protocol import SamplingParams
@@ -24,9 +27,6 @@ from areal_async.inference.embedded.service import EngineService
 PROTOCOL_VERSION = "0.5.23"
 """The SGLang release whose protocol this is."""
 _HEALTH_DEADLINE_S = 20.0
-
-
-T = TypeVar("T")
 
 
 class _PauseBody(msgspec.Struct):
@@ -49,20 +49,10 @@ class _CheckBody(msgspec.Struct):
     action: str = "checksum"
 
 
-class _JsonResponse(Response):
-    media_type = "application/json"
-
-    def render(self, content: Any) -> bytes:
-        return msgspec.json.encode(content)
-
-
-async def _parse(request: Request, kind: type[T]) -> T:
-    return msgspec.json.decode(await request.body() or b"{}", type=kind)
-
-
 def build_app(service: EngineService) -> Starlette:
     """Build the whole application around one service."""
     admin = AdminRoutes(service)
+    broadcast = BroadcastRoutes(Broadcasts(service))
     info = InfoRoutes(service)
     both = ["GET", "POST"]
     return Starlette(
@@ -71,6 +61,11 @@ def build_app(service: EngineService) -> Starlette:
             Route("/pause_generation", admin.pause, methods=["POST"]),
             Route("/continue_generation", admin.resume, methods=["POST"]),
             Route("/update_weights_from_disk", admin.update_weights, methods=["POST"]),
+            Route("/init_weights_update_group", broadcast.join, methods=["POST"]),
+            Route("/destroy_weights_update_group", broadcast.leave, methods=["POST"]),
+            Route("/begin_weight_update", broadcast.begin, methods=["POST"]),
+            Route("/update_weights_from_distributed", broadcast.update, methods=["POST"]),
+            Route("/end_weight_update", broadcast.end, methods=["POST"]),
             Route("/abort_request", admin.abort, methods=["POST"]),
             Route("/flush_cache", admin.flush_cache, methods=both),
             Route("/weights_checker", admin.check_weights, methods=both),
@@ -87,11 +82,11 @@ def build_app(service: EngineService) -> Starlette:
 
 
 async def _on_schema_error(request: Request, exc: Exception) -> Response:
-    return _JsonResponse(schema_error(f"body of {request.url.path}: {exc}"), status_code=400)
+    return JsonResponse(schema_error(f"body of {request.url.path}: {exc}"), status_code=400)
 
 
 async def _on_request_error(request: Request, exc: Exception) -> Response:
-    return _JsonResponse(request_error(str(exc)), status_code=400)
+    return JsonResponse(request_error(str(exc)), status_code=400)
 
 
 class AdminRoutes:
@@ -101,27 +96,26 @@ class AdminRoutes:
         self._service = service
 
     async def pause(self, request: Request) -> Response:
-        body = await _parse(request, _PauseBody)
+        body = await parse(request, _PauseBody)
         await self._service.pause(body.mode)
-        return _JsonResponse({"message": "Generation paused successfully.", "status": "ok"})
+        return JsonResponse({"message": "Generation paused successfully.", "status": "ok"})
 
     async def resume(self, request: Request) -> Response:
         await self._service.resume()
-        return _JsonResponse({"message": "Generation continued successfully.", "status": "ok"})
+        return JsonResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_weights(self, request: Request) -> Response:
-        body = await _parse(request, _UpdateBody)
-        result = await self._service.update_weights(
+        body = await parse(request, _UpdateBody)
+        result = await self._service.update_weights_from_disk(
             body.model_path,
             body.weight_version,
             flush_cache=body.flush_cache,
             abort_all_requests=body.abort_all_requests,
         )
-        content = {"success": result.is_success, "message": result.message, "num_paused_requests": 0}
-        return _JsonResponse(content, status_code=200 if result.is_success else 400)
+        return result_response(result, num_paused_requests=0)
 
     async def abort(self, request: Request) -> Response:
-        body = await _parse(request, _AbortBody)
+        body = await parse(request, _AbortBody)
         if body.abort_all:
             self._service.abort_all()
         elif body.rid:
@@ -134,10 +128,10 @@ class AdminRoutes:
         return PlainTextResponse("Flush cache failed: requests are running or queued.\n", status_code=400)
 
     async def check_weights(self, request: Request) -> Response:
-        body = await _parse(request, _CheckBody)
+        body = await parse(request, _CheckBody)
         if body.action != "checksum":
             message = f"action: got {body.action!r}, need 'checksum'"
-            return _JsonResponse({"success": False, "message": message}, status_code=400)
+            return JsonResponse({"success": False, "message": message}, status_code=400)
         checksums = await self._service.checksum_weights()
         whole = hashlib.sha256()
         for name in sorted(checksums):
@@ -154,7 +148,7 @@ class AdminRoutes:
             "ranks": [rank],
             "per_engine_checksum": hashlib.sha256(whole.hexdigest().encode()).hexdigest(),
         }
-        return _JsonResponse(content)
+        return JsonResponse(content)
 
 
 class InfoRoutes:
@@ -192,7 +186,7 @@ class InfoRoutes:
     async def model_info(self, request: Request) -> Response:
         service = self._service
         config = service.runner.model.config
-        return _JsonResponse(
+        return JsonResponse(
             {
                 "model_path": service.model_path,
                 "served_model_name": service.model_path,
@@ -219,7 +213,7 @@ class InfoRoutes:
             "last_gen_throughput": load["gen_throughput"],
             "max_total_num_tokens": load["max_total_num_tokens"],
         }
-        return _JsonResponse(
+        return JsonResponse(
             {
                 **asdict(service.options),
                 "device": str(service.runner.device),
@@ -234,7 +228,7 @@ class InfoRoutes:
         )
 
     async def loads(self, request: Request) -> Response:
-        return _JsonResponse(
+        return JsonResponse(
             {
                 "timestamp": datetime.now(UTC).isoformat(),
                 "version": PROTOCOL_VERSION,

@@ -10,6 +10,7 @@ import asyncio
 import random
 import uuid
 from collections import deque
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import anyio
@@ -61,7 +62,7 @@ class OpenRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpdateResult:
-    """What ``/update_weights_from_disk`` answers."""
+    """What an order about the weights answers."""
 
     is_success: bool
     message: str
@@ -95,7 +96,8 @@ class EngineService:
         self._is_idle = asyncio.Event()
         self._is_idle.set()
         self._num_submitted = 0
-        self._admin = anyio.Lock()
+        self.administration = anyio.Lock()
+        """Held by whatever changes the weights, or says what a change means."""
 
     @property
     def is_paused(self) -> bool:
@@ -238,19 +240,43 @@ class EngineService:
         self._open_door()
         log.info("generation.continued")
 
-    async def update_weights(
+    async def update_weights_from_disk(
         self, model_path: str, weight_version: str | None, *, flush_cache: bool, abort_all_requests: bool
     ) -> UpdateResult:
-        """Serve the weights at ``model_path`` from the next step on.
+        """Serve the weights at ``model_path``, or go on with the old ones when they cannot be loaded."""
+
+        async def stage() -> StagedWeights:
+            return await anyio.to_thread.run_sync(stage_weights, self.runner.model, model_path)
+
+        try:
+            result = await self.update_weights(
+                stage, weight_version, flush_cache=flush_cache, abort_all_requests=abort_all_requests
+            )
+        except WeightsError as exc:
+            log.warning("weights.refused", model_path=model_path, reason=str(exc))
+            return UpdateResult(False, f"Failed to update weights: {exc}.")
+        self.model_path = model_path
+        log.info("weights.updated", model_path=model_path, weight_version=self.weight_version)
+        return result
+
+    async def update_weights(
+        self,
+        stage: Callable[[], Awaitable[StagedWeights]],
+        weight_version: str | None,
+        *,
+        flush_cache: bool,
+        abort_all_requests: bool,
+        done: str = "Succeeded to update model weights.",
+    ) -> UpdateResult:
+        """Serve what ``stage`` returns from the next step on; updates are staged and applied one after the other.
 
         While generation is not paused, new requests wait and the running ones finish under the old weights first.
+
+        Raises:
+            WeightsError: ``stage`` raised it; nothing has changed.
         """
-        async with self._admin:
-            try:
-                staged = await anyio.to_thread.run_sync(stage_weights, self.runner.model, model_path)
-            except WeightsError as exc:
-                log.warning("weights.refused", model_path=model_path, reason=str(exc))
-                return UpdateResult(False, f"Failed to update weights: {exc}.")
+        async with self.administration:
+            staged = await stage()
             if abort_all_requests:
                 self.abort_all()
             self._is_updating = not self._is_paused
@@ -263,15 +289,12 @@ class EngineService:
             finally:
                 self._is_updating = False
                 self._open_door()
-        self.model_path = model_path
-        self.weight_version = weight_version or self.weight_version
-        log.info("weights.updated", model_path=model_path, weight_version=self.weight_version)
+            self.weight_version = weight_version or self.weight_version
         if not is_flushed:
             return UpdateResult(False, _UNFLUSHED)
-        message = "Succeeded to update model weights."
-        if weight_version is not None:
-            message += f" Weight version updated to {weight_version}."
-        return UpdateResult(True, message)
+        return UpdateResult(
+            True, done if weight_version is None else f"{done} Weight version updated to {weight_version}."
+        )
 
     @staticmethod
     def _swap(scheduler: Scheduler, staged: StagedWeights, weight_version: str | None, *, flush_cache: bool) -> bool:

@@ -1,14 +1,14 @@
-"""Weights from disk into a serving model, whole or not at all.
+"""Weights into a serving model: from disk whole or not at all, from a broadcast bucket by bucket.
 
-Staging reads and checks every tensor into memory of its own while the model goes on generating; the swap then only
-re-points the parameters, between two steps. Nothing of the file is needed after staging, so it may be deleted.
+Staging checks every tensor and copies it into memory of its own while the model goes on generating; the swap then only
+re-points the parameters, between two steps. Nothing of the source is needed after staging: a file may be deleted.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,47 +23,80 @@ _SINGLE = "model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class StagedWeights:
-    """One checked checkpoint, in memory, keyed by the model's own parameter and buffer names."""
+    """Checked tensors in memory of their own, keyed by the model's own parameter and buffer names."""
 
     tensors: dict[str, torch.Tensor]
 
 
 def stage_weights(model: torch.nn.Module, model_path: str) -> StagedWeights:
-    """Read a checkpoint folder for ``model``.
-
-    Tied tensors (an output head that is the embedding) may be stored under any of their names, or several.
+    """Read a checkpoint folder for ``model``, all of it.
 
     Raises:
         WeightsError: files missing, torn, or not of this model.
     """
-    targets = model.state_dict(keep_vars=True)
-    # Tied names share one tensor: the first name stands for all of them.
-    first_names: dict[int, str] = {}
-    for name, tensor in targets.items():
-        first_names.setdefault(id(tensor), name)
-    staged: dict[str, torch.Tensor] = {}
-    unknown: list[str] = []
+    staging = _Staging(model)
     for name, tensor in _read_tensors(Path(model_path)):
-        target = targets.get(name)
-        if target is None:
-            unknown.append(name)
-            continue
-        if tensor.shape != target.shape:
-            raise WeightsError(
-                f"weights at {model_path}: {name} has shape {list(tensor.shape)}, need {list(target.shape)}; "
-                f"save them from the model this server runs"
-            )
-        key = first_names[id(target)]
-        if key not in staged:
-            # A copy, always: the file behind the mapping may be truncated or replaced later.
-            staged[key] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
-    missing = sorted(set(first_names.values()) - staged.keys())
+        try:
+            staging.add(name, tensor)
+        except WeightsError as exc:
+            raise WeightsError(f"weights at {model_path}: {exc}") from exc
+    missing, unknown = sorted(staging.missing), staging.unknown
     if missing or unknown:
         raise WeightsError(
             f"weights at {model_path}: {len(missing)} tensors missing (first: {missing[:1]}), {len(unknown)} unknown "
             f"(first: {unknown[:1]}); save them from the model this server runs"
         )
-    return StagedWeights(staged)
+    return StagedWeights(staging.staged)
+
+
+def stage_tensors(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
+    """Check and copy some of a model's tensors.
+
+    Raises:
+        WeightsError: one is not of this model.
+    """
+    staging = _Staging(model)
+    for name, tensor in tensors:
+        staging.add(name, tensor)
+    if staging.unknown:
+        raise WeightsError(f"got {len(staging.unknown)} unknown tensors (first: {staging.unknown[:1]}), need none")
+    return StagedWeights(staging.staged)
+
+
+class _Staging:
+    """Tensors that were checked against a model's, on their way to becoming its own.
+
+    Tied tensors (an output head that is the embedding) may come under any of their names, or several.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.staged: dict[str, torch.Tensor] = {}
+        self.unknown: list[str] = []
+        self._targets = model.state_dict(keep_vars=True)
+        # Tied names share one tensor: the first name stands for all of them.
+        self._first_names: dict[int, str] = {}
+        for name, tensor in self._targets.items():
+            self._first_names.setdefault(id(tensor), name)
+
+    @property
+    def missing(self) -> set[str]:
+        """Names that did not come."""
+        return set(self._first_names.values()) - self.staged.keys()
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        target = self._targets.get(name)
+        if target is None:
+            self.unknown.append(name)
+            return
+        if tensor.shape != target.shape:
+            raise WeightsError(
+                f"{name} has shape {list(tensor.shape)}, need {list(target.shape)}; "
+                f"save them from the model this server runs"
+            )
+        key = self._first_names[id(target)]
+        if key not in self.staged:
+            # A copy, always: the file behind the mapping may be truncated or replaced later, and a bucket is reused.
+            self.staged[key] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
 
 
 def swap_weights(model: torch.nn.Module, staged: StagedWeights) -> None:
