@@ -49,6 +49,7 @@ class WeightGroup:
         self._kind = backend
         self._deadline_s = deadline_s
         self._store: TCPStore | None = store
+        self._hosted: TCPStore | None = None
         self._backend: Any = None
 
     @classmethod
@@ -64,16 +65,22 @@ class WeightGroup:
         except OSError as exc:
             raise WeightGroupError(f"weight group {name}: cannot listen at {address}: {exc}") from exc
         port = listening.getsockname()[1]
-        store = TCPStore(
-            address,
-            port,
-            world_size=size,
-            is_master=True,
-            timeout=timedelta(seconds=deadline_s),
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
-        return cls(store, rank=0, size=size, name=name, backend=backend, deadline_s=deadline_s)
+        deadline = timedelta(seconds=deadline_s)
+        with _translated(f"weight group {name}: no store of its own at {address}:{port}"):
+            hosted = TCPStore(
+                address,
+                port,
+                world_size=size,
+                is_master=True,
+                timeout=deadline,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+            # A client like the others', so that the store can be closed while this rank waits in it.
+            store = TCPStore(address, port, size, is_master=False, timeout=deadline)
+        group = cls(store, rank=0, size=size, name=name, backend=backend, deadline_s=deadline_s)
+        group._hosted = hosted
+        return group
 
     @classmethod
     def join(cls, *, address: str, port: int, rank: int, size: int, name: str, backend: str, deadline_s: float) -> Self:
@@ -126,6 +133,11 @@ class WeightGroup:
                 _run_within(self._deadline_s, backend.abort)
         del backend  # its connections end with the last reference
         self._store = None
+        self.close_store()
+
+    def close_store(self) -> None:
+        """Have rank 0 and whoever else still meets in its store raise. From any thread; ``close`` must follow."""
+        self._hosted = None
 
     def __enter__(self) -> Self:
         return self

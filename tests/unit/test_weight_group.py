@@ -96,6 +96,21 @@ def test_a_peer_that_does_not_receive_is_waited_for_until_the_deadline(threads: 
         first.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))
 
 
+def test_closing_the_store_ends_the_wait_of_rank_0_itself(threads: ThreadPoolExecutor) -> None:
+    group = host(size=3)
+    meeting = threads.submit(group.meet)
+    other = threads.submit(join, group.port, size=3)  # one of the two: neither has all peers
+    with pytest.raises(TimeoutError):
+        meeting.result(timeout=SHORT_S)
+
+    group.close_store()
+
+    for waiting in (meeting, other):
+        with pytest.raises(WeightGroupError):
+            waiting.result(timeout=DEADLINE_S / 2)
+    group.close()
+
+
 def test_closing_ends_the_wait_of_a_peer_that_joins(threads: ThreadPoolExecutor) -> None:
     first = host(size=3, deadline_s=1.0)
     waiting = threads.submit(join, first.port, size=3)
