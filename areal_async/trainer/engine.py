@@ -4,12 +4,13 @@ Invariant: whatever the number of ranks and whichever of them holds a row, a ste
 rank with all rows would compute. Loss denominators are token counts over all ranks; ranks that run out of rows go
 on with empty ones, so that the collectives inside the model meet. Nothing here draws random numbers.
 
-Every public method is a collective: all ranks call it, in the same order, from one thread each.
+Every public method is a collective unless it says otherwise: all ranks call it, in the same order, from one thread
+each.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -131,13 +132,32 @@ class FsdpEngine:
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
-        return weights.gather(self._policy.causal_lm, torch.float32, self._ranks)
+        buckets = weights.plan(self._policy.causal_lm, torch.float32, max_bytes=0)
+        return weights.gather(self._policy.causal_lm, buckets, self._ranks)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
-        return weights.save(
-            self._policy.causal_lm, directory, source=self._source, dtype=self._dtype, ranks=self._ranks
-        )
+        buckets = self.plan_buckets(max_bytes=0)
+        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self._ranks)
+
+    def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
+        """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
+        return weights.plan(self._policy.causal_lm, self._dtype, max_bytes=max_bytes)
+
+    def gather_weights(
+        self, buckets: Sequence[weights.Bucket], *, send: Callable[[Tensor], None] | None = None
+    ) -> dict[str, Tensor]:
+        """Return copies of the weights, as they are served, on the CPU of rank 0; nothing elsewhere.
+
+        Args:
+            send: takes each bucket's bytes on rank 0's device. It may block, shorter than a collective may take.
+        """
+        return weights.gather(self._policy.causal_lm, buckets, self._ranks, send=send)
+
+    def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
+        """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
+        config = cast(Any, self._policy.causal_lm).config
+        return weights.write(tensors, directory, source=self._source, config=config)
 
     def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
         """Write model, optimizer and ledger atomically. ``ledger`` counts on rank 0."""

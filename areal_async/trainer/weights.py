@@ -1,13 +1,14 @@
-"""Weights as a plain Hugging Face folder: what servers load, and what a run leaves behind.
+"""Weights as they are served: the buckets in which they are gathered and broadcast, and a plain Hugging Face folder.
 
-It holds all that the model's source folder held besides weights, so that any program that can load the source can
-load this.
+The folder holds all that the model's source folder held besides weights, so that any program that can load the source
+can load it.
 """
 
 import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,35 +18,102 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import written_whole
+from areal_async.types import TensorSpec
+from areal_async.weight_group import describe, flatten, unflatten
 
 MAX_FILE_BYTES = 5 << 30
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 
+Bucket = list[TensorSpec]
 
-def save(causal_lm: nn.Module, directory: Path, *, source: Path, dtype: torch.dtype, ranks: Ranks) -> dict[str, str]:
-    """Gather the shards on rank 0 and write them in ``dtype``; return {safetensors file: sha256} on every rank.
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 
-    A collective. ``source`` is the folder that the model came from.
+
+def plan(causal_lm: nn.Module, dtype: torch.dtype, *, max_bytes: int) -> list[Bucket]:
+    """Divide the weights, in ``dtype``, into buckets of at most ``max_bytes``; a larger tensor goes alone.
+
+    Tied weights come once, as stored. The same on every rank, and for as long as the model lives.
     """
-    tensors = gather(causal_lm, dtype, ranks)
-    hashes: dict[str, str] = {}
-    if ranks.rank == 0:
-        with written_whole(directory) as partial:
-            _copy_companions(source, partial)
-            _write_config(cast(Any, causal_lm).config, partial, dtype)
-            hashes = _write_tensors(tensors, partial)
+    specs = [
+        describe(name, torch.empty(parameter.shape, dtype=dtype, device="meta"))
+        for name, parameter in causal_lm.named_parameters()
+    ]
+    sizes = {spec.name: torch.Size(spec.shape).numel() * dtype.itemsize for spec in specs}
+    by_name = {spec.name: spec for spec in specs}
+    return [[by_name[name] for name in names] for names in _split(sizes, max_bytes=max_bytes)]
+
+
+def gather(
+    causal_lm: nn.Module, buckets: Sequence[Bucket], ranks: Ranks, *, send: Callable[[Tensor], None] | None = None
+) -> dict[str, Tensor]:
+    """Return copies of the whole tensors on the CPU of rank 0, nothing elsewhere. A collective.
+
+    Args:
+        send: takes each bucket's bytes on rank 0's device, in order, before the next bucket is gathered. The other
+            ranks wait meanwhile, in the next collective.
+    """
+    parameters = dict(causal_lm.named_parameters())
+    tensors: dict[str, Tensor] = {}
+    for bucket in buckets:
+        wholes = [_whole(parameters[spec.name], getattr(torch, spec.dtype)) for spec in bucket]
+        if ranks.rank == 0:
+            flat = flatten(wholes)
+            if send is not None:
+                send(flat)
+            tensors.update(unflatten(flat.cpu(), bucket))
+    return tensors
+
+
+def save(
+    causal_lm: nn.Module, buckets: Sequence[Bucket], directory: Path, *, source: Path, ranks: Ranks
+) -> dict[str, str]:
+    """Gather the weights and write them; return {safetensors file: sha256} on every rank. A collective.
+
+    ``source`` is the folder that the model came from.
+    """
+    tensors = gather(causal_lm, buckets, ranks)
+    hashes = write(tensors, directory, source=source, config=cast(Any, causal_lm).config) if ranks.rank == 0 else {}
     return cast(dict[str, str], json.loads(ranks.broadcast_bytes(json.dumps(hashes).encode())))
 
 
-def gather(causal_lm: nn.Module, dtype: torch.dtype, ranks: Ranks) -> dict[str, Tensor]:
-    """Return copies of the whole tensors on the CPU of rank 0, nothing elsewhere. Tied weights come once, as stored."""
-    tensors: dict[str, Tensor] = {}
-    for name, parameter in causal_lm.named_parameters():
-        shard = parameter.detach().to(dtype)
-        whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-        if ranks.rank == 0:
-            tensors[name] = whole.to("cpu", copy=True)
-    return tensors
+def write(tensors: dict[str, Tensor], directory: Path, *, source: Path, config: Any) -> dict[str, str]:
+    """Write the folder atomically; return {safetensors file: sha256}. Rank 0's alone."""
+    with written_whole(directory) as partial:
+        _copy_companions(source, partial)
+        _write_config(config, partial, next(iter(tensors.values())).dtype)
+        return _write_tensors(tensors, partial)
+
+
+def witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return {name: sha256 of the bytes} of a few tensors, which prove what a server runs.
+
+    They are chosen from those that servers keep as they are: the norms of the first, the middle and the last layer
+    and those outside of layers, and the last matrix of the first and the last layer.
+    """
+    layers = sorted({layer for name in tensors if (layer := _layer_of(name)) is not None})
+    ends = {layers[0], layers[-1]} if layers else set()
+    looked_at = {None, *ends, *layers[len(layers) // 2 :][:1]}
+
+    def is_witness(name: str, tensor: Tensor) -> bool:
+        if tensor.ndim == 1:
+            return "norm" in name and _layer_of(name) in looked_at
+        return name.endswith(".down_proj.weight") and _layer_of(name) in ends
+
+    return {
+        name: hashlib.sha256(flatten([tensor]).numpy().data).hexdigest()
+        for name, tensor in tensors.items()
+        if is_witness(name, tensor)
+    }
+
+
+def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    shard = parameter.detach().to(dtype)
+    return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+
+def _layer_of(name: str) -> int | None:
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
 
 
 def _copy_companions(source: Path, folder: Path) -> None:
@@ -66,7 +134,8 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     # Imported here, like all that only rank 0 of a trainer needs.
     from safetensors.torch import save
 
-    parts = list(_split(tensors, max_bytes=MAX_FILE_BYTES))
+    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+    parts = list(_split(sizes, max_bytes=MAX_FILE_BYTES))
     hashes: dict[str, str] = {}
     places: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
@@ -76,20 +145,19 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
         hashes[name] = hashlib.sha256(data).hexdigest()
         places |= dict.fromkeys(part, name)
     if len(parts) > 1:
-        total = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return hashes
 
 
-def _split(tensors: dict[str, Tensor], *, max_bytes: int) -> Iterable[list[str]]:
-    """Yield the names of each file's tensors, in order, none over ``max_bytes`` unless a single tensor is."""
+def _split(sizes: Mapping[str, int], *, max_bytes: int) -> Iterable[list[str]]:
+    """Yield the names of each part's tensors, in order, none over ``max_bytes`` unless a single tensor is."""
     part: list[str] = []
     size = 0
-    for name, tensor in tensors.items():
-        if part and size + tensor.nbytes > max_bytes:
+    for name, num_bytes in sizes.items():
+        if part and size + num_bytes > max_bytes:
             yield part
             part, size = [], 0
         part.append(name)
-        size += tensor.nbytes
+        size += num_bytes
     yield part

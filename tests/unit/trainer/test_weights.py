@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.weights import witnesses
 from tests.unit.trainer.models import engine_of, random_rows, save_model
 
 
@@ -70,3 +71,49 @@ def test_saving_again_under_the_same_name_replaces_the_folder(model: Path, ranks
 
     assert first != second
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_buckets_hold_every_stored_tensor_once_in_order_and_stay_within_their_size(
+    tied: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    engine = engine_of(save_model(tmp_path / "source", tied=tied), ranks, dtype="bfloat16")
+    stored = engine.gather_weights(engine.plan_buckets(max_bytes=1 << 30))
+    largest = max(tensor.nbytes for tensor in stored.values())
+
+    buckets = engine.plan_buckets(max_bytes=largest - 2)
+
+    assert [spec.name for bucket in buckets for spec in bucket] == list(stored)
+    assert ("lm_head.weight" in stored) != tied
+    assert {spec.dtype for bucket in buckets for spec in bucket} == {"bfloat16"}
+    sizes = [sum(2 * torch.Size(spec.shape).numel() for spec in bucket) for bucket in buckets]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in stored.values())
+    assert all(size < largest - 1 or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    assert [len(bucket) for bucket, size in zip(buckets, sizes, strict=True) if size == largest] == [1] * (2 - tied)
+
+
+def test_what_proves_the_weights_is_hashed_as_served(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine = engine_of(model, ranks, dtype="bfloat16")
+    tensors = engine.gather_weights(engine.plan_buckets(max_bytes=10_000))
+
+    hashes = witnesses(tensors)
+
+    engine.write_weights(tensors, tmp_path / "1-0")
+    stored = load_file(tmp_path / "1-0" / "model.safetensors")
+    assert hashes == {name: hashlib.sha256(stored[name].view(torch.uint8).numpy()).hexdigest() for name in hashes}
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")
+    assert hashes.keys() == {"model.norm.weight"} | {
+        f"model.layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in norms
+    }
+
+
+def test_only_the_ends_and_the_middle_of_a_deep_model_are_hashed() -> None:
+    kinds = {"mlp.down_proj.weight": (2, 2), "norm.weight": (2,), "self_attn.q_proj.bias": (2,)}
+    names = {f"model.layers.{layer}.{kind}": shape for layer in range(12) for kind, shape in kinds.items()}
+    tensors = {name: torch.zeros(shape) for name, shape in names.items()} | {"model.embed.weight": torch.zeros(2, 2)}
+
+    assert witnesses(tensors).keys() == {
+        *(f"model.layers.{layer}.norm.weight" for layer in (0, 6, 11)),
+        *(f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 11)),
+    }
+    assert witnesses({"embed.weight": torch.zeros(2, 2)}) == {}
