@@ -10,15 +10,14 @@ The asyncio side waits, the engine's one thread computes. Collectives are called
 rank; which steps exist is decided by the journal alone.
 """
 
-import asyncio
+import functools
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import anyio
+import anyio.to_thread
 import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
@@ -33,25 +32,19 @@ from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import AgeStats, Placed, SlotKey, build_rows, fetch, place, share
+from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
 from areal_async.trainer.step import Report, StepResult, agree_on_batch, batch_metrics, metrics_line
+from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.types import (
     CheckpointRecord,
     Cut,
     Metrics,
     OutcomeKind,
-    ServerState,
     Trajectory,
     Version,
-    WeightsVersion,
 )
 
-NUM_KEPT_WEIGHTS = 3
-"""Newest weights folders kept: the one announced, and those a slow server may still be reading."""
-
-SERVER_POLL_S = 0.1
-
-T = TypeVar("T")
 log = structlog.get_logger()
 
 
@@ -85,6 +78,9 @@ class Trainer:
         *,
         ranks: Ranks,
         engine: FsdpEngine,
+        thread: EngineThread,
+        publisher: Publisher,
+        archiving: Beside,
         bus: Bus,
         reader: JournalReader,
         number: int,
@@ -96,6 +92,9 @@ class Trainer:
         self._directory = run_directory
         self._ranks = ranks
         self._engine = engine
+        self._thread = thread
+        self._publisher = publisher
+        self._archiving = archiving
         self._bus = bus
         self._reader = reader
         self._number = number
@@ -104,9 +103,7 @@ class Trainer:
         self._ledger = Ledger(version=str(Version(number, 0)), trained={})
         self._checkpointed_step = 0
         self._wants_stop = False
-        self._announced: WeightsVersion | None = None
         self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self.step = 0
         self.state = "starting"
         self.last_line: Metrics | None = None
@@ -131,7 +128,7 @@ class Trainer:
         """Load a checkpoint and drop what was written after it. Collective; before ``run``."""
         if checkpoint is not None:
             self._ledger = msgspec.json.decode(
-                await self._compute(lambda: self._engine.load_checkpoint(checkpoint)), type=Ledger
+                await self._thread.run(lambda: self._engine.load_checkpoint(checkpoint)), type=Ledger
             )
             self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
         if self._feed is not None:
@@ -149,14 +146,16 @@ class Trainer:
         if self.step > self._checkpointed_step:
             await self._checkpoint()
         await self._publish_weights()
-        await self._wait_for_servers()
+        self.state = f"waiting for servers to hold {self.version}"
+        await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
         await self._train()
         if self.step > self._checkpointed_step:
             await self._checkpoint()
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
-            await self._compute(lambda: self._engine.save_weights(self._directory / "model"))
-            await self._announce(final=True)  # last: whoever sees it may end the run
+            await self._thread.run(lambda: self._engine.save_weights(self._directory / "model"))
+            await self._publisher.announce_final()  # last: whoever sees it may end the run
+        await self._publisher.finish()
         self.state = "finished"
         log.info("trainer.finished", step=self.step)
 
@@ -248,19 +247,19 @@ class Trainer:
             masks_stale=part.cut.masks_stale,
         )
         train_since = time.monotonic()
-        stats = await self._compute(lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps))
+        stats = await self._thread.run(lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps))
         train_s = time.monotonic() - train_since
         made = Version(self._number, step)
-        await anyio.to_thread.run_sync(
-            lambda: write_archive(
-                self._directory / "trajectories",
-                made=made,
-                rank=self._ranks.rank,
-                slots=mine,
-                trajectories=trajectories,
-                advantages=batch.advantages,
-            )
+        archive = functools.partial(
+            write_archive,
+            self._directory / "trajectories",
+            made=made,
+            rank=self._ranks.rank,
+            slots=mine,
+            trajectories=trajectories,
+            advantages=batch.advantages,
         )
+        await self._archiving.start(lambda: anyio.to_thread.run_sync(archive))
         every_age = await self._gather(msgspec.json.encode(ages))
         self.step = step
         self._reader.journal.forget_slots(through_step=self._checkpointed_step)
@@ -278,18 +277,8 @@ class Trainer:
     # what a step leaves behind
 
     async def _publish_weights(self) -> None:
-        """Write the weights as they are now and make them the newest."""
         self.state = f"publishing {self.version}"
-        folder = self._directory / "weights" / str(self.version)
-        hashes = await self._compute(lambda: self._engine.save_weights(folder))
-        self._announced = WeightsVersion(version=str(self.version), path=str(folder.resolve()), sha256=hashes)
-        await self._announce()
-        if self._lineage is not None:
-            await anyio.to_thread.run_sync(keep_newest, folder.parent, NUM_KEPT_WEIGHTS)
-
-    async def _announce(self, *, final: bool = False) -> None:
-        if self._lineage is not None and self._announced is not None:
-            await self._lineage.announce(msgspec.structs.replace(self._announced, final=final))
+        await self._publisher.publish(self.version)
 
     async def _is_checkpoint_due(self) -> bool:
         """Rank 0 decides."""
@@ -303,8 +292,9 @@ class Trainer:
         """Checkpoint first, durably; then the bucket; then outcomes; then acks."""
         self.state, started = f"writing the checkpoint of step {self.step}", time.monotonic()
         folder = self._directory / "checkpoints" / str(self.version)
+        await self._archiving.finish()  # on every rank: they all wait for each other in the checkpoint
         ledger = msgspec.json.encode(self._ledger)
-        await self._compute(lambda: self._engine.save_checkpoint(folder, ledger))
+        await self._thread.run(lambda: self._engine.save_checkpoint(folder, ledger))
         self._checkpointed_step = self.step
         if self._lineage is not None and self._feed is not None:
             await self._lineage.record_checkpoint(
@@ -356,25 +346,9 @@ class Trainer:
                     "journal does not know of: the broker's store is of another run; start anew with --fresh"
                 )
 
-    async def _wait_for_servers(self) -> None:
-        """Wait until every unfenced server holds what was announced: nothing older is sampled from now on."""
-        if self._lineage is None:
-            return
-        self.state = f"waiting for servers to hold {self.version}"
-        while not self._wants_stop:
-            servers = [state for state, _ in (await self._bus.entries("server.", ServerState)).values()]
-            held = [server.version for server in servers if not server.fenced]
-            if held and all(version == str(self.version) for version in held):
-                return
-            await anyio.sleep(SERVER_POLL_S)
-
     async def _exchange(self, report: Report) -> list[Report]:
         every = await self._gather(msgspec.json.encode(report))
         return [msgspec.json.decode(one, type=Report) for one in every]
 
     async def _gather(self, payload: bytes) -> list[bytes]:
-        return await self._compute(lambda: self._ranks.gather_bytes(payload))
-
-    async def _compute(self, work: Callable[[], T]) -> T:
-        """Run torch work in the engine's thread: the loop stays free, collectives stay in order."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._thread.run(lambda: self._ranks.gather_bytes(payload))

@@ -11,15 +11,21 @@ from areal_async import log as logging
 from areal_async.bus import Bus, Role, credentials_for, open_bus
 from areal_async.errors import UserError
 from areal_async.settings import Settings
+from areal_async.trainer.broadcast import Broadcaster, address_towards
 from areal_async.trainer.distributed import Ranks, join_ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.loop import Trainer
+from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
+from areal_async.trainer.threads import Beside, EngineThread
+from areal_async.weight_group import GLOO, NCCL
 
 METRICS_INTERVAL_S = 1.0
-JOIN_DEADLINE_S = 600.0
+RANK_DEADLINE_S = 600.0
+"""How long one rank waits for another, besides what a broadcast may hold up rank 0: its own deadline, and that of the
+bucket it is over in."""
 
 log = structlog.get_logger()
 
@@ -36,7 +42,8 @@ class _Begin(msgspec.Struct):
 
 def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     """Train as one rank until the run's last step, a stop, or an error."""
-    ranks = join_ranks(deadline_s=JOIN_DEADLINE_S, num_threads=settings.trainer.num_threads)
+    deadline_s = RANK_DEADLINE_S + 2 * settings.inference.transfer_deadline_s
+    ranks = join_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads)
     logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
     structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
@@ -65,11 +72,26 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
         loops.start_soon(reader.run)
         await reader.read_through(begin.sequence)
         feed = Feed(bus, settings, lineage, reader.journal) if lineage is not None else None
+        thread = EngineThread()
+        broadcaster = _broadcaster(settings, lineage, bus_url=bus_url, ranks=ranks)
+        publisher = Publisher(
+            settings.inference,
+            run_directory / "weights",
+            engine=engine,
+            thread=thread,
+            beside=Beside(loops),
+            bus=bus,
+            lineage=lineage,
+            broadcaster=broadcaster,
+        )
         trainer = Trainer(
             settings,
             run_directory,
             ranks=ranks,
             engine=engine,
+            thread=thread,
+            publisher=publisher,
+            archiving=Beside(loops),
             bus=bus,
             reader=reader,
             number=begin.number,
@@ -83,6 +105,8 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             loops.start_soon(_run_metrics, bus, trainer)
             await loops.start(_run_signals, trainer)
         await trainer.run()
+        if broadcaster is not None:
+            broadcaster.close()
         loops.cancel_scope.cancel()
 
 
@@ -95,6 +119,17 @@ async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
         payload = msgspec.json.encode(_Begin(number=lineage.number, sequence=sequence, checkpoint=path))
     told = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload)
     return msgspec.json.decode(told, type=_Begin)
+
+
+def _broadcaster(settings: Settings, lineage: Lineage | None, *, bus_url: str, ranks: Ranks) -> Broadcaster | None:
+    if lineage is None or settings.inference.weight_transfer != "distributed":
+        return None
+    return Broadcaster(
+        prefix=f"{settings.run.name}-{lineage.number}",
+        address=address_towards(bus_url),
+        backend=NCCL if ranks.device.type == "cuda" else GLOO,
+        deadline_s=settings.inference.transfer_deadline_s,
+    )
 
 
 def _existing(checkpoint: str) -> Path | None:

@@ -1,0 +1,45 @@
+"""Where the trainer's blocking work runs: the engine's one thread, and single jobs beside the ring."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import anyio
+import anyio.abc
+
+T = TypeVar("T")
+
+
+class EngineThread:
+    """The one thread of all torch work: the loop stays free, collectives stay in order."""
+
+    def __init__(self) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+
+    async def run(self, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns. A cancelled call goes on in its thread until it ends by itself."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+
+class Beside:
+    """One job at a time that goes on while its starter does something else. What it raises ends the task group."""
+
+    def __init__(self, tasks: anyio.abc.TaskGroup) -> None:
+        self._tasks = tasks
+        self._done = anyio.Event()
+        self._done.set()
+
+    async def start(self, job: Callable[[], Awaitable[None]]) -> None:
+        """Start ``job`` as soon as the one before it has ended."""
+        await self.finish()
+        self._done = anyio.Event()
+        self._tasks.start_soon(self._run, job)
+
+    async def finish(self) -> None:
+        """Wait until the last job has ended well; one that failed cancels whoever waits here."""
+        await self._done.wait()
+
+    async def _run(self, job: Callable[[], Awaitable[None]]) -> None:
+        await job()
+        self._done.set()
