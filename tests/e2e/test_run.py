@@ -163,6 +163,43 @@ def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs(tmp_path: Path)
     assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
 
 
+def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:
+    """What a process logged under one name."""
+    path = run.directory / "logs" / f"{process}.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [line for line in lines if line.get("event") == name]
+
+
+def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_with_them(tmp_path: Path) -> None:
+    run = Run(
+        tmp_path,
+        "broadcast",
+        run__steps=20,
+        rollout__max_staleness=0,
+        inference__num_servers=2,
+        inference__weight_transfer="distributed",
+        inference__bucket_bytes=300_000,
+    )
+    with run.start() as process:
+        run.wait_for_step(3, process)
+        os.killpg(events(run, "node", "server.started")[0]["pid"], signal.SIGKILL)
+        ended = collect(process)
+
+    assert ended.returncode == 0, ended.stdout
+    assert_accounts(run, num_steps=20, max_staleness=0)
+    assert all(0 < line["ratio_max_deviation"] < 1e-2 for line in run.lines)
+    assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
+    assert {(row["step"], row["oldest"], row["newest"]) for row in run.trained} == {
+        (step, f"1-{step - 1}", f"1-{step - 1}") for step in range(1, 21)
+    }
+    assert len(events(run, "node", "server.started")) == 3
+    sent = events(run, "trainer-0", "weights.broadcast")
+    assert sum(one["is_whole"] for one in sent) >= 10, "most versions were to arrive by broadcast"
+    sizes = [one["size"] for one in events(run, "trainer-0", "broadcast.group_made")]
+    assert sizes[0] == sizes[-1] == 3, "the server that was killed was to join again"
+    assert run.lines[-1]["weights_version"] == "1-20"
+
+
 def test_a_killed_node_and_a_killed_controller_are_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
     run = Run(tmp_path, "roles", run__steps=12)
     with run.start() as process:
