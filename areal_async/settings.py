@@ -207,6 +207,8 @@ class InferenceSettings(Section):
     """Seconds from sending a request to its first event."""
     between_tokens_deadline_s: float = Field(default=120.0, gt=0)
     """Seconds between two events of one stream."""
+    total_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds one completion may take in all, waiting for a server included; ``None`` leaves that to its episode's."""
     start_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds a server may take until it is healthy."""
 

@@ -1,8 +1,9 @@
 """The streaming client: one completion, whatever becomes of the servers meanwhile.
 
 A stream that breaks goes on, on the same or another server, from the tokens already received, so that no
-token is lost or repeated and none is generated twice. Deadlines are set between events, not on the whole:
-a long answer is not a slow one.
+token is lost or repeated and none is generated twice. Deadlines are set between events; one on the whole is for
+users who ask for it: a long answer is not a slow one. A prompt that no server could take never leaves: a token id
+outside the vocabulary ends a real SGLang process, with everybody's requests.
 """
 
 import asyncio
@@ -47,9 +48,13 @@ log = structlog.get_logger()
 class InferenceClient:
     """Streams completions from the servers of a pool. An async context manager that owns the connections."""
 
-    def __init__(self, pool: Pool, settings: InferenceSettings, *, max_streams: int) -> None:
+    def __init__(
+        self, pool: Pool, settings: InferenceSettings, *, max_streams: int, vocab_size: int | None = None
+    ) -> None:
+        """Take ``vocab_size`` of the model; ``None`` for a caller whose prompts are its own and known to be good."""
         self.pool = pool
         self._settings = settings
+        self._vocab_size = vocab_size
         self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
         self._resources = AsyncExitStack()
@@ -72,15 +77,27 @@ class InferenceClient:
             sampling_params: SGLang's, with ``max_new_tokens``; ``stop_token_ids`` as well where there are any.
 
         Raises:
-            GenerationError: a server refused the request, or no server got anywhere with it. A whole has no
-                deadline here; the caller's episode has.
+            GenerationError: no server may be sent this prompt, one refused it, none got anywhere with it, or
+                ``inference.total_deadline_s`` is over; without one, the caller's episode is the only deadline of
+                the whole.
         """
+        _check_prompt(prompt_ids, self._vocab_size)
         completion = Completion(
             prompt_ids,
             max_new_tokens=sampling_params["max_new_tokens"],
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
         )
-        cost_tokens = len(prompt_ids) + completion.num_tokens_left
+        with anyio.move_on_after(self._settings.total_deadline_s):
+            return await self._complete(completion, sampling_params, preferred)
+        raise GenerationError(
+            f"generation: got {len(completion.output_ids)} of at most {sampling_params['max_new_tokens']} tokens "
+            f"within inference.total_deadline_s = {self._settings.total_deadline_s:g} s"
+        )
+
+    async def _complete(
+        self, completion: Completion, sampling_params: Mapping[str, Any], preferred: Server | None
+    ) -> tuple[Turn, Server]:
+        cost_tokens = len(completion.prompt_ids) + completion.num_tokens_left
         num_fruitless = 0
         cause = ""
         while num_fruitless < MAX_FRUITLESS_STREAMS:
@@ -187,6 +204,20 @@ class InferenceClient:
                 await ServerApi(self.administration, url).abort(request_id, deadline_s=ABORT_DEADLINE_S)
             except ServerFault as exc:
                 log.debug("stream.abort_failed", url=url, cause=str(exc))
+
+
+def _check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
+    if not prompt_ids:
+        raise GenerationError("prompt: got no tokens, need at least one")
+    if vocab_size is None:
+        return
+    lowest, highest = min(prompt_ids), max(prompt_ids)
+    if lowest < 0 or highest >= vocab_size:
+        foreign = lowest if lowest < 0 else highest
+        raise GenerationError(
+            f"prompt: got token id {foreign} at position {prompt_ids.index(foreign)}, need 0 to {vocab_size - 1}: "
+            f"the model's vocabulary has {vocab_size}"
+        )
 
 
 async def _refusal(response: httpx.Response) -> Exception:

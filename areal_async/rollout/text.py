@@ -16,8 +16,10 @@ ENCODE_CACHE_TEXTS = 1024
 class TextCodec:
     """A Hugging Face tokenizer, as a policy needs it."""
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int]) -> None:
+    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        """Of the model, which may know more tokens than its tokenizer uses, or fewer."""
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
 
@@ -45,13 +47,15 @@ def load_codec(model_path: str) -> TextCodec:
     """Load the tokenizer of a model. Takes seconds: the library that reads it is large.
 
     Raises:
-        UserError: there is none, or it has no chat template and no end token to stop at.
+        UserError: there is none, or it has no chat template and no end token to stop at, or no model it is for.
     """
-    from transformers import AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     what = f"model.path {model_path}: cannot load its tokenizer"
     with attributed_to(UserError, what):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
+    with attributed_to(UserError, f"model.path {model_path}: cannot load its configuration"):
+        vocab_size = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
     ids = {tokenizer.eos_token_id}
     if not Path(model_path).is_dir() or Path(model_path, "generation_config.json").is_file():
         with attributed_to(UserError, f"model.path {model_path}: cannot load its generation config"):
@@ -60,4 +64,4 @@ def load_codec(model_path: str) -> TextCodec:
     ids.discard(None)
     if not ids:
         raise UserError(f"model.path {model_path}: names no end-of-turn token; set eos_token_id in its configuration")
-    return TextCodec(tokenizer, stop_token_ids=sorted(ids))
+    return TextCodec(tokenizer, stop_token_ids=sorted(ids), vocab_size=vocab_size)

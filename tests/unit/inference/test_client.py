@@ -23,14 +23,14 @@ PARAMS = {"max_new_tokens": 16, "stop_token_ids": [2]}
 
 @asynccontextmanager
 async def client_of(
-    *servers: FakeSglang, pool_deadline_s: float = 5, **settings: Any
+    *servers: FakeSglang, pool_deadline_s: float = 5, vocab_size: int | None = None, **settings: Any
 ) -> AsyncIterator[InferenceClient]:
     async with AsyncExitStack() as stack:
         pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=pool_deadline_s)
         for known, server in zip(pool.servers.values(), servers, strict=True):
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)
-        client = InferenceClient(pool, InferenceSettings(**settings), max_streams=16)
+        client = InferenceClient(pool, InferenceSettings(**settings), max_streams=16, vocab_size=vocab_size)
         yield await stack.enter_async_context(client)
 
 
@@ -264,3 +264,41 @@ async def test_completion_waits_for_a_server_and_goes_on_when_one_is_admitted() 
             client.pool.admit(known, url=server.url, version="1-0")
 
     assert turns == [[11, 12, 13, 2]]
+
+
+async def test_completion_past_its_total_deadline_is_aborted_and_the_error_names_it() -> None:
+    async def go_on_for_ever(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10, 11], "1-0")
+        await anyio.sleep_forever()
+
+    server = FakeSglang(go_on_for_ever)
+    async with client_of(server, total_deadline_s=0.2) as client:
+        with pytest.raises(GenerationError, match=r"got 2 of at most 16 tokens within inference.total_d.* = 0.2"):
+            await client.generate([1], PARAMS)
+
+    assert server.calls == [("/abort_request", {"rid": server.requests[0]["rid"]})]
+
+
+async def test_total_deadline_counts_the_wait_for_a_server_too() -> None:
+    async with client_of(FakeSglang(), total_deadline_s=0.05) as client:
+        client.pool.fence(client.pool.servers["s0"], "starting")
+        with pytest.raises(GenerationError, match="got 0 of at most 16 tokens within inference.total_deadline_s"):
+            await client.generate([1], PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("prompt_ids", "complaint"),
+    [
+        ([5, 100, 6], r"got token id 100 at position 1, need 0 to 99: the model's vocabulary has 100"),
+        ([5, 6, -1, 200], r"got token id -1 at position 2, need 0 to 99"),
+        ([], r"got no tokens, need at least one"),
+    ],
+)
+async def test_prompt_that_would_end_a_server_is_never_sent(prompt_ids: list[int], complaint: str) -> None:
+    server = FakeSglang(streaming(*TWO_EVENTS))
+    async with client_of(server, vocab_size=100) as client:
+        with pytest.raises(GenerationError, match=complaint):
+            await client.generate(prompt_ids, PARAMS)
+        await client.generate([0, 99], PARAMS)
+
+    assert [request["input_ids"] for request in server.requests] == [[0, 99]]

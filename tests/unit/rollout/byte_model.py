@@ -62,4 +62,4 @@ class ScriptedModel:
 
 
 def codec() -> TextCodec:
-    return TextCodec(ByteTokenizer(), stop_token_ids=[END])
+    return TextCodec(ByteTokenizer(), stop_token_ids=[END], vocab_size=END + 1)
