@@ -72,6 +72,11 @@ def choose_backend(settings: Settings) -> Literal["sglang", "embedded"]:
     return "sglang" if has_sglang and visible_gpus() else "embedded"
 
 
+def has_sha256(settings: Settings) -> bool:
+    """Say whether the servers' checksums of their tensors are SHA-256: SGLang's on a GPU are not."""
+    return choose_backend(settings) == "embedded" or not visible_gpus()
+
+
 def _gpu_share(gpus: Sequence[str], index: int, num_gpus: int) -> dict[str, str]:
     """Give each server GPUs of its own, going round where there are fewer than needed."""
     if not gpus:

@@ -5,5 +5,9 @@ class ServerFault(Exception):
     """A server did not do what it was asked to."""
 
 
+class RefusalFault(ServerFault):
+    """A server answered, and the answer was no: it is there."""
+
+
 class StagingFault(Exception):
-    """The files of a version are not (or no longer) what was announced: no server's fault."""
+    """The weights of a version cannot be had (any more) as they were announced: no server's fault."""

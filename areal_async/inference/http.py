@@ -4,10 +4,10 @@ Generation and administration have separate connections: a weight update must no
 streams. Proxies of the environment are never used; every server is one of ours.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 import httpx
@@ -15,7 +15,8 @@ import msgspec
 from httpx_aiohttp import AiohttpTransport
 
 from areal_async.inference.concurrency import Load
-from areal_async.inference.faults import ServerFault
+from areal_async.inference.faults import RefusalFault, ServerFault
+from areal_async.types import TensorSpec, UpdateGroup
 
 CONNECT_S = 30.0
 KEEP_ALIVE_S = 3.0
@@ -115,6 +116,15 @@ class StreamClient:
             await response.aclose()
 
 
+class Checksums(NamedTuple):
+    """What a server says of the weights it runs."""
+
+    ranks: list[dict[str, str]]
+    """Of each rank: tensor name -> hash of its bytes there."""
+    whole: str
+    """One over all tensors of all ranks."""
+
+
 class ServerApi:
     """The administrative routes of the server at ``url``. Every call has a deadline; failures are ServerFault."""
 
@@ -145,9 +155,54 @@ class ServerApi:
     async def load_weights(self, *, path: str, version: str, flush_cache: bool, deadline_s: float) -> None:
         """Load a Hugging Face folder in place of the weights it runs."""
         body = {"model_path": path, "weight_version": version, "flush_cache": flush_cache}
-        answer = await self._call("POST", "/update_weights_from_disk", body, deadline_s)
-        if not answer.get("success", False):
-            raise ServerFault(f"update to {version} refused: {answer.get('message', answer)}")
+        await self._order("/update_weights_from_disk", body, deadline_s)
+
+    async def join_group(self, group: UpdateGroup, *, rank: int, deadline_s: float) -> None:
+        """Meet the other ranks of an update group. It generates nothing until all are there."""
+        body = {
+            "master_address": group.address,
+            "master_port": group.port,
+            "rank_offset": rank,
+            "world_size": group.size,
+            "group_name": group.name,
+            "backend": group.backend,
+        }
+        await self._order("/init_weights_update_group", body, deadline_s)
+
+    async def leave_group(self, name: str, *, deadline_s: float) -> None:
+        """Leave an update group."""
+        await self._order("/destroy_weights_update_group", {"group_name": name}, deadline_s)
+
+    async def begin_update(self, *, deadline_s: float) -> None:
+        """Open a session, within which buckets are received."""
+        await self._order("/begin_weight_update", {}, deadline_s)
+
+    async def end_update(self, *, deadline_s: float) -> None:
+        """Close the session."""
+        await self._order("/end_weight_update", {}, deadline_s)
+
+    async def receive_bucket(
+        self, bucket: Sequence[TensorSpec], *, group: str, version: str | None, flush_cache: bool, deadline_s: float
+    ) -> None:
+        """Receive one broadcast and load its tensors at once; ``version`` names the whole, with its last bucket."""
+        body = {
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [tensor.dtype for tensor in bucket],
+            "shapes": [tensor.shape for tensor in bucket],
+            "group_name": group,
+            "load_format": "flattened_bucket",
+            "flush_cache": flush_cache,
+            "weight_version": version,
+        }
+        await self._order("/update_weights_from_distributed", body, deadline_s)
+
+    async def checksums(self, *, deadline_s: float) -> Checksums:
+        """Return the checksums of the tensors that it runs."""
+        answer = await self._order("/weights_checker", {"action": "checksum"}, deadline_s)
+        try:
+            return Checksums([rank["checksums"] for rank in answer["ranks"]], answer["per_engine_checksum"])
+        except (KeyError, TypeError) as exc:
+            raise ServerFault(f"/weights_checker: got {str(answer)[:200]}, need the checksums of each rank") from exc
 
     async def load(self, *, deadline_s: float) -> Load:
         """Return how busy it says it is."""
@@ -168,6 +223,16 @@ class ServerApi:
         """End one request; it is no error when it is over already."""
         await self._call("POST", "/abort_request", {"rid": request_id}, deadline_s)
 
+    async def abort_all(self, *, deadline_s: float) -> None:
+        """End every request that it has taken up; each answers what it had so far."""
+        await self._call("POST", "/abort_request", {"abort_all": True}, deadline_s)
+
+    async def _order(self, route: str, body: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
+        answer = await self._call("POST", route, body, deadline_s)
+        if not answer.get("success", False):
+            raise RefusalFault(f"{route}: {answer.get('message', answer)}")
+        return answer
+
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, deadline_s: float) -> dict[str, Any]:
         content = None if body is None else msgspec.json.encode(body)
         try:
@@ -177,7 +242,7 @@ class ServerApi:
         except TRANSPORT_ERRORS as exc:
             raise ServerFault(f"{route}: {type(exc).__name__}: {exc}") from exc
         if response.status_code != 200:
-            raise ServerFault(f"{route}: status {response.status_code}: {error_message(response.content)}")
+            raise RefusalFault(f"{route}: status {response.status_code}: {error_message(response.content)}")
         try:
             answer = msgspec.json.decode(response.content or b"{}")
         except msgspec.DecodeError:  # some routes answer in plain text

@@ -2,8 +2,8 @@
 
 Invariants: a server is chosen only while it holds an announced weights version and nobody doubts it, and has at
 most ``limit`` requests; the others wait here, first come, first served, and none waits while there is a place. Who
-may change what: the supervisor admits, fences and limits; a failed request only casts doubt, and the supervisor
-asks the server itself.
+may change what: the fleet adds and removes; the supervisor admits, fences and limits; a failed request only casts
+doubt, and the supervisor asks the server itself.
 """
 
 import sys
@@ -20,8 +20,12 @@ class Server:
 
     id: str
     url: str = ""
+    num_ranks: int = 1
+    """GPUs it is spread over."""
+    incarnation: str = ""
+    """Another for each of its processes."""
     version: str = ""
-    """The announced version it holds; empty before the first."""
+    """The announced version it holds; empty before the first, and while it is fenced."""
     fence: str = "starting"
     """Why nothing is sent to it; empty while it serves."""
     doubt: str = ""
@@ -58,6 +62,7 @@ class Pool:
     def __init__(self, server_ids: list[str], *, deadline_s: float) -> None:
         self.servers = {server_id: Server(server_id) for server_id in server_ids}
         self._deadline_s = deadline_s
+        self._num_tokens_of_gone = 0
         self._changed = anyio.Event()
         self._waiters: dict[_Waiter, None] = {}
 
@@ -65,6 +70,23 @@ class Pool:
     def num_waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._waiters)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """By all servers there ever were: only grows."""
+        return self._num_tokens_of_gone + sum(one.num_generated_tokens for one in self.servers.values())
+
+    def add(self, server_id: str, *, num_ranks: int = 1) -> Server:
+        """Take in one more server, fenced until it is admitted."""
+        assert server_id not in self.servers
+        server = self.servers[server_id] = Server(server_id, num_ranks=num_ranks)
+        return server
+
+    def remove(self, server: Server, reason: str) -> None:
+        """Forget a server. Whoever still has a place on it gives it back as ever."""
+        del self.servers[server.id]
+        self._num_tokens_of_gone += server.num_generated_tokens
+        self.fence(server, reason)
 
     def admit(self, server: Server, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
@@ -120,11 +142,19 @@ class Pool:
         """Give a place back, with the ``cost_tokens`` it was taken for."""
         server.num_requests -= 1
         server.outstanding_tokens -= cost_tokens
-        self._call_waiters()
+        if server.fence and not server.num_requests:
+            self._notify()
+        else:
+            self._call_waiters()
 
     async def wait_serviceable(self) -> None:
         """Wait, without a deadline of its own, until some server may be chosen."""
         while not any(server.is_serviceable for server in self.servers.values()):
+            await self._changed.wait()
+
+    async def wait_empty(self, server: Server) -> None:
+        """Wait until a fenced server has no request left."""
+        while server.num_requests:
             await self._changed.wait()
 
     async def _wait(self, waiter: _Waiter) -> None:
@@ -135,7 +165,9 @@ class Pool:
                     await waiter.called.wait()
                 if not waiter.called.is_set() and not any(one.is_serviceable for one in self.servers.values()):
                     states = ", ".join(f"{one.id} ({one.fence or one.doubt})" for one in self.servers.values())
-                    raise GenerationError(f"no inference server within {self._deadline_s:g} s: {states}")
+                    raise GenerationError(
+                        f"no inference server within {self._deadline_s:g} s: {states or 'the node has none'}"
+                    )
         except anyio.get_cancelled_exc_class():
             if waiter.server is not None:
                 self.release(waiter.server, cost_tokens=waiter.cost_tokens)

@@ -16,6 +16,7 @@ import structlog
 from areal_async.errors import UserError
 from areal_async.host import free_port
 from areal_async.inference.commands import ServerCommand
+from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.parenthood import guarded
 
@@ -30,7 +31,7 @@ log = structlog.get_logger()
 
 
 class ServerProcess:
-    """A process that runs a ``ServerCommand``. Started at most once."""
+    """A process that runs a ``ServerCommand``; may be started again once it was stopped."""
 
     def __init__(self, command: ServerCommand, *, log_path: Path) -> None:
         self._command = command
@@ -61,7 +62,8 @@ class ServerProcess:
         """Start it and return when it is healthy; ``api`` is pointed at it.
 
         Raises:
-            UserError: it ended, or was not healthy in time; with its last words.
+            ServerFault: it was killed by a signal: somebody else's doing.
+            UserError: it ended by itself, or was not healthy in time; with its last words.
         """
         for _ in range(MAX_PORT_TRIES):
             await self._spawn()
@@ -72,6 +74,8 @@ class ServerProcess:
                     return
                 if "address already in use" in self.last_words.lower():
                     continue
+                if self._returncode is not None and self._returncode < 0:
+                    raise ServerFault(f"killed by signal {-self._returncode} while starting: {self.last_words}")
                 raise UserError(
                     f"inference server {self._command.id}: ended with status {self._returncode} while starting: "
                     f"{self.last_words}; its log is {self._log_path}"

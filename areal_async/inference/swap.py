@@ -1,29 +1,33 @@
 """Give one server another weights version while it generates.
 
-    staged (hashes checked) -> pause -> update -> continue -> the server names the new version
+    staged (hashes checked) or joined -> pause -> update -> the server names the new version -> continue
 
-Invariant: whatever happens between pause and continue, continue is sent; a server is never left paused by
-us. Only the swap pauses anything: the files are read and checked before it begins.
+Invariant: a server is continued only after the whole of its update; one whose update failed stays paused, since it may
+run half of each version and must not generate another token until it is restored. Only the swap pauses anything: the
+files are read and checked, and the group is met, before it begins.
 """
 
 import hashlib
 import os
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
 import anyio
 import anyio.to_thread
-import structlog
 
-from areal_async.inference.faults import ServerFault, StagingFault
+from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.types import WeightsVersion
 
 ORDER_DEADLINE_S = 60.0
-"""For pausing and continuing, which wait for one step of the server at most."""
+"""For pausing, continuing and the like, which wait for one step of the server at most."""
+ABANDON_DEADLINE_S = 20.0
+"""For a server that waits in a broadcast to notice that the trainer has closed the group."""
 
-log = structlog.get_logger()
+Step = Callable[[], Awaitable[None]]
 
 
 class SwapTimes(NamedTuple):
@@ -54,6 +58,10 @@ class Staging:
                 self._checked = target.version
         return time.monotonic() - started
 
+    def forget(self) -> None:
+        """Have the files read again before they are loaded again: a server could not load them."""
+        self._checked = ""
+
 
 def _check_files(target: WeightsVersion) -> None:
     for name, expected in target.sha256.items():
@@ -71,30 +79,112 @@ async def swap(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s:
     """Load ``target``, whose files are checked, into one server.
 
     Raises:
-        ServerFault: it did not pause, load, continue, or does not name the new version afterwards.
+        ServerFault: it did not pause, load, name the new version or continue; unless it could not even continue, it
+            is still paused.
     """
-    start = time.monotonic()
-    paused = updated = start
-    try:
-        await api.pause(mode, deadline_s=ORDER_DEADLINE_S)
-        paused = time.monotonic()
-        await api.load_weights(
-            path=_absolute(target.path),
-            version=target.version,
-            flush_cache=mode != "in_place",  # requests held in place keep their cache, which cannot be flushed
-            deadline_s=deadline_s,
+
+    async def load() -> None:
+        await _load(api, target, mode=mode, deadline_s=deadline_s)
+
+    return await _update(api, load, lambda: check_version(api, target), mode=mode)
+
+
+async def swap_by_broadcast(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> SwapTimes:
+    """Have one server, which has joined ``target.group``, receive ``target`` while its trainer broadcasts it.
+
+    Raises:
+        ServerFault: as ``swap``. It may then run some of the new weights and some of the old, still paused.
+    """
+
+    async def receive() -> None:
+        with anyio.move_on_after(deadline_s):
+            await _receive(api, target, mode=mode, deadline_s=deadline_s)
+            return
+        raise ServerFault(
+            f"broadcast of {target.version}: not over within inference.transfer_deadline_s = {deadline_s:g} s"
         )
-        updated = time.monotonic()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await api.resume(deadline_s=ORDER_DEADLINE_S)
-    resumed = time.monotonic()
+
+    return await _update(api, receive, lambda: check_version(api, target), mode=mode)
+
+
+async def restore(api: ServerApi, target: WeightsVersion, *, verify: Step, mode: str, deadline_s: float) -> SwapTimes:
+    """Give a server whose weights nobody can be sure of (it has just started, an update broke) those of ``target``.
+
+    Raises:
+        ServerFault: as ``swap``, or what it runs then is not ``target``.
+    """
+
+    async def load() -> None:
+        await _load(api, target, mode=mode, deadline_s=deadline_s)
+
+    return await _update(api, load, verify, mode=mode)
+
+
+async def abandon(api: ServerApi, group: str) -> None:
+    """Have a paused server forget a broadcast that broke, its requests included, which then go on elsewhere.
+
+    Raises:
+        ServerFault: it does not answer: it may still wait for a rank that is gone, and has to be restarted.
+    """
+    orders = [api.abort_all]
+    if group:
+        orders += [api.end_update, lambda *, deadline_s: api.leave_group(group, deadline_s=deadline_s)]
+    for order in orders:
+        with suppress(RefusalFault):  # there was no session any more, or no group
+            await order(deadline_s=ABANDON_DEADLINE_S)
+
+
+async def check_version(api: ServerApi, target: WeightsVersion) -> None:
+    """Believe only what the server says itself.
+
+    Raises:
+        ServerFault: it names another version.
+    """
     version = await api.weight_version(deadline_s=ORDER_DEADLINE_S)
     if version != target.version:
         raise ServerFault(f"after the update: got version {version!r}, need {target.version}")
-    return SwapTimes(pause_s=paused - start, transfer_s=updated - paused, resume_s=resumed - updated)
+
+
+async def _update(api: ServerApi, transfer: Step, check: Step, *, mode: str) -> SwapTimes:
+    start = time.monotonic()
+    await api.pause(mode, deadline_s=ORDER_DEADLINE_S)
+    paused = time.monotonic()
+    await transfer()
+    await check()
+    updated = time.monotonic()
+    await api.resume(deadline_s=ORDER_DEADLINE_S)
+    return SwapTimes(pause_s=paused - start, transfer_s=updated - paused, resume_s=time.monotonic() - updated)
+
+
+async def _load(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> None:
+    await api.load_weights(
+        path=_absolute(target.path),
+        version=target.version,
+        flush_cache=_may_flush(mode),
+        deadline_s=deadline_s,
+    )
+
+
+async def _receive(api: ServerApi, target: WeightsVersion, *, mode: str, deadline_s: float) -> None:
+    assert target.group is not None
+    await api.begin_update(deadline_s=ORDER_DEADLINE_S)
+    for bucket in target.buckets:
+        is_last = bucket is target.buckets[-1]
+        await api.receive_bucket(
+            bucket,
+            group=target.group.name,
+            version=target.version if is_last else None,
+            flush_cache=is_last and _may_flush(mode),
+            deadline_s=deadline_s,
+        )
+    await api.end_update(deadline_s=ORDER_DEADLINE_S)
 
 
 def _absolute(path: str) -> str:
     """The server may have another working directory."""
     return os.path.abspath(path)
+
+
+def _may_flush(mode: str) -> bool:
+    """Requests held in place keep their cache, which then cannot be flushed."""
+    return mode != "in_place"

@@ -19,7 +19,7 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
     while True:
         await anyio.sleep(INTERVAL_S)
         now_s = time.monotonic()
-        num_tokens = sum(server.num_generated_tokens for server in pool.servers.values())
+        num_tokens = pool.num_generated_tokens
         report = node_report(place, pool, watch)
         report["tokens_per_s"] = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
         num_tokens_before, before_s = num_tokens, now_s
@@ -41,7 +41,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
         "num_failed": counts.num_failed,
         "num_rejected": counts.num_rejected,
         "last_failure": counts.last_failure[:200],
-        "num_generated_tokens": sum(server.num_generated_tokens for server in pool.servers.values()),
+        "num_generated_tokens": pool.num_generated_tokens,
         "loop_lag_p99_s": round(watch.lag.p99_s, 4),
         "loop_lag_max_s": round(watch.lag.max_s, 4),
         "servers": {

@@ -12,10 +12,8 @@ import structlog
 
 from areal_async.bus import Bus
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.commands import server_command
-from areal_async.inference.pool import Pool, Server
-from areal_async.inference.supervisor import Supervisor, Target
-from areal_async.inference.swap import Staging
+from areal_async.inference.fleet import Fleet
+from areal_async.inference.pool import Server
 from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
@@ -28,7 +26,7 @@ from areal_async.types import ServerState, WeightsVersion
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
-WEIGHTS_POLL_S = 2.0
+POLL_S = 2.0
 SPARE_STREAMS = 64
 SIGN_OFF_DEADLINE_S = 2.0
 
@@ -75,38 +73,38 @@ class _Node:
         self._settings = settings
         self._bus = bus
         self._node_id = node_id
-        self._log_directory = run_directory / "logs"
         self._draining = draining
-        server_ids = [f"{node_id}-{index}" for index in range(settings.inference.num_servers)]
-        self._pool = Pool(server_ids, deadline_s=settings.inference.start_deadline_s)
-        self._target = Target()
+        self._fleet = Fleet(
+            settings, node_id=node_id, log_directory=run_directory / "logs", publish=self._publish_state
+        )
         self._watch = LoopWatch(deadline_s=settings.run.watchdog_s)
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings
         workflows = {task.name: load_workflow(task.workflow) for task in settings.tasks}
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
-        client = InferenceClient(self._pool, settings.inference, max_streams=max_streams)
         try:
-            async with client, anyio.create_task_group() as services:
-                services.start_soon(self._run_weights)
-                for supervisor in self._supervisors(client):
-                    services.start_soon(supervisor.run)
+            async with anyio.create_task_group() as services:
+                for service in (self._fleet.run, self._run_weights):
+                    services.start_soon(service)
                 codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
                 spare_pauses()
-                place = Workplace(
-                    settings=settings,
-                    bus=self._bus,
-                    node_id=self._node_id,
-                    generator=client,
-                    codec=codec,
-                    workflows=workflows,
-                )
-                services.start_soon(self._watch.run_beats)
-                services.start_soon(run_metrics, place, self._pool, self._watch)
-                log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
-                with self._watch.watching():  # from here on: importing the tokenizer's library holds everything up
-                    await self._run_leases(place, grace_s)
+                async with InferenceClient(
+                    self._fleet.pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
+                ) as client:
+                    place = Workplace(
+                        settings=settings,
+                        bus=self._bus,
+                        node_id=self._node_id,
+                        generator=client,
+                        codec=codec,
+                        workflows=workflows,
+                    )
+                    services.start_soon(self._watch.run_beats)
+                    services.start_soon(run_metrics, place, self._fleet.pool, self._watch)
+                    log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
+                    with self._watch.watching():  # from here on: importing the tokenizer's library holds everything up
+                        await self._run_leases(place, grace_s)
                 services.cancel_scope.cancel()
         finally:
             await self._sign_off()
@@ -114,7 +112,7 @@ class _Node:
 
     async def _run_leases(self, place: Workplace, grace_s: float) -> None:
         """Work until drained: groups that do not end within the grace are cancelled and their tickets given back."""
-        leases = Leases(place, self._pool, self._draining)
+        leases = Leases(place, self._fleet.pool, self._draining)
 
         async def end_after_grace() -> None:
             await self._draining.wait()
@@ -134,26 +132,9 @@ class _Node:
     async def _run_weights(self) -> None:
         """Follow the announced versions; the supervisors change their servers to the newest."""
         key = self._bus.names.weights_key()
-        async for version in self._bus.watch_key(key, WeightsVersion, poll_s=WEIGHTS_POLL_S):
-            log.info("weights.announced", version=version.version)
-            self._target.announce(version)
-
-    def _supervisors(self, client: InferenceClient) -> list[Supervisor]:
-        staging = Staging()
-        return [
-            Supervisor(
-                server,
-                server_command(self._settings, server_id=server.id, index=index),
-                pool=self._pool,
-                target=self._target,
-                staging=staging,
-                administration=client.administration,
-                settings=self._settings.inference,
-                log_path=self._log_directory / f"server-{server.id}.log",
-                on_state=self._publish_state,
-            )
-            for index, server in enumerate(self._pool.servers.values())
-        ]
+        async for version in self._bus.watch_key(key, WeightsVersion, poll_s=POLL_S):
+            log.info("weights.announced", version=version.version, kind=version.kind)
+            self._fleet.target.announce(version)
 
     async def _publish_state(self, server: Server) -> None:
         """Write what a server runs, after it runs it; the controller's accounts rest on that order."""
@@ -162,6 +143,8 @@ class _Node:
             node_id=self._node_id,
             url=server.url,
             version=server.version,
+            incarnation=server.incarnation,
+            num_ranks=server.num_ranks,
             fenced=bool(server.fence),
             reason=server.fence,
         )
@@ -170,6 +153,6 @@ class _Node:
     async def _sign_off(self) -> None:
         """Say, as well as it can be done quickly, that the servers are gone, so that nobody waits for them."""
         with anyio.move_on_after(SIGN_OFF_DEADLINE_S, shield=True):
-            for server in self._pool.servers.values():
-                self._pool.fence(server, "its node has ended")
+            for server in self._fleet.pool.servers.values():
+                self._fleet.pool.fence(server, "its node has ended")
                 await self._publish_state(server)

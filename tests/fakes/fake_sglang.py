@@ -80,9 +80,15 @@ class FakeSglang:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.failing: dict[str, tuple[int, dict[str, Any]]] = {}
         """route -> the error it answers with"""
+        self.silent: set[str] = set()
+        """routes that are never answered"""
+        self.checksums: dict[str, str] = {}
+        self.is_paused = False
         self.stream_interval = 8
+        self._called = asyncio.Event()
         self._runs = asyncio.Event()
         self._runs.set()
+        self._aborted = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -90,6 +96,11 @@ class FakeSglang:
     def url(self) -> str:
         assert self._server is not None
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    async def wait_called(self, route: str) -> None:
+        """Wait until this was asked for since ``calls`` was last cleared."""
+        while route not in [called for called, _ in self.calls]:
+            await self._called.wait()
 
     async def start(self, port: int = 0) -> None:
         self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", port)
@@ -124,15 +135,24 @@ class FakeSglang:
             writer.transport.abort()
 
     async def _answer(self, route: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        if route in self.failing:
+        if route in self.silent:
+            await asyncio.Event().wait()
+        elif route in self.failing:
             await respond(writer, *self.failing[route])
         elif route == "/generate":
             self.requests.append(body)
             await self.script(body, EventStream(writer))
         else:
             self.calls.append((route, body))
-            if route == "/update_weights_from_disk":
-                self.version = body["weight_version"]
+            self._called.set()
+            self._called = asyncio.Event()
+            if route in ("/update_weights_from_disk", "/update_weights_from_distributed"):
+                self.version = body["weight_version"] or self.version
+            elif route in ("/pause_generation", "/continue_generation"):
+                self.is_paused = route == "/pause_generation"
+            elif route == "/abort_request" and body.get("abort_all"):
+                self._aborted.set()
+                self._aborted = asyncio.Event()
             elif route == "/hold":
                 self._runs.clear()
             elif route == "/release":
@@ -141,6 +161,8 @@ class FakeSglang:
                 os._exit(3)
             sampled = [request["sampling_params"] for request in self.requests]
             answer = {"success": True, "weight_version": self.version, "sampling_params": sampled}
+            if route == "/weights_checker":
+                answer |= {"ranks": [{"checksums": self.checksums}], "per_engine_checksum": str(self.checksums)}
             await respond(writer, 200, answer)
 
     async def _count(self, request: dict[str, Any], stream: EventStream) -> None:
@@ -148,13 +170,25 @@ class FakeSglang:
         params = request["sampling_params"]
         ids = [5 + index % 90 for index in range(min(params["max_new_tokens"], 12) - 1)] + params["stop_token_ids"][:1]
         for start in range(0, len(ids), self.stream_interval):
-            await self._runs.wait()
+            if await self._is_aborted():
+                await stream.send([], self.version, finish_reason={"type": "abort"})
+                break
             part = ids[start : start + self.stream_interval]
             is_last = start + len(part) == len(ids)
             spans = [{"version": self.version, "start": 0, "end": len(ids)}] if is_last else None
             reason = {"type": "stop"} if is_last else None
             await stream.send(part, self.version, finish_reason=reason, weight_versions=spans)
         await stream.finish()
+
+    async def _is_aborted(self) -> bool:
+        """Wait while held; say whether all requests were aborted meanwhile."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._runs, self._aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return not self._runs.is_set()
+        finally:
+            for wait in waits:
+                wait.cancel()
 
 
 def main() -> None:

@@ -205,3 +205,35 @@ async def test_wait_for_a_place_on_a_server_that_serves_has_no_deadline() -> Non
             await anyio.sleep_forever()
         assert pool.num_waiting == 1
         pool.release(server)
+
+
+async def test_server_that_leaves_takes_nothing_more_and_its_requests_and_tokens_stay_counted() -> None:
+    pool, (first, second) = pool_of(0, 10)
+    assert await pool.choose() is first
+    first.num_generated_tokens, second.num_generated_tokens = 7, 5
+    emptied = anyio.Event()
+
+    async def wait_empty() -> None:
+        await pool.wait_empty(first)
+        emptied.set()
+
+    async with anyio.create_task_group() as tasks:
+        pool.remove(first, "left")
+        tasks.start_soon(wait_empty)
+        await wait_all_tasks_blocked()
+        assert not emptied.is_set()
+        assert await pool.choose(first) is second
+        pool.release(first)
+
+    assert (first.fence, list(pool.servers), pool.num_generated_tokens) == ("left", ["s1"], 12)
+    back = pool.add("s0")
+    assert (back is not first, back.is_serviceable, list(pool.servers)) == (True, False, ["s1", "s0"])
+
+
+async def test_choice_from_no_server_at_all_says_so_and_takes_one_that_joins() -> None:
+    pool = Pool([], deadline_s=0.01)
+    with pytest.raises(GenerationError, match=r"within 0\.01 s: the node has none"):
+        await pool.choose()
+
+    pool.admit(pool.add("s0"), url="http://x", version="1-0")
+    assert (await pool.choose()).id == "s0"

@@ -10,6 +10,7 @@ import pytest
 
 from areal_async.errors import UserError
 from areal_async.inference.commands import ServerCommand, choose_backend, server_command
+from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.parenthood import guarded
 from areal_async.inference.servers import ServerProcess
@@ -112,6 +113,16 @@ async def test_server_that_ends_while_starting_is_quoted(tmp_path: Path) -> None
         with pytest.raises(
             UserError, match="ended with status 1 while starting: model path nowhere is no folder; its log"
         ):
+            await process.start(ServerApi(http, ""), deadline_s=30)
+        await process.stop()
+
+
+@pytest.mark.anyio
+async def test_server_that_is_killed_while_starting_is_no_mistake_of_the_users(tmp_path: Path) -> None:
+    script = "import os; print('loading', flush=True); os.kill(os.getpid(), 9)"
+    process = ServerProcess(ServerCommand("n0-0", (sys.executable, "-c", script), {}), log_path=tmp_path / "server.log")
+    async with make_client(max_connections=2) as http:
+        with pytest.raises(ServerFault, match="killed by signal 9 while starting: loading"):
             await process.start(ServerApi(http, ""), deadline_s=30)
         await process.stop()
 

@@ -1,0 +1,124 @@
+"""The servers of one node, as many as are wanted at the moment: they join and leave while it runs.
+
+Level-triggered: ``resize`` only says how many there are to be, and the loop closes the gap, so that sizes which follow
+each other quickly are no special case. Invariant: a server that leaves is fenced first, then its requests are ended
+there, so that they go on elsewhere from the tokens received, then its process ends; an index that comes back is the
+same server again, with the same id and the same GPUs.
+"""
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import anyio
+import httpx
+import structlog
+
+from areal_async.inference.commands import has_sha256, server_command
+from areal_async.inference.faults import ServerFault
+from areal_async.inference.http import make_client
+from areal_async.inference.pool import Pool, Server
+from areal_async.inference.supervisor import Supervisor
+from areal_async.inference.updates import Surroundings, Target
+from areal_async.inference.verify import Verifier
+from areal_async.settings import Settings
+
+LEFT = "left"
+"""Why a server that was not wanted any more is fenced."""
+LEAVE_DEADLINE_S = 5.0
+"""For the requests of a server that leaves to end there; those that do not are broken off."""
+ABORT_INTERVAL_S = 0.5
+NUM_CONNECTIONS = 256
+
+log = structlog.get_logger()
+
+
+class Fleet:
+    """All servers of a node. ``resize`` at any time, while ``run`` runs or before."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        node_id: str,
+        log_directory: Path,
+        publish: Callable[[Server], Awaitable[None]],
+    ) -> None:
+        """Begin with ``inference.num_servers``. ``publish`` is called after each change of a server's state."""
+        self._settings = settings
+        self._node_id = node_id
+        self._log_directory = log_directory
+        self.pool = Pool([], deadline_s=settings.inference.start_deadline_s)
+        self.target = Target()
+        self._around = Surroundings(
+            settings=settings.inference,
+            pool=self.pool,
+            verifier=Verifier(has_sha256=has_sha256(settings)),
+            publish=publish,
+            target=self.target,
+        )
+        self._num_wanted = settings.inference.num_servers
+        self._members: dict[int, anyio.CancelScope] = {}
+        self._changed = anyio.Event()
+
+    def resize(self, num_servers: int) -> None:
+        """Have this many servers from now on, the ones with the lowest indices."""
+        if num_servers != self._num_wanted:
+            log.info("fleet.resized", node_id=self._node_id, num_servers=num_servers, num_before=self._num_wanted)
+        self._num_wanted = num_servers
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Keep as many servers as are wanted, for ever.
+
+        consumes:     the number wanted
+        waits for:    a change of it, or a server that has left
+        produces:     a supervised server for each index below it
+        unblocked by: cancellation; then the servers are stopped
+
+        Raises:
+            PipelineError: a server cannot start, or fails again and again.
+        """
+        async with make_client(max_connections=NUM_CONNECTIONS) as administration, anyio.create_task_group() as tasks:
+            while True:
+                self._changed = anyio.Event()
+                for index in range(self._num_wanted):
+                    if index not in self._members:
+                        self._members[index] = anyio.CancelScope()
+                        tasks.start_soon(self._run_member, index, administration)
+                for index, scope in self._members.items():
+                    if index >= self._num_wanted:
+                        scope.cancel()
+                await self._changed.wait()
+
+    async def _run_member(self, index: int, administration: httpx.AsyncClient) -> None:
+        server_id = f"{self._node_id}-{index}"
+        server = self.pool.add(server_id, num_ranks=self._settings.inference.tensor_parallel)
+        supervisor = Supervisor(
+            server,
+            server_command(self._settings, server_id=server_id, index=index),
+            self._around,
+            administration=administration,
+            log_path=self._log_directory / f"server-{server_id}.log",
+        )
+        try:
+            with self._members[index]:
+                await supervisor.run()
+            await self._dismiss(server, supervisor)
+        finally:
+            await supervisor.stop()
+        log.info("server.left", server_id=server_id)
+        del self._members[index]
+        self._changed.set()
+
+    async def _dismiss(self, server: Server, supervisor: Supervisor) -> None:
+        """Take leave of a server that is not wanted any more, and see its requests off."""
+        await self._around.fence(server, LEFT)
+        self.pool.remove(server, LEFT)
+        with anyio.move_on_after(LEAVE_DEADLINE_S):
+            while server.num_requests:  # more than once: one that was under way reaches the server after the order
+                try:
+                    await supervisor.api.abort_all(deadline_s=LEAVE_DEADLINE_S)
+                except ServerFault as exc:  # it was not up yet, or is gone
+                    log.debug("server.abort_failed", server_id=server.id, cause=str(exc))
+                with anyio.move_on_after(ABORT_INTERVAL_S):
+                    await self.pool.wait_empty(server)

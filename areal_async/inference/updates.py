@@ -1,0 +1,247 @@
+"""Keeps one running server on the newest announced weights, by broadcast or from disk, and repairs it in place.
+
+Level-triggered: each turn looks at what is announced and what the server holds, and closes the gap, so a lost event, a
+restart and a late joiner are one case. Invariants: the node's state says that a server holds a version after it does,
+never before; a server whose update failed is fenced at once, and whoever is fenced returns only with a version from
+disk that was verified.
+"""
+
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import anyio
+import structlog
+
+from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
+from areal_async.inference.http import ServerApi
+from areal_async.inference.pool import Pool, Server
+from areal_async.inference.servers import HEALTH_DEADLINE_S
+from areal_async.inference.swap import Staging, SwapTimes, abandon, restore, swap, swap_by_broadcast
+from areal_async.inference.verify import Verifier
+from areal_async.settings import InferenceSettings
+from areal_async.types import UpdateGroup, WeightsVersion
+
+STAGING_RETRY_S = 2.0
+REACH_DEADLINE_S = 5.0
+"""For finding the trainer's store where a broadcast says it is."""
+
+log = structlog.get_logger()
+
+
+class Target:
+    """The newest announced weights, for all servers of a node."""
+
+    def __init__(self) -> None:
+        self.newest: WeightsVersion | None = None
+        self.on_disk: WeightsVersion | None = None
+        """The newest that has a path: what a server is restored from."""
+        self._changed = anyio.Event()
+
+    def announce(self, version: WeightsVersion) -> None:
+        """Have every server change to ``version``."""
+        self.newest = version
+        if version.path:
+            self.on_disk = version
+        self._changed.set()
+        self._changed = anyio.Event()
+
+    async def wait_changed(self) -> None:
+        """Wait for the next announcement."""
+        await self._changed.wait()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the servers of one node have in common."""
+
+    settings: InferenceSettings
+    pool: Pool
+    verifier: Verifier
+    publish: Callable[[Server], Awaitable[None]]
+    """Called with each change of a server's state, after it."""
+    target: Target = field(default_factory=Target)
+    staging: Staging = field(default_factory=Staging)
+
+    async def fence(self, server: Server, reason: str) -> None:
+        """Send nothing more to a server, and say so."""
+        self.pool.fence(server, reason)
+        await self.publish(server)
+
+
+class _Times(NamedTuple):
+    """Where the time of one update went, in seconds."""
+
+    stage_s: float
+    join_s: float
+    swap: SwapTimes
+
+
+class Updater:
+    """The updates of one server process, from its start to its end."""
+
+    def __init__(self, server: Server, api: ServerApi, around: Surroundings, *, past_groups: set[str]) -> None:
+        """Take in ``past_groups`` the groups that this server's earlier processes had joined; it is added to."""
+        self._server = server
+        self._api = api
+        self._around = around
+        self._past_groups = past_groups
+        self._group = ""
+        self._missed = ""
+        self.is_updating = False
+        """It is paused, or about to be, and cannot be expected to be healthy."""
+
+    async def run(self) -> str:
+        """Follow the announcements until the server has to be restarted; return why.
+
+        consumes:     announced weights versions
+        waits for:    the next one that it can take
+        produces:     a server that holds the newest
+        unblocked by: an announcement
+        """
+        while True:
+            order = self._next()
+            if order is None:
+                await self._around.target.wait_changed()
+                continue
+            try:
+                await self._carry_out(order)
+            except StagingFault as exc:
+                # Replaced by a newer one meanwhile, or not visible on this host yet: look again.
+                log.warning("weights.unreadable", server_id=self._server.id, cause=str(exc))
+                await anyio.sleep(STAGING_RETRY_S)
+            except ServerFault as exc:
+                return f"weights {order.version}: {exc}"
+
+    def _next(self) -> WeightsVersion | None:
+        """Choose the version to change to now; None while there is none that this server could take."""
+        target = self._around.target
+        newest = target.newest
+        if not self._server.version:  # starting, or to be repaired
+            return target.on_disk
+        if newest is None or newest.version == self._server.version:
+            return None
+        return newest if newest.path or self._can_receive(newest) else None
+
+    def _can_receive(self, newest: WeightsVersion) -> bool:
+        """Say whether this is a broadcast that waits for this very process; others wait for the copy on disk."""
+        return (
+            newest.group is not None
+            and self._server.id in newest.group.ranks
+            and (newest.group.name == self._group or newest.group.name not in self._past_groups)
+            and newest.version != self._missed
+        )
+
+    async def _carry_out(self, order: WeightsVersion) -> None:
+        """Change to a version, and admit.
+
+        Raises:
+            StagingFault: its files cannot be had; nothing was changed.
+            ServerFault: the server cannot be repaired in place.
+        """
+        times: _Times | None
+        if not self._server.version:
+            times = await self._restore(order)
+        elif order.path:
+            stage_s = await self._around.staging.check(order)
+            swapped = await self._attempt(order, swap, self._around.settings.start_deadline_s)
+            times = swapped and _Times(stage_s, 0.0, swapped)
+        else:
+            times = await self._receive(order)
+        if times is None:
+            return
+        self._around.pool.admit(self._server, url=self._api.url, version=order.version)
+        log.info(
+            "server.swapped", server_id=self._server.id, version=order.version,
+            kind="disk" if order.path else "distributed", stage_s=round(times.stage_s, 4),
+            join_s=round(times.join_s, 4), pause_s=round(times.swap.pause_s, 4),
+            transfer_s=round(times.swap.transfer_s, 4), resume_s=round(times.swap.resume_s, 4),
+        )  # fmt: skip
+        await self._around.publish(self._server)
+
+    async def _restore(self, order: WeightsVersion) -> _Times:
+        settings = self._around.settings
+        stage_s = await self._around.staging.check(order)
+        self.is_updating = True
+        try:
+            times = await restore(
+                self._api,
+                order,
+                verify=lambda: self._around.verifier.check(self._api, order),
+                mode=settings.interrupt,
+                deadline_s=settings.start_deadline_s,
+            )
+        except ServerFault:
+            self._around.staging.forget()
+            raise
+        self.is_updating = False
+        return _Times(stage_s, 0.0, times)
+
+    async def _receive(self, order: WeightsVersion) -> _Times | None:
+        """Take part in a broadcast; None when it was missed, or broke and the server is fenced."""
+        assert order.group is not None
+        try:
+            join_s = await self._join(order.group)
+        except ServerFault as exc:
+            self._missed = order.version
+            log.warning("broadcast.missed", server_id=self._server.id, version=order.version, cause=str(exc))
+            if not await self._api.is_healthy(deadline_s=HEALTH_DEADLINE_S):
+                raise
+            return None
+        times = await self._attempt(order, swap_by_broadcast, self._around.settings.transfer_deadline_s)
+        return times and _Times(0.0, join_s, times)
+
+    async def _join(self, group: UpdateGroup) -> float:
+        """Be a member of ``group`` and of no other; return the seconds it took to meet the others.
+
+        Raises:
+            ServerFault: the trainer is not there (any more), or not all ranks came.
+        """
+        started = time.monotonic()
+        if self._group == group.name:
+            return 0.0
+        await self._leave()
+        try:  # a server that looks for a store that is gone is of no use for as long as it looks
+            with anyio.fail_after(REACH_DEADLINE_S):
+                await (await anyio.connect_tcp(group.address, group.port)).aclose()
+        except (OSError, TimeoutError) as exc:
+            raise ServerFault(f"group {group.name}: nobody at {group.address}:{group.port}: {exc}") from exc
+        self._past_groups.add(group.name)
+        self._group = group.name
+        await self._api.join_group(
+            group, rank=group.ranks[self._server.id], deadline_s=self._around.settings.transfer_deadline_s
+        )
+        return time.monotonic() - started
+
+    async def _leave(self) -> None:
+        group, self._group = self._group, ""
+        if group:
+            try:
+                await self._api.leave_group(group, deadline_s=HEALTH_DEADLINE_S)
+            except RefusalFault as exc:
+                log.debug("group.not_left", server_id=self._server.id, group=group, cause=str(exc))
+
+    async def _attempt(
+        self, order: WeightsVersion, change: Callable[..., Awaitable[SwapTimes]], deadline_s: float
+    ) -> SwapTimes | None:
+        """Update a server that serves; None when that failed, and it is fenced, paused and to be restored.
+
+        Raises:
+            ServerFault: it does not answer any more.
+        """
+        self.is_updating = True
+        try:
+            times = await change(self._api, order, mode=self._around.settings.interrupt, deadline_s=deadline_s)
+        except ServerFault as exc:
+            log.warning("update.failed", server_id=self._server.id, version=order.version, cause=str(exc))
+            await self._around.fence(self._server, f"update to {order.version} failed: {exc}")
+            self._around.staging.forget()
+            group, self._group = self._group, ""
+            try:
+                await abandon(self._api, group)
+            except ServerFault as still:
+                raise ServerFault(f"{exc}; cannot be repaired in place: {still}") from still
+            return None
+        self.is_updating = False
+        return times
