@@ -131,6 +131,10 @@ class Names:
     def server_key(self, server_id: str) -> str:
         return f"server.{_token(server_id)}"
 
+    def fleet_key(self, node_id: str) -> str:
+        """How many servers a node is to have; the operator writes it."""
+        return f"fleet.{_token(node_id)}"
+
 
 def _token(text: str) -> str:
     if not TOKEN.fullmatch(text):

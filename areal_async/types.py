@@ -441,6 +441,13 @@ class ServerState(Record, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class FleetSize(Record, frozen=True, kw_only=True):
+    """KV ``fleet.<node>``: how many servers the operator wants a node to have from now on."""
+
+    num_servers: int | None = None
+    """``None``, like no such key at all, for as many as the settings say."""
+
+
 def mean(values: list[float]) -> float:
     """Return the arithmetic mean, 0 for no values."""
     return sum(values) / len(values) if values else 0.0

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 
 from areal_async.bus import Bus
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.fleet import Fleet
+from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
 from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.lag import LoopWatch
@@ -22,7 +23,7 @@ from areal_async.rollout.runner import Workplace
 from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import load_workflow
 from areal_async.settings import Settings
-from areal_async.types import ServerState, WeightsVersion
+from areal_async.types import FleetSize, ServerState, WeightsVersion
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
@@ -85,7 +86,7 @@ class _Node:
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
         try:
             async with anyio.create_task_group() as services:
-                for service in (self._fleet.run, self._run_weights):
+                for service in (self._fleet.run, self._run_size, self._run_weights):
                     services.start_soon(service)
                 codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
                 spare_pauses()
@@ -135,6 +136,25 @@ class _Node:
         async for version in self._bus.watch_key(key, WeightsVersion, poll_s=POLL_S):
             log.info("weights.announced", version=version.version, kind=version.kind)
             self._fleet.target.announce(version)
+
+    async def _run_size(self) -> None:
+        """Follow the number of servers that the operator wants."""
+        await self._disown_servers()
+        key = self._bus.names.fleet_key(self._node_id)
+        async for size in self._bus.watch_key(key, FleetSize, poll_s=POLL_S):
+            wanted = self._settings.inference.num_servers if size.num_servers is None else size.num_servers
+            if wanted < 0:
+                log.warning("fleet.size_ignored", node_id=self._node_id, num_servers=wanted)
+            else:
+                self._fleet.resize(wanted)
+
+    async def _disown_servers(self) -> None:
+        """Fence what an earlier life of this node, which had more servers, said of them and cannot take back."""
+        for state, _ in (await self._bus.entries("server.", ServerState)).values():
+            if state.node_id != self._node_id or state.server_id in self._fleet.pool.servers or state.fenced:
+                continue
+            gone = msgspec.structs.replace(state, version="", fenced=True, reason=LEFT)
+            await self._bus.put(self._bus.names.server_key(state.server_id), gone)
 
     async def _publish_state(self, server: Server) -> None:
         """Write what a server runs, after it runs it; the controller's accounts rest on that order."""

@@ -30,6 +30,7 @@ from areal_async.settings import (
 from areal_async.types import (
     EvalResult,
     EvalTicket,
+    FleetSize,
     Outcome,
     OutcomeKind,
     ServerState,
@@ -122,10 +123,10 @@ class Run:
                 return sorted(found, key=lambda slot: slot.sibling)
             await anyio.sleep(0.02)
 
-    async def server(self, condition: Callable[[ServerState], bool]) -> ServerState:
-        """Wait until the node's first server is said to be so."""
+    async def server(self, condition: Callable[[ServerState], bool], server_id: str = "n0-0") -> ServerState:
+        """Wait until the node's first (or another) server is said to be so."""
         while True:
-            state, _ = await self.operator.get(self.names.server_key("n0-0"), ServerState)
+            state, _ = await self.operator.get(self.names.server_key(server_id), ServerState)
             if state is not None and condition(state):
                 return state
             await anyio.sleep(0.02)
@@ -409,6 +410,61 @@ async def test_server_that_cannot_start_ends_the_node_with_the_servers_own_words
         (found,) = found.exceptions
     assert isinstance(found, UserError)
     assert "inference server n0-0: ended with status 1 while starting: model path nowhere is no folder" in str(found)
+
+
+async def test_servers_join_and_leave_as_the_operator_says(run: Run) -> None:
+    key = run.names.fleet_key("n0")
+    await run.announce()
+
+    async with run.running_node() as draining:
+        first = await run.server(lambda state: not state.fenced)
+        await run.operator.put(key, FleetSize(num_servers=2))
+        joined = await run.server(lambda state: not state.fenced, "n0-1")
+        await run.operator.put(key, FleetSize(num_servers=-1))
+        await run.operator.put(key, FleetSize())
+        left = await run.server(lambda state: state.reason == "left", "n0-1")
+        await run.operator.put(key, FleetSize(num_servers=2))
+        again = await run.server(lambda state: not state.fenced, "n0-1")
+        assert await run.server(lambda state: True) == first, "nobody touches the one that stays"
+        draining.set()
+        for server_id in ("n0-0", "n0-1"):
+            await run.server(lambda state: state.reason == "its node has ended", server_id)
+
+    assert (joined.version, left.version, left.fenced, again.version) == ("1-0", "", True, "1-0")
+    assert len({first.incarnation, joined.incarnation, again.incarnation}) == 3
+
+
+async def test_servers_that_an_earlier_life_of_the_node_left_behind_are_fenced(run: Run) -> None:
+    """Else the controller would wait for ever until they hold the newest weights."""
+    states = [
+        ServerState(server_id=server_id, node_id=server_id[:2], url="http://x", version="1-0")
+        for server_id in ("n0-0", "n0-1", "n1-1")
+    ]
+    for state in states:
+        await run.node.put(run.names.server_key(state.server_id), state)
+
+    async with run.running_node():
+        gone = await run.server(lambda state: state.fenced, "n0-1")
+        await run.server(lambda state: state.reason == "starting")
+        other = await run.server(lambda state: True, "n1-1")
+
+    assert (gone.reason, gone.version) == ("left", "")
+    assert other == states[2]
+
+
+async def test_prompt_outside_the_models_vocabulary_fails_its_episode_and_no_server(run: Run, tmp_path: Path) -> None:
+    workflow = tmp_path / "play.py"
+    workflow.write_text(WORKFLOW.replace("[5, 6, 7]", "[5, 512]"))
+    await run.announce()
+    await run.admit()
+
+    async with run.running_node():
+        slots = await run.slots(4)
+        state = await run.server(lambda state: True)
+
+    assert {slot.status for slot in slots} == {SlotStatus.FAILED}
+    assert "prompt: got token id 512 at position 1, need 0 to 511" in slots[0].reason
+    assert not state.fenced
 
 
 async def test_evaluation_is_greedy_and_its_result_stored_before_the_ticket_is_acknowledged(run: Run) -> None:

@@ -34,6 +34,7 @@ FORBIDDEN = {
         RUN.weights,
         f"$KV.{RUN.bucket}.{ADMITTED}",
         f"$KV.{RUN.bucket}.{LINEAGE}",
+        f"$KV.{RUN.bucket}.{RUN.fleet_key('n0')}",
         f"$JS.API.STREAM.PURGE.{RUN.trajectories_stream}",
         f"$JS.API.STREAM.MSG.DELETE.{RUN.trajectories_stream}",
         f"$JS.API.CONSUMER.CREATE.{RUN.tickets_stream}.mine",
