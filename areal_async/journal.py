@@ -5,11 +5,12 @@ lineage that were stored after it do not count. A lineage inherits its predecess
 them from the first step that it cuts anew.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_async.types import Cut, CutKind, Outcome
+from areal_async.types import Cut, CutKind, Outcome, OutcomeKind
 
 
 @dataclass(slots=True)
@@ -64,8 +65,7 @@ class Journal:
         """Keep only the groups' names of cuts that no replay will ask for any more."""
         for step, cut in self.cuts.items():
             if step <= through_step and cut.groups and cut.groups[0].slots:
-                groups = [msgspec.structs.replace(group, slots=[]) for group in cut.groups]
-                self.cuts[step] = msgspec.structs.replace(cut, groups=groups)
+                self.cuts[step] = without_slots(cut)
 
     def add_outcome(self, outcome: Outcome) -> bool:
         """Read an outcome; say whether it settles its group now."""
@@ -81,6 +81,26 @@ class Journal:
             steps.append(self.restored_step + len(steps) + 1)
         return steps
 
+    def cut_to_replay(self, step: int) -> Cut:
+        """Return a step's cut without the groups that fell out of it when it was first trained."""
+        cut = self.cuts[step]
+        kept = [group for group in cut.groups if self._may_train(group.group_id)]
+        return msgspec.structs.replace(cut, groups=kept)
+
+    def unknown_to(self, step: int, trained: Iterable[str]) -> list[str]:
+        """Return which groups, trained in ``step`` as a checkpoint says, its surviving cut does not hold."""
+        cut = self.cuts.get(step)
+        return sorted(set(trained) - {group.group_id for group in cut.groups} if cut else set(trained))
+
+    def _may_train(self, group_id: str) -> bool:
+        outcome = self.outcomes.get(group_id)
+        return outcome is None or outcome.kind is OutcomeKind.TRAINED
+
     def trained_groups(self, *, through_step: int) -> set[str]:
         """Ids in the surviving cuts of steps up to ``through_step``."""
         return {group.group_id for step, cut in self.cuts.items() if step <= through_step for group in cut.groups}
+
+
+def without_slots(entry: Cut) -> Cut:
+    """Return an entry with its groups' names alone, for readers that train nothing."""
+    return msgspec.structs.replace(entry, groups=[msgspec.structs.replace(one, slots=[]) for one in entry.groups])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_async.journal import Journal
+from areal_async.journal import Journal, without_slots
 from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, ServerState, Version
 
 
@@ -40,7 +40,7 @@ class Accounts:
     def add_cut(self, entry: Cut, *, sequence: int) -> None:
         """Read a journal entry. Its slots are not kept: the books need no more than the groups' names."""
         ended = {group_id for group_id, one in self.journal.outcomes.items() if one.kind is not OutcomeKind.TRAINED}
-        groups = [msgspec.structs.replace(one, slots=[]) for one in entry.groups if one.group_id not in ended]
+        groups = [one for one in without_slots(entry).groups if one.group_id not in ended]
         if self.journal.add_cut(msgspec.structs.replace(entry, groups=groups), sequence=sequence) and groups:
             self.num_consecutive_failed = 0
 

@@ -12,7 +12,6 @@ rank; which steps exist is decided by the journal alone.
 
 import functools
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
+from areal_async.journal import Journal
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
 from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
@@ -134,9 +134,9 @@ class Trainer:
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)
             num_moved = abandon_archive(self._directory / "trajectories", after_step=self.step)
-            cuts = self._reader.journal.cuts
-            self._check_ledger(cuts)
-            self._feed.adopt(cut for _, cut in sorted(cuts.items()))
+            journal = self._reader.journal
+            self._check_ledger(journal)
+            self._feed.adopt(cut for _, cut in sorted(journal.cuts.items()))
             await self._feed.settlement.on_checkpoint(self.step)
             log.info("trainer.restored", step=self.step, lineage=self._number, num_archives_abandoned=num_moved)
 
@@ -165,7 +165,7 @@ class Trainer:
         """Train again, from the stored messages, what was journalled after the checkpoint."""
         for step in self._reader.journal.steps_to_replay():
             self.state = f"replaying step {step}"
-            part = await self._fetch(self._without_settled(self._reader.journal.cuts[step]))
+            part = await self._fetch(self._reader.journal.cut_to_replay(step))
             reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
             if reports[0].stop:
                 return
@@ -321,28 +321,17 @@ class Trainer:
         trajectories, missing = await fetch(self._bus, mine)
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 
-    def _without_settled(self, cut: Cut) -> Cut:
-        """Leave out groups that fell out of the cut when it was first trained."""
-        outcomes = self._reader.journal.outcomes
-        groups = [
-            group
-            for group in cut.groups
-            if group.group_id not in outcomes or outcomes[group.group_id].kind is OutcomeKind.TRAINED
-        ]
-        return msgspec.structs.replace(cut, groups=groups)
-
-    def _check_ledger(self, cuts: Mapping[int, Cut]) -> None:
+    def _check_ledger(self, journal: Journal) -> None:
         """Hold the checkpoint's own list of what it was trained on against the journal.
 
         Raises:
             PipelineError: they disagree: the journal is not of these weights, and going on could train twice.
         """
         for step, trained in self._ledger.trained.items():
-            cut = cuts.get(int(step))
-            strangers = set(trained) - {group.group_id for group in cut.groups} if cut else set(trained)
+            strangers = journal.unknown_to(int(step), trained)
             if strangers:
                 raise PipelineError(
-                    f"checkpoint {self._ledger.version}: step {step} trained {sorted(strangers)[:3]}, which the "
+                    f"checkpoint {self._ledger.version}: step {step} trained {strangers[:3]}, which the "
                     "journal does not know of: the broker's store is of another run; start anew with --fresh"
                 )
 

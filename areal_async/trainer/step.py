@@ -45,10 +45,10 @@ class AgreedBatch:
         return len({placed.group_id for placed in self.slots})
 
 
-def agree_on_batch(
-    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int, divides_by_std: bool
-) -> AgreedBatch:
-    """Leave out what some rank could not verify, and compute each slot's advantage within its real group."""
+def part_usable(
+    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int
+) -> tuple[list[list[Placed]], list[str]]:
+    """Return the groups that train with the slots that are there, and the names of those left with too few."""
     gone = set(missing)
     groups: dict[str, list[Placed]] = defaultdict(list)
     for placed in slots:
@@ -56,7 +56,14 @@ def agree_on_batch(
         if placed.key not in gone:
             siblings.append(placed)
     unusable = [group_id for group_id, siblings in groups.items() if len(siblings) < min_group_size]
-    used = [siblings for group_id, siblings in groups.items() if group_id not in unusable]
+    return [siblings for siblings in groups.values() if len(siblings) >= min_group_size], unusable
+
+
+def agree_on_batch(
+    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int, divides_by_std: bool
+) -> AgreedBatch:
+    """Leave out what some rank could not verify, and compute each slot's advantage within its real group."""
+    used, unusable = part_usable(slots, missing, min_group_size=min_group_size)
     advantages: dict[int, float] = {}
     for siblings in used:
         values = group_advantages([placed.item.slot.reward for placed in siblings], std=divides_by_std)

@@ -1,0 +1,195 @@
+"""What a trainer's rank 0 does next about its journal: settle groups, cut a batch, wait, or end.
+
+Pure: decides over the inventory, carries out nothing. Whoever asks does as it is told, says so (``note_written``,
+``Fates.note_recorded``), and asks again.
+
+Invariant: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from areal_async.staleness import age_at
+from areal_async.trainer.cut import Age, CutPlan, OpenGroup, plan_cut
+from areal_async.trainer.fates import Fates
+from areal_async.types import Cut, CutKind, OutcomeKind
+
+MAX_NAMED = 3
+"""Groups named when saying what is waited for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutRules:
+    """The settings that decide about cuts."""
+
+    last_step: int
+    seed: int
+    batch_groups: int
+    min_group_size: int
+    max_staleness: int
+    when_stale: Literal["wait", "mask", "drop"]
+    group_deadline_s: float
+    """How long a due group is waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """End these groups without training them."""
+
+    group_ids: list[str]
+    kind: OutcomeKind
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Add this entry to the journal."""
+
+    entry: Cut
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Ask again when something has changed, or after a while."""
+
+    what_for: str
+
+
+Decision = Settle | Write | Wait
+
+
+class Cutter:
+    """Decides, one step after another."""
+
+    def __init__(self, rules: CutRules, fates: Fates[Any], *, branches: Mapping[str, int]) -> None:
+        """``branches``: where lineages parted, as the journal says."""
+        self._rules = rules
+        self._fates = fates
+        self._inventory = fates.inventory
+        self._branches = dict(branches)
+        self._allowed_step = 0
+        self._waiting_since: dict[str, float] = {}
+        self.step = 1
+        """The next one to be cut."""
+        self.is_stopping = False
+        """Cut nothing more: the journal's next entry ends the lineage."""
+        self.has_ended = False
+
+    def allow(self, step: int) -> None:
+        """Let it cut up to ``step``."""
+        self._allowed_step = max(self._allowed_step, step)
+
+    def branch(self, *, after_step: int) -> Cut:
+        """Return the entry that gives up the cuts beyond ``after_step``.
+
+        Ages count on both sides of that step from now on.
+        """
+        self._branches[str(self._fates.lineage)] = after_step
+        return Cut(kind=CutKind.BRANCH, lineage=self._fates.lineage, step=after_step, branches=dict(self._branches))
+
+    def note_written(self, entry: Cut) -> None:
+        """Go on from an entry that is in the journal."""
+        if entry.kind is CutKind.END:
+            self.has_ended = True
+        else:
+            self._fates.hold(entry)
+            self._waiting_since.clear()
+            self.step = entry.step + 1
+
+    def decide(self, *, now: float, is_nearly_full: bool) -> Decision:
+        """Say what is to be done next.
+
+        Args:
+            now: seconds, of a clock that only goes on.
+            is_nearly_full: the stream of trajectories has little room left.
+        """
+        rules = self._rules
+        if self.is_stopping or self.step > rules.last_step:
+            return Write(Cut(kind=CutKind.END, lineage=self._fates.lineage, step=self.step))
+        if self.step > self._allowed_step:
+            return Wait(f"step {self._allowed_step} to be trained, before cutting step {self.step}")
+        unfit = self._first_unfit()
+        if unfit is not None:
+            return unfit
+        plan = plan_cut(
+            self._inventory.open.values(),
+            age=self._age(self._branches),
+            batch_groups=rules.batch_groups,
+            max_staleness=rules.max_staleness,
+            when_stale=rules.when_stale,
+        )
+        if plan.stale:
+            return self._too_old(plan.stale)
+        if plan.is_ready or (is_nearly_full and plan.taken and not plan.waits_for):
+            return Write(self._cut(plan))
+        if is_nearly_full:
+            youngest = self._youngest_partial()
+            if youngest is not None:
+                reason = "the stream was nearly full, and this was the youngest incomplete group"
+                return Settle([youngest.group_id], OutcomeKind.ABANDONED, reason)
+        return self._overdue(plan, now) or Wait(_describe(self.step, plan))
+
+    # inside
+
+    def _age(self, branches: Mapping[str, int]) -> Age:
+        step, lineage = self.step, self._fates.lineage
+        numbered = {int(number): shared for number, shared in branches.items()}
+        return lambda version: age_at(step=step, version=version, lineage=lineage, branches=numbered)
+
+    def _first_unfit(self) -> Settle | None:
+        """Find a complete group that cannot train; count those that can."""
+        for group in self._inventory.open.values():
+            if group.is_complete and not group.is_counted:
+                verdict = group.verdict(min_group_size=self._rules.min_group_size)
+                if verdict is not None:
+                    return Settle([group.group_id], *verdict)
+                group.is_counted = True
+                self._fates.count_whole()
+        return None
+
+    def _too_old(self, groups: list[OpenGroup]) -> Settle:
+        """End groups over the bound; those that only a branch has put there are tried again."""
+        age = self._age({})
+        by_branch = [group.group_id for group in groups if age(group.oldest) <= self._rules.max_staleness]
+        if by_branch:
+            return Settle(by_branch, OutcomeKind.ABANDONED, "older than max_staleness since cuts were given up")
+        return Settle([group.group_id for group in groups], OutcomeKind.STALE, "older than max_staleness")
+
+    def _cut(self, plan: CutPlan) -> Cut:
+        rules = self._rules
+        return Cut(
+            lineage=self._fates.lineage,
+            step=self.step,
+            groups=[group.as_cut_group() for group in plan.taken],
+            seed=(rules.seed << 32) + self.step,
+            max_staleness=rules.max_staleness,
+            masks_stale=rules.when_stale == "mask",
+            branches=dict(self._branches),
+        )
+
+    def _youngest_partial(self) -> OpenGroup | None:
+        """Find what makes room when the stream is full of groups that cannot be cut yet."""
+        if self._fates.unacked_cuts:
+            return None  # the checkpoint of what is being trained will make room
+        partial = [group for group in self._inventory.open.values() if group.slots and not group.is_complete]
+        return max(partial, key=lambda group: group.order, default=None)
+
+    def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
+        waiting = {group.group_id for group in plan.waits_for}
+        self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in waiting}
+        deadline_s = self._rules.group_deadline_s
+        overdue = [group_id for group_id, since in self._waiting_since.items() if now - since > deadline_s]
+        if not overdue:
+            return None
+        reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
+        return Settle(sorted(overdue), OutcomeKind.FAILED, reason)
+
+
+def _describe(step: int, plan: CutPlan) -> str:
+    if plan.waits_for:
+        named = ", ".join(group.group_id for group in plan.waits_for[:MAX_NAMED])
+        stored = sum(len(group.slots) for group in plan.waits_for)
+        wanted = sum(group.group_size for group in plan.waits_for)
+        return f"due groups of step {step}: {named} ({len(plan.waits_for)} groups, {stored} of {wanted} slots stored)"
+    return f"{plan.num_missing} more complete groups for step {step}"
