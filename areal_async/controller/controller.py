@@ -19,6 +19,7 @@ import structlog
 
 from areal_async.bus import Bus
 from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
 from areal_async.controller.sampler import Sampler
 from areal_async.errors import ConflictError, FencedError, PipelineError
@@ -27,9 +28,7 @@ from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
     Admitted,
     Cut,
-    GroupId,
     Outcome,
-    OutcomeKind,
     RunState,
     ServerState,
     Ticket,
@@ -38,8 +37,6 @@ from areal_async.types import (
 )
 from areal_async.wire import decode
 
-ADMISSION_BATCH = 64
-"""Tickets published together before the record moves on."""
 SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
 
@@ -169,44 +166,27 @@ class Controller:
         last_step = self._settings.run.steps
         while True:
             changed = self._changed
-            self.waits_for = self._missing_for_admission(last_step)
-            if self.waits_for:
+            self.waits_for = missing_for_admission(self._accounts, last_step=last_step)
+            if not self._may_admit and not self.waits_for:
+                self.waits_for = "the first evaluation"
+            admission = next_admission(self._accounts, self._sampler, last_step=last_step)
+            if admission is None or not self._may_admit:
                 await changed.wait()
             else:
-                await self._admit(min(self._accounts.num_credits, ADMISSION_BATCH))
+                await self._admit(admission)
 
-    def _missing_for_admission(self, last_step: int) -> str:
-        if last_step in self._accounts.journal.cuts:
-            return "the last step"
-        if not self._may_admit:
-            return "the first evaluation"
-        if self._accounts.held is None:
-            return "a server that holds an announced version"
-        if self._accounts.num_credits == 0:
-            return f"a credit: {self._accounts.num_in_flight} groups are admitted and not settled"
-        return ""
-
-    async def _admit(self, count: int) -> None:
+    async def _admit(self, admission: Admission) -> None:
         """Publish tickets, then move the record: what a crash between repeats is de-duplicated by id."""
-        admitted, version = self._accounts.admitted, str(self._accounts.held)
-        again = self._accounts.due_readmissions[:count]
-        fresh = [
-            Readmission(group_id=self._sampler.group_at(admitted.num_fresh + offset), num_failed_attempts=0)
-            for offset in range(count - len(again))
-        ]
         async with anyio.create_task_group() as publishing:
-            for offset, item in enumerate([*again, *fresh]):
-                publishing.start_soon(self._publish_ticket, item, version, admitted.total + offset + 1)
-        record = Admitted(
-            total=admitted.total + count,
-            num_fresh=admitted.num_fresh + len(fresh),
-            num_readmitted=admitted.num_readmitted + len(again),
-        )
+            for number, item in enumerate(admission.items, start=admission.first_number):
+                publishing.start_soon(self._publish_ticket, item, str(admission.version), number)
         try:
-            self._admitted_revision = await self._bus.compare_and_set(ADMITTED, record, self._admitted_revision)
+            self._admitted_revision = await self._bus.compare_and_set(
+                ADMITTED, admission.record, self._admitted_revision
+            )
         except ConflictError as exc:
             raise FencedError("controller: another controller of this run is admitting; this one must stop") from exc
-        self._accounts.admitted = record
+        self._accounts.admitted = admission.record
         self._move()
 
     async def _publish_ticket(self, item: Readmission, version: str, number: int) -> None:
@@ -241,30 +221,19 @@ class Controller:
             if not self._may_admit:
                 self._may_admit = True
                 self._move()
-            if newest.final and held == Version.parse(newest.version):
+            if has_ended(self._accounts, newest):
                 return
             await changed.wait()
 
     async def _abandon_unfinished(self) -> None:
         """Record what was admitted and can never train now."""
-        admitted = self._accounts.admitted
-        ids = [self._sampler.group_at(position) for position in range(admitted.num_fresh)]
-        ids += [item.group_id for item in self._accounts.readmissions[: admitted.num_readmitted]]
-        settled = set(self._accounts.journal.outcomes)
-        settled |= self._accounts.journal.trained_groups(through_step=self._settings.run.steps)
+        outcomes = left_over(self._accounts, self._sampler, last_step=self._settings.run.steps)
         async with anyio.create_task_group() as publishing:
-            for group_id in ids:
-                if str(group_id) not in settled:
-                    publishing.start_soon(self._abandon, group_id)
+            for outcome in outcomes:
+                publishing.start_soon(self._publish_outcome, outcome)
 
-    async def _abandon(self, group_id: GroupId) -> None:
-        outcome = Outcome(
-            group_id=str(group_id),
-            kind=OutcomeKind.ABANDONED,
-            lineage=self._accounts.journal.lineage,
-            reason="the run ended first",
-        )
-        await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{group_id}")
+    async def _publish_outcome(self, outcome: Outcome) -> None:
+        await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
 
     # being watched
 

@@ -1,0 +1,80 @@
+"""What the controller does next, as rules: which groups are admitted, and which are left over when the run ends.
+
+Pure: everything follows from the books and the sampler. An ``Admission`` is carried out in its order, tickets
+before the record; what a crash between the two repeats is de-duplicated by the tickets' ids.
+"""
+
+from dataclasses import dataclass
+
+from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.controller.sampler import Sampler
+from areal_async.types import Admitted, GroupId, Outcome, OutcomeKind, Version, WeightsVersion
+
+ADMISSION_BATCH = 64
+"""Tickets published together before the record moves on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Admission:
+    """Groups to be admitted together."""
+
+    items: list[Readmission]
+    """First those that are tried again, in the order of the log, then prompts that are new."""
+    version: Version
+    """Stands for the oldest of their tokens until a slot is stored."""
+    first_number: int
+    """Position of the first one among all admissions of the run."""
+    record: Admitted
+    """What ``admitted`` becomes when every ticket is stored."""
+
+
+def missing_for_admission(accounts: Accounts, *, last_step: int) -> str:
+    """Say what an admission waits for; nothing when one can be made now."""
+    if last_step in accounts.journal.cuts:
+        return "the last step"
+    if accounts.held is None:
+        return "a server that holds an announced version"
+    if accounts.num_credits == 0:
+        return f"a credit: {accounts.num_in_flight} groups are admitted and not settled"
+    return ""
+
+
+def next_admission(accounts: Accounts, sampler: Sampler, *, last_step: int) -> Admission | None:
+    """Return what is to be admitted now, as far as credit reaches."""
+    if accounts.held is None or missing_for_admission(accounts, last_step=last_step):
+        return None
+    count, admitted = min(accounts.num_credits, ADMISSION_BATCH), accounts.admitted
+    again = accounts.due_readmissions[:count]
+    fresh = [
+        Readmission(group_id=sampler.group_at(admitted.num_fresh + offset), num_failed_attempts=0)
+        for offset in range(count - len(again))
+    ]
+    return Admission(
+        items=[*again, *fresh],
+        version=accounts.held,
+        first_number=admitted.total + 1,
+        record=Admitted(
+            total=admitted.total + count,
+            num_fresh=admitted.num_fresh + len(fresh),
+            num_readmitted=admitted.num_readmitted + len(again),
+        ),
+    )
+
+
+def has_ended(accounts: Accounts, newest: WeightsVersion | None) -> bool:
+    """Say whether every unfenced server holds the run's last version."""
+    return newest is not None and newest.final and accounts.held == Version.parse(newest.version)
+
+
+def left_over(accounts: Accounts, sampler: Sampler, *, last_step: int) -> list[Outcome]:
+    """Return what is to be recorded of groups that were admitted and can never train now."""
+    admitted = accounts.admitted
+    ids: list[GroupId] = [sampler.group_at(position) for position in range(admitted.num_fresh)]
+    ids += [item.group_id for item in accounts.readmissions[: admitted.num_readmitted]]
+    settled = accounts.journal.trained_groups(through_step=last_step) | accounts.journal.outcomes.keys()
+    lineage = accounts.journal.lineage
+    return [
+        Outcome(group_id=name, kind=OutcomeKind.ABANDONED, lineage=lineage, reason="the run ended first")
+        for name in map(str, ids)
+        if name not in settled
+    ]
