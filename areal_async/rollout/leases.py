@@ -50,12 +50,12 @@ class Leases:
 
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Handler | None]:
         tickets = [decode(delivery.data, Ticket) for delivery in deliveries]
-        settled = await self._settled.among([ticket.group_id for ticket in tickets])
+        settled = await self._settled.among(tickets)
 
         def handler(ticket: Ticket) -> Handler:
             return lambda delivery: run_ticket(self._place, ticket, delivery)
 
-        return [None if ticket.group_id in settled else handler(ticket) for ticket in tickets]
+        return [None if ended else handler(ticket) for ticket, ended in zip(tickets, settled, strict=True)]
 
     async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Handler | None]:
         def handler(ticket: EvalTicket) -> Handler:

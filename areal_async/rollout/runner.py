@@ -15,12 +15,13 @@ import structlog
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Workflow
 from areal_async.errors import PipelineError, UserError
+from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy import Generator, RecordingPolicy
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.rollout.text import TextCodec
 from areal_async.settings import Settings
-from areal_async.types import SlotStatus, Ticket
+from areal_async.types import SlotStatus, StoredMessage, Ticket
 from areal_async.wire import decode_headers
 
 RETURN_DEADLINE_S = 1.0
@@ -101,21 +102,20 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
     async with returned_unless_done(delivery):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
-            stored = await _stored_siblings(place, ticket) if delivery.num_delivered > 1 else set()
-            missing = [sibling for sibling in range(ticket.group_size) if sibling not in stored]
-            await _run_siblings(place, ticket, missing)
+            stored = await _stored_messages(place, ticket) if delivery.num_delivered > 1 else []
+            await _run_siblings(place, ticket, missing_siblings(ticket, stored))
             tasks.cancel_scope.cancel()
         await delivery.ack()
 
 
-async def _stored_siblings(place: Workplace, ticket: Ticket) -> set[int]:
+async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
     names = place.bus.names
     subject = names.trajectories(ticket.workflow, ticket.group_id)
-    stored: set[int] = set()
-    async for message in place.bus.find_messages(names.trajectories_stream, subject):
-        found = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
-        stored.update(slot.sibling for slot in found.slots)
-    log.info("ticket.redelivered", group_id=ticket.group_id, num_stored=len(stored))
+    stored = [
+        decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+        async for message in place.bus.find_messages(names.trajectories_stream, subject)
+    ]
+    log.info("ticket.redelivered", group_id=ticket.group_id, num_stored=sum(len(message.slots) for message in stored))
     return stored
 
 
