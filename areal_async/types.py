@@ -3,21 +3,47 @@
 Every one is an immutable struct that can cross a process boundary (``wire``); the arrays of a
 ``Sequence`` are the only large part. One word for one thing: these names are used in code, logs,
 metrics and documents alike.
+
+What a field may hold stands in its type (``VersionText``, ``Count``, ...) and is checked where a record is decoded:
+whoever holds a record that came over the wire can parse its ids and trust its bounds.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 NOT_SAMPLED = -1
 """The version of a token that no model of ours produced (prompt, tool output)."""
+MAX_GROUP_SIZE = 1 << 16
+
+_VERSION = "[0-9]{1,9}-[0-9]{1,9}"
+_GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
+_is_version = re.compile(_VERSION).fullmatch
+_is_group_id = re.compile(_GROUP_ID).fullmatch
+
+VersionText = Annotated[str, Meta(pattern=rf"\A{_VERSION}\Z")]
+"""What ``Version.parse`` reads."""
+OptionalVersionText = Annotated[str, Meta(pattern=rf"\A({_VERSION})?\Z")]
+"""A version, or empty for none."""
+GroupIdText = Annotated[str, Meta(pattern=rf"\A{_GROUP_ID}\Z")]
+"""What ``GroupId.parse`` reads."""
+TokenText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,200}\Z")]
+"""One token of a subject."""
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
+LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+"""A key of a JSON object that counts lineages."""
+StepText = LineageText
+"""A key of a JSON object that counts steps."""
 
 
 class Version(NamedTuple):
@@ -37,11 +63,11 @@ class Version(NamedTuple):
         """Read ``1-42``.
 
         Raises:
-            ValueError: not two non-negative integers with a dash between.
+            ValueError: not two non-negative integers of at most nine digits with a dash between.
         """
-        lineage, dash, step = text.partition("-")
-        if not (dash and lineage.isdecimal() and step.isdecimal()):
+        if not _is_version(text):
             raise ValueError(f"weights version: got {text!r}, need <lineage>-<step> like 1-42")
+        lineage, step = text.split("-")
         return cls(int(lineage), int(step))
 
     def pack(self) -> int:
@@ -72,10 +98,9 @@ class GroupId:
         Raises:
             ValueError: not three non-negative integers joined by dashes.
         """
-        parts = text.split("-")
-        if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        if not _is_group_id(text):
             raise ValueError(f"group id: got {text!r}, need <epoch>-<index>-<attempt> like 0-17-0")
-        return cls(*(int(part) for part in parts))
+        return cls(*(int(part) for part in text.split("-")))
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,16 +122,16 @@ class Prompt(Record, frozen=True, kw_only=True):
 class Ticket(Record, frozen=True, kw_only=True):
     """The right to try one prompt once, now."""
 
-    group_id: str
-    workflow: str
+    group_id: GroupIdText
+    workflow: TokenText
     """Name of the workflow, a subject token."""
     row: dict[str, Any]
-    group_size: int
-    version: str
+    group_size: GroupSize
+    version: VersionText
     """Newest weights version at admission; stands for the group's oldest until a slot is stored."""
-    num_failed_attempts: int = 0
+    num_failed_attempts: Count = 0
     """Earlier attempts at this prompt that ended ``failed``."""
-    number: int = 0
+    number: Count = 0
     """Position among all admissions of the run, from 1."""
 
     @property
@@ -167,7 +192,7 @@ class SlotStatus(StrEnum):
 class Slot(Record, frozen=True, kw_only=True):
     """The header of one trajectory: all that the cut needs, without its tokens."""
 
-    sibling: int
+    sibling: Count
     sample_uid: str
     """Names the producer too, so that two producers of one slot can be told apart."""
     status: SlotStatus
@@ -175,18 +200,18 @@ class Slot(Record, frozen=True, kw_only=True):
     """0 unless scored."""
     reason: str = ""
     """Why it failed or was rejected."""
-    num_tokens: int = 0
+    num_tokens: Count = 0
     """Over all sequences, prompt included."""
-    num_output_tokens: int = 0
+    num_output_tokens: Count = 0
     """Sampled ones."""
-    oldest: str
+    oldest: VersionText
     """Oldest version of any sampled token, or at submission; of the ticket when nothing was sampled."""
-    newest: str
-    crc32: int = 0
+    newest: VersionText
+    crc32: Count = 0
     """Of the slot's payload bytes."""
-    index: int = 0
+    index: Count = 0
     """Position of the payload inside its message."""
-    num_truncated: int = 0
+    num_truncated: Count = 0
     """Turns that ended by length."""
 
 
@@ -244,16 +269,16 @@ class OutcomeKind(StrEnum):
 class Outcome(Record, frozen=True, kw_only=True):
     """One line of the audit trail."""
 
-    group_id: str
+    group_id: GroupIdText
     kind: OutcomeKind
-    lineage: int
+    lineage: Count
     """Of the trainer (or the controller's view of it) that recorded this; 0 before the first."""
-    step: int = 0
+    step: Count = 0
     """The training step, for ``trained`` and for what was found while cutting one."""
     reason: str = ""
-    num_failed_attempts: int = 0
+    num_failed_attempts: Count = 0
     """At this prompt, this attempt included when it failed."""
-    num_whole_before: int = 0
+    num_whole_before: Count = 0
     """Groups found whole since the outcome that failed before this one: whether failures follow one another."""
     sample_uid: str = ""
     """For ``late`` and ``duplicate``."""
@@ -263,16 +288,16 @@ class CutSlot(Record, frozen=True, kw_only=True):
     """A slot in a cut, and where its payload was seen."""
 
     slot: Slot
-    sequence: int
+    sequence: Count
 
 
 class CutGroup(Record, frozen=True, kw_only=True):
     """A group in a cut, with the siblings that are used."""
 
-    group_id: str
-    workflow: str
+    group_id: GroupIdText
+    workflow: TokenText
     slots: list[CutSlot]
-    num_failed_attempts: int = 0
+    num_failed_attempts: Count = 0
     """Earlier attempts at its prompt that failed: needed if it falls out of the cut."""
 
 
@@ -293,23 +318,23 @@ class Cut(Record, frozen=True, kw_only=True):
     """An entry of the journal: the batch of one training step, written before the step runs."""
 
     kind: CutKind = CutKind.CUT
-    lineage: int
-    step: int
+    lineage: Count
+    step: Count
     groups: list[CutGroup] = []
     seed: int = 0
-    max_staleness: int = 0
+    max_staleness: Count = 0
     """The bound it was cut under, and is held to wherever it is trained."""
     masks_stale: bool = False
     """Tokens over the bound are left out of the loss, instead of being impossible."""
-    branches: dict[str, int] = {}
+    branches: dict[LineageText, Count] = {}
     """lineage -> last step it shares with the lineage before it, where they parted (``staleness.age_at``)."""
 
 
 class LineageRecord(Record, frozen=True, kw_only=True):
     """KV ``lineage``: who may train."""
 
-    lineage: int
-    restored_step: int = 0
+    lineage: Count
+    restored_step: Count = 0
     """The checkpoint it started from."""
 
 
@@ -345,7 +370,7 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
     disk; and when it is on disk, without the group, for whoever did not get it.
     """
 
-    version: str
+    version: VersionText
     path: str = ""
     """A Hugging Face folder; empty until it is there."""
     sha256: dict[str, str] = {}
@@ -365,55 +390,55 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
 class CheckpointRecord(Record, frozen=True, kw_only=True):
     """KV ``checkpoint``: the newest complete one."""
 
-    version: str
+    version: VersionText
     path: str
 
 
 class Admitted(Record, frozen=True, kw_only=True):
     """KV ``admitted``: the data cursor. Only ever grows."""
 
-    total: int = 0
+    total: Count = 0
     """Groups admitted, re-admissions included."""
-    num_fresh: int = 0
+    num_fresh: Count = 0
     """Prompts admitted for the first time: the position in the sampler's endless sequence."""
-    num_readmitted: int = 0
+    num_readmitted: Count = 0
     """How many of the re-admissible outcomes, in their stored order, were admitted again."""
 
 
 class EvalTicket(Record, frozen=True, kw_only=True):
     """The right to answer one held-out prompt once, greedily."""
 
-    eval_id: str
+    eval_id: VersionText
     """The weights version the evaluation was asked for."""
-    index: int
+    index: Count
     """Row of the evaluation data set."""
-    workflow: str
+    workflow: TokenText
     row: dict[str, Any]
 
 
 class EvalResult(Record, frozen=True, kw_only=True):
     """What became of an evaluation ticket."""
 
-    eval_id: str
-    index: int
+    eval_id: VersionText
+    index: Count
     reward: float = 0.0
     error: str = ""
     """Set when there is no reward."""
-    oldest: str = ""
-    newest: str = ""
+    oldest: OptionalVersionText = ""
+    newest: OptionalVersionText = ""
 
 
 class EvalRecord(Record, frozen=True, kw_only=True):
     """One finished evaluation: an event, and a line of ``eval.jsonl``."""
 
-    eval_id: str
-    step: int
+    eval_id: VersionText
+    step: Count
     accuracy: float
     """Mean reward over the rows that were scored."""
-    num_scored: int
-    num_failed: int
-    oldest: str
-    newest: str
+    num_scored: Count
+    num_failed: Count
+    oldest: VersionText
+    newest: VersionText
     """The versions it spanned."""
 
 
@@ -428,14 +453,14 @@ class RunState(Record, frozen=True, kw_only=True):
 class ServerState(Record, frozen=True, kw_only=True):
     """KV ``server.<id>``: what one inference server runs."""
 
-    server_id: str
+    server_id: TokenText
     node_id: str
     url: str
-    version: str
+    version: OptionalVersionText
     """Empty until it holds an announced version."""
     incarnation: str = ""
     """Different after every start of its process."""
-    num_ranks: int = 1
+    num_ranks: Count = 1
     """GPUs it is spread over: its ranks in an update group."""
     fenced: bool = False
     reason: str = ""

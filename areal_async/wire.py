@@ -3,10 +3,13 @@
 Small records are JSON with a ``schema`` number, so that any NATS tool can read them. A trajectory
 message is msgpack: one blob per slot, in it raw little-endian buffers. Its headers carry the slots'
 headers, so that a batch is cut without reading a payload. Every length is checked before a buffer is
-read; nothing is ever unpickled.
+read, and every value before it is believed; nothing is ever unpickled.
+
+Every decoder here ends in a value or in ``WireError``, whatever the bytes are.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -16,7 +19,20 @@ import msgspec
 import numpy as np
 
 from areal_async.errors import WireError
-from areal_async.types import Record, Sequence, Slot, StoredMessage, Trajectory
+from areal_async.types import (
+    NOT_SAMPLED,
+    Count,
+    GroupIdText,
+    GroupSize,
+    Record,
+    Sequence,
+    Slot,
+    StoredMessage,
+    TokenText,
+    Trajectory,
+    Version,
+    VersionText,
+)
 
 SCHEMA = 1
 GROUP_HEADER = "Areal-Group"
@@ -26,6 +42,10 @@ MAX_TOKENS = 1 << 24
 MAX_REASON_CHARACTERS = 2000
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
+
+_MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that it cannot read as the wanted type."""
 
 
 def encode(record: Record) -> bytes:
@@ -39,13 +59,22 @@ def decode(data: bytes | str, kind: type[R]) -> R:
     Raises:
         WireError: not JSON, another schema, or fields that do not fit.
     """
+    schema = decode_json(data, _Schema, what=kind.__name__).schema
+    if schema != SCHEMA:
+        raise WireError(f"{kind.__name__}: got schema {schema}, need {SCHEMA}; upgrade the older side")
+    return decode_json(data, kind, what=kind.__name__)
+
+
+def decode_json(data: bytes | str, kind: type[T], *, what: str) -> T:
+    """Decode JSON that carries no schema number (a report of a role, an answer, a file of ours).
+
+    Raises:
+        WireError: not JSON, or of another shape.
+    """
     try:
-        schema = msgspec.json.decode(data, type=_Schema).schema
-        if schema != SCHEMA:
-            raise WireError(f"{kind.__name__}: got schema {schema}, need {SCHEMA}; upgrade the older side")
         return msgspec.json.decode(data, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise WireError(f"{kind.__name__}: cannot decode {len(data)} bytes: {exc}") from exc
+    except _MALFORMED as exc:
+        raise WireError(f"{what}: cannot decode {len(data)} bytes: {exc}") from exc
 
 
 class _Schema(msgspec.Struct):
@@ -72,11 +101,11 @@ class _SlotPayload(msgspec.Struct, array_like=True):
 
 class _GroupHeader(Record, frozen=True, kw_only=True):
     schema: int
-    group_id: str
-    workflow: str
-    ticket_version: str
-    num_failed_attempts: int
-    group_size: int
+    group_id: GroupIdText
+    workflow: TokenText
+    ticket_version: VersionText
+    num_failed_attempts: Count
+    group_size: GroupSize
 
 
 _COLUMNS = (("token_ids", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4"), ("versions", "<i8"))
@@ -138,19 +167,20 @@ def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_byte
     Raises:
         WireError: a header is missing or does not fit.
     """
+    what = f"trajectory message {sequence}"
     try:
-        group = msgspec.json.decode((headers or {})[GROUP_HEADER], type=_GroupHeader)
-        slots = msgspec.json.decode((headers or {})[SLOTS_HEADER], type=list[Slot])
+        group = decode_json((headers or {})[GROUP_HEADER], _GroupHeader, what=f"{what}: {GROUP_HEADER}")
+        slots = decode_json((headers or {})[SLOTS_HEADER], list[Slot], what=f"{what}: {SLOTS_HEADER}")
     except KeyError as exc:
-        raise WireError(f"trajectory message {sequence}: header {exc} is missing") from exc
-    except (msgspec.DecodeError, RecursionError) as exc:
-        raise WireError(f"trajectory message {sequence}: cannot decode headers: {exc}") from exc
+        raise WireError(f"{what}: header {exc} is missing") from exc
+    except UnicodeEncodeError as exc:  # what is no UTF-8 arrives as surrogates
+        raise WireError(f"{what}: cannot decode headers: {exc}") from exc
     if group.schema != SCHEMA:
-        raise WireError(
-            f"trajectory message {sequence}: got schema {group.schema}, need {SCHEMA}; upgrade the older side"
-        )
-    if not slots or any(not 0 <= slot.sibling < group.group_size for slot in slots):
-        raise WireError(f"trajectory message {sequence}: got siblings outside 0..{group.group_size - 1}")
+        raise WireError(f"{what}: got schema {group.schema}, need {SCHEMA}; upgrade the older side")
+    if not slots or any(slot.sibling >= group.group_size for slot in slots):
+        raise WireError(f"{what}: got siblings outside 0..{group.group_size - 1}")
+    if any(Version.parse(slot.oldest) > Version.parse(slot.newest) for slot in slots):
+        raise WireError(f"{what}: got a slot whose oldest version is newer than its newest")
     return StoredMessage(
         group_id=group.group_id, workflow=group.workflow, ticket_version=group.ticket_version,
         num_failed_attempts=group.num_failed_attempts, group_size=group.group_size, slots=slots,
@@ -171,13 +201,20 @@ def decode_trajectory(payload: bytes, slot: Slot) -> Trajectory:
         if zlib.crc32(blob) != slot.crc32:
             raise WireError(f"{what}: got checksum {zlib.crc32(blob)}, need {slot.crc32}; the stored bytes are damaged")
         body = msgspec.msgpack.decode(blob, type=_SlotPayload)
-    except (msgspec.DecodeError, IndexError, RecursionError) as exc:
+    except (*_MALFORMED, IndexError) as exc:
         raise WireError(f"{what}: cannot decode {len(payload)} bytes: {exc}") from exc
     if (body.schema, body.sibling, body.sample_uid) != (SCHEMA, slot.sibling, slot.sample_uid):
         raise WireError(f"{what}: got the payload of {body.sample_uid}, schema {body.schema}")
     if len(body.sequences) > MAX_SEQUENCES:
         raise WireError(f"{what}: got {len(body.sequences)} sequences, need at most {MAX_SEQUENCES}")
+    if not all(math.isfinite(value) for value in body.info.values()):
+        raise WireError(f"{what}: got info with a value that is no finite number")
     sequences = [_sequence(item, what) for item in body.sequences]
+    for sequence in sequences:
+        _check_values(sequence, slot, what)
+    num_tokens = sum(sequence.num_tokens for sequence in sequences)
+    if num_tokens != slot.num_tokens:
+        raise WireError(f"{what}: got {num_tokens} tokens, its header says {slot.num_tokens}")
     return Trajectory(slot=slot, sequences=sequences, info=body.info)
 
 
@@ -192,6 +229,22 @@ def _sequence(item: _SequencePayload, what: str) -> Sequence:
             raise WireError(f"{what}: {name} got {len(buffer)} bytes, need {need}")
         columns[name] = np.frombuffer(buffer, dtype=dtype)
     return Sequence(**columns)
+
+
+def _check_values(sequence: Sequence, slot: Slot, what: str) -> None:
+    """Hold the tokens against what the cut was told of them: a header must not make a stale token look fresh."""
+    if sequence.token_ids.min() < 0:
+        raise WireError(f"{what}: got the token id {sequence.token_ids.min()}, need 0 or more")
+    if sequence.loss_mask.view(np.uint8).max() > 1:
+        raise WireError(f"{what}: loss_mask got a byte of {sequence.loss_mask.view(np.uint8).max()}, need 0 or 1")
+    if not np.isfinite(sequence.logprobs).all():
+        raise WireError(f"{what}: got a logprob that is no finite number")
+    if (sequence.versions[~sequence.loss_mask] != NOT_SAMPLED).any():
+        raise WireError(f"{what}: got a version on a token that was not sampled")
+    sampled = sequence.versions[sequence.loss_mask]
+    oldest, newest = Version.parse(slot.oldest).pack(), Version.parse(slot.newest).pack()
+    if sampled.min(initial=newest) < oldest or sampled.max(initial=oldest) > newest:
+        raise WireError(f"{what}: got tokens of versions outside {slot.oldest} to {slot.newest}, which its header says")
 
 
 def _ascii_json(value: Any) -> str:

@@ -41,9 +41,12 @@ from areal_async.types import (
     Cut,
     Metrics,
     OutcomeKind,
+    StepText,
     Trajectory,
     Version,
+    VersionText,
 )
+from areal_async.wire import decode_json
 
 log = structlog.get_logger()
 
@@ -63,8 +66,8 @@ class Share:
 class Ledger(msgspec.Struct):
     """The trained ids, inside the same atomic folder as the weights that they made."""
 
-    version: str
-    trained: dict[str, list[str]]
+    version: VersionText
+    trained: dict[StepText, list[str]]
     """step -> group ids, for every step in the lineage of these weights."""
 
 
@@ -127,9 +130,8 @@ class Trainer:
     async def restore(self, checkpoint: Path | None) -> None:
         """Load a checkpoint and drop what was written after it. Collective; before ``run``."""
         if checkpoint is not None:
-            self._ledger = msgspec.json.decode(
-                await self._thread.run(lambda: self._engine.load_checkpoint(checkpoint)), type=Ledger
-            )
+            ledger = await self._thread.run(lambda: self._engine.load_checkpoint(checkpoint))
+            self._ledger = decode_json(ledger, Ledger, what=f"ledger of {checkpoint}")
             self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)

@@ -137,3 +137,47 @@ def test_another_schema_is_refused_by_number() -> None:
 
     with pytest.raises(WireError, match="got schema 7, need 1"):
         decode(data, Outcome)
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "match"),
+    [
+        ("token_ids", -1, "token id -1"),
+        ("logprobs", np.nan, "no finite number"),
+        ("versions", Version(1, 1).pack(), "versions outside 1-2 to 1-3"),
+        ("versions", Version(2, 0).pack(), "versions outside 1-2 to 1-3"),
+        ("versions", -1, "versions outside 1-2 to 1-3"),
+    ],
+)
+def test_tokens_that_belie_their_header_are_refused(column: str, value: float, match: str) -> None:
+    honest = _trajectory(5)
+    (sequence,) = honest.sequences
+    getattr(sequence, column)[-1] = value
+    payload, headers = _message(honest)
+    (slot,) = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
+
+    with pytest.raises(WireError, match=match):
+        decode_trajectory(payload, slot)
+
+
+def test_a_count_of_tokens_that_differs_from_the_header_is_refused() -> None:
+    payload, headers = _message(_trajectory(5))
+    (slot,) = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
+
+    with pytest.raises(WireError, match="got 5 tokens, its header says 6"):
+        decode_trajectory(payload, msgspec.structs.replace(slot, num_tokens=6))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("group_id", "0-1"), ("group_id", "0-1-0\n"), ("group_id", "0-1-" + "9" * 30), ("workflow", "a.b"),
+        ("workflow", ""), ("version", "1"), ("version", "99999999999-0"), ("group_size", 0), ("group_size", 1 << 30),
+        ("number", -1),
+    ],
+)  # fmt: skip
+def test_a_ticket_that_nobody_could_work_on_is_refused(field: str, value: str | int) -> None:
+    sound = Ticket(group_id="0-1-0", workflow="w", row={}, group_size=8, version="1-2")
+
+    with pytest.raises(WireError, match=field):
+        decode(encode(msgspec.structs.replace(sound, **{field: value})), Ticket)

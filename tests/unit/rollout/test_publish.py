@@ -26,7 +26,13 @@ def trajectory(sibling: int, num_tokens: int = 4, reason: str = "") -> Trajector
         versions=np.full(num_tokens, NOT_SAMPLED, dtype=np.int64),
     )
     slot = Slot(
-        sibling=sibling, sample_uid=f"u{sibling}", status=SlotStatus.SCORED, reason=reason, oldest="1-0", newest="1-0"
+        sibling=sibling,
+        sample_uid=f"u{sibling}",
+        status=SlotStatus.SCORED,
+        reason=reason,
+        num_tokens=num_tokens,
+        oldest="1-0",
+        newest="1-0",
     )
     return Trajectory(slot=slot, sequences=[sequence])
 
