@@ -10,8 +10,9 @@ from typing import Any
 import anyio
 import msgspec
 
+from areal_async import wire
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
-from areal_async.errors import BusError
+from areal_async.errors import BusError, WireError
 
 TRY_DEADLINE_S = 5.0
 """One try; the connection's loss ends it sooner."""
@@ -37,6 +38,18 @@ class ApiError(BusError):
     def is_full(self) -> bool:
         """The stream holds as much as it may."""
         return self.err_code == STORE_FAILED and "exceeded" in self.description
+
+
+def decode_answer(subject: str, data: bytes) -> dict[str, Any]:
+    """Return the broker's JSON answer.
+
+    Raises:
+        BusError: somebody answered who is not JetStream.
+    """
+    try:
+        return wire.decode_json(data, dict[str, Any], what=f"answer to {subject}")
+    except WireError as exc:
+        raise BusError(f"{exc}; only JetStream may answer there: check who else subscribes") from exc
 
 
 class Retry:
@@ -120,7 +133,7 @@ class Api:
         payload = body if isinstance(body, bytes) else msgspec.json.encode(body)
         retry = self.retry(f"request to {subject}")
         while True:
-            answer = msgspec.json.decode((await self.request(subject, payload, headers)).data, type=dict[str, Any])
+            answer = decode_answer(subject, (await self.request(subject, payload, headers)).data)
             if "error" not in answer:
                 return answer
             error = ApiError(subject, answer["error"])

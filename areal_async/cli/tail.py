@@ -51,10 +51,16 @@ def read_json_lines(path: Path) -> list[Line]:
 def _decode(data: bytes) -> list[Line]:
     lines = []
     for text in data.splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue  # cut short by a crash of its writer
-        if isinstance(line, dict):
+        line = decode_object(text)
+        if line is not None:  # else cut short by a crash of its writer
             lines.append(line)
     return lines
+
+
+def decode_object(data: bytes) -> Line | None:
+    """Return a JSON object (numbers may be NaN, as a diverged run writes them); None for anything else."""
+    try:
+        line = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return line if isinstance(line, dict) else None

@@ -4,12 +4,11 @@ Steps and evaluations come from the files, so that none is missed and a resumed 
 present comes from the metrics subjects, where a lost message costs a second.
 """
 
-import json
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_async.cli.tail import JsonLines, Line
+from areal_async.cli.tail import JsonLines, Line, decode_object
 from areal_async.settings import Settings
 from areal_async.types import mean
 
@@ -60,7 +59,7 @@ class RunView:
 
     def on_metrics(self, subject: str, data: bytes) -> None:
         """Take in one message on ``areal.<run>.metrics.<role>.<instance>``; what is no message of ours is ignored."""
-        message = _object(data)
+        message = decode_object(data)
         role, _, instance = subject.split(".", 3)[-1].partition(".")
         if message is None:
             return
@@ -88,7 +87,9 @@ class RunView:
     @property
     def servers(self) -> dict[str, dict[str, Any]]:
         """Every inference server by its id, as its node described it last."""
-        return {name: server for node in self.nodes.values() for name, server in (node.get("servers") or {}).items()}
+        said = [node.get("servers") for node in self.nodes.values()]
+        pairs = [pair for servers in said if isinstance(servers, dict) for pair in servers.items()]
+        return {name: server for name, server in pairs if isinstance(server, dict)}
 
     def mean_reward(self, num_steps: int) -> float:
         """Over the newest steps."""
@@ -97,7 +98,7 @@ class RunView:
 
 def event_text(data: bytes) -> str | None:
     """Return one line about an event that is not a record of its own: ``run.stalled quiet_s=120 ...``."""
-    message = _object(data)
+    message = decode_object(data)
     if message is None or "event" not in message:
         return None
     return " ".join([str(message.pop("event")), *(f"{key}={value}" for key, value in message.items())])
@@ -149,11 +150,3 @@ def _node_state(message: dict[str, Any]) -> RoleState:
         f" of {int(number(message, 'num_groups_running'))} groups running",
         f"room in the stream with {num_waiting} groups" if num_waiting else "",
     )
-
-
-def _object(data: bytes) -> dict[str, Any] | None:
-    try:
-        message = json.loads(data)
-    except ValueError:
-        return None
-    return message if isinstance(message, dict) else None

@@ -184,10 +184,7 @@ class InferenceClient:
 
     def _take(self, server: Server, event: bytes, completion: Completion) -> bool:
         """Add one event; say whether it is the last."""
-        try:
-            chunk = decode_chunk(event)
-        except msgspec.DecodeError as exc:
-            raise ServerFault(f"not an event: {exc}: {event[:200]!r}") from exc
+        chunk = decode_chunk(event)
         if chunk.error is not None or chunk.meta_info is None:
             raise GenerationError(f"generation: {server.id} refused the request: {error_message(event)}")
         completion.add(chunk.output_ids, chunk.meta_info)

@@ -1,14 +1,23 @@
 """The bytes of a generation stream: server-sent events out of raw chunks, and SGLang's JSON out of events.
 
 Events are split here, from bytes and per chunk rather than per line, since this is the only code that
-runs for every event of every stream.
+runs for every event of every stream. Whatever a server sends, it ends in an event or in ``ServerFault``, and
+what it never ends takes no more than ``MAX_EVENT_BYTES``.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
+
+from areal_async.inference.faults import ServerFault
 
 DONE = b"[DONE]"
+MAX_EVENT_BYTES = 4 << 20
+
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Logprob = Annotated[float, Meta(ge=-3.5e38, le=3.5e38)]
+"""Within 32 bits: SGLang writes the smallest such number for what has no probability."""
 
 
 class EventSplitter:
@@ -18,8 +27,14 @@ class EventSplitter:
         self._rest = b""
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Return the data of every event that ``data`` completes."""
+        """Return the data of every event that ``data`` completes.
+
+        Raises:
+            ServerFault: an event does not end.
+        """
         *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > MAX_EVENT_BYTES:
+            raise ServerFault(f"got {len(self._rest)} bytes of one event, need at most {MAX_EVENT_BYTES}")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
 
@@ -47,13 +62,13 @@ class MetaInfo(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     completion_tokens: int | None = None
     """Output tokens of this request so far, in all events together."""
-    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
 
 
 class Chunk(msgspec.Struct, gc=False):
     """One event: only what is new since the last, and in an error event neither."""
 
-    output_ids: list[int] = []
+    output_ids: list[TokenId] = []
     meta_info: MetaInfo | None = None
     error: Any = None
 
@@ -65,6 +80,9 @@ def decode_chunk(event: bytes) -> Chunk:
     """Decode one event.
 
     Raises:
-        msgspec.DecodeError: not an event of SGLang's.
+        ServerFault: not an event of SGLang's.
     """
-    return _decoder.decode(event)
+    try:
+        return _decoder.decode(event)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise ServerFault(f"not an event: {exc}: {event[:200]!r}") from exc

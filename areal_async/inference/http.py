@@ -26,6 +26,7 @@ JSON = {"content-type": "application/json"}
 _HEADERS = httpx.Headers({**JSON, "accept-encoding": "identity"})
 _EXTENSIONS = {"timeout": httpx.Timeout(None, connect=CONNECT_S).as_dict()}
 _parsed = lru_cache(maxsize=1024)(httpx.URL)
+_NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 TRANSPORT_ERRORS = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
 """What a broken connection raises; the transport translates most, not all, of aiohttp's errors."""
@@ -206,18 +207,7 @@ class ServerApi:
 
     async def load(self, *, deadline_s: float) -> Load:
         """Return how busy it says it is."""
-        answer = await self._call("GET", "/v1/loads", None, deadline_s)
-        try:
-            ranks = answer["loads"]
-            return Load(
-                num_running=sum(rank["num_running_reqs"] for rank in ranks),
-                num_waiting=sum(rank["num_waiting_reqs"] for rank in ranks),
-                token_usage=max(rank["token_usage"] for rank in ranks),
-            )
-        except (KeyError, TypeError, ValueError) as exc:
-            raise ServerFault(
-                f"/v1/loads: got {str(answer)[:200]}, need running, waiting and token_usage of each rank"
-            ) from exc
+        return read_load(await self._call("GET", "/v1/loads", None, deadline_s))
 
     async def abort(self, request_id: str, *, deadline_s: float) -> None:
         """End one request; it is no error when it is over already."""
@@ -243,23 +233,57 @@ class ServerApi:
             raise ServerFault(f"{route}: {type(exc).__name__}: {exc}") from exc
         if response.status_code != 200:
             raise RefusalFault(f"{route}: status {response.status_code}: {error_message(response.content)}")
-        try:
-            answer = msgspec.json.decode(response.content or b"{}")
-        except msgspec.DecodeError:  # some routes answer in plain text
-            return {}
-        return answer if isinstance(answer, dict) else {}
+        return decode_answer(response.content)
+
+
+def decode_answer(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in a body; an empty one for anything else, as some routes answer in plain text."""
+    try:
+        answer = msgspec.json.decode(body or b"{}")
+    except _NOT_JSON:
+        return {}
+    return answer if isinstance(answer, dict) else {}
+
+
+def read_load(answer: dict[str, Any]) -> Load:
+    """Add up what ``/v1/loads`` says of each rank.
+
+    Raises:
+        ServerFault: it says something else.
+    """
+    try:
+        ranks = msgspec.convert(answer, _Loads).loads
+        return Load(
+            num_running=sum(rank.num_running_reqs for rank in ranks),
+            num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            token_usage=max(rank.token_usage for rank in ranks),
+        )
+    except ValueError as exc:  # of another shape, or no rank at all
+        raise ServerFault(
+            f"/v1/loads: got {str(answer)[:200]}, need running, waiting and token_usage of each rank"
+        ) from exc
+
+
+class _RankLoad(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    token_usage: float
+
+
+class _Loads(msgspec.Struct):
+    loads: list[_RankLoad]
 
 
 def error_message(body: bytes) -> str:
     """Return the server's own words in an error's body: SGLang nests them, and so do the OpenAI routes."""
     try:
         answer = msgspec.json.decode(body)
-    except msgspec.DecodeError:
+    except _NOT_JSON:
         return body.decode(errors="replace").strip()[:500]
     for key in ("error", "detail", "message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
-    return answer if isinstance(answer, str) else str(answer)[:500]
+    return str(answer)[:500]
 
 
 def _timeout(deadline_s: float) -> httpx.Timeout:

@@ -1,6 +1,7 @@
 """The near end of a reward worker: start it, send it calls, kill it when it is late."""
 
 import atexit
+import math
 import os
 import select
 import struct
@@ -50,9 +51,10 @@ class RewardProcess:
         except TimeoutError as exc:
             self.close()
             raise RewardError(f"reward {name}: ran past {exc} s and was killed") from None
-        except (OSError, EOFError, msgspec.DecodeError) as exc:
+        except (OSError, EOFError) as exc:
             self.close()
-            raise RewardError(f"reward {name}: its worker died with status {self._process.returncode}") from exc
+            what = f" ({exc})" if str(exc) else ""
+            raise RewardError(f"reward {name}: its worker died with status {self._process.returncode}{what}") from exc
         if answer.error:
             raise RewardError(f"reward {name}: {answer.error}")
         return answer.value
@@ -69,10 +71,8 @@ class RewardProcess:
 
     def _read_answer(self, deadline_s: float) -> Answer:
         ends_at = time.monotonic() + deadline_s
-        (length,) = struct.unpack(FRAME, self._read(struct.calcsize(FRAME), ends_at, deadline_s))
-        if length > MAX_ANSWER_BYTES:
-            raise EOFError(f"answer of {length} bytes")
-        return msgspec.msgpack.decode(self._read(length, ends_at, deadline_s), type=Answer)
+        length = decode_length(self._read(struct.calcsize(FRAME), ends_at, deadline_s))
+        return decode_answer(self._read(length, ends_at, deadline_s))
 
     def _read(self, num_bytes: int, ends_at: float, deadline_s: float) -> bytes:
         assert self._process.stdout is not None
@@ -88,6 +88,33 @@ class RewardProcess:
                 raise EOFError
             data += chunk
         return data
+
+
+def decode_length(head: bytes) -> int:
+    """Return how many bytes follow.
+
+    Raises:
+        EOFError: more than any answer has: what the worker writes is not the protocol.
+    """
+    (length,) = struct.unpack(FRAME, head)
+    if length > MAX_ANSWER_BYTES:
+        raise EOFError(f"got an answer of {length} bytes, need at most {MAX_ANSWER_BYTES}")
+    return int(length)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Decode one answer.
+
+    Raises:
+        EOFError: it is none, or its value is no finite number.
+    """
+    try:
+        answer = msgspec.msgpack.decode(data, type=Answer)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise EOFError(f"got no answer: {exc}") from exc
+    if not math.isfinite(answer.value):
+        raise EOFError(f"got the value {answer.value}, need a finite number")
+    return answer
 
 
 _living: set[RewardProcess] = set()

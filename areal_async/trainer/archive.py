@@ -105,16 +105,22 @@ class MetricsFile:
         """Drop the lines of later steps: they are done anew."""
         if not self._path.exists():
             return
-        kept = []
-        for text in self._path.read_text().splitlines():
-            try:
-                if json.loads(text)["step"] <= to_step:
-                    kept.append(text + "\n")
-            except (ValueError, KeyError):
-                continue  # a line cut short by a crash
+        kept = lines_through(self._path.read_bytes(), to_step)
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text("".join(kept))
+        temporary.write_bytes(kept)
         _publish_file(temporary, self._path)
+
+
+def lines_through(content: bytes, step: int) -> bytes:
+    """Return the lines of steps up to ``step``; one that a crash cut short, or damaged, is left out."""
+    kept = []
+    for line in content.split(b"\n"):
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + b"\n")
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+    return b"".join(kept)
 
 
 def keep_newest(directory: Path, count: int) -> None:
