@@ -1,0 +1,234 @@
+"""Every decoder of bytes that another process wrote, with valid messages to damage and the error it may end in.
+
+One line in ``DECODERS`` adds one: ``tools/fuzz.py`` and ``tests/unit/test_decoders.py`` take them from here.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from areal_async import types, wire
+from areal_async.bus.api import decode_answer as decode_broker_answer
+from areal_async.cli.tail import decode_object
+from areal_async.errors import BusError, GenerationError, UserError, WireError
+from areal_async.inference.completion import Completion
+from areal_async.inference.events import DONE, EventSplitter, decode_chunk
+from areal_async.inference.faults import ServerFault
+from areal_async.inference.http import decode_answer as decode_server_answer
+from areal_async.inference.http import error_message, read_load
+from areal_async.rollout.reward_process import decode_answer as decode_reward_answer
+from areal_async.rollout.reward_process import decode_length
+from areal_async.rollout.reward_worker import Answer
+from areal_async.settings import Settings
+from areal_async.settings_sources import dump_settings, load_settings
+from areal_async.trainer.archive import lines_through
+from areal_async.trainer.loop import Ledger
+from areal_async.types import NOT_SAMPLED, CutKind, OutcomeKind, SlotStatus, Version
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Something that reads bytes it cannot trust."""
+
+    name: str
+    decode: Callable[[bytes], object]
+    corpus: tuple[bytes, ...]
+    """Messages that it accepts."""
+    refuses: tuple[type[Exception], ...] = (WireError,)
+    """How it may end otherwise."""
+
+
+def decoder(
+    name: str, decode: Callable[[bytes], object], *corpus: bytes, refuses: tuple[type[Exception], ...] = (WireError,)
+) -> Decoder:
+    """Return one line of the table."""
+    return Decoder(name=name, decode=decode, corpus=corpus, refuses=refuses)
+
+
+def of_record(*records: types.Record) -> Decoder:
+    """Return the decoder of the records' kind."""
+    kind = type(records[0])
+    return decoder(kind.__name__, partial(wire.decode, kind=kind), *map(wire.encode, records))
+
+
+_SAMPLED = Version(1, 2).pack()
+
+
+def _trajectory(sibling: int = 0) -> types.Trajectory:
+    sequence = types.Sequence(
+        token_ids=np.array([1, 2, 3, 4], dtype=np.int32),
+        loss_mask=np.array([False, False, True, True]),
+        logprobs=np.array([0, 0, -0.5, -0.25], dtype=np.float32),
+        versions=np.array([NOT_SAMPLED, NOT_SAMPLED, _SAMPLED, _SAMPLED + 1], dtype=np.int64),
+    )
+    slot = types.Slot(
+        sibling=sibling, sample_uid=f"0-3-0.{sibling}.node-a.x", status=SlotStatus.SCORED, reward=0.5, num_tokens=4,
+        num_output_tokens=2, oldest="1-2", newest="1-3",
+    )  # fmt: skip
+    return types.Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})
+
+
+def _message() -> tuple[bytes, Mapping[str, str]]:
+    return wire.encode_message(
+        [_trajectory(0), _trajectory(1)], group_id="0-3-0", workflow="gsm8k", ticket_version="1-2",
+        num_failed_attempts=1, group_size=8,
+    )  # fmt: skip
+
+
+_PAYLOAD, _HEADERS = _message()
+_SLOTS = wire.decode_headers(_HEADERS, sequence=1, num_bytes=len(_PAYLOAD)).slots
+
+
+def _decode_headers(data: bytes) -> object:
+    """One line for each header, as the client hands them over: what is no UTF-8 becomes surrogates."""
+    names = (wire.GROUP_HEADER, wire.SLOTS_HEADER)
+    values = data.decode(errors="surrogateescape").split("\n")
+    return wire.decode_headers(dict(zip(names, values, strict=False)), sequence=1, num_bytes=len(data))
+
+
+def _decode_payload_under_its_checksum(data: bytes) -> object:
+    """As a producer may write it, whose checksum always fits."""
+    slot = msgspec.structs.replace(_SLOTS[0], crc32=zlib.crc32(data))
+    return wire.decode_trajectory(msgspec.msgpack.encode([data]), slot)
+
+
+_META: dict[str, Any] = {
+    "id": "5f1d", "finish_reason": None, "prompt_tokens": 3, "weight_version": "1-2", "completion_tokens": 2,
+    "output_token_logprobs": [[-1.25, 17, None], [-0.5, 18, None]],
+}  # fmt: skip
+_LAST = {
+    **_META,
+    "finish_reason": {"type": "stop", "matched": 18},
+    "completion_tokens": 3,
+    "output_token_logprobs": [[-1.0, 18, None]],
+    "weight_versions": [{"version": "1-2", "start": 0, "end": 2}, {"version": "1-3", "start": 2, "end": 3}],
+}
+_ABORT = {
+    **_LAST,
+    "finish_reason": {"type": "abort", "message": "no room", "status_code": 503},
+    "weight_versions": None,
+}
+
+
+def _events(*chunks: dict[str, Any]) -> bytes:
+    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: " + DONE + b"\n\n"
+
+
+def _stream(data: bytes) -> object:
+    """What a client does with the bytes of one stream, in pieces of 100, up to the turn."""
+    completion = Completion([1, 2, 3], max_new_tokens=16, stop_token_ids=frozenset({18}))
+    completion.begin_stream("1-1")
+    splitter = EventSplitter()
+    for start in range(0, len(data), 100):
+        for event in splitter.feed(data[start : start + 100]):
+            if event != DONE:
+                chunk = decode_chunk(event)
+                if chunk.meta_info is not None:
+                    completion.add(chunk.output_ids, chunk.meta_info)
+    completion.end_stream()
+    turn = completion.turn()
+    np.array(turn.output_ids, dtype=np.int32)
+    np.array(turn.logprobs, dtype=np.float32)
+    return turn
+
+
+_LOADS = json.dumps({"loads": [{"num_running_reqs": 2, "num_waiting_reqs": 1, "token_usage": 0.5}]}).encode()
+_STEP_LINES = b'{"step": 1, "loss": 0.5}\n{"step": 2, "loss": NaN}\n'
+_REPORT = json.dumps(
+    {"node_id": "n0", "state": "runs", "waits_for": "", "servers": {"s0": {"version": "1-2"}}}
+).encode()
+_REFUSED = b'{"error": {"message": "too long", "code": 400}}'
+
+
+def _settings_file(data: bytes) -> object:
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "config.yaml")
+        path.write_bytes(data)
+        return load_settings(path, use_environment=False)
+
+
+_CUT = types.Cut(
+    lineage=2, step=5, seed=7, max_staleness=2, branches={"2": 3},
+    groups=[
+        types.CutGroup(
+            group_id="0-3-0", workflow="gsm8k", slots=[types.CutSlot(slot=_SLOTS[0], sequence=9)], num_failed_attempts=1
+        )
+    ],
+)  # fmt: skip
+_GROUP = types.UpdateGroup(name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2})
+_TENSOR = types.TensorSpec(name="lm_head.weight", dtype="bfloat16", shape=[128, 64])
+_WEIGHTS = types.WeightsVersion(
+    version="1-4",
+    path="/runs/r/weights/1-4",
+    sha256={"model.safetensors": "0" * 64},
+    group=_GROUP,
+    buckets=[[_TENSOR]],
+)
+_EVALUATION = types.EvalRecord(
+    eval_id="1-2", step=2, accuracy=0.5, num_scored=4, num_failed=1, oldest="1-2", newest="1-3"
+)
+
+DECODERS: tuple[Decoder, ...] = (
+    # streams and keys
+    of_record(
+        types.Ticket(
+            group_id="0-3-0",
+            workflow="gsm8k",
+            row={"question": "1+1?", "n": [1, {"a": None}]},
+            group_size=8,
+            version="1-2",
+            num_failed_attempts=1,
+            number=17,
+        )
+    ),
+    of_record(types.Outcome(group_id="0-3-0", kind=OutcomeKind.FAILED, lineage=2, step=5, reason="it broke")),
+    of_record(_CUT, types.Cut(kind=CutKind.BEGIN, lineage=2, step=4)),
+    of_record(types.EvalTicket(eval_id="1-2", index=3, workflow="gsm8k", row={"question": "1+1?"})),
+    of_record(types.EvalResult(eval_id="1-2", index=3, reward=1.0, oldest="1-2", newest="1-3")),
+    of_record(_EVALUATION),
+    of_record(types.LineageRecord(lineage=2, restored_step=4)),
+    of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),
+    of_record(types.Admitted(total=30, num_fresh=28, num_readmitted=2)),
+    of_record(types.RunState(state="failed", reason="why")),
+    of_record(types.ServerState(server_id="n0-0", node_id="n0", url="http://127.0.0.1:1", version="1-2")),
+    of_record(_WEIGHTS, types.WeightsVersion(version="1-4", path="/w")),
+    decoder("trajectory headers", _decode_headers, "\n".join(_HEADERS.values()).encode()),
+    decoder("trajectory message", lambda data: wire.decode_trajectory(data, _SLOTS[1]), _PAYLOAD),
+    decoder("trajectory payload", _decode_payload_under_its_checksum, wire.encode_trajectory(_trajectory())),
+    # core messages and the broker's answers
+    decoder("report", partial(wire.decode_json, kind=dict[str, Any], what="report"), _REPORT),
+    decoder("report shown", decode_object, _REPORT, b"{}"),
+    decoder("broker's answer", partial(decode_broker_answer, "s"), b'{"stream":"S","seq":4}', refuses=(BusError,)),
+    # servers
+    decoder(
+        "generation stream",
+        _stream,
+        _events({"output_ids": [17, 18], "meta_info": _META}, {"output_ids": [18], "meta_info": _LAST}),
+        _events({"output_ids": [17, 18], "meta_info": _META}, {"output_ids": [18], "meta_info": _ABORT}),
+        _events({"error": {"message": "no", "code": 400}}),
+        refuses=(ServerFault, GenerationError),
+    ),
+    decoder("server's loads", lambda data: read_load(decode_server_answer(data)), _LOADS, refuses=(ServerFault,)),
+    decoder("server's refusal", error_message, _REFUSED, b'{"detail": [1]}', b"Not found"),
+    # reward workers
+    decoder("reward answer", decode_reward_answer, msgspec.msgpack.encode(Answer(value=0.5)), refuses=(EOFError,)),
+    decoder(
+        "reward frame", lambda data: decode_length((data + b"\0" * 4)[:4]), b"\x02\x00\x00\x00", refuses=(EOFError,)
+    ),
+    # files of the run directory
+    decoder(
+        "ledger",
+        partial(wire.decode_json, kind=Ledger, what="ledger"),
+        msgspec.json.encode(Ledger(version="1-4", trained={"3": ["0-1-0"], "4": ["0-2-0", "0-3-1"]})),
+    ),
+    decoder("metrics file", partial(lines_through, step=1), _STEP_LINES),
+    decoder("config.yaml", _settings_file, dump_settings(Settings()).encode(), refuses=(UserError,)),
+)
