@@ -82,8 +82,15 @@ class Names:
     def eval_results(self, workflow: str) -> str:
         return f"areal.{self.run}.eval.results.{_token(workflow)}"
 
-    def dead(self, workflow: str) -> str:
-        return f"areal.{self.run}.dead.{_token(workflow)}"
+    @property
+    def dead_groups(self) -> str:
+        """Groups whose last attempt has failed."""
+        return f"areal.{self.run}.dead.group"
+
+    @property
+    def undecodable(self) -> str:
+        """Messages that their reader could not use."""
+        return f"areal.{self.run}.dead.undecodable"
 
     # core subjects
     @property

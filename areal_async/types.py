@@ -414,6 +414,8 @@ class EvalTicket(Record, frozen=True, kw_only=True):
     """Row of the evaluation data set."""
     workflow: TokenText
     row: dict[str, Any]
+    attempt: Count = 0
+    """Above 0 when it is asked again, because its ticket or its result was lost."""
 
 
 class EvalResult(Record, frozen=True, kw_only=True):
@@ -440,6 +442,20 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     oldest: VersionText
     newest: VersionText
     """The versions it spanned."""
+
+
+class DeadLetter(Record, frozen=True, kw_only=True):
+    """A stored message that its reader could not use."""
+
+    stream: str
+    subject: str
+    sequence: Count
+    reason: str
+    reader: str
+    """Role of the process that refused it."""
+    headers: dict[str, str] = {}
+    data: bytes = b""
+    """Its first bytes; base64 in JSON."""
 
 
 class RunState(Record, frozen=True, kw_only=True):

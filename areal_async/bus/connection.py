@@ -62,8 +62,11 @@ class Received(NamedTuple):
 
     @property
     def status(self) -> str | None:
-        """The broker's own remark (``404``, ``408``, ...) when this is no message of a stream."""
-        return None if self.reply else self.headers.get("Status")
+        """The broker's own remark (``404``, ``408``, ...) when this is no message of a stream.
+
+        A delivery has a reply subject and what is read has a sequence; the header of that name is then the sender's.
+        """
+        return None if self.reply or "Nats-Sequence" in self.headers else self.headers.get("Status")
 
 
 Handler = Callable[[Received], None]
@@ -83,6 +86,17 @@ class Listener:
             await self._raw.unsubscribe()
 
 
+class _Client(nats.aio.client.Client):
+    """The library's client, which would end its read loop over headers that are none."""
+
+    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
+        try:
+            return await super()._process_headers(headers)
+        except (IndexError, ValueError) as exc:
+            log.warning("headers.unreadable", reason=str(exc), head=headers[:100])
+            return None
+
+
 class Connection:
     """A named, authenticated connection that reconnects for ever. Made by ``connect``."""
 
@@ -94,7 +108,7 @@ class Connection:
         """Called in order each time the connection is back. They must not block."""
         self.num_losses = 0
         """How often the connection was lost: unchanged means that everything sent in between has arrived in order."""
-        self._raw = nats.aio.client.Client()
+        self._raw = _Client()
         self._connected = anyio.Event()
         self._is_closing = False
         self._last_error: Exception | None = None

@@ -39,7 +39,7 @@ class Delivery:
         self._connection = connection
         self._reply = received.reply
         tokens = received.reply.split(".")
-        numbers = tokens[4:] if len(tokens) == 9 else tokens[6:]
+        self.stream, _, *numbers = tokens[2:] if len(tokens) == 9 else tokens[4:]
         self.subject = received.subject
         self.headers = received.headers
         self.data = received.data

@@ -18,11 +18,12 @@ import structlog
 from areal_async import wire
 from areal_async.bus.api import Api, ApiError
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
+from areal_async.bus.dead import DeadLetters
 from areal_async.bus.inbox import Delivery, Inbox, settle
 from areal_async.bus.keys import Keys, Watch, publish_after
 from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
 from areal_async.bus.permissions import Role
-from areal_async.errors import BusError, StreamFullError
+from areal_async.errors import BusError, StreamFullError, WireError
 from areal_async.subjects import Names
 from areal_async.types import Record
 
@@ -86,7 +87,8 @@ class Bus:
         self.api = Api(connection, operation_deadline_s)
         self._reader = LogReader(self.api)
         self._bells = Bells(self.api)
-        self._keys = Keys(self.api, self._reader, self._bells, names.bucket)
+        self._dead_letters = DeadLetters(self.api, names)
+        self._keys = Keys(self.api, self._reader, self._bells, self._dead_letters, names.bucket)
 
     async def __aenter__(self) -> Self:
         return self
@@ -180,6 +182,30 @@ class Bus:
     async def get_message(self, stream: str, sequence: int) -> Message | None:
         """Return one stored message, or None when it is not stored any more."""
         return await self._reader.get_message(stream, sequence)
+
+    async def decode(self, message: Message | Delivery, kind: type[R]) -> R | None:
+        """Return the record in a message; None when it holds none: it is buried then."""
+        try:
+            return wire.decode(message.data, kind)
+        except WireError as exc:
+            await self.bury(message, str(exc))
+            return None
+
+    async def bury(self, message: Message | Delivery, reason: str) -> None:
+        """Make a dead letter of a message that cannot be used; one that was delivered does not come again."""
+        await self._dead_letters.bury(message, reason)
+        if isinstance(message, Delivery):
+            await message.term()
+
+    @property
+    def num_dead_letters(self) -> int:
+        """Messages that this process could not use. Only grows."""
+        return self._dead_letters.num_buried
+
+    async def num_unsettled(self, stream: str, consumer: str) -> int:
+        """Return how many messages a consumer has still to deliver, or has delivered and waits for."""
+        state = await self.api.ask(f"$JS.API.CONSUMER.INFO.{stream}.{consumer}")
+        return int(state["num_pending"]) + int(state["num_ack_pending"])
 
     async def stream_state(self, stream: str) -> StreamState:
         """Say how full a stream is."""

@@ -2,42 +2,54 @@
 
 A bucket is a stream with a subject per key, as every NATS tool knows it. A write carries an id of its
 own, so that a write whose answer was lost can be recognised as done, and is never taken for another's.
+
+A value that cannot be read becomes a dead letter, and the newest one before it that can stands for it: no
+cursor is ever taken back to its beginning by a damaged write. The next compare-and-set replaces it.
 """
 
+from collections import deque
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Generic, TypeVar
 from uuid import uuid4
 
 from areal_async import wire
 from areal_async.bus.api import WRONG_LAST_SEQUENCE, Api, ApiError
+from areal_async.bus.dead import DeadLetters
 from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
-from areal_async.errors import ConflictError
+from areal_async.errors import ConflictError, WireError
 from areal_async.types import Record
 
 R = TypeVar("R", bound=Record)
 
 HISTORY = 16
 """Values kept per key: far enough back to find a write of one's own that others have since overwritten."""
+MAX_REMEMBERED = 1024
+"""Unreadable values that are not buried again at every look."""
 
 
 class Keys:
     """One bucket."""
 
-    def __init__(self, api: Api, reader: LogReader, bells: Bells, bucket: str) -> None:
+    def __init__(self, api: Api, reader: LogReader, bells: Bells, dead_letters: DeadLetters, bucket: str) -> None:
         self._api = api
         self._reader = reader
         self._bells = bells
+        self._dead_letters = dead_letters
+        self._buried: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
     async def get(self, key: str, kind: type[R]) -> tuple[R | None, int]:
-        """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted."""
+        """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted.
+
+        Raises:
+            WireError: none of the values that are kept can be read.
+        """
         message = await self._reader.get_last(self._stream, self._prefix + key)
         if message is None:
             return None, 0
-        if _is_deleted(message):
-            return None, message.sequence
-        return wire.decode(message.data, kind), message.sequence
+        return await self._value(message, kind), message.sequence
 
     async def put(self, key: str, record: Record) -> int:
         """Set a key whatever it holds; return its new revision."""
@@ -71,8 +83,14 @@ class Keys:
         await self._api.ask(self._prefix + key, b"", headers)
 
     async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
-        """Return value and revision of every key that starts with ``prefix``."""
-        return {key: (wire.decode(last.data, kind), last.sequence) for key, last in (await self._last(prefix)).items()}
+        """Return value and revision of every key that starts with ``prefix``; without those that cannot be read."""
+        found: dict[str, tuple[R, int]] = {}
+        for key, last in (await self._last(prefix)).items():
+            with suppress(WireError):
+                value = await self._value(last, kind)
+                if value is not None:
+                    found[key] = (value, last.sequence)
+        return found
 
     async def keys(self, prefix: str = "") -> list[str]:
         """Return the keys that start with ``prefix``, sorted."""
@@ -81,6 +99,33 @@ class Keys:
     def watch(self, key: str, kind: type[R], poll_s: float = POLL_S) -> "Watch[R]":
         """Return the endless iterator of a key's values."""
         return Watch(self, Attention(self._bells, self._prefix + key, poll_s), key, kind)
+
+    async def _value(self, message: Message, kind: type[R]) -> R | None:
+        """Return the record in a value or, where that is none, in the newest one before it that is."""
+        values = [message]
+        if await self._read(message, kind) is None and not _is_deleted(message):
+            kept = await self._reader.read_batch(self._stream, message.subject, 1)
+            values += [one for one in reversed(kept) if one.sequence < message.sequence]
+        for value in values:
+            if _is_deleted(value):
+                return None
+            record = await self._read(value, kind)
+            if record is not None:
+                return record
+        if len(values) < HISTORY:
+            return None  # it never had a value
+        raise WireError(f"key {message.subject}: got {len(values)} values that cannot be read; put one by hand")
+
+    async def _read(self, message: Message, kind: type[R]) -> R | None:
+        if _is_deleted(message):
+            return None
+        try:
+            return wire.decode(message.data, kind)
+        except WireError as exc:
+            if message.sequence not in self._buried:
+                await self._dead_letters.bury(message, str(exc))
+                self._buried.append(message.sequence)
+            return None
 
     async def _last(self, prefix: str) -> dict[str, Message]:
         tokens = prefix[: prefix.rfind(".") + 1]

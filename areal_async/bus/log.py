@@ -30,6 +30,7 @@ _READ_HEADERS = {
 class Message(NamedTuple):
     """A stored message."""
 
+    stream: str
     sequence: int
     subject: str
     headers: dict[str, str]
@@ -108,11 +109,11 @@ class LogReader:
 
     async def get_message(self, stream: str, sequence: int) -> Message | None:
         """Return the message at this sequence, or None when it is not stored any more."""
-        return await self._one(f"$JS.API.DIRECT.GET.{stream}", {"seq": sequence})
+        return await self._one(stream, f"$JS.API.DIRECT.GET.{stream}", {"seq": sequence})
 
     async def get_last(self, stream: str, subject: str) -> Message | None:
         """Return the newest message of a subject."""
-        return await self._one(f"$JS.API.DIRECT.GET.{stream}.{subject}", {})
+        return await self._one(stream, f"$JS.API.DIRECT.GET.{stream}.{subject}", {})
 
     async def read_batch(self, stream: str, subject: str, start_sequence: int) -> list[Message]:
         """Return the next messages of a subject (wildcards allowed) from a sequence on; none at the end."""
@@ -128,13 +129,13 @@ class LogReader:
         """Return the newest message of every subject that matches."""
         return await self._batch(stream, {"batch": BATCH_MESSAGES, "multi_last": [subject]})
 
-    async def _one(self, subject: str, body: Mapping[str, Any]) -> Message | None:
+    async def _one(self, stream: str, subject: str, body: Mapping[str, Any]) -> Message | None:
         answer = await self._api.request(subject, msgspec.json.encode(body) if body else b"")
         if answer.status == "404":
             return None
         if answer.status is not None:
             raise BusError(f"{subject}: {answer.status} {answer.headers.get('Description', '')}")
-        return _message(answer)
+        return _message(stream, answer)
 
     async def _batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
         retry = self._api.retry(f"read of {stream}")
@@ -165,7 +166,7 @@ class LogReader:
                 if answer.status == "204":
                     return messages
                 last_sequence = answer.headers["Nats-Sequence"]
-                messages.append(_message(answer))
+                messages.append(_message(stream, answer))
 
 
 class Follow:
@@ -199,6 +200,6 @@ class Follow:
         return self._ready.popleft()
 
 
-def _message(answer: Received) -> Message:
+def _message(stream: str, answer: Received) -> Message:
     headers = {key: value for key, value in answer.headers.items() if key not in _READ_HEADERS}
-    return Message(int(answer.headers["Nats-Sequence"]), answer.headers["Nats-Subject"], headers, answer.data)
+    return Message(stream, int(answer.headers["Nats-Sequence"]), answer.headers["Nats-Subject"], headers, answer.data)

@@ -37,7 +37,7 @@ class Permissions:
 def permissions(role: Role, names: Names) -> Permissions:
     """Return the whole list for one role of one run."""
     run = f"areal.{names.run}"
-    publish = ["$JS.API.INFO", f"{run}.metrics.{role}.>", f"{run}.events.{role}.>"]
+    publish = ["$JS.API.INFO", f"{run}.metrics.{role}.>", f"{run}.events.{role}.>", names.undecodable]
     subscribe = [
         f"{role.inbox_prefix}.>",
         names.log,
@@ -49,9 +49,10 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += ["$JS.API.>", "$JS.ACK.>", f"{run}.>", f"$KV.{names.bucket}.>"]
             subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>"]
         case Role.CONTROLLER:
-            publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes, f"{run}.dead.>"]
+            publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
             publish += _keys(names, ADMITTED, RUN_STATE, "eval.>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
+            publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream, names.tickets_stream)
             publish += _state(names.trajectories_stream, names.eval_stream, names.dead_stream)
             subscribe += [names.all_metrics, names.all_events]
@@ -62,7 +63,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
             publish += _read(names, names.outcomes_stream, names.trajectories_stream)
         case Role.TRAINER:
-            publish += [names.cuts, names.outcomes, f"{run}.dead.>", names.weights]
+            publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
             publish += _keys(names, LINEAGE, CHECKPOINT, "weights.>")
             publish += _consume(names.trajectories_stream, "*")
             publish += _api(

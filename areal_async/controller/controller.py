@@ -17,17 +17,18 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus import Bus
+from areal_async.bus import Bus, Message
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
 from areal_async.controller.sampler import Sampler
-from areal_async.errors import ConflictError, FencedError, PipelineError
+from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
     Admitted,
     Cut,
+    GroupId,
     Outcome,
     RunState,
     ServerState,
@@ -35,7 +36,7 @@ from areal_async.types import (
     Version,
     WeightsVersion,
 )
-from areal_async.wire import decode
+from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
@@ -109,22 +110,26 @@ class Controller:
     async def _read_existing_log(self) -> None:
         names = self._bus.names
         for message in await self._bus.read_log(names.outcomes_stream, names.log):
-            self._read(message.subject, message.data, message.sequence)
+            await self._read(message)
 
     async def run_log(self) -> None:
         """Follow the log for ever."""
         names = self._bus.names
         async for message in self._bus.follow(names.outcomes_stream, names.log, start_sequence=self._log_sequence + 1):
-            self._read(message.subject, message.data, message.sequence)
+            await self._read(message)
             self._move()
             self._stop_after_failures()
 
-    def _read(self, subject: str, data: bytes, sequence: int) -> None:
-        self._log_sequence = sequence
-        if subject == self._bus.names.cuts:
-            self._accounts.add_cut(decode(data, Cut), sequence=sequence)
-        else:
-            self._accounts.add_outcome(decode(data, Outcome))
+    async def _read(self, message: Message) -> None:
+        entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
+        self._log_sequence = message.sequence
+        if isinstance(entry, Cut):
+            self._accounts.add_cut(entry, sequence=message.sequence)
+        elif isinstance(entry, Outcome):
+            if GroupId.parse(entry.group_id).index < len(self._tasks):
+                self._accounts.add_outcome(entry)
+            else:
+                await self._bus.bury(message, f"group {entry.group_id}: there are {len(self._tasks)} prompts")
 
     def _stop_after_failures(self) -> None:
         limit = self._settings.run.max_failed_groups
@@ -150,7 +155,11 @@ class Controller:
         """Remember what the other roles say of themselves, for the watch."""
         async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
             async for subject, data in messages:
-                said = msgspec.json.decode(data, type=dict[str, Any])
+                try:
+                    said = decode_json(data, dict[str, Any], what=subject)
+                except WireError as exc:
+                    log.warning("report.unreadable", subject=subject, reason=str(exc))
+                    continue
                 if "state" not in said:
                     continue
                 speaker = f"node-{said['node_id']}" if "node_id" in said else subject.split(".")[3]
@@ -250,6 +259,7 @@ class Controller:
                         "in_flight": accounts.num_in_flight,
                         "credits": accounts.num_credits,
                         "held": str(accounts.held or ""),
+                        "num_dead_letters": self._bus.num_dead_letters,
                         "state": "evaluating" if self._evaluator and self._evaluator.waits_for else "admitting",
                         "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
                     }

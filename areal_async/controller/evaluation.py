@@ -5,7 +5,7 @@ stream until it is whole, so a restarted controller collects it again.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,9 +16,9 @@ import structlog
 from areal_async.bus import Bus, Delivery
 from areal_async.settings import Settings
 from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version, mean
-from areal_async.wire import decode
 
 RESULT_BATCH = 256
+MAX_ATTEMPTS = 3
 
 log = structlog.get_logger()
 
@@ -55,27 +55,43 @@ class Evaluator:
     async def evaluate(self, version: Version, *, due_step: int, on_result: Callable[[], None]) -> EvalRecord:
         """Answer every row once, under the weights that the servers hold while they do.
 
+        A row whose ticket or result could not be read is asked again, ``MAX_ATTEMPTS`` times in all.
+
         Args:
             version: held when it begins; the record says which ones it spanned.
             due_step: the step at which it was due.
             on_result: told of every result: progress for whoever watches.
         """
         names, eval_id = self._bus.names, str(version)
-        async with anyio.create_task_group() as publishing:
-            for index in range(len(self._rows)):
-                ticket = EvalTicket(eval_id=eval_id, index=index, workflow=self._workflow, row=self._rows[index])
-                publishing.start_soon(self._publish, ticket)
+        attempt = 0
+        await self._ask(eval_id, range(len(self._rows)), attempt)
         results: dict[int, EvalResult] = {}
         deliveries: dict[int, Delivery] = {}
+        is_answered = False
         async with self._bus.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
             while len(results) < len(self._rows):
                 self.waits_for = f"{len(self._rows) - len(results)} evaluation results of {eval_id}"
-                for delivery in await inbox.fetch(RESULT_BATCH, wait_s=2.0):
+                arrived = await inbox.fetch(RESULT_BATCH, wait_s=0.5 if is_answered else 2.0)
+                for delivery in arrived:
+                    result = await self._bus.decode(delivery, EvalResult)
+                    if result is None:
+                        continue
                     deliveries[delivery.sequence] = delivery  # one that comes again replaces itself
-                    result = decode(delivery.data, EvalResult)
                     if result.eval_id == eval_id and result.index < len(self._rows):
                         results.setdefault(result.index, result)
                         on_result()
+                if arrived:
+                    is_answered = False
+                elif not is_answered:
+                    is_answered = not await self._bus.num_unsettled(names.eval_stream, names.eval_nodes_consumer)
+                else:  # no ticket is left, and nothing has come since: what is missing is lost
+                    attempt, is_answered = attempt + 1, False
+                    lost = [index for index in range(len(self._rows)) if index not in results]
+                    log.warning("evaluation.results_lost", eval_id=eval_id, num_lost=len(lost), attempt=attempt)
+                    if attempt < MAX_ATTEMPTS:
+                        await self._ask(eval_id, lost, attempt)
+                    else:
+                        results |= {index: _lost(eval_id, index) for index in lost}
             record = _summarise(version, list(results.values()))
             with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
                 file.write(json.dumps(msgspec.structs.asdict(record)) + "\n")
@@ -86,13 +102,26 @@ class Evaluator:
         log.info("evaluation.finished", **msgspec.structs.asdict(record))
         return record
 
+    async def _ask(self, eval_id: str, indices: Iterable[int], attempt: int) -> None:
+        async with anyio.create_task_group() as publishing:
+            for index in indices:
+                ticket = EvalTicket(
+                    eval_id=eval_id, index=index, workflow=self._workflow, row=self._rows[index], attempt=attempt
+                )
+                publishing.start_soon(self._publish, ticket)
+
     async def _publish(self, ticket: EvalTicket) -> None:
         subject = self._bus.names.eval_tickets(ticket.workflow)
-        await self._bus.publish(subject, ticket, msg_id=f"eval-ticket.{ticket.eval_id}.{ticket.index}")
+        msg_id = f"eval-ticket.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
+        await self._bus.publish(subject, ticket, msg_id=msg_id)
 
 
 def _key(step: int) -> str:
     return f"eval.{step}"
+
+
+def _lost(eval_id: str, index: int) -> EvalResult:
+    return EvalResult(eval_id=eval_id, index=index, error=f"its ticket or its result was lost {MAX_ATTEMPTS} times")
 
 
 def _summarise(version: Version, results: list[EvalResult]) -> EvalRecord:
@@ -103,6 +132,6 @@ def _summarise(version: Version, results: list[EvalResult]) -> EvalRecord:
         accuracy=mean([result.reward for result in scored]),
         num_scored=len(scored),
         num_failed=len(results) - len(scored),
-        oldest=str(min((Version.parse(result.oldest) for result in scored), default=version)),
-        newest=str(max((Version.parse(result.newest) for result in scored), default=version)),
+        oldest=str(min((Version.parse(result.oldest) for result in scored if result.oldest), default=version)),
+        newest=str(max((Version.parse(result.newest) for result in scored if result.newest), default=version)),
     )

@@ -19,9 +19,8 @@ async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delive
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
             result = await _answer(place, ticket)
-            await place.bus.publish(
-                place.bus.names.eval_results(ticket.workflow), result, msg_id=f"eval.{ticket.eval_id}.{ticket.index}"
-            )
+            msg_id = f"eval.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
+            await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
             tasks.cancel_scope.cancel()
         await delivery.ack()
 

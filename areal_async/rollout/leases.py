@@ -1,6 +1,7 @@
 """Leasing tickets: as many as there is room for, only while a server can serve, none once the node drains."""
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import anyio
 
@@ -10,7 +11,6 @@ from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.runner import Workplace, returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
 from areal_async.types import EvalTicket, Ticket
-from areal_async.wire import decode
 
 FETCH_WAIT_S = 5.0
 MAX_LEASES_PER_FETCH = 16
@@ -19,6 +19,8 @@ MAX_EVALUATIONS = 128
 """Answered at once, beside the training tickets: an evaluation waits for none of them."""
 
 Handler = Callable[[Delivery], Awaitable[None]]
+Task = tuple[Delivery, Handler | None]
+"""A ticket and what to do with it; None is nothing, as its group is settled."""
 
 
 class Leases:
@@ -48,29 +50,31 @@ class Leases:
         names = self._place.bus.names
         await self._run(names.eval_stream, names.eval_nodes_consumer, MAX_EVALUATIONS, self._take_eval_tickets)
 
-    async def _take_tickets(self, deliveries: list[Delivery]) -> list[Handler | None]:
-        tickets = [decode(delivery.data, Ticket) for delivery in deliveries]
-        settled = await self._settled.among(tickets)
+    async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
+        tickets = [(delivery, await self._place.bus.decode(delivery, Ticket)) for delivery in deliveries]
+        readable = [(delivery, ticket) for delivery, ticket in tickets if ticket is not None]
+        settled = await self._settled.among([ticket for _, ticket in readable])
+        return [
+            (delivery, None if is_over else partial(run_ticket, self._place, ticket))
+            for (delivery, ticket), is_over in zip(readable, settled, strict=True)
+        ]
 
-        def handler(ticket: Ticket) -> Handler:
-            return lambda delivery: run_ticket(self._place, ticket, delivery)
-
-        return [None if ended else handler(ticket) for ticket, ended in zip(tickets, settled, strict=True)]
-
-    async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Handler | None]:
-        def handler(ticket: EvalTicket) -> Handler:
-            return lambda delivery: run_eval_ticket(self._place, ticket, delivery)
-
-        return [handler(decode(delivery.data, EvalTicket)) for delivery in deliveries]
+    async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Task]:
+        tickets = [(delivery, await self._place.bus.decode(delivery, EvalTicket)) for delivery in deliveries]
+        return [
+            (delivery, partial(run_eval_ticket, self._place, ticket))
+            for delivery, ticket in tickets
+            if ticket is not None
+        ]
 
     async def _run(
         self,
         stream: str,
         consumer: str,
         capacity: int,
-        take: Callable[[list[Delivery]], Awaitable[list[Handler | None]]],
+        take: Callable[[list[Delivery]], Awaitable[list[Task]]],
     ) -> None:
-        """Lease up to ``capacity``; ``take`` says what to do with each ticket, ``None`` being nothing."""
+        """Lease up to ``capacity``; ``take`` says what to do with each ticket that is one."""
         num_running = 0
         finished = anyio.Event()
 
@@ -93,12 +97,12 @@ class Leases:
                 if not deliveries:
                     continue
                 async with returned_unless_done(*deliveries):
-                    handlers = await take(deliveries)
-                for delivery, handler in zip(deliveries, handlers, strict=True):
+                    taken = await take(deliveries)
+                for delivery, handler in taken:
                     if handler is not None:
                         num_running += 1
                         running.start_soon(run_one, handler, delivery)
-                for delivery, handler in zip(deliveries, handlers, strict=True):
+                for delivery, handler in taken:
                     if handler is None:
                         await delivery.ack()
 

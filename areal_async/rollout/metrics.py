@@ -40,6 +40,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
         "num_scored": counts.num_scored,
         "num_failed": counts.num_failed,
         "num_rejected": counts.num_rejected,
+        "num_dead_letters": place.bus.num_dead_letters,
         "last_failure": counts.last_failure[:200],
         "num_generated_tokens": pool.num_generated_tokens,
         "loop_lag_p99_s": round(watch.lag.p99_s, 4),

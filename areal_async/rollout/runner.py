@@ -14,7 +14,7 @@ import structlog
 
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Workflow
-from areal_async.errors import PipelineError, UserError
+from areal_async.errors import PipelineError, UserError, WireError
 from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy import Generator, RecordingPolicy
@@ -111,10 +111,13 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
 async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
     names = place.bus.names
     subject = names.trajectories(ticket.workflow, ticket.group_id)
-    stored = [
-        decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
-        async for message in place.bus.find_messages(names.trajectories_stream, subject)
-    ]
+    stored: list[StoredMessage] = []
+    async for message in place.bus.find_messages(names.trajectories_stream, subject):
+        try:
+            found = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+        except WireError:
+            continue  # the trainer makes it a dead letter
+        stored.append(found)
     log.info("ticket.redelivered", group_id=ticket.group_id, num_stored=sum(len(message.slots) for message in stored))
     return stored
 

@@ -8,7 +8,6 @@ from areal_async.bus import Bus
 from areal_async.journal import Journal, without_slots
 from areal_async.rollout.duties import is_settled
 from areal_async.types import Cut, Outcome, Ticket
-from areal_async.wire import decode
 
 
 class SettledGroups:
@@ -31,8 +30,9 @@ class SettledGroups:
                 names.outcomes_stream, names.log, start_sequence=self._next_sequence
             ):
                 self._next_sequence = message.sequence + 1
-                if message.subject == names.cuts:
-                    self._journal.add_cut(without_slots(decode(message.data, Cut)), sequence=message.sequence)
-                else:
-                    self._journal.add_outcome(decode(message.data, Outcome))
+                entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
+                if isinstance(entry, Cut):
+                    self._journal.add_cut(without_slots(entry), sequence=message.sequence)
+                elif isinstance(entry, Outcome):
+                    self._journal.add_outcome(entry)
         return [is_settled(self._journal, ticket) for ticket in tickets]

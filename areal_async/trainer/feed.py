@@ -15,7 +15,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus import Bus, Delivery
+from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
 from areal_async.settings import Settings
@@ -24,8 +24,8 @@ from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.settlement import Settlement
-from areal_async.types import Cut, CutKind, OutcomeKind, Ticket
-from areal_async.wire import decode, decode_headers
+from areal_async.types import Cut, CutKind, GroupId, OutcomeKind, StoredMessage, Ticket, Version
+from areal_async.wire import decode_headers
 
 INBOX_BATCH = 512
 EARLY_CHECKPOINT_SHARE = 0.8
@@ -123,11 +123,11 @@ class Feed:
         """Learn of admitted groups before any of their slots is stored, so that due ones are waited for."""
         names, sequence = self._bus.names, 0
         for message in await self._bus.read_log(names.tickets_stream, names.all_tickets):
-            self._inventory.add_ticket(decode(message.data, Ticket))
+            await self._add_ticket(message)
             sequence = message.sequence
         self._caught_up["tickets"].set()
         async for message in self._bus.follow(names.tickets_stream, names.all_tickets, start_sequence=sequence + 1):
-            if self._inventory.add_ticket(decode(message.data, Ticket)):
+            if await self._add_ticket(message):
                 self._notify()
 
     async def run_cutter(self, first_step: int) -> None:
@@ -155,19 +155,49 @@ class Feed:
 
     # inside
 
+    async def _add_ticket(self, message: Message) -> bool:
+        """Note a ticket; say whether it is news."""
+        ticket = await self._bus.decode(message, Ticket)
+        if ticket is None:
+            return False
+        if Version.parse(ticket.version).lineage > self._lineage.number:
+            await self._bus.bury(message, f"got version {ticket.version}, newer than lineage {self._lineage.number}")
+            return False
+        return self._inventory.add_ticket(ticket)
+
     async def _receive(self, delivery: Delivery) -> None:
         try:
             num_bytes = delivery.num_bytes + sum(map(len, delivery.headers.values()))
             message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=num_bytes)
+            self._check_origin(message, delivery)
         except WireError as exc:
-            log.warning("trajectory.undecodable", subject=delivery.subject, reason=str(exc))
-            await self._bus.publish(self._bus.names.dead("undecodable"), str(exc).encode(), msg_id=None)
-            await delivery.term()
+            await self._give_up_group_of(delivery, str(exc))
+            await self._bus.bury(delivery, str(exc))
             return
         unusable = self._inventory.add_message(message, delivery)
         for outcome in unusable:
             await self.settlement.note_slot(msgspec.structs.replace(outcome, lineage=self._lineage.number))
         await self.settlement.ack_if_recorded(message.group_id)
+
+    def _check_origin(self, message: StoredMessage, delivery: Delivery) -> None:
+        """Hold a message against the subject it came on, and against what this lineage can know."""
+        if delivery.subject != self._bus.names.trajectories(message.workflow, message.group_id):
+            raise WireError(f"got slots of {message.workflow} {message.group_id} on {delivery.subject}")
+        versions = [message.ticket_version, *(slot.newest for slot in message.slots)]
+        newest = max(map(Version.parse, versions))
+        if newest.lineage > self._lineage.number:
+            raise WireError(f"got slots of version {newest}, newer than lineage {self._lineage.number}")
+
+    async def _give_up_group_of(self, delivery: Delivery, reason: str) -> None:
+        """End the group whose slots cannot be read: its ticket may be gone, so nobody else would."""
+        group_id = delivery.subject.rpartition(".")[2]
+        try:
+            GroupId.parse(group_id)
+        except ValueError:
+            return
+        if group_id not in self._inventory.closed:
+            reason = f"its stored message {delivery.sequence} cannot be read: {reason}"
+            await self.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=self._cutter.step)
 
     def _notify(self) -> None:
         self._changed.set()

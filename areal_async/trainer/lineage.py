@@ -10,7 +10,6 @@ from areal_async.errors import ConflictError, FencedError
 from areal_async.journal import Journal
 from areal_async.subjects import CHECKPOINT, LINEAGE
 from areal_async.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
-from areal_async.wire import decode
 
 
 class Lineage:
@@ -45,13 +44,15 @@ class Lineage:
 
     async def read_log(self) -> Journal:
         """Return what the log says before this lineage begins."""
-        journal = Journal()
-        for message in await self._bus.read_log(self._bus.names.outcomes_stream, self._bus.names.log):
-            if message.subject == self._bus.names.cuts:
-                journal.add_cut(decode(message.data, Cut), sequence=message.sequence)
-            else:
-                journal.add_outcome(decode(message.data, Outcome))
-        self._last_cut_sequence = journal.last_cut_sequence
+        journal, names = Journal(), self._bus.names
+        for message in await self._bus.read_log(names.outcomes_stream, names.log):
+            entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
+            if isinstance(entry, Cut):
+                journal.add_cut(entry, sequence=message.sequence)
+            elif isinstance(entry, Outcome):
+                journal.add_outcome(entry)
+            if message.subject == names.cuts:
+                self._last_cut_sequence = message.sequence  # also of one that cannot be read
         return journal
 
     async def write_begin(self) -> int:
@@ -65,14 +66,29 @@ class Lineage:
         Raises:
             FencedError: another trainer has written since.
         """
-        try:
-            published = await self._bus.publish(
-                self._bus.names.cuts, entry, expected_last_subject_sequence=self._last_cut_sequence
-            )
-        except ConflictError as exc:
-            raise FencedError(f"lineage {self.number}: a newer trainer writes the journal; this one must stop") from exc
-        self._last_cut_sequence = published.sequence
-        return published.sequence
+        while True:
+            try:
+                published = await self._bus.publish(
+                    self._bus.names.cuts, entry, expected_last_subject_sequence=self._last_cut_sequence
+                )
+            except ConflictError as exc:
+                if await self._skip_unreadable():
+                    continue
+                raise FencedError(
+                    f"lineage {self.number}: a newer trainer writes the journal; this one must stop"
+                ) from exc
+            self._last_cut_sequence = published.sequence
+            return published.sequence
+
+    async def _skip_unreadable(self) -> bool:
+        """Pass over what is no entry after the last one; say whether nothing else has come."""
+        names = self._bus.names
+        newer = await self._bus.read_log(names.outcomes_stream, names.cuts, start_sequence=self._last_cut_sequence + 1)
+        for message in newer:
+            if await self._bus.decode(message, Cut) is not None:
+                return False
+            self._last_cut_sequence = message.sequence
+        return bool(newer)
 
     async def announce(self, weights: WeightsVersion) -> None:
         """Make ``weights`` the newest, then tell everybody."""

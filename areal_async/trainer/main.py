@@ -146,6 +146,7 @@ async def _run_metrics(bus: Bus, trainer: Trainer) -> None:
             told = trainer.step
             await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(trainer.last_line))
         now = {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
+        now["num_dead_letters"] = bus.num_dead_letters
         await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(now))
         await anyio.sleep(METRICS_INTERVAL_S)
 

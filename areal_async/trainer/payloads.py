@@ -101,7 +101,7 @@ def _read(payload: bytes, slot: Slot) -> Trajectory | None:
     try:
         return decode_trajectory(payload, slot)
     except WireError:
-        return None
+        return None  # of another group, where the hint is wrong; the search says which message is damaged
 
 
 async def _search(bus: Bus, placed: Placed) -> Trajectory | None:
@@ -113,9 +113,10 @@ async def _search(bus: Bus, placed: Placed) -> Trajectory | None:
             continue  # rank 0's inbox makes it a dead letter
         for slot in stored.slots:
             if slot.sample_uid == placed.item.slot.sample_uid:
-                trajectory = _read(message.data, slot)
-                if trajectory is not None:
-                    return trajectory
+                try:
+                    return decode_trajectory(message.data, slot)
+                except WireError as exc:
+                    await bus.bury(message, str(exc))
     return None
 
 

@@ -8,7 +8,6 @@ import anyio
 from areal_async.bus import Bus
 from areal_async.journal import Journal
 from areal_async.types import Cut, Outcome
-from areal_async.wire import decode
 
 
 class JournalReader:
@@ -24,10 +23,11 @@ class JournalReader:
         """Follow the log for ever."""
         names = self._bus.names
         async for message in self._bus.follow(names.outcomes_stream, names.log):
-            if message.subject == names.cuts:
-                self.journal.add_cut(decode(message.data, Cut), sequence=message.sequence)
-            else:
-                self.journal.add_outcome(decode(message.data, Outcome))
+            entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
+            if isinstance(entry, Cut):
+                self.journal.add_cut(entry, sequence=message.sequence)
+            elif isinstance(entry, Outcome):
+                self.journal.add_outcome(entry)
             self._sequence = message.sequence
             self._changed.set()
             self._changed = anyio.Event()

@@ -55,7 +55,7 @@ class Settlement:
     async def _publish(self, outcome: Outcome) -> None:
         names = self._bus.names
         if outcome.kind is OutcomeKind.DEAD:
-            await self._bus.publish(names.dead("group"), outcome, msg_id=f"dead.{outcome.group_id}")
+            await self._bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
         uid = outcome.sample_uid or outcome.group_id
         await self._bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
 

@@ -30,7 +30,7 @@ FORBIDDEN = {
         RUN.tickets("w"),
         RUN.outcomes,
         RUN.cuts,
-        RUN.dead("w"),
+        RUN.dead_groups,
         RUN.weights,
         f"$KV.{RUN.bucket}.{ADMITTED}",
         f"$KV.{RUN.bucket}.{LINEAGE}",
@@ -85,7 +85,9 @@ async def test_every_role_can_do_its_own_work(open_role: OpenRole) -> None:
 
     await controller.publish(RUN.tickets("w"), b"x")
     await controller.publish(RUN.eval_tickets("w"), b"x")
-    await controller.publish(RUN.dead("w"), b"x")
+    await trainer.publish(RUN.dead_groups, b"x")
+    for bus in buses.values():
+        await bus.publish(RUN.undecodable, b"x")
     await controller.compare_and_set(ADMITTED, Admitted(), 0)
     await node.publish(RUN.trajectories("w", "0-0-0"), b"x")
     await node.publish(RUN.eval_results("w"), b"x")

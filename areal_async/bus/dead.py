@@ -1,0 +1,70 @@
+"""Messages that their reader cannot use: stored once more as dead letters, with the reason, and counted.
+
+The reader then goes on as if they had never come. Whoever reads such a message does the same, so a dead
+letter's id is that of the message: within the stream's duplicate window it is stored once.
+"""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import structlog
+
+from areal_async import wire
+from areal_async.bus.api import Api
+from areal_async.subjects import Names
+from areal_async.types import DeadLetter
+
+MAX_DATA_BYTES = 64 << 10
+MAX_HEADER_CHARACTERS = 4096
+
+log = structlog.get_logger()
+
+
+class Stored(Protocol):
+    """A message of a stream, read or delivered."""
+
+    @property
+    def stream(self) -> str: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def subject(self) -> str: ...
+    @property
+    def headers(self) -> Mapping[str, str]: ...
+    @property
+    def data(self) -> bytes: ...
+
+
+class DeadLetters:
+    """What one process could not read."""
+
+    def __init__(self, api: Api, names: Names) -> None:
+        self._api = api
+        self._names = names
+        self.num_buried = 0
+        """Only grows."""
+
+    async def bury(self, message: Stored, reason: str) -> None:
+        """Store a dead letter.
+
+        Raises:
+            BusError: it could not be stored; the message is still where it was.
+        """
+        letter = DeadLetter(
+            stream=message.stream,
+            subject=message.subject,
+            sequence=message.sequence,
+            reason=_printable(reason[: wire.MAX_REASON_CHARACTERS]),
+            reader=self._api.connection.role.value,
+            headers={_printable(key): _printable(value) for key, value in message.headers.items()},
+            data=message.data[:MAX_DATA_BYTES],
+        )
+        msg_id = f"undecodable.{message.stream}.{message.sequence}"
+        await self._api.ask(self._names.undecodable, wire.encode(letter), {"Nats-Msg-Id": msg_id})
+        self.num_buried += 1
+        log.warning("message.buried", stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
+
+
+def _printable(text: str) -> str:
+    """What is no UTF-8 comes out of the client as surrogates, which JSON cannot hold."""
+    return text[:MAX_HEADER_CHARACTERS].encode(errors="backslashreplace").decode()
