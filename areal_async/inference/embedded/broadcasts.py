@@ -53,7 +53,7 @@ class Broadcasts:
             raise WeightsError(f"group {name}: the name is in use; choose another, or destroy that group")
         self._groups[name] = None
         try:
-            self._groups[name] = await _call_in_thread(
+            self._groups[name] = await call_in_thread(
                 lambda: WeightGroup.join(
                     address=address,
                     port=port,
@@ -79,7 +79,7 @@ class Broadcasts:
             if group is None:
                 return False
             del self._groups[name]
-            await _call_in_thread(group.close)  # which frees its connections, and waits for them
+            await call_in_thread(group.close)  # which frees its connections, and waits for them
         log.info("weight_group.left", group=name)
         return True
 
@@ -111,7 +111,7 @@ class Broadcasts:
         async def stage() -> StagedWeights:
             if not self._is_open:
                 raise WeightsError(_NO_SESSION)
-            return await _call_in_thread(lambda: self._receive(group_name, buckets))
+            return await call_in_thread(lambda: self._receive(group_name, buckets))
 
         try:
             return await self._service.update_weights(
@@ -143,7 +143,7 @@ class Broadcasts:
             raise WeightsError(f"Failed to update parameter online: {exc}. {_MIXED}") from exc
 
 
-async def _call_in_thread(call: Callable[[], T]) -> T:
+async def call_in_thread(call: Callable[[], T]) -> T:
     """Run ``call`` in a thread of its own, which the end of the process does not wait for."""
     answer: Future[T] = Future()
 

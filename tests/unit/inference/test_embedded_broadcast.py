@@ -1,6 +1,7 @@
 """Where the embedded engine promises more than SGLang of a broadcast: waiting for one holds nothing else up."""
 
-import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +14,6 @@ from areal_async.weight_group import describe
 from tests.unit.inference.broadcasting import Trainer, assert_success
 from tests.unit.inference.embedded_engine import Server, build_model, prompt_of
 
-DEADLINE_S = 30.0
 EMBEDDING = "model.embed_tokens.weight"
 
 
@@ -123,16 +123,18 @@ def test_lists_that_do_not_match_are_refused(trainer: Trainer) -> None:
     assert "got (1, 0, 1) of them" in answer.text
 
 
-def test_sigterm_ends_a_process_that_waits_for_a_broadcast(models: list[Path]) -> None:
-    server = Server(models[0])
-    trainer = Trainer(server, "run-1-1")
-    trainer.join()
-    server.post("/begin_weight_update")
-    waiting = trainer.order_bucket([TensorSpec(name="model.norm.weight", dtype="float32", shape=[64])])
-    with pytest.raises(TimeoutError):
-        waiting.result(timeout=0.5)
-    server.process.send_signal(signal.SIGTERM)
+def test_the_process_ends_while_a_thread_waits_for_a_trainer() -> None:
+    waiting = """
+import asyncio, threading
+from areal_async.inference.embedded.broadcasts import call_in_thread
+async def main():
+    asyncio.get_running_loop().call_later(0.1, asyncio.current_task().cancel)
+    await call_in_thread(threading.Event().wait)
+try:
+    asyncio.run(main())
+except asyncio.CancelledError:
+    print("cancelled")
+"""
+    result = subprocess.run([sys.executable, "-c", waiting], capture_output=True, text=True, timeout=50, check=True)
 
-    assert server.process.wait(timeout=DEADLINE_S) == -signal.SIGTERM
-    trainer.group.close()
-    server.close()
+    assert result.stdout == "cancelled\n"
