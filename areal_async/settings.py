@@ -282,7 +282,9 @@ class BusSettings(Section):
     url: str = "embedded"
     """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``."""
     credentials: Path | None = None
-    """Credentials file for an external broker; ``None`` for none."""
+    """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; ``None`` for none."""
+    ca: Path | None = None
+    """PEM file of the authority that signed an external broker's certificate; ``None`` trusts the system's."""
     http_port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded broker's monitoring page; 0 takes a free one."""
     port: int = Field(default=0, ge=0, le=65535)

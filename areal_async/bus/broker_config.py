@@ -12,6 +12,7 @@ from pathlib import Path
 import nkeys
 
 from areal_async.bus.permissions import Role, permissions
+from areal_async.bus.private import make_private_directory, read_private, write_private
 from areal_async.errors import UserError
 from areal_async.settings import MAX_PAYLOAD_BYTES, Settings
 
@@ -32,11 +33,14 @@ def credentials_for(settings: Settings, run_directory: Path, role: Role) -> Path
 
 
 def ensure_key(path: Path) -> str:
-    """Return the public key of the seed in ``path``, making the seed first where there is none."""
+    """Return the public key of the seed in ``path``, making the seed first where there is none.
+
+    Raises:
+        UserError: others may read it.
+    """
     if not path.exists():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(path, nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
-    pair = nkeys.from_seed(bytearray(path.read_bytes().strip()))
+    pair = nkeys.from_seed(bytearray(read_private(path, what="key of the embedded broker").strip()))
     public: str = pair.public_key.decode()
     pair.wipe()
     return public
@@ -46,6 +50,7 @@ def write_config(settings: Settings, *, path: Path, port: int, http_port: int, p
     """Write the configuration; JSON is a form that the broker reads."""
     store = path.parent / "jetstream"
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_private_directory(settings.run_directory / "credentials")
     config = {
         "server_name": f"areal-{settings.run.name}",
         "listen": f"127.0.0.1:{port}",
@@ -63,15 +68,6 @@ def write_config(settings: Settings, *, path: Path, port: int, http_port: int, p
         "authorization": {"users": [_user(settings, role) for role in Role]},
     }
     write_private(path, json.dumps(config, indent=1).encode())
-
-
-def write_private(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a file that only its owner can read, and only ever whole."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-    temporary.rename(path)
 
 
 def _user(settings: Settings, role: Role) -> dict[str, object]:

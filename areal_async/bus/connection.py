@@ -6,6 +6,7 @@ what is wrong in one sentence; and a connection that the broker ended for good f
 """
 
 import re
+import ssl
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
@@ -24,6 +25,7 @@ import nkeys
 import structlog
 
 from areal_async.bus.permissions import Role
+from areal_async.bus.private import read_private
 from areal_async.errors import BusError, UserError
 
 MIN_SERVER_VERSION = (2, 12, 7)
@@ -86,9 +88,24 @@ class Listener:
             await self._raw.unsubscribe()
 
 
-class _Client(nats.aio.client.Client):
-    """The library's client, which would end its read loop over headers that are none."""
+class _NoTlsError(nats.errors.Error):
+    """The broker does not ask for the TLS that its address promises."""
 
+
+class _Client(nats.aio.client.Client):
+    """The library's client with two holes closed: ``tls://`` means TLS, and no headers end it."""
+
+    def _connect_command(self) -> bytes:
+        # At every connect, reconnects included: whoever answers without TLS is not shown the credentials.
+        server, transport = self._current_server, self._transport
+        assert server is not None
+        assert transport is not None
+        if server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
+            transport.close()  # type: ignore[no-untyped-call]  # nobody else would: the next try makes a new one
+            raise _NoTlsError("no TLS")
+        return bytes(super()._connect_command())
+
+    # The library's own would end the read loop, and with it the connection, over headers that are none.
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
             return await super()._process_headers(headers)
@@ -349,18 +366,21 @@ class Call:
         self._changed.set()
 
 
-async def connect(url: str, *, name: str, role: Role, credentials: Path | None, deadline_s: float) -> Connection:
+async def connect(
+    url: str, *, name: str, role: Role, credentials: Path | None, deadline_s: float, ca: Path | None = None
+) -> Connection:
     """Connect to a broker that is new enough to keep our promises.
 
     Args:
         name: Shown by the broker's own tools.
         credentials: A file with an nkey's seed, or a ``.creds`` file; ``None`` for a broker without authentication.
+        ca: Certificates (PEM) of the authority that signed the broker's; ``None`` for those the system trusts.
 
     Raises:
-        UserError: no address, unreachable within ``deadline_s``, refused, too old, or without JetStream.
+        UserError: no address, unreachable within ``deadline_s``, not trusted, refused, too old, or without JetStream.
     """
     _check_url(url)
-    authentication = _authentication(credentials)
+    authentication = _authentication(credentials) | _trust(url, ca)
     last_error: Exception | None = None
     with anyio.move_on_after(deadline_s):
         while True:
@@ -372,7 +392,7 @@ async def connect(url: str, *, name: str, role: Role, credentials: Path | None, 
                     _check_greeting(connection)
                     await _check_jetstream(connection)
                 except (OSError, TimeoutError, nats.errors.Error, ConnectionLostError) as exc:
-                    _check_not_refused(exc, url, role, credentials)
+                    _check_curable(exc, url, role, credentials)
                     last_error = exc
                 else:
                     stack.pop_all()
@@ -397,20 +417,34 @@ def _check_url(url: str) -> None:
 def _authentication(credentials: Path | None) -> dict[str, Any]:
     if credentials is None:
         return {}
-    try:
-        content = credentials.read_text()
-    except (OSError, UnicodeDecodeError) as exc:
-        raise UserError(f"bus.credentials: cannot read {credentials}: {exc}") from exc
-    if "BEGIN NATS USER JWT" in content:
+    content = read_private(credentials, what="bus.credentials")
+    if b"BEGIN NATS USER JWT" in content:
         return {"user_credentials": str(credentials)}
     try:
-        nkeys.from_seed(bytearray(content.strip().encode())).wipe()
+        nkeys.from_seed(bytearray(content.strip())).wipe()
     except (nkeys.NkeysError, ValueError) as exc:
         raise UserError(f"bus.credentials: got {credentials}, need a user's nkey seed or a .creds file") from exc
     return {"nkeys_seed": str(credentials)}
 
 
-def _check_not_refused(error: Exception, url: str, role: Role, credentials: Path | None) -> None:
+def _trust(url: str, ca: Path | None) -> dict[str, Any]:
+    if ca is None and not url.startswith("tls://"):
+        return {}
+    try:
+        return {"tls": ssl.create_default_context(cafile=ca)}
+    except OSError as exc:  # ssl.SSLError is one
+        raise UserError(f"bus.ca: got {ca}, need a file of certificates in PEM form ({exc})") from exc
+
+
+def _check_curable(error: Exception, url: str, role: Role, credentials: Path | None) -> None:
+    """Raise UserError where trying again would not help."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        raise UserError(
+            f"broker {url}: its certificate is not trusted ({error.verify_message}); "
+            "set bus.ca to its authority's certificate, or mend bus.url"
+        ) from error
+    if isinstance(error, _NoTlsError):
+        raise UserError(f"broker {url}: it offers no TLS; configure it there, or use nats://") from error
     if "authorization" in str(error).lower():
         raise UserError(
             f"broker {url}: refused the role {role} with credentials {credentials}; check bus.credentials"
@@ -427,8 +461,6 @@ def _check_greeting(connection: Connection) -> None:
             f"broker {connection.url}: got nats-server {got}, need {need} or newer; "
             "older ones silently ignore options that durability and permissions rest on"
         )
-    if connection.url.startswith("tls://") and not (info.get("tls_required") or info.get("tls_available")):
-        raise UserError(f"broker {connection.url}: it offers no TLS; configure it there, or use nats://")
 
 
 async def _check_jetstream(connection: Connection) -> None:

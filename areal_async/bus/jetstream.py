@@ -293,6 +293,7 @@ async def open_bus(
     role: Role,
     instance: str = "0",
     credentials: Path | None = None,
+    ca: Path | None = None,
     connect_deadline_s: float = 10.0,
     operation_deadline_s: float = 60.0,
 ) -> AsyncIterator[Bus]:
@@ -301,12 +302,18 @@ async def open_bus(
     Args:
         instance: Tells processes of one role apart in the broker's tools.
         credentials: The role's key file (``credentials_path``) or an external broker's credentials.
+        ca: The authority behind an external broker's certificate (``bus.ca``).
 
     Raises:
         UserError: the broker cannot be reached, refuses, or is too old.
     """
     connection = await connect(
-        url, name=f"{names.run}.{role}.{instance}", role=role, credentials=credentials, deadline_s=connect_deadline_s
+        url,
+        name=f"{names.run}.{role}.{instance}",
+        role=role,
+        credentials=credentials,
+        ca=ca,
+        deadline_s=connect_deadline_s,
     )
     async with Bus(connection, names=names, operation_deadline_s=operation_deadline_s) as bus:
         yield bus

@@ -56,6 +56,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         names=settings.names,
         role=Role.CONTROLLER,
         credentials=credentials_for(settings, run_directory, Role.CONTROLLER),
+        ca=settings.bus.ca,
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
         evaluator = (

@@ -94,6 +94,7 @@ async def _operator(settings: Settings, directory: RunDirectory, url: str) -> As
         names=settings.names,
         role=Role.OPERATOR,
         credentials=credentials_for(settings, directory.path, Role.OPERATOR),
+        ca=settings.bus.ca,
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
         yield bus

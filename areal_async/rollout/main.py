@@ -29,6 +29,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: s
             role=Role.NODE,
             instance=node_id,
             credentials=credentials_for(settings, run_directory, Role.NODE),
+            ca=settings.bus.ca,
             operation_deadline_s=settings.bus.operation_deadline_s,
         ) as bus,
         anyio.create_task_group() as tasks,

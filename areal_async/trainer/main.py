@@ -61,6 +61,7 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             role=Role.TRAINER,
             instance=str(ranks.rank),
             credentials=credentials_for(settings, run_directory, Role.TRAINER),
+            ca=settings.bus.ca,
             operation_deadline_s=settings.bus.operation_deadline_s,
         ) as bus,
         anyio.create_task_group() as loops,

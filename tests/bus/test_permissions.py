@@ -7,6 +7,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_consumer
 from areal_async.bus.broker_config import ensure_key
+from areal_async.bus.private import write_private
 from areal_async.errors import BusError, UserError
 from areal_async.subjects import ADMITTED, LINEAGE, Names
 from areal_async.types import Admitted, LineageRecord
@@ -110,7 +111,7 @@ async def test_every_role_can_do_its_own_work(open_role: OpenRole) -> None:
 async def test_without_a_key_or_with_a_foreign_one_the_broker_refuses(broker: EmbeddedBroker, tmp_path: Path) -> None:
     foreign, broken = tmp_path / "foreign.nk", tmp_path / "broken.nk"
     ensure_key(foreign)
-    broken.write_text("SU, and then not a key")
+    write_private(broken, b"SU, and then not a key")
 
     for credentials in (None, foreign):
         with pytest.raises(UserError, match="refused the role node"):

@@ -1,0 +1,51 @@
+"""Files that hold keys: written for their owner alone, and refused where others may read them."""
+
+import os
+import stat
+from pathlib import Path
+
+from areal_async.errors import UserError
+
+FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
+
+
+def write_private(path: Path, content: bytes) -> None:
+    """Replace ``path`` by a file that only its owner can read, and only ever whole."""
+    temporary = path.with_name(f".{path.name}.new")
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+    temporary.rename(path)
+
+
+def make_private_directory(path: Path) -> None:
+    """Make a directory that only its owner can enter.
+
+    Raises:
+        UserError: it exists, and is open to others.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_private(path, what="directory of keys", need=0o700)
+
+
+def read_private(path: Path, *, what: str) -> bytes:
+    """Return the content of a file with a key.
+
+    Raises:
+        UserError: it cannot be read, or others may read it as well.
+    """
+    check_private(path, what=what, need=0o600)
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise UserError(f"{what}: cannot read {path}: {exc}") from exc
+
+
+def check_private(path: Path, *, what: str, need: int) -> None:
+    """Raise UserError unless ``path`` is open to its owner alone."""
+    try:
+        mode = stat.S_IMODE(path.stat().st_mode)
+    except OSError as exc:
+        raise UserError(f"{what}: cannot read {path}: {exc}") from exc
+    if mode & FORBIDDEN:
+        raise UserError(f"{what}: got {path} with mode {mode:o}, which others may use, need {need:o}; chmod it")
