@@ -45,6 +45,11 @@ MAX_QUEUED_BYTES = 1 << 30
 NO_RESPONDERS = "503"
 """The status with which the broker answers a request that nobody listens for."""
 
+FORWARDED = "Areal-Forwarded"
+"""Added here, to what was read and had been the answer to a read before it was stored."""
+_READ_MARK = b"Nats-Sequence: "
+"""The broker adds this header to what it reads for somebody; no message of ours is stored with it."""
+
 _DENIED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE)
 
 log = structlog.get_logger()
@@ -108,10 +113,13 @@ class _Client(nats.aio.client.Client):
     # The library's own would end the read loop, and with it the connection, over headers that are none.
     async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
         try:
-            return await super()._process_headers(headers)
+            parsed: dict[str, str] | None = await super()._process_headers(headers)
         except (IndexError, ValueError) as exc:
             log.warning("headers.unreadable", reason=str(exc), head=headers[:100])
             return None
+        if parsed and headers.count(_READ_MARK) > 1:
+            parsed[FORWARDED] = "1"
+        return parsed
 
 
 class Connection:

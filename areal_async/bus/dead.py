@@ -5,14 +5,17 @@ letter's id is that of the message: within the stream's duplicate window it is s
 """
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import structlog
 
 from areal_async import wire
 from areal_async.bus.api import Api
+from areal_async.errors import WireError
 from areal_async.subjects import Names
-from areal_async.types import DeadLetter
+from areal_async.types import DeadLetter, Record
+
+R = TypeVar("R", bound=Record)
 
 MAX_DATA_BYTES = 64 << 10
 MAX_HEADER_CHARACTERS = 4096
@@ -33,6 +36,8 @@ class Stored(Protocol):
     def headers(self) -> Mapping[str, str]: ...
     @property
     def data(self) -> bytes: ...
+    @property
+    def is_forwarded(self) -> bool: ...
 
 
 class DeadLetters:
@@ -63,6 +68,17 @@ class DeadLetters:
         await self._api.ask(self._names.undecodable, wire.encode(letter), {"Nats-Msg-Id": msg_id})
         self.num_buried += 1
         log.warning("message.buried", stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
+
+
+def decode(message: Stored, kind: type[R]) -> R:
+    """Return the record in a message.
+
+    Raises:
+        WireError: it holds none, or whoever wrote it had the broker write it.
+    """
+    if message.is_forwarded:
+        raise WireError(f"{kind.__name__}: an answer of the broker, sent here by somebody who may not write here")
+    return wire.decode(message.data, kind)
 
 
 def _printable(text: str) -> str:

@@ -54,6 +54,15 @@ class Delivery:
         """Size of the payload, also where only headers were delivered."""
         return int(self.headers.get("Nats-Msg-Size", len(self.data)))
 
+    @property
+    def is_forwarded(self) -> bool:
+        """Whether it is an answer of the broker that was sent here.
+
+        A request may name any subject for its answer, also one on which the asker may not publish: whoever may read
+        what it wrote could so have the broker write it anywhere.
+        """
+        return "Nats-Sequence" in self.headers
+
     async def ack(self) -> None:
         """Settle it. Nobody confirms: when the connection breaks now, it comes again."""
         await self._send(b"+ACK")

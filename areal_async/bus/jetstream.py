@@ -18,7 +18,7 @@ import structlog
 from areal_async import wire
 from areal_async.bus.api import Api, ApiError
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
-from areal_async.bus.dead import DeadLetters
+from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.inbox import Delivery, Inbox, settle
 from areal_async.bus.keys import Keys, Watch, publish_after
 from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
@@ -186,7 +186,7 @@ class Bus:
     async def decode(self, message: Message | Delivery, kind: type[R]) -> R | None:
         """Return the record in a message; None when it holds none: it is buried then."""
         try:
-            return wire.decode(message.data, kind)
+            return decode(message, kind)
         except WireError as exc:
             await self.bury(message, str(exc))
             return None

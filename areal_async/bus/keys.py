@@ -15,7 +15,7 @@ from uuid import uuid4
 
 from areal_async import wire
 from areal_async.bus.api import WRONG_LAST_SEQUENCE, Api, ApiError
-from areal_async.bus.dead import DeadLetters
+from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
 from areal_async.errors import ConflictError, WireError
 from areal_async.types import Record
@@ -120,7 +120,7 @@ class Keys:
         if _is_deleted(message):
             return None
         try:
-            return wire.decode(message.data, kind)
+            return decode(message, kind)
         except WireError as exc:
             if message.sequence not in self._buried:
                 await self._dead_letters.bury(message, str(exc))
@@ -186,4 +186,4 @@ async def publish_after(
 
 
 def _is_deleted(message: Message) -> bool:
-    return message.headers.get("KV-Operation") in ("DEL", "PURGE")
+    return message.headers.get("KV-Operation") in ("DEL", "PURGE") and not message.is_forwarded

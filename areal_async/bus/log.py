@@ -13,7 +13,7 @@ import anyio
 import msgspec
 
 from areal_async.bus.api import TRY_DEADLINE_S, Api
-from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Listener, Received
+from areal_async.bus.connection import FORWARDED, NO_RESPONDERS, ConnectionLostError, Listener, Received
 from areal_async.errors import BusError
 
 BATCH_MESSAGES = 512
@@ -35,6 +35,11 @@ class Message(NamedTuple):
     subject: str
     headers: dict[str, str]
     data: bytes
+
+    @property
+    def is_forwarded(self) -> bool:
+        """See ``Delivery.is_forwarded``."""
+        return FORWARDED in self.headers
 
 
 class Bell:

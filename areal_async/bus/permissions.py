@@ -53,8 +53,8 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _keys(names, ADMITTED, RUN_STATE, "eval.>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
-            publish += _read(names, names.outcomes_stream, names.tickets_stream)
-            publish += _state(names.trajectories_stream, names.eval_stream, names.dead_stream)
+            publish += _read(names, names.outcomes_stream)
+            publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
             subscribe += [names.all_metrics, names.all_events]
         case Role.NODE:
             publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
@@ -84,8 +84,12 @@ def _consume(stream: str, consumer: str) -> list[str]:
 
 
 def _acks(stream: str, consumer: str) -> list[str]:
-    """Both shapes of an ack's subject: servers are changing to the second, which names domain and account first."""
-    return [f"$JS.ACK.{stream}.{consumer}.>", f"$JS.ACK.*.*.{stream}.{consumer}.>"]
+    """Both shapes of an ack's subject: servers are changing to the second, which names domain and account first.
+
+    The domain is ``_``, as we have none; a wildcard there would match the first shape of any other consumer's acks,
+    and an ack can also ask for the next message.
+    """
+    return [f"$JS.ACK.{stream}.{consumer}.>", f"$JS.ACK._.*.{stream}.{consumer}.>"]
 
 
 def _read(names: Names, *streams: str) -> list[str]:

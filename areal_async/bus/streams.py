@@ -16,7 +16,7 @@ from areal_async.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Setti
 from areal_async.subjects import Names
 
 SCHEMA = {"areal.schema": "1"}
-CHANGEABLE = {"max_bytes", "duplicate_window", "max_msg_size", "metadata", "description"}
+CHANGEABLE = {"max_bytes", "duplicate_window", "max_msg_size", "metadata", "description", "allow_rollup_hdrs"}
 """Fields of a stream that may change under its messages."""
 MIN_ACK_PENDING = 1000
 STORAGE_RESERVED = 10047
@@ -53,7 +53,8 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
         "max_msg_size": MAX_PAYLOAD_BYTES,
         "allow_atomic": True,
     }
-    bucket = {"max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": True, "deny_delete": True}
+    # no rollup: by its header whoever may write one key could purge them all
+    bucket = {"max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": False, "deny_delete": True}
     audit = {"deny_delete": True}
     return [
         _stream(names.tickets_stream, "workqueue", [f"{run}.tickets.>"], common),
@@ -222,7 +223,7 @@ def _agrees(existing: Any, wanted: Any) -> bool:
     """Whether the broker, which adds to metadata and leaves out what is false, has what is wanted."""
     if isinstance(wanted, dict):
         return isinstance(existing, dict) and wanted.items() <= existing.items()
-    return bool(existing == wanted)
+    return bool(existing == wanted) or (wanted is False and existing is None)
 
 
 def _ns(seconds: float) -> int:

@@ -3,71 +3,204 @@
 from pathlib import Path
 
 import anyio
+import msgspec
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_consumer
 from areal_async.bus.broker_config import ensure_key
 from areal_async.bus.private import write_private
+from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
-from areal_async.subjects import ADMITTED, LINEAGE, Names
-from areal_async.types import Admitted, LineageRecord
+from areal_async.settings import Settings
+from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
+from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
 from tests.brokers import OpenRole
+from tests.bus.stored import ticket
 
 pytestmark = pytest.mark.anyio
 
 RUN = Names("test")
 
-FORBIDDEN = {
-    Role.CONTROLLER: [
-        RUN.trajectories("w", "0-0-0"),
-        RUN.cuts,
-        f"$KV.{RUN.bucket}.{LINEAGE}",
-        f"$JS.API.STREAM.DELETE.{RUN.tickets_stream}",
-        f"$JS.API.CONSUMER.MSG.NEXT.{RUN.tickets_stream}.{RUN.nodes_consumer}",
-        f"$JS.ACK.{RUN.trajectories_stream}.trainer-1.1.1.1.1.0",
-        RUN.events("trainer"),
-    ],
-    Role.NODE: [
-        RUN.tickets("w"),
-        RUN.outcomes,
-        RUN.cuts,
-        RUN.dead_groups,
-        RUN.weights,
-        f"$KV.{RUN.bucket}.{ADMITTED}",
-        f"$KV.{RUN.bucket}.{LINEAGE}",
-        f"$KV.{RUN.bucket}.{RUN.fleet_key('n0')}",
-        f"$JS.API.STREAM.PURGE.{RUN.trajectories_stream}",
-        f"$JS.API.STREAM.MSG.DELETE.{RUN.trajectories_stream}",
-        f"$JS.API.CONSUMER.CREATE.{RUN.tickets_stream}.mine",
-        f"$JS.API.CONSUMER.MSG.NEXT.{RUN.trajectories_stream}.trainer-1",
-        f"$JS.ACK.{RUN.trajectories_stream}.trainer-1.1.1.1.1.0",
-        f"$JS.ACK.{RUN.eval_stream}.{RUN.eval_controller_consumer}.1.1.1.1.0",
-        RUN.metrics("trainer"),
-        "areal.other.tickets.w",
-    ],
-    Role.TRAINER: [
-        RUN.tickets("w"),
-        RUN.trajectories("w", "0-0-0"),
-        f"$KV.{RUN.bucket}.{ADMITTED}",
-        f"$KV.{RUN.bucket}.server.s0",
-        f"$JS.API.STREAM.CREATE.{RUN.trajectories_stream}",
-        f"$JS.API.STREAM.DELETE.{RUN.trajectories_stream}",
-        f"$JS.API.CONSUMER.DELETE.{RUN.tickets_stream}.{RUN.nodes_consumer}",
-        f"$JS.ACK.{RUN.tickets_stream}.{RUN.nodes_consumer}.1.1.1.1.0",
-        RUN.events("operator"),
-    ],
-    Role.OPERATOR: ["areal.other.tickets.w", "$SYS.REQ.SERVER.PING"],
+OPERATOR, CONTROLLER, NODE, TRAINER = Role.OPERATOR, Role.CONTROLLER, Role.NODE, Role.TRAINER
+STREAMS = {stream.rpartition("_")[2].lower() if "KV" not in stream else "keys": stream for stream in all_streams(RUN)}
+KEY = f"$KV.{RUN.bucket}"
+CONSUMERS = {
+    NODE: (RUN.tickets_stream, RUN.nodes_consumer),
+    CONTROLLER: (RUN.eval_stream, RUN.eval_controller_consumer),
+    TRAINER: (RUN.trajectories_stream, RUN.trainer_consumer(1)),
 }
+"""One consumer of each role's own."""
+
+Action = tuple[str, frozenset[Role]]
+"""A subject, and the roles that may publish on it."""
+
+
+def _only(subject: str, *roles: Role) -> Action:
+    return subject, frozenset(roles)
+
+
+ACTIONS: dict[str, Action] = {
+    "admit a group": _only(RUN.tickets("w"), CONTROLLER, OPERATOR),
+    "ask an evaluation": _only(RUN.eval_tickets("w"), CONTROLLER, OPERATOR),
+    "forge a trajectory": _only(RUN.trajectories("w", "0-0-0"), NODE, OPERATOR),
+    "forge an evaluation's result": _only(RUN.eval_results("w"), NODE, OPERATOR),
+    "forge an outcome": _only(RUN.outcomes, CONTROLLER, TRAINER, OPERATOR),
+    "forge a cut": _only(RUN.cuts, TRAINER, OPERATOR),
+    "declare a group dead": _only(RUN.dead_groups, TRAINER, OPERATOR),
+    "announce weights": _only(RUN.weights, TRAINER, OPERATOR),
+    "set the weights": _only(f"{KEY}.{RUN.weights_key()}", TRAINER, OPERATOR),
+    "take the lineage": _only(f"{KEY}.{LINEAGE}", TRAINER, OPERATOR),
+    "set the checkpoint": _only(f"{KEY}.{CHECKPOINT}", TRAINER, OPERATOR),
+    "move the data cursor": _only(f"{KEY}.{ADMITTED}", CONTROLLER, OPERATOR),
+    "end the run": _only(f"{KEY}.{RUN_STATE}", CONTROLLER, OPERATOR),
+    "record an evaluation": _only(f"{KEY}.eval.3", CONTROLLER, OPERATOR),
+    "speak for a server": _only(f"{KEY}.{RUN.server_key('s0')}", NODE, OPERATOR),
+    "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
+    "set a key of nobody's": _only(f"{KEY}.other", OPERATOR),
+    "read the tickets": _only(f"$JS.API.DIRECT.GET.{RUN.tickets_stream}", TRAINER, OPERATOR),
+    "read the trajectories": _only(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", NODE, TRAINER, OPERATOR),
+    "read evaluations": _only(f"$JS.API.DIRECT.GET.{RUN.eval_stream}", OPERATOR),
+    "read dead letters": _only(f"$JS.API.DIRECT.GET.{RUN.dead_stream}", OPERATOR),
+    "fence a trainer": _only(
+        f"$JS.API.CONSUMER.DELETE.{RUN.trajectories_stream}.{RUN.trainer_consumer(1)}", TRAINER, OPERATOR
+    ),
+    "list every stream": _only("$JS.API.STREAM.NAMES", OPERATOR),
+    "purge the account": _only("$JS.API.ACCOUNT.PURGE.x", OPERATOR),
+    "command the server": _only("$SYS.REQ.SERVER.PING"),
+    "read the server's accounts": _only("$SYS.REQ.ACCOUNT.PING.CONNZ"),
+    "step the leader down": _only("$JS.API.META.LEADER.STEPDOWN", OPERATOR),
+    "write into another run": _only("areal.other.tickets.w"),
+    "write another run's keys": _only(f"$KV.AREAL_other.{ADMITTED}"),
+    **{f"speak for the {role}'s metrics": _only(RUN.metrics(role), role, OPERATOR) for role in Role},
+    **{f"speak for the {role}'s events": _only(RUN.events(role), role, OPERATOR) for role in Role},
+    **{f"answer the {role}": _only(f"{role.inbox_prefix}.x.1") for role in Role},
+    **{
+        f"{verb.lower()} of {name}": _only(f"$JS.API.STREAM.{verb}.{stream}", OPERATOR)
+        for name, stream in STREAMS.items()
+        for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE", "MSG.GET", "SNAPSHOT", "RESTORE")
+    },
+    **{
+        f"{verb.lower()} of the {owner}'s consumer": _only(f"$JS.{prefix}.{stream}.{consumer}{rest}", owner, OPERATOR)
+        for owner, (stream, consumer) in CONSUMERS.items()
+        for verb, prefix, rest in (
+            ("pull", "API.CONSUMER.MSG.NEXT", ""),
+            ("ack", "ACK", ".1.1.1.1.0"),
+            ("newer ack", "ACK._.hash", ".1.1.1.1.0.x"),
+        )
+    },
+    **{
+        f"ask for the {owner}'s next message as if it was an ack of the {role}'s": _only(
+            f"$JS.ACK.{'.'.join(CONSUMERS[owner])}.{'.'.join(CONSUMERS[role])}.1.1.1", owner, OPERATOR
+        )
+        for owner in CONSUMERS
+        for role in CONSUMERS
+        if role is not owner
+    },
+    **{
+        f"{verb.lower()} a consumer of {name}": _only(
+            f"$JS.API.CONSUMER.{verb}.{stream}.mine", OPERATOR, *([TRAINER] if name == "trajectories" else [])
+        )
+        for name, stream in STREAMS.items()
+        for verb in ("CREATE", "DELETE")
+    },
+    **{
+        f"make an old consumer of {name}": _only(f"$JS.API.CONSUMER.DURABLE.CREATE.{stream}.mine", OPERATOR)
+        for name, stream in STREAMS.items()
+    },
+}
+FORBIDDEN = [(role, what) for role in Role for what, (_, allowed) in ACTIONS.items() if role not in allowed]
 
 
 @pytest.mark.parametrize("role", list(Role))
 async def test_what_is_not_a_roles_work_is_denied_quickly(open_role: OpenRole, role: Role) -> None:
-    bus = await open_role(role)
+    bus, operator = await open_role(role), await open_role(OPERATOR, "1")
+    before = [await operator.stream_state(stream) for stream in all_streams(RUN)]
 
-    with anyio.fail_after(10):
-        for subject in FORBIDDEN[role]:
-            with pytest.raises(BusError, match=f"denied to the role {role}"):
-                await bus.publish(subject, b"x")
+    with anyio.fail_after(40):
+        mine = [what for forbidden, what in FORBIDDEN if forbidden is role]
+        possible = [what for what in mine if not await _is_denied(bus, ACTIONS[what][0])]
+
+    assert possible == []
+    assert [await operator.stream_state(stream) for stream in all_streams(RUN)] == before
+
+
+async def _is_denied(bus: Bus, subject: str) -> bool:
+    try:
+        await bus.publish(subject, b"x")
+    except BusError as exc:
+        return f"denied to the role {bus.role}" in str(exc)
+    return False
+
+
+def test_the_table_forbids_what_it_should() -> None:
+    assert len(FORBIDDEN) > 250
+    assert {role for role, _ in FORBIDDEN} == set(Role)
+    assert {(NODE, "forge an outcome"), (TRAINER, "forge a trajectory"), (CONTROLLER, "set the weights")} <= set(
+        FORBIDDEN
+    )
+
+
+async def test_what_the_broker_writes_for_somebody_is_not_believed(open_role: OpenRole) -> None:
+    """A request names where its answer goes, and the broker does not ask whether the asker may write there."""
+    node, trainer, controller = await open_role(NODE), await open_role(TRAINER), await open_role(CONTROLLER)
+    await controller.put(ADMITTED, Admitted(total=7))
+    forged = {
+        RUN.tickets("w"): ticket("0-9-0", group_size=2),
+        RUN.cuts: Cut(kind=CutKind.BEGIN, lineage=9, step=0),
+        RUN.outcomes: Outcome(group_id="0-9-0", kind=OutcomeKind.TRAINED, lineage=1),
+        f"{KEY}.{ADMITTED}": Admitted(total=0),
+        f"{KEY}.{LINEAGE}": LineageRecord(lineage=9),
+    }
+    for subject, record in forged.items():
+        for headers in ({}, {"KV-Operation": "DEL"}):
+            own = RUN.trajectories("w", f"0-{len(subject)}-{len(headers)}")
+            stored = await node.publish(own, record, headers=headers)
+            request = msgspec.json.encode({"seq": stored.sequence})
+            await node.connection.publish(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", request, reply=subject)
+    await node.connection.request("$JS.API.INFO", deadline_s=5)
+
+    async with node.consume(RUN.tickets_stream, RUN.nodes_consumer) as inbox:
+        for delivery in await inbox.fetch(2, wait_s=5):
+            assert await node.decode(delivery, Ticket) is None
+    entries = await trainer.read_log(RUN.outcomes_stream, RUN.log)
+    assert len(entries) == 4
+    for entry in entries:
+        assert await trainer.decode(entry, Cut if entry.subject == RUN.cuts else Outcome) is None
+    assert (await controller.get(ADMITTED, Admitted))[0] == Admitted(total=7)
+    assert (await trainer.get(LINEAGE, LineageRecord))[0] is None
+
+
+async def test_a_node_cannot_purge_the_keys_by_a_header(open_role: OpenRole) -> None:
+    node, controller = await open_role(NODE), await open_role(CONTROLLER)
+    await controller.put(ADMITTED, Admitted(total=7))
+
+    with pytest.raises(BusError, match="rollup not permitted"):
+        await node.publish(f"{KEY}.{RUN.server_key('s0')}", b"x", headers={"Nats-Rollup": "all"})
+
+    assert (await controller.get(ADMITTED, Admitted))[0] == Admitted(total=7)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])
+async def test_a_key_that_others_may_read_is_refused(broker: EmbeddedBroker, mode: int) -> None:
+    key = broker.credentials(NODE)
+    key.chmod(mode)
+
+    with pytest.raises(UserError, match=f"with mode {mode:o}, which others may use, need 600; chmod it"):
+        await connect(broker.url, name="x", role=NODE, credentials=key, deadline_s=10)
+
+
+async def test_a_broker_does_not_start_on_keys_that_are_open_to_others(settings: Settings) -> None:
+    directory = settings.run_directory / "credentials"
+    directory.mkdir(parents=True, mode=0o700)
+    directory.chmod(0o755)
+    with pytest.raises(UserError, match="credentials with mode 755, which others may use, need 700"):
+        await EmbeddedBroker(settings).start()
+
+    directory.chmod(0o700)
+    ensure_key(directory / "node.nk")
+    (directory / "node.nk").chmod(0o644)
+    with pytest.raises(UserError, match="node.nk with mode 644, which others may use, need 600"):
+        await EmbeddedBroker(settings).start()
 
 
 @pytest.mark.parametrize("role", [Role.CONTROLLER, Role.NODE, Role.TRAINER])
