@@ -1,7 +1,8 @@
 """The outbox of one group: finished slots travel together, and reach the stream whatever happens to it.
 
 Invariant: a message's content and id are frozen at its first send, so that every retry is the same message
-and is stored once. A full stream makes the group wait, for ever but visibly; nothing is dropped.
+and is stored once. A full stream makes the group wait, for ever but visibly; nothing is dropped. What is
+acknowledged is noted apart from the broker (``receipts``).
 """
 
 import json
@@ -12,9 +13,10 @@ import anyio
 import structlog
 
 from areal_async.errors import StreamFullError
+from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
 from areal_async.settings import MESSAGE_BYTES
 from areal_async.subjects import Names
-from areal_async.types import Ticket, Trajectory
+from areal_async.types import Slot, Ticket, Trajectory
 from areal_async.wire import encode_message, encode_trajectory
 
 FLUSH_DEADLINE_S = 10.0
@@ -58,7 +60,8 @@ class _Frozen(NamedTuple):
     payload: bytes
     headers: Mapping[str, str]
     msg_id: str
-    num_slots: int
+    stamp: Stamp
+    slots: list[Slot]
 
 
 class Outbox:
@@ -74,6 +77,7 @@ class Outbox:
         num_expected: int,
         linger_s: float,
         backpressure: Backpressure,
+        receipts: Receipts,
     ) -> None:
         self._bus = bus
         self._subject = names.trajectories(ticket.workflow, ticket.group_id)
@@ -83,6 +87,7 @@ class Outbox:
         """Slots that are not stored yet."""
         self._linger_s = linger_s
         self._backpressure = backpressure
+        self._receipts = receipts
         self._ready: list[Trajectory] = []
         self._changed = anyio.Event()
         self._in_flight: _Frozen | None = None
@@ -124,8 +129,14 @@ class Outbox:
             # Kept while it is being sent: a cancelled send is repeated as it was.
             self._in_flight = self._in_flight or self._freeze()
             await self._send(self._in_flight)
-            self.num_left -= self._in_flight.num_slots
+            self._note_stored(self._in_flight)
             self._in_flight = None
+
+    def _note_stored(self, message: _Frozen) -> None:
+        self._receipts.acknowledge(
+            message.stamp, group_id=self._ticket.group_id, payload=message.payload, slots=message.slots
+        )
+        self.num_left -= len(message.slots)
 
     def _freeze(self) -> _Frozen:
         """Take as many finished slots as fit into one message."""
@@ -143,8 +154,11 @@ class Outbox:
             slots, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
             num_failed_attempts=ticket.num_failed_attempts, group_size=ticket.group_size,
         )  # fmt: skip
+        stamp = self._receipts.stamp()
+        headers[STAMP_HEADER] = encode_stamp(stamp)
         siblings = "_".join(str(trajectory.slot.sibling) for trajectory in slots)
-        return _Frozen(payload, headers, f"{ticket.group_id}.{siblings}.{self._producer}", len(slots))
+        msg_id = f"{ticket.group_id}.{siblings}.{self._producer}"
+        return _Frozen(payload, headers, msg_id, stamp, [trajectory.slot for trajectory in slots])
 
     async def _send(self, message: _Frozen) -> None:
         wait_s = FIRST_FULL_WAIT_S

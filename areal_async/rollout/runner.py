@@ -15,6 +15,7 @@ import structlog
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Workflow
 from areal_async.errors import PipelineError, UserError, WireError
+from areal_async.receipts import Receipts
 from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy import Generator, RecordingPolicy
@@ -55,6 +56,10 @@ class Workplace:
     workflows: Mapping[str, Workflow]
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
+    receipts: Receipts = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.receipts = Receipts(self.settings.run_directory, self.node_id)
 
     def workflow(self, name: str) -> Workflow:
         """Return the workflow of a ticket.
@@ -134,6 +139,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         num_expected=len(siblings),
         linger_s=settings.rollout.linger_ms / 1000,
         backpressure=place.backpressure,
+        receipts=place.receipts,
     )
 
     async def run_sibling(sibling: int) -> None:

@@ -21,6 +21,7 @@ LAYERS = (
         "host",
         "hub",
         "journal",
+        "receipts",
         "weight_group",
     },
     {"bus", "inference", "algorithms"},

@@ -1,6 +1,8 @@
 """Finished slots travel together, are sent again as they were, and are never dropped."""
 
+import zlib
 from collections.abc import Mapping
+from pathlib import Path
 
 import anyio
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from areal_async.errors import StreamFullError
+from areal_async.receipts import Receipts, decode_stamp, read_receipts
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.subjects import Names
 from areal_async.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, Ticket, Trajectory
@@ -68,7 +71,12 @@ class Stream:
             await self._changed.wait()
 
 
-def outbox_to(stream: Stream, *, num_expected: int, linger_s: float = 60.0) -> Outbox:
+@pytest.fixture
+def receipts(tmp_path: Path) -> Receipts:
+    return Receipts(tmp_path, "n")
+
+
+def outbox_to(stream: Stream, receipts: Receipts, *, num_expected: int, linger_s: float = 60.0) -> Outbox:
     return Outbox(
         stream,
         Names("r"),
@@ -77,12 +85,15 @@ def outbox_to(stream: Stream, *, num_expected: int, linger_s: float = 60.0) -> O
         num_expected=num_expected,
         linger_s=linger_s,
         backpressure=Backpressure(),
+        receipts=receipts,
     )
 
 
-async def test_slots_that_are_ready_together_travel_in_one_message_without_waiting_for_the_linger() -> None:
+async def test_slots_that_are_ready_together_travel_in_one_message_without_waiting_for_the_linger(
+    receipts: Receipts,
+) -> None:
     stream = Stream()
-    outbox = outbox_to(stream, num_expected=3)
+    outbox = outbox_to(stream, receipts, num_expected=3)
     for sibling in (2, 0, 1):
         outbox.put(trajectory(sibling))
 
@@ -92,9 +103,9 @@ async def test_slots_that_are_ready_together_travel_in_one_message_without_waiti
     assert stream.sent[0][0] == "0-7-0.2_0_1.n.abc"
 
 
-async def test_straggler_goes_alone_and_run_ends_only_when_every_slot_is_stored() -> None:
+async def test_straggler_goes_alone_and_run_ends_only_when_every_slot_is_stored(receipts: Receipts) -> None:
     stream = Stream()
-    outbox = outbox_to(stream, num_expected=3, linger_s=0.0)
+    outbox = outbox_to(stream, receipts, num_expected=3, linger_s=0.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outbox.run)
         outbox.put(trajectory(0))
@@ -107,9 +118,9 @@ async def test_straggler_goes_alone_and_run_ends_only_when_every_slot_is_stored(
     assert stream.siblings == [[0, 1], [2]]
 
 
-async def test_message_is_bounded_by_its_payload() -> None:
+async def test_message_is_bounded_by_its_payload(receipts: Receipts) -> None:
     stream = Stream()
-    outbox = outbox_to(stream, num_expected=3)
+    outbox = outbox_to(stream, receipts, num_expected=3)
     for sibling in range(3):
         outbox.put(trajectory(sibling, num_tokens=30_000))  # about 500 KB each
 
@@ -118,9 +129,9 @@ async def test_message_is_bounded_by_its_payload() -> None:
     assert stream.siblings == [[0, 1], [2]]
 
 
-async def test_message_is_bounded_by_its_headers() -> None:
+async def test_message_is_bounded_by_its_headers(receipts: Receipts) -> None:
     stream = Stream()
-    outbox = outbox_to(stream, num_expected=64)
+    outbox = outbox_to(stream, receipts, num_expected=64)
     for sibling in range(64):
         outbox.put(trajectory(sibling % 8, reason="\N{GRINNING FACE}" * 1000))
 
@@ -130,11 +141,13 @@ async def test_message_is_bounded_by_its_headers() -> None:
     assert all(sum(map(len, headers.values())) < 60_000 for _, _, headers in stream.sent)
 
 
-async def test_full_stream_is_sent_the_same_message_until_it_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_full_stream_is_sent_the_same_message_until_it_has_room(
+    receipts: Receipts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("areal_async.rollout.publish.FIRST_FULL_WAIT_S", 0.001)
     stream = Stream()
     stream.num_refusals = 3
-    outbox = outbox_to(stream, num_expected=1)
+    outbox = outbox_to(stream, receipts, num_expected=1)
     outbox.put(trajectory(0))
 
     await outbox.run()
@@ -143,10 +156,10 @@ async def test_full_stream_is_sent_the_same_message_until_it_has_room(monkeypatc
     assert all(sent == stream.sent[0] for sent in stream.sent)
 
 
-async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_since() -> None:
+async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_since(receipts: Receipts) -> None:
     stream = Stream()
     stream.room = anyio.Event()
-    outbox = outbox_to(stream, num_expected=3, linger_s=0.0)
+    outbox = outbox_to(stream, receipts, num_expected=3, linger_s=0.0)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outbox.run)
         outbox.put(trajectory(0))
@@ -161,11 +174,13 @@ async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_s
     assert [msg_id for msg_id, _, _ in stream.sent] == ["0-7-0.0.n.abc", "0-7-0.0.n.abc", "0-7-0.1.n.abc"]
 
 
-async def test_cancelled_outbox_stops_trying_after_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_outbox_stops_trying_after_its_deadline(
+    receipts: Receipts, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("areal_async.rollout.publish.FLUSH_DEADLINE_S", 0.01)
     stream = Stream()
     stream.room = anyio.Event()
-    outbox = outbox_to(stream, num_expected=1)
+    outbox = outbox_to(stream, receipts, num_expected=1)
     outbox.put(trajectory(0))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(outbox.run)
@@ -173,3 +188,27 @@ async def test_cancelled_outbox_stops_trying_after_its_deadline(monkeypatch: pyt
         tasks.cancel_scope.cancel()
 
     assert stream.siblings == []
+
+
+async def test_what_is_acknowledged_is_numbered_and_noted_and_what_is_refused_is_not(
+    receipts: Receipts, tmp_path: Path
+) -> None:
+    stream = Stream()
+    outbox = outbox_to(stream, receipts, num_expected=3, linger_s=0.0)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(outbox.run)
+        outbox.put(trajectory(0))
+        outbox.put(trajectory(2))
+        await stream.wait_sent(1)
+        await wait_all_tasks_blocked()
+        stream.room = anyio.Event()
+        outbox.put(trajectory(1))
+        await stream.wait_sent(2)
+        noted = read_receipts(tmp_path)[receipts.producer].receipts
+        stream.room.set()
+
+    stamps = [decode_stamp(headers) for _, _, headers in stream.sent]
+    assert [(stamp.number, stamp.num_acknowledged) for stamp in stamps if stamp] == [(1, 0), (2, 1)]
+    assert [(one.number, [slot.sibling for slot in one.slots]) for one in noted] == [(1, [0, 2])]
+    noted = read_receipts(tmp_path)[receipts.producer].receipts
+    assert [one.crc32 for one in noted] == [zlib.crc32(payload) for _, payload, _ in stream.sent]
