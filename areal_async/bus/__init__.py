@@ -13,6 +13,7 @@ when the broker refuses, it raises ``BusError``.
 from areal_async.bus.broker_config import credentials_for, credentials_path
 from areal_async.bus.connection import Connection, connect
 from areal_async.bus.inbox import Delivery, Inbox
+from areal_async.bus.inspection import HeldError, copied_broker
 from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription, open_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
@@ -24,6 +25,7 @@ __all__ = [
     "Connection",
     "Delivery",
     "EmbeddedBroker",
+    "HeldError",
     "Inbox",
     "Message",
     "Published",
@@ -31,6 +33,7 @@ __all__ = [
     "StreamState",
     "Subscription",
     "connect",
+    "copied_broker",
     "credentials_for",
     "credentials_path",
     "declare",

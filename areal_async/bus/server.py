@@ -282,6 +282,12 @@ async def _stop_stale(pid_file: Path, config_path: Path) -> None:
     raise UserError(f"embedded broker: process {pid} of an earlier run does not end; end it")
 
 
+def stale_broker_pid(directory: Path) -> int | None:
+    """Return the process of a broker that still has the store in ``directory`` open; None when there is none."""
+    pid = _read_pid(directory / "nats.pid")
+    return pid if pid is not None and _runs_our_config(pid, directory.absolute() / "nats.conf") else None
+
+
 def _read_pid(path: Path) -> int | None:
     try:
         return int(path.read_text())

@@ -1,0 +1,143 @@
+"""Looking into the store of a run that nobody runs, without changing a byte of it.
+
+A broker mends, compacts and rewrites what it opens. So it is given a copy, in a directory that goes away again;
+while that is made the run is held, shared with other readers, against a launcher or a broker that would write.
+A damaged store can keep a broker from ever coming up (2.15.1 counts through the gap to a garbled sequence number):
+a stream on which it hangs is tried without its index, which has the broker verify every record, then left out.
+"""
+
+import fcntl
+import re
+import shutil
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
+
+import anyio.to_thread
+import structlog
+
+from areal_async.bus.server import EmbeddedBroker, stale_broker_pid
+from areal_async.errors import BusError, UserError
+from areal_async.settings import Settings
+
+MARGIN_BYTES = 512 << 20
+"""Disk that is left beside the copy, for the broker's own needs."""
+
+
+log = structlog.get_logger()
+
+
+class HeldError(UserError):
+    """Another process holds the run."""
+
+
+class StoreCopy(NamedTuple):
+    """A broker that serves a copy; its credentials are its own."""
+
+    broker: EmbeddedBroker
+    notes: list[str]
+    """What had to be done to the copy before the broker came up."""
+
+
+@asynccontextmanager
+async def copied_broker(settings: Settings, run_directory: Path) -> AsyncIterator[StoreCopy]:
+    """Serve a copy of a dead run's store.
+
+    Raises:
+        HeldError: the run is not dead.
+        UserError: there is no store, or no room for a copy.
+        BusError: the broker does not come up even without the streams on which it hangs.
+    """
+    with TemporaryDirectory(prefix="areal-doctor-") as folder:
+        copy = settings.model_copy(
+            update={
+                "run": settings.run.model_copy(update={"directory": Path(folder)}),
+                "bus": settings.bus.model_copy(update={"url": "embedded", "port": 0, "http_port": 0}),
+            }
+        )
+        await anyio.to_thread.run_sync(_copy_store, run_directory / "bus", copy.run_directory / "bus")
+        served = await _serve(copy)
+        try:
+            yield served
+        finally:
+            await served.broker.aclose()
+
+
+async def _serve(copy: Settings) -> StoreCopy:
+    notes: list[str] = []
+    for remedy in (_without_index, _left_out):
+        broker = EmbeddedBroker(copy)
+        try:
+            await broker.start()
+        except BusError as exc:
+            hung = _hung_streams(copy.run_directory)
+            log.info("copy.not_served", streams=[path.name for path in hung], error=str(exc))
+            if not hung:
+                raise
+            notes += [f"stream {path.name}: the broker hangs on its files; {remedy(path)}" for path in hung]
+        else:
+            return StoreCopy(broker, notes)
+    broker = EmbeddedBroker(copy)
+    await broker.start()
+    return StoreCopy(broker, notes)
+
+
+def _hung_streams(run_directory: Path) -> list[Path]:
+    """Return the folders of the streams whose restoring began, by the broker's last log, and did not end."""
+    log_path = run_directory / "logs" / "nats.log"
+    text = log_path.read_text(errors="replace")
+    log_path.unlink()  # the next start begins its own
+    begun = set(re.findall(r"Starting restore for stream '\S+ > (\S+)'", text))
+    hung = begun - set(re.findall(r"Restored [\d,]+ messages for stream '\S+ > (\S+)'", text))
+    return sorted(path for path in (run_directory / "bus" / "jetstream").rglob("streams/*") if path.name in hung)
+
+
+def _without_index(stream: Path) -> str:
+    (stream / "msgs" / "index.db").unlink(missing_ok=True)
+    return "read without its index"
+
+
+def _left_out(stream: Path) -> str:
+    shutil.rmtree(stream)
+    return "left out"
+
+
+def _copy_store(bus: Path, to: Path) -> None:
+    with ExitStack() as held:
+        held.enter_context(shared_lock(bus.parent / "run.lock"))
+        held.enter_context(shared_lock(bus / "lock"))
+        pid = stale_broker_pid(bus)
+        if pid is not None:
+            raise HeldError(f"store {bus}: broker {pid} has outlived its launcher; end it, or start the run again")
+        store = bus / "jetstream"
+        if not store.is_dir():
+            raise UserError(f"store {store}: there is none; the run was never started, or its broker is elsewhere")
+        to.mkdir(parents=True)
+        num_bytes = sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+        free = shutil.disk_usage(to).free - MARGIN_BYTES
+        if num_bytes > free:
+            raise UserError(
+                f"copy of {store}: got {max(0, free) >> 20} MB at {to.anchor}, need {num_bytes >> 20} MB; "
+                "set TMPDIR to a larger disk"
+            )
+        shutil.copytree(store, to / "jetstream")
+
+
+@contextmanager
+def shared_lock(path: Path) -> Iterator[None]:
+    """Hold a lock file that writers lock for themselves; nothing to hold where there is none.
+
+    Raises:
+        HeldError: a writer has it.
+    """
+    if not path.exists():
+        yield
+        return
+    with path.open() as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            raise HeldError(f"{path}: held by process {lock.read().strip() or 'unknown'}") from exc
+        yield
