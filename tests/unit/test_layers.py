@@ -27,6 +27,7 @@ LAYERS = (
     {"bus", "inference", "algorithms"},
     {"rollout", "trainer", "controller"},
     {"launch"},
+    {"doctor"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,109 @@
+"""What a run has left, as records: the readers fill these in, and the arithmetic of the promises reads nothing else."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from areal_async.receipts import Produced, Stamp
+from areal_async.types import Admitted, Cut, Outcome, SlotStatus
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rules:
+    """The settings that the promises speak of."""
+
+    group_size: int
+    min_group_size: int
+    max_staleness: int
+    max_attempts: int
+    max_groups_in_flight: int
+    advantage_std: bool
+    seed: int
+    num_rows: int = 0
+    """Of all tasks together; 0 when the data cannot be read."""
+    why_no_rows: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredSlot:
+    """A slot of a message that the broker still has."""
+
+    group_id: str
+    sibling: int
+    sample_uid: str
+    status: SlotStatus
+    damage: str = ""
+    """Why its payload cannot be used."""
+    token_faults: tuple[str, ...] = ()
+    """What is wrong with the versions of its tokens."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ArchivedSlot:
+    """One row of the archive: a slot in the step that trained it."""
+
+    step: int
+    lineage: int
+    position: int
+    group_id: str
+    sibling: int
+    sample_uid: str
+    reward: float
+    advantage: float
+    num_sampled: int
+    num_by_version: dict[int, int]
+    """Packed version -> sampled tokens that carry it."""
+    token_faults: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The slot, as findings name it."""
+        return f"{self.group_id}.{self.sibling}"
+
+
+class Ledger(msgspec.Struct, frozen=True):
+    """What the newest checkpoint says that its weights were trained on."""
+
+    version: str
+    trained: dict[str, list[str]]
+    """step -> group ids."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Evidence:
+    """All of it. Sequence numbers are not part of it: they can be reused after corruption."""
+
+    rules: Rules
+    is_live: bool = False
+    is_finished: bool = False
+    """By the run's own record."""
+    admitted: Admitted = field(default_factory=Admitted)
+    """As it was before anything else was read: what it counts had its ticket published by then."""
+    admitted_last: Admitted = field(default_factory=Admitted)
+    """As it was after everything else was read."""
+    tickets: set[str] = field(default_factory=set)
+    """Groups whose ticket is not acked yet."""
+    stored: list[StoredSlot] = field(default_factory=list)
+    stamps: list[Stamp] = field(default_factory=list)
+    """Of the stored messages."""
+    unreadable_messages: list[str] = field(default_factory=list)
+    """Stored, but their headers cannot be read."""
+    log: list[Cut | Outcome] = field(default_factory=list)
+    """In the stored order."""
+    num_entries_before_messages: int = 0
+    """The part of the log that was there before the stored messages were read."""
+    dead_letters: list[Outcome] = field(default_factory=list)
+    produced: dict[str, Produced] = field(default_factory=dict)
+    """Producer -> its receipts."""
+    archive: list[ArchivedSlot] = field(default_factory=list)
+    """Without what an abandoned lineage trained."""
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    ledger: Ledger | None = None
+    """None before the first checkpoint."""
+    absent_streams: list[str] = field(default_factory=list)
+    """Streams that the broker does not have, or not any more."""
+    unreadable_files: list[str] = field(default_factory=list)
+    """Of the archive and the checkpoints, each with its reason."""
+    notes: list[str] = field(default_factory=list)
+    """What else was noticed."""

@@ -1,0 +1,124 @@
+"""One examination, from a run directory to a diagnosis. A live run is asked at its broker, as the operator; a dead
+one's store is copied and the copy asked. Neither is changed.
+"""
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+
+from areal_async.bus import Bus, HeldError, Role, copied_broker, credentials_for, open_bus
+from areal_async.data import load_rows
+from areal_async.doctor.books import Books
+from areal_async.doctor.coverage import admitted_groups, rule_covered
+from areal_async.doctor.durable import rule_durable, rule_once
+from areal_async.doctor.evidence import Evidence, Rules
+from areal_async.doctor.gather import gather
+from areal_async.doctor.report import Diagnosis, Kind, num_ids
+from areal_async.doctor.tokens import rule_fresh, rule_versioned, rule_whole
+from areal_async.errors import UserError
+from areal_async.settings import Settings
+
+CONNECT_DEADLINE_S = 5.0
+
+
+async def examine(settings: Settings, run_directory: Path, bus_url: str) -> Diagnosis:
+    """Judge every promise that a run's remains can speak of.
+
+    Args:
+        bus_url: where the run's broker is, or was.
+
+    Raises:
+        UserError: there is no store, or a process holds it whose broker does not answer.
+    """
+    rules = await anyio.to_thread.run_sync(read_rules, settings)
+    async with _open(settings, run_directory, bus_url) as (bus, notes):
+        evidence = await gather(bus, run_directory, rules, is_live=notes is None)
+    evidence.notes += notes or []
+    return diagnose(settings.run.name, evidence)
+
+
+def diagnose(run: str, evidence: Evidence) -> Diagnosis:
+    """Judge the evidence. Pure."""
+    books = Books(evidence)
+    admitted = admitted_groups(books)
+    rulings = [
+        rule_durable(books, admitted),
+        rule_once(books),
+        rule_fresh(books),
+        rule_whole(books),
+        rule_versioned(books),
+        rule_covered(books, admitted),
+    ]
+    notes = evidence.absent_streams + evidence.unreadable_files + evidence.notes
+    notes += [f"stored message without readable headers: {reason}" for reason in evidence.unreadable_messages]
+    return Diagnosis(
+        run=run,
+        is_live=evidence.is_live,
+        is_finished=evidence.is_finished,
+        checkpoint=evidence.ledger.version if evidence.ledger else "",
+        groups={
+            "admitted": evidence.admitted.total,
+            "settled": len(books.journal.outcomes),
+            **books.num_groups_by_fate(),
+            **num_ids(rulings, Kind.HOLE),
+        },
+        slots={
+            "acknowledged": len(books.received),
+            "in the broker": len(books.stored),
+            **books.num_slots_by_fate(),
+            **num_ids(rulings, Kind.LOST, Kind.TWICE, Kind.OVER_AGE),
+        },
+        notes=notes,
+        rulings=rulings,
+    )
+
+
+def read_rules(settings: Settings) -> Rules:
+    """Take from the settings what the promises speak of, and count the rows of the data."""
+    num_rows, why_no_rows = 0, ""
+    try:
+        num_rows = sum(len(load_rows(task.dataset)) for task in settings.tasks)
+    except UserError as exc:
+        why_no_rows = str(exc)
+    rollout = settings.rollout
+    return Rules(
+        group_size=rollout.group_size,
+        min_group_size=rollout.min_group_size,
+        max_staleness=rollout.max_staleness,
+        max_attempts=rollout.max_attempts,
+        max_groups_in_flight=rollout.max_groups_in_flight,
+        advantage_std=settings.algorithm.advantage_std,
+        seed=settings.run.seed,
+        num_rows=num_rows,
+        why_no_rows=why_no_rows or "the settings name no task",
+    )
+
+
+@asynccontextmanager
+async def _open(settings: Settings, run_directory: Path, bus_url: str) -> AsyncIterator[tuple[Bus, list[str] | None]]:
+    """Connect to the run's broker, with ``None``, or to one with a copy of its store, with what is to be said of it."""
+    url, credentials = bus_url, credentials_for(settings, run_directory, Role.OPERATOR)
+    notes, holder = None, "its broker is not embedded"
+    async with AsyncExitStack() as stack:
+        if settings.bus.url == "embedded":
+            try:
+                broker, notes = await stack.enter_async_context(copied_broker(settings, run_directory))
+            except HeldError as exc:
+                holder = str(exc)
+            else:
+                url, credentials = broker.url, broker.credentials(Role.OPERATOR)
+        bus = open_bus(
+            url,
+            names=settings.names,
+            role=Role.OPERATOR,
+            instance="doctor",
+            credentials=credentials,
+            connect_deadline_s=CONNECT_DEADLINE_S,
+        )
+        try:
+            connected = await stack.enter_async_context(bus)
+        except UserError as exc:
+            raise UserError(f"run {settings.run.name}: {holder}, and: {exc}") from exc
+        yield connected, notes

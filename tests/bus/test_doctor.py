@@ -1,0 +1,295 @@
+"""The doctor on real stores: what the broker or its files have lost is named to the last id, and nothing is changed."""
+
+import fcntl
+import hashlib
+import shutil
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
+from areal_async.doctor import Diagnosis, examine
+from areal_async.doctor.report import Kind, Ruling, Verdict
+from areal_async.errors import UserError
+from areal_async.receipts import Receipts
+from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.settings import (
+    BusSettings,
+    DatasetSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
+from areal_async.subjects import ADMITTED
+from areal_async.types import Admitted, Outcome, OutcomeKind
+from areal_async.wire import decode_headers
+from tests.brokers import OpenRole
+from tests.bus.stored import ticket, trajectory
+
+pytestmark = pytest.mark.anyio
+
+NUM_GROUPS = 12
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(f'{{"question": "{index}"}}\n' for index in range(NUM_GROUPS)))
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path),
+        tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path=str(rows))),),
+        rollout=RolloutSettings(group_size=2, min_group_size=2, batch_groups=2, max_stream_bytes=64 << 20),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+async def produce(bus: Bus, receipts: Receipts, group_id: str, *, siblings: tuple[int, ...] = (0, 1)) -> None:
+    """Store slots of a group in one message, as a node does."""
+    outbox = Outbox(
+        bus, bus.names, ticket(group_id, group_size=2), producer="n.ab", num_expected=len(siblings), linger_s=10.0,
+        backpressure=Backpressure(), receipts=receipts,
+    )  # fmt: skip
+    for sibling in siblings:
+        outbox.put(trajectory(group_id, sibling))
+    await outbox.run()
+
+
+async def produce_singly(bus: Bus, receipts: Receipts, group_id: str) -> None:
+    """Store both slots, each in its own message."""
+    for sibling in (0, 1):
+        await produce(bus, receipts, group_id, siblings=(sibling,))
+
+
+@asynccontextmanager
+async def operator_of(broker: EmbeddedBroker, settings: Settings) -> AsyncIterator[Bus]:
+    async with open_bus(
+        broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+    ) as bus:
+        yield bus
+
+
+async def make_dead_run(settings: Settings, *, num_groups: int) -> set[str]:
+    """Store groups, stop the broker, and return what it could read."""
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    try:
+        async with operator_of(broker, settings) as bus:
+            await declare(bus, settings)
+            receipts = Receipts(settings.run_directory, "n")
+            for index in range(num_groups):
+                await produce(bus, receipts, f"0-{index}-0")
+            return await readable(bus)
+    finally:
+        await broker.aclose()
+
+
+async def delete(operator: Bus, group_id: str, *, sibling: int) -> None:
+    """Delete the message with this slot, as somebody at the broker might."""
+    names = operator.names
+    subject = names.trajectories("w", group_id)
+    for message in await operator.read_log(names.trajectories_stream, subject):
+        stored = decode_headers(message.headers, sequence=message.sequence, num_bytes=0)
+        if any(slot.sibling == sibling for slot in stored.slots):
+            await operator.api.ask(f"$JS.API.STREAM.MSG.DELETE.{names.trajectories_stream}", {"seq": message.sequence})
+
+
+async def readable(bus: Bus) -> set[str]:
+    """The sample uids of every message that the broker can still read."""
+    found = set()
+    for message in await bus.read_log(bus.names.trajectories_stream, ">"):
+        stored = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+        found |= {slot.sample_uid for slot in stored.slots}
+    return found
+
+
+def ruling(diagnosis: Diagnosis, promise: str) -> Ruling:
+    return next(one for one in diagnosis.rulings if one.promise == promise)
+
+
+def ids(diagnosis: Diagnosis, promise: str, kind: Kind) -> list[str]:
+    return sorted(one.id for one in ruling(diagnosis, promise).findings if one.kind is kind)
+
+
+def digest(directory: Path) -> dict[str, str]:
+    """Every file below a directory, and what it holds."""
+    return {
+        str(path.relative_to(directory)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+async def test_a_stored_trajectory_that_vanishes_from_a_live_run_is_named(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
+    receipts = Receipts(settings.run_directory, "n")
+    for group_id in ("0-0-0", "0-1-0"):
+        await produce_singly(node, receipts, group_id)
+    before = await examine(settings, settings.run_directory, broker.url)
+
+    await delete(operator, "0-1-0", sibling=1)
+
+    assert before.is_live
+    assert ruling(before, "P1").verdict is Verdict.PROVED
+    after = await examine(settings, settings.run_directory, broker.url)
+    assert ids(after, "P1", Kind.LOST) == ["0-1-0.1.a"]
+    assert after.slots["lost"] == 1
+    assert not after.is_clean
+
+
+async def test_what_was_settled_may_vanish(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> None:
+    node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
+    await produce(node, Receipts(settings.run_directory, "n"), "0-1-0")
+    await operator.publish(operator.names.outcomes, Outcome(group_id="0-1-0", kind=OutcomeKind.STALE, lineage=1))
+
+    await delete(operator, "0-1-0", sibling=0)
+
+    diagnosis = await examine(settings, settings.run_directory, broker.url)
+    assert ruling(diagnosis, "P1").verdict is Verdict.PROVED
+    assert diagnosis.slots["stale"] == 2
+
+
+async def test_without_receipts_the_sibling_that_an_acked_ticket_promised_is_named(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings, tmp_path: Path
+) -> None:
+    node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
+    await operator.put(ADMITTED, Admitted(total=NUM_GROUPS, num_fresh=NUM_GROUPS))
+    elsewhere = Receipts(tmp_path / "another_host", "n")
+    for index in range(NUM_GROUPS):
+        await produce_singly(node, elsewhere, f"0-{index}-0")
+    before = await examine(settings, settings.run_directory, broker.url)
+
+    await delete(operator, "0-3-0", sibling=0)
+
+    assert ruling(before, "P1").verdict is Verdict.UNDECIDED
+    assert any(elsewhere.producer in missing for missing in ruling(before, "P1").missing)
+    after = await examine(settings, settings.run_directory, broker.url)
+    assert ids(after, "P1", Kind.LOST) == ["0-3-0.0"]
+
+
+async def test_an_admitted_prompt_that_nothing_remembers_is_a_hole(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
+    controller = await open_role(Role.CONTROLLER)
+    await operator.put(ADMITTED, Admitted(total=NUM_GROUPS, num_fresh=NUM_GROUPS))
+    receipts = Receipts(settings.run_directory, "n")
+    await produce(node, receipts, "0-0-0")
+    for index in range(2, NUM_GROUPS):
+        await controller.publish(controller.names.tickets("w"), ticket(f"0-{index}-0", group_size=2))
+
+    diagnosis = await examine(settings, settings.run_directory, broker.url)
+
+    assert ids(diagnosis, "P7", Kind.HOLE) == ["0-1-0"]
+    assert ruling(diagnosis, "P1").verdict is Verdict.PROVED
+
+
+def flip_a_payload(block: Path) -> None:
+    data = bytearray(block.read_bytes())
+    data[data.index(b"0-6-0", len(data) // 2) + 400] ^= 0xFF
+    block.write_bytes(data)
+
+
+def flip_without_index(block: Path) -> None:
+    flip_a_payload(block)
+    (block.parent / "index.db").unlink()
+
+
+def flip_a_sequence(block: Path) -> None:
+    """Of a record: four bytes of length, eight of sequence, eight of time, two of the subject's length, the subject."""
+    data = bytearray(block.read_bytes())
+    data[data.index(b"areal.test.trajectories.w.0-6-0") - 2 - 8 - 3] ^= 0xFF
+    block.write_bytes(data)
+
+
+def destroy_a_part(block: Path) -> None:
+    data = block.read_bytes()
+    third = len(data) // 3
+    block.write_bytes(data[:third] + bytes(third) + data[2 * third :])
+
+
+def truncate(block: Path) -> None:
+    block.write_bytes(block.read_bytes()[: block.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    "damage", [flip_a_payload, flip_without_index, flip_a_sequence, destroy_a_part, truncate, Path.unlink]
+)
+async def test_what_the_brokers_files_have_lost_is_counted_and_named_exactly(
+    settings: Settings, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.bus.server.START_DEADLINE_S", 4.0)  # a broker that hangs is waited for this long
+    stored = await make_dead_run(settings, num_groups=NUM_GROUPS)
+    (block,) = (settings.run_directory / "bus").rglob(f"{settings.names.trajectories_stream}/msgs/*.blk")
+    healthy = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+
+    damage(block)
+
+    before = digest(settings.run_directory)
+    diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+    async with copied_broker(settings, settings.run_directory) as copy, operator_of(copy.broker, settings) as bus:
+        left = await readable(bus)
+    assert ruling(healthy, "P1").verdict is Verdict.PROVED
+    assert not healthy.is_live
+    assert left < stored
+    assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored - left)
+    assert diagnosis.slots["lost"] == len(stored - left)
+    assert digest(settings.run_directory) == before, "the run's own files were touched"
+
+
+async def test_a_payload_that_differs_from_what_its_producer_noted_is_lost(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    node = await open_role(Role.NODE)
+    receipts = Receipts(settings.run_directory, "n")
+    await produce(node, receipts, "0-0-0")
+    await produce(node, receipts, "0-1-0")
+    path = next((settings.run_directory / "produced").iterdir())
+    first, second = path.read_text().splitlines()
+    path.write_text(first.replace('"crc32":', '"crc32":1') + "\n" + second + "\n")
+
+    diagnosis = await examine(settings, settings.run_directory, broker.url)
+
+    assert ids(diagnosis, "P1", Kind.LOST) == ["0-0-0.0.a", "0-0-0.1.a"]
+    assert "its producer noted" in ruling(diagnosis, "P1").findings[0].text
+
+
+async def test_a_store_that_another_process_holds_is_refused_by_its_name(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.doctor.examination.CONNECT_DEADLINE_S", 0.2)
+    bus = settings.run_directory / "bus"
+    (bus / "jetstream").mkdir(parents=True)
+    credentials = settings.run_directory / "credentials"
+    credentials.mkdir()
+    (credentials / "operator.nk").write_text("SUAIBDPBAUTWCWBKIO6XHQNINK5FWJW4OHLXC3HQ2KFE4PEJUA44CNHTC4")
+    with (bus / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711")
+        lock.flush()
+
+        with pytest.raises(HeldError, match="held by process 4711"):
+            async with copied_broker(settings, settings.run_directory):
+                pass
+        with pytest.raises(UserError, match="held by process 4711.*not reachable"):
+            await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+
+
+async def test_a_run_without_a_store_is_a_users_mistake(settings: Settings) -> None:
+    with pytest.raises(UserError, match="there is none"):
+        await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+
+
+async def test_a_stream_whose_files_are_gone_is_told_of(settings: Settings) -> None:
+    stored = await make_dead_run(settings, num_groups=1)
+    (stream,) = (settings.run_directory / "bus").rglob(settings.names.trajectories_stream)
+    shutil.rmtree(stream)
+
+    diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+
+    assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored)
+    assert settings.names.trajectories_stream in diagnosis.notes[0]

@@ -1,0 +1,391 @@
+"""The doctor proves what holds, names exactly what does not, and says when it cannot tell."""
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from areal_async.doctor.evidence import Evidence, Ledger
+from areal_async.doctor.examination import diagnose
+from areal_async.doctor.report import Kind, Ruling, Verdict
+from areal_async.receipts import Stamp
+from areal_async.types import Admitted, Cut, CutKind, Outcome, OutcomeKind, Version
+from tests.unit.doctor.remains import (
+    GROUPS,
+    STEPS,
+    WAITING,
+    archived,
+    cut,
+    outcome,
+    stored,
+    uid,
+    whole_run,
+)
+
+
+def ruling(evidence: Evidence, promise: str) -> Ruling:
+    return next(one for one in diagnose("r", evidence).rulings if one.promise == promise)
+
+
+def replace_lineage(entry: Cut, lineage: int) -> Cut:
+    return msgspec.structs.replace(entry, lineage=lineage)
+
+
+def refuted_ids(evidence: Evidence, promise: str, kind: Kind) -> list[str]:
+    """The ids that refute a promise in one way."""
+    judged = ruling(evidence, promise)
+    assert judged.verdict is Verdict.REFUTED
+    return [one.id for one in judged.findings if one.kind is kind]
+
+
+def test_a_run_in_good_order_is_proved_in_every_promise() -> None:
+    diagnosis = diagnose("r", whole_run())
+
+    assert {one.promise: one.verdict for one in diagnosis.rulings} == dict.fromkeys(
+        ("P1", "P2", "P3", "P4", "P5", "P7"), Verdict.PROVED
+    )
+    assert diagnosis.is_clean
+    assert diagnosis.groups["trained"] == 4
+    assert diagnosis.slots["still stored"] == 2
+
+
+def test_nothing_is_decided_of_a_run_that_has_left_nothing() -> None:
+    evidence = Evidence(rules=whole_run().rules)
+
+    assert {one.verdict for one in diagnose("r", evidence).rulings} == {Verdict.UNDECIDED}
+
+
+# P1
+
+
+def test_an_acknowledged_trajectory_that_is_neither_stored_nor_settled_is_lost() -> None:
+    evidence = whole_run()
+    evidence.stored = [stored(WAITING, 0)]
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 1)]
+
+
+def test_a_stored_trajectory_with_a_damaged_payload_is_lost() -> None:
+    evidence = whole_run()
+    evidence.stored[0] = stored(WAITING, 0, damage="checksum")
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 0)]
+
+
+def test_what_was_settled_may_be_gone_or_damaged() -> None:
+    evidence = whole_run()
+    evidence.stored = [stored(WAITING, 0, damage="checksum")]
+    evidence.log.append(outcome(WAITING, OutcomeKind.STALE))
+
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+
+def test_what_is_cut_and_in_no_checkpoint_must_still_be_stored() -> None:
+    evidence = whole_run()
+    evidence.log.append(cut(3, [WAITING]))
+    evidence.num_entries_before_messages = len(evidence.log)
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+    evidence.stored = []
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 0), uid(WAITING, 1)]
+
+
+def test_a_slot_that_its_step_trained_without_is_lost() -> None:
+    evidence = whole_run()
+    evidence.archive = [one for one in evidence.archive if one.sample_uid != uid(GROUPS[0], 1)]
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(GROUPS[0], 1)]
+
+
+def test_a_cut_alone_is_a_witness_that_a_slot_was_stored() -> None:
+    evidence = whole_run()
+    evidence.produced, evidence.stored = {}, []
+    evidence.log.append(cut(3, [WAITING]))
+    assert ruling(evidence, "P1").verdict is Verdict.UNDECIDED, "it may have been stored after the stream was read"
+
+    evidence.num_entries_before_messages = len(evidence.log)
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 0), uid(WAITING, 1)]
+
+
+def test_an_archive_that_is_still_being_written_is_no_witness_of_a_loss() -> None:
+    evidence = whole_run()
+    evidence.ledger = Ledger(version="1-1", trained={"1": STEPS[1]})
+    evidence.archive = [one for one in evidence.archive if one.name != f"{GROUPS[2]}.1"]
+
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+
+def test_a_duplicate_that_is_gone_is_accounted_for_by_its_own_outcome() -> None:
+    evidence = whole_run()
+    evidence.log.append(outcome(WAITING, OutcomeKind.DUPLICATE, sample_uid=uid(WAITING, 1)))
+    evidence.stored[1] = stored(WAITING, 1, sample_uid="winner")
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+    evidence.stored = evidence.stored[:1]
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [f"{WAITING}.1"]
+
+
+def test_without_receipts_an_acked_ticket_proves_that_a_sibling_is_lost() -> None:
+    evidence = whole_run()
+    evidence.produced = {}
+    evidence.stored = [stored(WAITING, 1)]
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [f"{WAITING}.0"]
+
+
+def test_a_sibling_is_not_missed_while_its_ticket_is_out() -> None:
+    evidence = whole_run()
+    evidence.tickets = {WAITING}
+    evidence.produced["n.1"].receipts.pop()
+    evidence.stored = [stored(WAITING, 1)]
+
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+
+def test_a_sibling_of_a_group_that_a_live_run_admitted_during_the_look_is_not_missed() -> None:
+    evidence = whole_run()
+    evidence.rules = replace(evidence.rules, num_rows=0)
+    evidence.is_live = True
+    evidence.produced["n.1"].receipts.pop()
+    evidence.stored = [stored(WAITING, 1)]
+
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+
+@pytest.mark.parametrize("producer", ["n.1", "elsewhere.2"])
+def test_a_producer_that_claims_more_than_its_receipts_leaves_the_proof_open(producer: str) -> None:
+    evidence = whole_run()
+    evidence.stamps = [Stamp(producer=producer, number=9, num_acknowledged=8)]
+
+    judged = ruling(evidence, "P1")
+
+    assert judged.verdict is Verdict.UNDECIDED
+    assert producer in judged.missing[0]
+
+
+# P2
+
+
+def test_a_slot_in_the_archive_of_two_steps_is_twice() -> None:
+    evidence = whole_run()
+    evidence.archive.append(archived(2, GROUPS[0], 1))
+
+    assert refuted_ids(evidence, "P2", Kind.TWICE) == [f"{GROUPS[0]}.1"]
+
+
+def test_a_group_that_two_surviving_cuts_name_is_twice() -> None:
+    evidence = whole_run()
+    evidence.log.append(cut(3, [GROUPS[0]]))
+
+    assert refuted_ids(evidence, "P2", Kind.TWICE) == [GROUPS[0]]
+
+
+def test_a_group_whose_cut_was_given_up_and_that_is_cut_anew_is_not_twice() -> None:
+    evidence = whole_run()
+    evidence.log += [
+        cut(3, [WAITING]),
+        Cut(kind=CutKind.BEGIN, lineage=2, step=2),
+        Cut(kind=CutKind.BRANCH, lineage=2, step=2),
+        replace_lineage(cut(4, [WAITING]), 2),
+    ]
+
+    assert ruling(evidence, "P2").verdict is Verdict.PROVED
+
+
+@pytest.mark.parametrize("source", ["ledger", "archive", "journal"])
+def test_records_of_a_step_that_disagree_are_named(source: str) -> None:
+    evidence = whole_run()
+    group_id = GROUPS[0]
+    if source == "ledger":
+        assert evidence.ledger
+        evidence.ledger.trained["1"].remove(group_id)
+    elif source == "archive":
+        evidence.archive = [one for one in evidence.archive if one.group_id != group_id]
+    else:
+        evidence.log[1] = cut(1, STEPS[1][1:])
+
+    assert refuted_ids(evidence, "P2", Kind.DISAGREES)[0] == group_id
+
+
+def test_a_group_that_was_trained_and_is_recorded_otherwise_is_named() -> None:
+    evidence = whole_run()
+    evidence.log = [
+        outcome(GROUPS[0], OutcomeKind.STALE) if isinstance(one, Outcome) and one.group_id == GROUPS[0] else one
+        for one in evidence.log
+    ]
+
+    assert refuted_ids(evidence, "P2", Kind.DISAGREES) == [GROUPS[0]]
+
+
+def test_a_group_that_fell_out_of_its_cut_is_no_contradiction() -> None:
+    evidence = whole_run()
+    evidence.log += [cut(3, [WAITING]), outcome(WAITING, OutcomeKind.STALE)]
+
+    assert diagnose("r", evidence).is_clean
+
+
+def test_a_step_without_an_archive_leaves_open_what_only_the_archive_tells() -> None:
+    evidence = whole_run()
+    evidence.archive = [one for one in evidence.archive if one.step != 1]
+
+    for promise in ("P2", "P3", "P4", "P5"):
+        judged = ruling(evidence, promise)
+        assert judged.verdict is Verdict.UNDECIDED
+        assert judged.missing == ["the archive of step 1"]
+
+
+# P3
+
+
+def test_a_token_over_the_bound_of_its_cut_is_named() -> None:
+    evidence = whole_run()
+    evidence.log.append(cut(3, [WAITING]))
+    evidence.archive.append(archived(3, WAITING, 0, version="1-0"))
+
+    assert refuted_ids(evidence, "P3", Kind.OVER_AGE) == [f"{WAITING}.0"]
+
+
+@pytest.mark.parametrize("version", ["1-2", "2-0"])
+def test_a_token_of_a_version_that_came_later_is_named(version: str) -> None:
+    evidence = whole_run()
+    evidence.archive[-1] = replace(evidence.archive[-1], num_by_version={Version.parse(version).pack(): 2})
+
+    assert refuted_ids(evidence, "P3", Kind.OVER_AGE) == [evidence.archive[-1].name]
+
+
+def test_age_counts_both_sides_of_a_branch() -> None:
+    evidence = whole_run()
+    evidence.log.append(Cut(lineage=2, step=2, max_staleness=1, branches={"2": 0}))
+    carried = {Version(1, 1).pack(): 2}
+    evidence.archive = [replace(one, lineage=2, num_by_version=carried) for one in evidence.archive[4:]]
+
+    assert len(refuted_ids(evidence, "P3", Kind.OVER_AGE)) == 4
+
+
+def test_a_step_whose_metrics_admit_an_over_age_token_is_named() -> None:
+    evidence = whole_run()
+    evidence.metrics[1]["staleness_max"] = 2
+
+    assert refuted_ids(evidence, "P3", Kind.OVER_AGE) == ["step 2"]
+
+
+# P4 and P5
+
+
+def test_a_baseline_that_is_not_the_groups_own_is_named() -> None:
+    evidence = whole_run()
+    evidence.archive[0] = replace(evidence.archive[0], advantage=0.25)
+
+    assert refuted_ids(evidence, "P4", Kind.NOT_WHOLE) == [evidence.archive[0].name]
+
+
+def test_a_group_below_the_minimum_is_named() -> None:
+    evidence = whole_run()
+    evidence.archive = [replace(evidence.archive[0], advantage=0.0), *evidence.archive[2:]]
+
+    assert refuted_ids(evidence, "P4", Kind.NOT_WHOLE) == [GROUPS[0]]
+
+
+def test_a_neighbours_trajectory_in_a_group_is_named() -> None:
+    evidence = whole_run()
+    evidence.archive[0] = replace(evidence.archive[0], sample_uid=uid(GROUPS[1], 0))
+
+    assert refuted_ids(evidence, "P4", Kind.NOT_WHOLE) == [f"{GROUPS[0]}.0"]
+
+
+def test_tokens_without_a_version_are_named_in_the_archive_and_in_the_stream() -> None:
+    evidence = whole_run()
+    evidence.archive[0] = replace(evidence.archive[0], token_faults=("1 sampled tokens without a version",))
+    evidence.stored[0] = replace(evidence.stored[0], token_faults=("1 sampled tokens without a version",))
+    evidence.archive[1] = replace(evidence.archive[1], num_sampled=1)
+
+    assert refuted_ids(evidence, "P5", Kind.UNVERSIONED) == [
+        evidence.archive[0].name,
+        uid(WAITING, 0),
+        evidence.archive[1].name,
+    ]
+
+
+# P7
+
+
+def forgotten() -> Evidence:
+    evidence = whole_run()
+    evidence.stored = []
+    evidence.produced["n.1"].receipts.pop()
+    return evidence
+
+
+def test_an_admitted_prompt_without_a_trace_is_a_hole() -> None:
+    assert refuted_ids(forgotten(), "P7", Kind.HOLE) == [WAITING]
+
+
+def test_an_admitted_prompt_whose_ticket_waits_is_no_hole() -> None:
+    evidence = forgotten()
+    evidence.tickets = {WAITING}
+
+    assert ruling(evidence, "P7").verdict is Verdict.PROVED
+
+
+def test_a_finished_run_has_settled_all_that_it_admitted() -> None:
+    evidence = whole_run()
+    evidence.is_finished = True
+
+    assert refuted_ids(evidence, "P7", Kind.HOLE) == [WAITING]
+
+
+def test_a_readmitted_prompt_without_a_trace_is_a_hole() -> None:
+    evidence = whole_run()
+    evidence.log.append(outcome(WAITING, OutcomeKind.FAILED, num_failed_attempts=1))
+    assert ruling(evidence, "P7").verdict is Verdict.PROVED, "not admitted again yet"
+
+    evidence.admitted = evidence.admitted_last = Admitted(total=6, num_fresh=5, num_readmitted=1)
+
+    again = WAITING.removesuffix("-0") + "-1"
+    assert refuted_ids(evidence, "P7", Kind.HOLE) == [again]
+
+
+def test_an_attempt_that_no_outcome_asked_for_is_out_of_turn() -> None:
+    evidence = whole_run()
+    again = WAITING.removesuffix("-0") + "-1"
+    evidence.tickets = {again}
+
+    assert refuted_ids(evidence, "P7", Kind.OUT_OF_TURN) == [again]
+
+
+def test_a_prompt_before_its_turn_is_named() -> None:
+    evidence = whole_run()
+    evidence.tickets = {"7-1-0"}
+
+    assert refuted_ids(evidence, "P7", Kind.OUT_OF_TURN) == ["7-1-0"]
+
+
+def test_a_dead_prompt_needs_its_letter_and_its_reason() -> None:
+    evidence = whole_run()
+    dead = outcome(WAITING, OutcomeKind.DEAD, num_failed_attempts=2, reason="why")
+    evidence.log.append(dead)
+    assert refuted_ids(evidence, "P7", Kind.NO_LETTER) == [WAITING]
+
+    evidence.dead_letters = [dead]
+
+    assert ruling(evidence, "P7").verdict is Verdict.PROVED
+
+
+def test_more_failed_attempts_than_allowed_are_named() -> None:
+    evidence = whole_run()
+    evidence.log.append(outcome(WAITING, OutcomeKind.FAILED, num_failed_attempts=2))
+
+    assert refuted_ids(evidence, "P7", Kind.ATTEMPTS) == [WAITING]
+
+
+def test_coverage_is_not_decidable_without_the_data() -> None:
+    evidence = whole_run()
+    evidence.rules = replace(evidence.rules, num_rows=0, why_no_rows="no such file")
+
+    judged = ruling(evidence, "P7")
+
+    assert judged.verdict is Verdict.UNDECIDED
+    assert judged.missing == ["the data: no such file"]

@@ -1,0 +1,102 @@
+"""The archive is read as it was written; what is wrong with a token's version is found in its columns."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_async.doctor.files import read_archive, read_ledger, read_metrics
+from areal_async.doctor.versions import Columns, count_versions, find_faults
+from areal_async.trainer.archive import write_archive
+from areal_async.trainer.payloads import Placed
+from areal_async.types import NOT_SAMPLED, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+
+OLD, NEW = Version(1, 3).pack(), Version(1, 4).pack()
+
+
+def trajectory(sibling: int, *versions: list[int]) -> Trajectory:
+    """Sequences with these versions on their tokens."""
+    slot = Slot(sibling=sibling, sample_uid=f"u{sibling}", status=SlotStatus.SCORED, oldest="1-3", newest="1-4")
+    sequences = [
+        Sequence(
+            token_ids=np.arange(len(one), dtype=np.int32),
+            loss_mask=np.array(one) != NOT_SAMPLED,
+            logprobs=np.zeros(len(one), dtype=np.float32),
+            versions=np.array(one, dtype=np.int64),
+        )
+        for one in versions
+    ]
+    return Trajectory(slot=slot, sequences=sequences)
+
+
+def columns(**changes: object) -> Columns:
+    whole = trajectory(0, [NOT_SAMPLED, OLD, NEW]).sequences[0]
+    return Columns(whole.token_ids, whole.loss_mask, whole.logprobs, whole.versions)._replace(**changes)
+
+
+def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path) -> None:
+    trajectories = {
+        0: trajectory(0, [NOT_SAMPLED, OLD, NEW], [NOT_SAMPLED, NEW]),
+        1: trajectory(1, [NOT_SAMPLED, NOT_SAMPLED, OLD]),
+    }
+    slots = [
+        Placed(position=position, group_id="0-1-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
+        for position, one in trajectories.items()
+    ]
+    write_archive(
+        tmp_path, made=Version(1, 5), rank=0, slots=slots, trajectories=trajectories, advantages={0: 1.0, 1: -1.0}
+    )
+    (tmp_path / "step-000006-1-0.parquet").write_bytes(b"no parquet")
+
+    rows, unreadable = read_archive(tmp_path)
+
+    assert [(row.step, row.name, row.advantage, row.num_sampled) for row in rows] == [
+        (5, "0-1-0.0", 1.0, 3),
+        (5, "0-1-0.1", -1.0, 1),
+    ]
+    assert [row.num_by_version for row in rows] == [{OLD: 1, NEW: 2}, {OLD: 1}]
+    assert [row.token_faults for row in rows] == [(), ()]
+    assert [reason.split(":")[0] for reason in unreadable] == ["archive step-000006-1-0.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"versions": np.array([NOT_SAMPLED, NOT_SAMPLED, NEW])}, "1 sampled tokens without a version"),
+        ({"versions": np.array([OLD, OLD, NEW])}, "1 tokens with a version that were not sampled"),
+        ({"logprobs": np.array([0, np.nan, 0])}, "1 sampled tokens without a logprob"),
+        ({"versions": np.array([NOT_SAMPLED, OLD])}, "columns of [2, 3] entries"),
+        ({"versions": np.array([NOT_SAMPLED, OLD - 1, NEW])}, "its header says 1-3 to 1-4"),
+    ],
+)
+def test_what_is_wrong_with_a_tokens_version_is_found(changes: dict[str, object], says: str) -> None:
+    (fault,) = find_faults([columns(**changes)], oldest="1-3", newest="1-4")
+
+    assert says in fault
+
+
+def test_tokens_in_order_have_no_fault_and_are_counted_by_version() -> None:
+    assert find_faults([columns(), columns()], oldest="1-2", newest="1-4") == ()
+    assert count_versions([columns(), columns()]) == {OLD: 2, NEW: 2}
+
+
+def test_the_newest_ledger_that_can_be_read_is_taken_and_a_broken_one_told_of(tmp_path: Path) -> None:
+    for name, content in (("1-4", '{"version": "1-4", "trained": {"1": ["0-1-0"]}}'), ("2-12", "{"), ("1-8", None)):
+        (tmp_path / name).mkdir()
+        if content:
+            (tmp_path / name / "ledger").write_text(content)
+
+    ledger, unreadable = read_ledger(tmp_path)
+
+    assert ledger
+    assert ledger.version == "1-4"
+    assert [reason.split(":")[0] for reason in unreadable] == ["checkpoint 2-12", "checkpoint 1-8"]
+
+
+def test_a_metrics_line_cut_short_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    assert read_metrics(path) == []
+
+    path.write_text('{"step": 1}\n{"step": ')
+
+    assert read_metrics(path) == [{"step": 1}]
