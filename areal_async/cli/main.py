@@ -71,6 +71,14 @@ VERBS = {
         (("--config", {"metavar": "FILE.yaml", "help": "settings of the fine-tuning"}), _HELP_SETTINGS),
         takes_settings=True,
     ),
+    "doctor": Verb(
+        "doctor",
+        "prove or refute a run's promises, live or dead, from what it has left",
+        (
+            ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"}),
+            ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
+        ),
+    ),
     "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
     "node": Verb(
         "roles",

@@ -1,0 +1,99 @@
+"""``doctor``: examine a run and say what holds. Exit status 0 when nothing is refuted, 1 when something is."""
+
+import argparse
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import anyio
+import structlog
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal_async.cli.speech import say
+from areal_async.doctor import Diagnosis, examine
+from areal_async.doctor.report import Ruling, Verdict
+from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import RunSettings
+
+MAX_SHOWN = 20
+"""Findings printed per promise; ``--json`` has them all."""
+STYLES = {Verdict.PROVED: "green", Verdict.REFUTED: "bold red", Verdict.UNDECIDED: "yellow"}
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Examine one run and print the diagnosis."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    directory = find_run(arguments.run)
+    settings, bus_url = directory.read_settings(), directory.read_bus_url()
+
+    async def examine_run() -> Diagnosis:
+        return await examine(settings, directory.path, bus_url)
+
+    diagnosis = anyio.run(examine_run, backend_options={"use_uvloop": True})
+    if arguments.json:
+        say(json.dumps(diagnosis.as_json(), indent=1))
+    else:
+        show(diagnosis, Console(highlight=False))
+    return 0 if diagnosis.is_clean else 1
+
+
+def find_run(name: str) -> RunDirectory:
+    """Return the directory of a run: the one of that name among the runs here, or the one that is at that path.
+
+    Raises:
+        UserError: no run there.
+    """
+    named = RunSettings().directory / name
+    for path in (named, Path(name)):
+        directory = RunDirectory(path.absolute())
+        if directory.exists:
+            return directory
+    raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
+
+
+def show(diagnosis: Diagnosis, console: Console) -> None:
+    """Print it for people."""
+    state = "alive" if diagnosis.is_live else "finished" if diagnosis.is_finished else "stopped, not finished"
+    checkpoint = f"newest checkpoint {diagnosis.checkpoint}" if diagnosis.checkpoint else "no checkpoint yet"
+    console.print(f"run {diagnosis.run}: {state}; {checkpoint}")
+    console.print(_counts(diagnosis))
+    console.print(_verdicts(diagnosis.rulings))
+    for ruling in diagnosis.rulings:
+        for line in _details(ruling):
+            console.print(Text(line))
+    for note in diagnosis.notes:
+        console.print(Text(f"note: {note}"))
+
+
+def _counts(diagnosis: Diagnosis) -> Table:
+    table = Table("what became of", "groups", "trajectories")
+    for name in dict.fromkeys([*diagnosis.groups, *diagnosis.slots]):
+        table.add_row(name, _count(diagnosis.groups, name), _count(diagnosis.slots, name))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
+
+
+def _count(counts: Mapping[str, int], name: str) -> str:
+    return f"{counts[name]:,}" if name in counts else ""
+
+
+def _verdicts(rulings: Sequence[Ruling]) -> Table:
+    table = Table("promise", "verdict", "looked at")
+    for ruling in rulings:
+        verdict = Text(ruling.verdict.value, style=STYLES[ruling.verdict])
+        table.add_row(f"{ruling.promise} {ruling.title}", verdict, Text(ruling.sentence))
+    return table
+
+
+def _details(ruling: Ruling) -> list[str]:
+    """Return what refutes a promise, and what is missing for its proof."""
+    lines = [f"{ruling.promise} is refuted by {ruling.num_findings}:"] if ruling.findings else []
+    lines += [f"  {finding.id}: {finding.text}" for finding in ruling.findings[:MAX_SHOWN]]
+    if ruling.num_findings > MAX_SHOWN:
+        lines.append(f"  and {ruling.num_findings - MAX_SHOWN} more; --json lists them all")
+    return lines + [f"{ruling.promise} lacks for a proof: {missing}" for missing in ruling.missing]

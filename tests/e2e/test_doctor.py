@@ -1,0 +1,109 @@
+"""The doctor on a real run that was killed: clean as it is, and every damage done to it is found, alone and by name."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from areal_async.types import NOT_SAMPLED, Version
+from tests.e2e.test_run import REPOSITORY, Run, role_processes, wait_until
+
+pytestmark = pytest.mark.timeout(240)
+
+PROMISES = ("P1", "P2", "P3", "P4", "P5", "P7")
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run whose launcher was killed after its fifth step, with a checkpoint of its fourth."""
+    run = Run(tmp_path_factory.mktemp("doctor"), "killed", run__steps=40)
+    with run.start() as process:
+        run.wait_for_step(5, process)
+        process.send_signal(signal.SIGKILL)
+    wait_until(lambda: not any(role_processes(run, verb) for verb in ("controller", "node", "trainer")), "all ended")
+    return run.directory
+
+
+@pytest.fixture
+def run_directory(killed: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return Path(shutil.copytree(killed, tmp_path / "killed", symlinks=True))
+
+
+def diagnose(directory: Path, *, status: int) -> dict[str, Any]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "areal_async", "doctor", "--run", str(directory), "--json"],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert ended.returncode == status, ended.stdout + ended.stderr
+    diagnosis: dict[str, Any] = json.loads(ended.stdout)
+    return diagnosis
+
+
+def findings(diagnosis: dict[str, Any], kind: str) -> list[str]:
+    return sorted(one["id"] for ruling in diagnosis["rulings"] for one in ruling["findings"] if one["kind"] == kind)
+
+
+def archive(directory: Path) -> list[Path]:
+    return sorted((directory / "trajectories").glob("step-*.parquet"))
+
+
+def test_a_killed_run_keeps_every_promise(killed: Path) -> None:
+    diagnosis = diagnose(killed, status=0)
+
+    assert {one["promise"]: one["verdict"] for one in diagnosis["rulings"]} == dict.fromkeys(PROMISES, "proved")
+    assert not diagnosis["is_live"]
+    assert diagnosis["slots"]["acknowledged"] > diagnosis["slots"]["trained"] > 0
+    assert diagnosis["slots"]["in the broker"] > 0
+    assert diagnosis["notes"] == []
+
+
+def test_destroyed_message_blocks_are_a_loss_of_what_was_not_settled_and_of_nothing_else(run_directory: Path) -> None:
+    before = diagnose(run_directory, status=0)
+    (block,) = (run_directory / "bus").rglob("AREAL_killed_TRAJECTORIES/msgs/*.blk")
+
+    block.unlink()
+
+    diagnosis = diagnose(run_directory, status=1)
+    assert diagnosis["slots"]["lost"] == before["slots"]["in the broker"]
+    assert len(findings(diagnosis, "lost")) == before["slots"]["in the broker"]
+    assert [one["promise"] for one in diagnosis["rulings"] if one["verdict"] == "refuted"] == ["P1"]
+
+
+def test_a_slot_in_the_archive_of_two_steps_is_found(run_directory: Path) -> None:
+    first, second = archive(run_directory)[:2]
+    planted = pq.read_table(first).slice(0, 1)
+    step = pa.array([2], pa.int64())
+    doubled = pa.concat_tables([pq.read_table(second), planted.set_column(0, planted.schema.field(0), step)])
+    pq.write_table(doubled, second)
+
+    diagnosis = diagnose(run_directory, status=1)
+
+    row = planted.to_pylist()[0]
+    assert findings(diagnosis, "twice") == [f"{row['group_id']}.{row['sibling']}"]
+
+
+def test_an_over_age_token_is_found_and_so_are_one_from_the_future_and_one_without_a_version(
+    run_directory: Path,
+) -> None:
+    path = archive(run_directory)[4]  # of step 5: tokens of version 0 have age 4
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    old, future, unversioned = rows[:3]
+    for row, version in ((old, Version(1, 0)), (future, Version(1, 5))):
+        row["versions"][0][-1] = version.pack()
+    old["oldest"], future["newest"] = "1-0", "1-5"
+    unversioned["versions"][0][-1] = NOT_SAMPLED
+    pq.write_table(pa.Table.from_pylist(rows, schema=table.schema), path)
+
+    diagnosis = diagnose(run_directory, status=1)
+
+    assert findings(diagnosis, "over age") == sorted(f"{row['group_id']}.{row['sibling']}" for row in (old, future))
+    assert findings(diagnosis, "unversioned") == [f"{unversioned['group_id']}.{unversioned['sibling']}"]

@@ -1,0 +1,79 @@
+"""What the doctor prints: verdicts for people with the first ids and their number, everything for machines."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from areal_async.cli.doctor import MAX_SHOWN, find_run, show
+from areal_async.cli.main import main
+from areal_async.doctor.report import Diagnosis, Finding, Kind, rule
+from areal_async.errors import UserError
+
+
+def diagnosis(*, num_lost: int) -> Diagnosis:
+    findings = [Finding(Kind.LOST, f"0-{index}-0.0.n", "gone") for index in range(num_lost)]
+    return Diagnosis(
+        run="r",
+        is_live=False,
+        is_finished=False,
+        checkpoint="1-4",
+        groups={"admitted": 3},
+        slots={"lost": num_lost},
+        notes=["a note"],
+        rulings=[
+            rule("P1", "durable", "9 trajectories", findings=findings),
+            rule("P7", "covered", "3 prompts", findings=[], missing=["the data"]),
+        ],
+    )
+
+
+def shown(one: Diagnosis) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    show(one, console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_first_ids_are_printed_and_the_number_of_all() -> None:
+    text = shown(diagnosis(num_lost=MAX_SHOWN + 3))
+
+    assert "P1 is refuted by 23:" in text
+    assert f"0-{MAX_SHOWN - 1}-0.0.n: gone" in text
+    assert f"0-{MAX_SHOWN}-0.0.n" not in text
+    assert "and 3 more; --json lists them all" in text
+    assert "P7 lacks for a proof: the data" in text
+    assert "note: a note" in text
+
+
+def test_json_has_every_id() -> None:
+    plain = json.loads(json.dumps(diagnosis(num_lost=23).as_json()))
+
+    assert plain["is_clean"] is False
+    assert [len(one["findings"]) for one in plain["rulings"]] == [23, 0]
+    assert [one["verdict"] for one in plain["rulings"]] == ["refuted", "not decidable"]
+
+
+def test_what_is_not_decidable_is_clean() -> None:
+    assert diagnosis(num_lost=0).is_clean
+
+
+def test_a_run_is_found_by_name_among_the_runs_here_or_by_its_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for path in (tmp_path / "runs" / "one", tmp_path / "elsewhere"):
+        path.mkdir(parents=True)
+        (path / "config.yaml").touch()
+    monkeypatch.chdir(tmp_path)
+
+    assert find_run("one").path == tmp_path / "runs" / "one"
+    assert find_run("elsewhere").path == tmp_path / "elsewhere"
+    with pytest.raises(UserError, match="got two"):
+        find_run("two")
+
+
+def test_a_run_that_is_not_there_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--run", "no-such-run"]) == 2
+    assert capsys.readouterr().err.startswith("--run: got no-such-run, need ")
