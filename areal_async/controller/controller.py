@@ -23,6 +23,7 @@ from areal_async.controller.admission import Admission, has_ended, left_over, mi
 from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
 from areal_async.controller.sampler import Sampler
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
+from areal_async.fault_points import reach
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
@@ -186,9 +187,11 @@ class Controller:
 
     async def _admit(self, admission: Admission) -> None:
         """Publish tickets, then move the record: what a crash between repeats is de-duplicated by id."""
+        reach("controller.before_tickets")
         async with anyio.create_task_group() as publishing:
             for number, item in enumerate(admission.items, start=admission.first_number):
                 publishing.start_soon(self._publish_ticket, item, str(admission.version), number)
+        reach("controller.before_cursor")
         try:
             self._admitted_revision = await self._bus.compare_and_set(
                 ADMITTED, admission.record, self._admitted_revision
@@ -196,6 +199,7 @@ class Controller:
         except ConflictError as exc:
             raise FencedError("controller: another controller of this run is admitting; this one must stop") from exc
         self._accounts.admitted = admission.record
+        reach("controller.after_cursor")
         self._move()
 
     async def _publish_ticket(self, item: Readmission, version: str, number: int) -> None:
