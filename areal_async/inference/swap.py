@@ -18,6 +18,7 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
+from areal_async.fault_points import reach
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.types import WeightsVersion
@@ -149,9 +150,11 @@ async def _update(api: ServerApi, transfer: Step, check: Step, *, mode: str) -> 
     start = time.monotonic()
     await api.pause(mode, deadline_s=ORDER_DEADLINE_S)
     paused = time.monotonic()
+    reach("node.paused")
     await transfer()
     await check()
     updated = time.monotonic()
+    reach("node.updated")
     await api.resume(deadline_s=ORDER_DEADLINE_S)
     return SwapTimes(pause_s=paused - start, transfer_s=updated - paused, resume_s=time.monotonic() - updated)
 
