@@ -13,6 +13,7 @@ import anyio
 import structlog
 
 from areal_async.errors import StreamFullError
+from areal_async.fault_points import reach
 from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
 from areal_async.settings import MESSAGE_BYTES
 from areal_async.subjects import Names
@@ -166,9 +167,11 @@ class Outbox:
         try:
             while True:
                 try:
+                    reach("node.before_publish")
                     await self._bus.publish(
                         self._subject, message.payload, msg_id=message.msg_id, headers=message.headers
                     )
+                    reach("node.after_publish")
                     return
                 except StreamFullError:
                     if not is_waiting:
