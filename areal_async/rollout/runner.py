@@ -15,6 +15,7 @@ import structlog
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Workflow
 from areal_async.errors import PipelineError, UserError, WireError
+from areal_async.fault_points import reach
 from areal_async.receipts import Receipts
 from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.episode import run_episode
@@ -110,7 +111,9 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
             stored = await _stored_messages(place, ticket) if delivery.num_delivered > 1 else []
             await _run_siblings(place, ticket, missing_siblings(ticket, stored))
             tasks.cancel_scope.cancel()
+        reach("node.before_ack")
         await delivery.ack()
+        reach("node.after_ack")
 
 
 async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
