@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from areal_async.errors import PipelineError
+from areal_async.fault_points import reach
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import finish, partial_name
 
@@ -40,6 +41,7 @@ def save(
     dcp.save(_state(causal_lm, optimizer), storage_writer=writer, process_group=ranks.control)
     if ranks.rank == 0:
         (partial / LEDGER).write_bytes(ledger)
+        reach("trainer.during_checkpoint")
         finish(partial, directory)
     ranks.barrier()
 
