@@ -7,6 +7,7 @@ its cuts and outcomes for every reader. Whatever else a lineage writes is compar
 
 from areal_async.bus import Bus, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
+from areal_async.fault_points import reach
 from areal_async.journal import Journal
 from areal_async.subjects import CHECKPOINT, LINEAGE
 from areal_async.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
@@ -92,8 +93,10 @@ class Lineage:
 
     async def announce(self, weights: WeightsVersion) -> None:
         """Make ``weights`` the newest, then tell everybody."""
+        reach("trainer.before_announce")
         await self._write(self._bus.names.weights_key(), weights)
         await self._bus.emit(self._bus.names.weights, weights)
+        reach("trainer.after_announce")
 
     async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
