@@ -23,6 +23,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
+from areal_async.fault_points import reach
 from areal_async.journal import Journal
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
@@ -249,7 +250,9 @@ class Trainer:
             masks_stale=part.cut.masks_stale,
         )
         train_since = time.monotonic()
+        reach("trainer.before_step")
         stats = await self._thread.run(lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps))
+        reach("trainer.after_step")
         train_s = time.monotonic() - train_since
         made = Version(self._number, step)
         archive = functools.partial(
@@ -296,7 +299,9 @@ class Trainer:
         folder = self._directory / "checkpoints" / str(self.version)
         await self._archiving.finish()  # on every rank: they all wait for each other in the checkpoint
         ledger = msgspec.json.encode(self._ledger)
+        reach("trainer.before_checkpoint")
         await self._thread.run(lambda: self._engine.save_checkpoint(folder, ledger))
+        reach("trainer.after_checkpoint")
         self._checkpointed_step = self.step
         if self._lineage is not None and self._feed is not None:
             await self._lineage.record_checkpoint(
