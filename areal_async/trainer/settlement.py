@@ -10,6 +10,7 @@ import anyio
 import structlog
 
 from areal_async.bus import Bus, Delivery
+from areal_async.fault_points import reach
 from areal_async.trainer.fates import Fates
 from areal_async.types import Outcome, OutcomeKind
 
@@ -30,7 +31,9 @@ class Settlement:
     async def on_checkpoint(self, step: int) -> None:
         """Record and ack what the checkpoint of ``step`` contains. It must be on disk, and the newest by the bucket."""
         await self._record(self._fates.of_checkpoint(step))
+        reach("trainer.before_acks")
         await self._ack(self._fates.release_cuts(step))
+        reach("trainer.after_acks")
 
     async def settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
         """End groups without training them: record, then ack."""
