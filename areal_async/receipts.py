@@ -18,7 +18,8 @@ import msgspec
 import structlog
 
 from areal_async.errors import WireError
-from areal_async.types import Record, Slot
+from areal_async.types import Count, GroupIdText, Record, Slot
+from areal_async.wire import decode_json
 
 FOLDER = "produced"
 STAMP_HEADER = "Areal-Producer"
@@ -30,27 +31,27 @@ class Stamp(Record, frozen=True, kw_only=True):
     """A header of every trajectory message: who sent it, and its place among what that producer sent."""
 
     producer: str
-    number: int
+    number: Count
     """From 1."""
-    num_acknowledged: int
+    num_acknowledged: Count
     """This producer's messages 1 to this one were all acknowledged when this one was made."""
 
 
 class ReceivedSlot(Record, frozen=True, kw_only=True):
     """A slot of an acknowledged message."""
 
-    sibling: int
+    sibling: Count
     sample_uid: str
 
 
 class Receipt(Record, frozen=True, kw_only=True):
     """One acknowledged message."""
 
-    number: int
-    group_id: str
-    num_bytes: int
+    number: Count
+    group_id: GroupIdText
+    num_bytes: Count
     """Of the payload."""
-    crc32: int
+    crc32: Count
     """Of the same."""
     slots: list[ReceivedSlot]
 
@@ -122,12 +123,10 @@ def decode_stamp(headers: Mapping[str, str]) -> Stamp | None:
         WireError: it does not fit.
     """
     text = headers.get(STAMP_HEADER)
-    if text is None:
-        return None
     try:
-        return msgspec.json.decode(text, type=Stamp)
-    except msgspec.DecodeError as exc:
-        raise WireError(f"header {STAMP_HEADER}: cannot decode {text!r}: {exc}") from exc
+        return None if text is None else decode_json(text, Stamp, what=f"header {STAMP_HEADER}")
+    except UnicodeEncodeError as exc:  # what is no UTF-8 arrives as surrogates
+        raise WireError(f"header {STAMP_HEADER}: cannot decode: {exc}") from exc
 
 
 def read_receipts(directory: Path) -> dict[str, Produced]:
@@ -140,7 +139,7 @@ def _read(path: Path) -> Produced:
     data = path.read_bytes()
     for line in data[: data.rfind(b"\n") + 1].splitlines():
         try:
-            receipts.append(msgspec.json.decode(line, type=Receipt))
-        except msgspec.DecodeError:
+            receipts.append(decode_json(line, Receipt, what=path.name))
+        except WireError:
             num_damaged += 1
     return Produced(receipts, num_damaged)

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from areal_async.receipts import Produced, Stamp
-from areal_async.types import Admitted, Cut, Outcome, SlotStatus
+from areal_async.types import Admitted, Cut, GroupIdText, Outcome, SlotStatus, StepText, VersionText
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,8 +65,8 @@ class ArchivedSlot:
 class Ledger(msgspec.Struct, frozen=True):
     """What the newest checkpoint says that its weights were trained on."""
 
-    version: str
-    trained: dict[str, list[str]]
+    version: VersionText
+    trained: dict[StepText, list[GroupIdText]]
     """step -> group ids."""
 
 

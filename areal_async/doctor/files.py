@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.doctor.evidence import ArchivedSlot, Ledger
 from areal_async.doctor.versions import Array, Columns, count_versions, find_faults
+from areal_async.errors import WireError
 from areal_async.types import Version
+from areal_async.wire import decode_json
 
 SCALARS = (
     "step", "lineage", "position", "group_id", "sibling", "sample_uid", "reward", "advantage", "oldest", "newest",
@@ -64,10 +65,10 @@ class _ListsOfLists:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Return the lines that are whole."""
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for text in path.read_bytes().splitlines() if path.exists() else ():
         try:
             line = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # cut short by a crash
         if isinstance(line, dict):
             lines.append(line)
@@ -80,8 +81,8 @@ def read_ledger(directory: Path) -> tuple[Ledger | None, list[str]]:
     unreadable: list[str] = []
     for folder in sorted(folders, key=_version_of, reverse=True):
         try:
-            return msgspec.json.decode((folder / "ledger").read_bytes(), type=Ledger), unreadable
-        except (OSError, msgspec.DecodeError) as exc:
+            return decode_json((folder / "ledger").read_bytes(), Ledger, what="ledger"), unreadable
+        except (OSError, WireError) as exc:
             unreadable.append(f"checkpoint {folder.name}: {exc}")
     return None, unreadable
 

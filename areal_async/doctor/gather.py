@@ -6,8 +6,9 @@ trained after the archive was read is in nobody's books. Payloads are looked at 
 """
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from areal_async.bus import Bus, Message
 from areal_async.bus.api import STREAM_NOT_FOUND, ApiError
@@ -17,8 +18,10 @@ from areal_async.doctor.versions import Columns, find_faults
 from areal_async.errors import WireError
 from areal_async.receipts import Receipt, Stamp, decode_stamp, read_receipts
 from areal_async.subjects import ADMITTED, RUN_STATE
-from areal_async.types import Admitted, Cut, Outcome, RunState, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.types import Admitted, Cut, Outcome, Record, RunState, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.wire import decode, decode_headers, decode_trajectory
+
+R = TypeVar("R", bound=Record)
 
 
 async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) -> Evidence:
@@ -78,20 +81,21 @@ class _Reader:
 
     async def read_tickets(self) -> None:
         names = self._bus.names
-        for message in await self._messages(names.tickets_stream, names.all_tickets):
-            self._evidence.tickets.add(decode(message.data, Ticket).group_id)
+        tickets = self._decoded(await self._messages(names.tickets_stream, names.all_tickets), Ticket)
+        self._evidence.tickets = {ticket.group_id for ticket in tickets}
 
     async def read_log(self) -> list[Cut | Outcome]:
         names = self._bus.names
-        return [
-            decode(message.data, Cut) if message.subject == names.cuts else decode(message.data, Outcome)
-            for message in await self._messages(names.outcomes_stream, names.log)
-        ]
+        entries: list[Cut | Outcome] = []
+        for message in await self._messages(names.outcomes_stream, names.log):
+            kind = Cut if message.subject == names.cuts else Outcome
+            entries += self._decoded([message], kind)
+        return entries
 
     async def read_dead_letters(self) -> None:
         names = self._bus.names
-        for message in await self._messages(names.dead_stream, names.dead("group")):
-            self._evidence.dead_letters.append(decode(message.data, Outcome))
+        letters = await self._messages(names.dead_stream, names.dead_groups)
+        self._evidence.dead_letters = self._decoded(letters, Outcome)
 
     async def read_trajectories(self) -> None:
         stream = self._bus.names.trajectories_stream
@@ -126,6 +130,18 @@ class _Reader:
 
     async def _messages(self, stream: str, subject: str) -> list[Message]:
         return [] if stream in self._absent else await self._bus.read_log(stream, subject)
+
+    def _decoded(self, messages: Iterable[Message], kind: type[R]) -> list[R]:
+        """Return the records; a message that holds none is passed over, as every reader does, and noted."""
+        records = []
+        for message in messages:
+            try:
+                records.append(decode(message.data, kind))
+            except WireError as exc:
+                note = f"{message.stream}: a message on {message.subject} cannot be read: {exc}"
+                if note not in self._evidence.notes:
+                    self._evidence.notes.append(note)
+        return records
 
 
 def _damage(payload: bytes, stamp: Stamp | None, receipts: Mapping[tuple[str, int], Receipt]) -> str:

@@ -258,6 +258,19 @@ async def test_a_payload_that_differs_from_what_its_producer_noted_is_lost(
     assert "its producer noted" in ruling(diagnosis, "P1").findings[0].text
 
 
+async def test_an_entry_of_the_log_that_cannot_be_read_is_told_of_and_left_where_it_is(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+    await operator.publish(operator.names.cuts, b"no cut")
+
+    diagnosis = await examine(settings, settings.run_directory, broker.url)
+
+    (note,) = diagnosis.notes
+    assert f"a message on {operator.names.cuts} cannot be read" in note
+    assert (await operator.stream_state(operator.names.dead_stream)).num_messages == 0
+
+
 async def test_a_store_that_another_process_holds_is_refused_by_its_name(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -63,5 +63,6 @@ def test_stamp_survives_its_header(tmp_path: Path) -> None:
 
     assert decode_stamp({STAMP_HEADER: encode_stamp(stamp)}) == stamp
     assert decode_stamp({}) is None
-    with pytest.raises(WireError, match=STAMP_HEADER):
-        decode_stamp({STAMP_HEADER: "{}"})
+    for damaged in ("{}", "\udcff", '{"producer": "n", "number": -1, "num_acknowledged": 0}'):
+        with pytest.raises(WireError, match=STAMP_HEADER):
+            decode_stamp({STAMP_HEADER: damaged})
