@@ -1,0 +1,179 @@
+"""The rows of the fault matrix: how one is declared, carried out with a seed, and judged."""
+
+import random
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from areal_async.errors import ArealError
+from tools.faults_accounts import Accounts, account_at_rest
+from tools.faults_run import FaultFailed, FaultRun
+
+PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
+
+
+class NotRun(Exception):
+    """This machine cannot carry out the row; the sentence says why."""
+
+
+@dataclass(slots=True)
+class Case:
+    """One row under one seed."""
+
+    seed: int
+    directory: Path
+    rng: random.Random = field(init=False)
+    run: FaultRun | None = None
+    accounts: Accounts | None = None
+    """What the row's own broker had to say; ``None`` reads the run's."""
+    recoveries_s: list[float] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.rng = random.Random(self.seed)
+
+    def new_run(self, *, parent: Path | None = None, **settings: Any) -> FaultRun:
+        """Return the run that this row strikes; its seed is the row's."""
+        self.run = FaultRun(parent or self.directory, **{"run__seed": self.seed, "run__steps": 12, **settings})
+        return self.run
+
+    def recovered(self, seconds: float) -> None:
+        """Note how long it took until something was acknowledged or trained again."""
+        self.recoveries_s.append(seconds)
+
+    def check(self, is_so: bool, sentence: str) -> None:
+        """Fail the row unless it is so."""
+        if not is_so:
+            raise FaultFailed(sentence)
+
+    def note(self, sentence: str) -> None:
+        """Say something beside the figures."""
+        self.notes.append(sentence)
+
+
+Strike = Callable[[Case], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One fault."""
+
+    number: str
+    """Of the matrix; ``N1`` and so on for negative controls."""
+    title: str
+    strike: Strike
+    is_random: bool
+    """Its timing is: it takes several seeds."""
+    is_quick: bool
+    """It belongs to the short selection."""
+    must_show: str = ""
+    """``lost`` or ``twice``: what a negative control has to find."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Result:
+    """One line of the table."""
+
+    row: str
+    title: str
+    seed: int
+    verdict: str
+    accounts: Accounts
+    duration_s: float
+    recovery_s: float | None
+    peak_rss_bytes: int
+    notes: list[str]
+
+
+ROWS: dict[str, Row] = {}
+
+
+def row(
+    number: str, title: str, *, is_random: bool = False, is_quick: bool = False, must_show: str = ""
+) -> Callable[[Strike], Strike]:
+    """Declare a function as a row of the matrix."""
+
+    def declare(strike: Strike) -> Strike:
+        ROWS[number] = Row(
+            number=number, title=title, strike=strike, is_random=is_random, is_quick=is_quick, must_show=must_show
+        )
+        return strike
+
+    return declare
+
+
+def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
+    """Run a row once; the directory stays when it fails, or when it ``keeps``."""
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+    case, started = Case(seed, directory), time.monotonic()
+    verdict, accounts = PASS, Accounts()
+    try:
+        row.strike(case)
+        if case.accounts is None and case.run is not None:
+            case.accounts = account_at_rest(case.run.settings())
+        accounts = case.accounts or accounts
+        verdict = _judge(row, accounts, case)
+    except NotRun as exc:
+        verdict = NOT_RUN
+        case.note(str(exc))
+    except (FaultFailed, ArealError) as exc:
+        verdict = FAIL
+        case.note(str(exc))
+    finally:
+        if case.run is not None:
+            case.run.kill_everything()
+            case.run.close()
+    if verdict != FAIL and not keeps:
+        shutil.rmtree(directory, ignore_errors=True)
+    return Result(
+        row=row.number,
+        title=row.title,
+        seed=seed,
+        verdict=verdict,
+        accounts=accounts,
+        duration_s=time.monotonic() - started,
+        recovery_s=max(case.recoveries_s, default=None),
+        peak_rss_bytes=case.run.peak_rss_bytes if case.run is not None else 0,
+        notes=case.notes,
+    )
+
+
+def _judge(row: Row, accounts: Accounts, case: Case) -> str:
+    found = {"lost": accounts.lost, "twice": accounts.twice, "over age": accounts.over_age}
+    for what, uids in found.items():
+        if uids and what != row.must_show:
+            case.note(f"{what}: {', '.join(sorted(uids)[:3])}")
+    if row.must_show:
+        return PASS if found[row.must_show] else FAIL
+    return FAIL if any(found.values()) else PASS
+
+
+def merge(results: list[Result]) -> Result:
+    """Return the line of a row over all its seeds."""
+    verdicts = [result.verdict for result in results]
+    total = Accounts()
+    for one in (result.accounts for result in results):
+        total.acked += one.acked
+        total.trained += one.trained
+        total.stored += one.stored
+        total.dropped = Counter(total.dropped) + one.dropped
+        total.lost += one.lost
+        total.twice += one.twice
+        total.over_age += one.over_age
+    recoveries = [result.recovery_s for result in results if result.recovery_s is not None]
+    return Result(
+        row=results[0].row,
+        title=results[0].title,
+        seed=len(results),
+        verdict=FAIL if FAIL in verdicts else verdicts[0] if len(set(verdicts)) == 1 else PASS,
+        accounts=total,
+        duration_s=sum(result.duration_s for result in results),
+        recovery_s=max(recoveries, default=None),
+        peak_rss_bytes=max(result.peak_rss_bytes for result in results),
+        notes=list(dict.fromkeys(note for result in results for note in result.notes)),
+    )
