@@ -13,6 +13,9 @@ import msgspec
 from areal_async.journal import Journal, without_slots
 from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, ServerState, Version
 
+RUN_ENDED = "the run ended first"
+"""The reason of a group that the run's end found unsettled."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Readmission:

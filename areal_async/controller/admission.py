@@ -6,7 +6,7 @@ before the record; what a crash between the two repeats is de-duplicated by the 
 
 from dataclasses import dataclass
 
-from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.controller.accounts import RUN_ENDED, Accounts, Readmission
 from areal_async.controller.sampler import Sampler
 from areal_async.types import Admitted, GroupId, Outcome, OutcomeKind, Version, WeightsVersion
 
@@ -74,7 +74,7 @@ def left_over(accounts: Accounts, sampler: Sampler, *, last_step: int) -> list[O
     settled = accounts.journal.trained_groups(through_step=last_step) | accounts.journal.outcomes.keys()
     lineage = accounts.journal.lineage
     return [
-        Outcome(group_id=name, kind=OutcomeKind.ABANDONED, lineage=lineage, reason="the run ended first")
+        Outcome(group_id=name, kind=OutcomeKind.ABANDONED, lineage=lineage, reason=RUN_ENDED)
         for name in map(str, ids)
         if name not in settled
     ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
-from areal_async.controller.accounts import Accounts
+from areal_async.controller.accounts import RUN_ENDED, Accounts
 from areal_async.doctor.evidence import ArchivedSlot, Evidence, StoredSlot
 from areal_async.journal import Journal
 from areal_async.types import Cut, CutSlot, Outcome, OutcomeKind, Version
@@ -153,9 +153,13 @@ class Books:
             if step > self.checkpoint_step or step not in self.steps:  # its archive is not there, or not all of it
                 return Fate(group_id, sibling, SlotFate.TRAINED)
             return Fate(group_id, sibling, SlotFate.LOST, f"cut for step {step}, which trained without it")
+        stored = self.stored.get(uid)
+        outcome = self.journal.outcomes.get(group_id)
+        if outcome is not None and outcome.reason == RUN_ENDED and stored is None:
+            # Recorded for whatever nobody had settled; nobody acks after the end.
+            return Fate(group_id, sibling, SlotFate.LOST, "acknowledged, and gone before the run's end abandoned it")
         if fate not in (OPEN, IN_TRAINING):
             return Fate(group_id, sibling, fate)
-        stored = self.stored.get(uid)
         if stored is not None and not stored.damage:
             return Fate(group_id, sibling, fate if fate == IN_TRAINING else SlotFate.STORED)
         reason = stored.damage if stored else "acknowledged, and neither stored nor settled"

@@ -5,6 +5,7 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from areal_async.controller.accounts import RUN_ENDED
 from areal_async.doctor.evidence import Evidence, Ledger
 from areal_async.doctor.examination import diagnose
 from areal_async.doctor.report import Kind, Ruling, Verdict
@@ -78,6 +79,16 @@ def test_what_was_settled_may_be_gone_or_damaged() -> None:
     evidence.log.append(outcome(WAITING, OutcomeKind.STALE))
 
     assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+
+def test_the_end_of_the_run_is_no_excuse_for_a_trajectory_that_is_gone() -> None:
+    evidence = whole_run()
+    evidence.log.append(outcome(WAITING, OutcomeKind.ABANDONED, reason=RUN_ENDED))
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED
+
+    evidence.stored = [stored(WAITING, 1)]
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 0)]
 
 
 def test_what_is_cut_and_in_no_checkpoint_must_still_be_stored() -> None:
