@@ -3,14 +3,13 @@
 import random
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from areal_async.errors import ArealError
-from tools.faults_accounts import Accounts, account_at_rest
+from tools.faults_accounts import Accounts, account
 from tools.faults_run import FaultFailed, FaultRun
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
@@ -40,6 +39,11 @@ class Case:
         """Return the run that this row strikes; its seed is the row's."""
         self.run = FaultRun(parent or self.directory, **{"run__seed": self.seed, "run__steps": 12, **settings})
         return self.run
+
+    def settle_accounts(self) -> None:
+        """Account for the run now, while its external broker is still there."""
+        assert self.run is not None
+        self.accounts = account(self.run.run_directory)
 
     def recovered(self, seconds: float) -> None:
         """Note how long it took until something was acknowledged or trained again."""
@@ -115,7 +119,7 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
     try:
         row.strike(case)
         if case.accounts is None and case.run is not None:
-            case.accounts = account_at_rest(case.run.settings())
+            case.settle_accounts()
         accounts = case.accounts or accounts
         verdict = _judge(row, accounts, case)
     except NotRun as exc:
@@ -145,26 +149,20 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
 
 def _judge(row: Row, accounts: Accounts, case: Case) -> str:
     found = {"lost": accounts.lost, "twice": accounts.twice, "over age": accounts.over_age}
-    for what, uids in found.items():
-        if uids and what != row.must_show:
-            case.note(f"{what}: {', '.join(sorted(uids)[:3])}")
     if row.must_show:
         return PASS if found[row.must_show] else FAIL
-    return FAIL if any(found.values()) else PASS
+    for what, names in {**found, "refuted": accounts.broken}.items():
+        if names:
+            case.note(f"{what}: {', '.join(names[:3])}")
+    return FAIL if any(found.values()) or accounts.broken else PASS
 
 
 def merge(results: list[Result]) -> Result:
     """Return the line of a row over all its seeds."""
     verdicts = [result.verdict for result in results]
     total = Accounts()
-    for one in (result.accounts for result in results):
-        total.acked += one.acked
-        total.trained += one.trained
-        total.stored += one.stored
-        total.dropped = Counter(total.dropped) + one.dropped
-        total.lost += one.lost
-        total.twice += one.twice
-        total.over_age += one.over_age
+    for result in results:
+        total.add(result.accounts)
     recoveries = [result.recovery_s for result in results if result.recovery_s is not None]
     return Result(
         row=results[0].row,

@@ -206,9 +206,13 @@ class FaultRun:
         """Whether a fault point has struck."""
         return any(self._fired.glob(f"{point}-*"))
 
+    @property
+    def run_directory(self) -> RunDirectory:
+        return RunDirectory(self.directory)
+
     def settings(self) -> Settings:
         """Return the resolved settings."""
-        return RunDirectory(self.directory).read_settings()
+        return self.run_directory.read_settings()
 
     def last_words(self) -> str:
         """Return the end of what the launcher said."""
