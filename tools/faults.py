@@ -21,11 +21,11 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from tools import faults_broker, faults_power, faults_roles, faults_wire
+from tools import faults_broker, faults_controls, faults_hosts, faults_power, faults_roles, faults_wire
 from tools.faults_cases import FAIL, ROWS, Result, carry_out, merge
 
 NUM_SEEDS = 5
-MODULES = (faults_broker, faults_power, faults_roles, faults_wire)
+MODULES = (faults_broker, faults_controls, faults_hosts, faults_power, faults_roles, faults_wire)
 
 
 def print_line(result: Result) -> None:

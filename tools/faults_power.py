@@ -9,17 +9,19 @@ import shutil
 import signal
 import stat
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from areal_async.bus.server import find_binary
 from tools.faults_cases import Case, NotRun, row
-from tools.faults_run import FaultRun, strike
+from tools.faults_run import FaultFailed, FaultRun, strike
 
 IMAGE_BYTES = 2 << 30
 """Sparse; the broker wants a margin."""
 STREAM_BYTES = 64 << 20
+UNMOUNT_DEADLINE_S = 20.0
 SERVER_WITH_LAZY_SYNC = """#!/bin/sh
 # Starts the broker with the interval between syncs that it has by default.
 for last; do :; done
@@ -36,7 +38,7 @@ class Disk:
         self.mount_point = directory / "disk"
 
     @contextmanager
-    def mounted(self) -> Iterator["Disk"]:
+    def mounted(self, case: Case) -> Iterator["Disk"]:
         """Have it at its mount point.
 
         Raises:
@@ -52,6 +54,8 @@ class Disk:
         try:
             yield self
         finally:
+            if case.run is not None:
+                case.run.kill_everything()
             self._unmount()
 
     def cut_power(self, run: FaultRun) -> None:
@@ -70,7 +74,14 @@ class Disk:
         _call("mount", "-o", "loop,commit=300", str(self._image), str(self.mount_point))
 
     def _unmount(self) -> None:
-        _call("umount", str(self.mount_point))
+        """Unmount as soon as the last process that was killed has let go."""
+        ends_at = time.monotonic() + UNMOUNT_DEADLINE_S
+        command = ["umount", str(self.mount_point)]
+        while subprocess.run(command, capture_output=True, check=False).returncode:
+            if time.monotonic() > ends_at:
+                subprocess.run([*command, "--lazy"], check=True)
+                raise FaultFailed(f"{self.mount_point} is still in use {UNMOUNT_DEADLINE_S:g} s after the last kill")
+            time.sleep(0.1)
 
 
 def _call(*command: str) -> None:
@@ -83,7 +94,7 @@ def _call(*command: str) -> None:
 
 @row("3", "power cut, everything on one disk", is_random=True, is_quick=True)
 def power_cut(case: Case) -> None:
-    with Disk(case.directory).mounted() as disk:
+    with Disk(case.directory).mounted(case) as disk:
         run = case.new_run(parent=disk.mount_point, run__steps=14, rollout__max_stream_bytes=STREAM_BYTES)
         run.start()
         run.wait_for_step(case.rng.randint(2, 6))
@@ -99,7 +110,7 @@ def power_cut(case: Case) -> None:
 @row("4", "power cut in mid checkpoint", is_random=True)
 def power_cut_in_checkpoint(case: Case) -> None:
     point = ("trainer.before_checkpoint", "trainer.during_checkpoint", "trainer.after_checkpoint")[case.seed % 3]
-    with Disk(case.directory).mounted() as disk:
+    with Disk(case.directory).mounted(case) as disk:
         run = case.new_run(
             parent=disk.mount_point, run__steps=12, rollout__max_stream_bytes=STREAM_BYTES, faults=f"{point}:2:stop"
         )
@@ -120,7 +131,7 @@ def power_cut_with_lazy_sync(case: Case) -> None:
     server = case.directory / "nats-server"
     server.write_text(SERVER_WITH_LAZY_SYNC.format(binary=find_binary()))
     server.chmod(server.stat().st_mode | stat.S_IXUSR)
-    with Disk(case.directory).mounted() as disk:
+    with Disk(case.directory).mounted(case) as disk:
         run = case.new_run(
             parent=disk.mount_point, run__steps=14, rollout__max_stream_bytes=STREAM_BYTES,
             environment={"NATS_SERVER": str(server)},

@@ -1,0 +1,66 @@
+"""Negative controls: the program is sabotaged, and the checker must see what that loses or trains twice.
+
+The sabotage is a ``sitecustomize`` module on the path of the run's processes alone; the program has no switch for it.
+"""
+
+from pathlib import Path
+
+from tools.faults_cases import Case, row
+from tools.faults_run import ENDLESS, REPOSITORY
+
+MAX_STALENESS = 8
+"""What is trained again must not be too old for it, and lost credits must not bring the run to a halt."""
+WITHOUT_LEDGER = '''"""A trainer that remembers nothing of what its checkpoint contains."""
+import sys
+
+if "trainer" in sys.orig_argv:
+    from areal_async.journal import Journal
+    from areal_async.trainer.feed import Feed
+
+    Journal.add_outcome = lambda self, outcome: False
+    Journal.steps_to_replay = lambda self: []
+    Feed.adopt = lambda self, cuts: None
+'''
+ACK_FIRST = '''"""A trainer that acks what it cuts, and replays nothing."""
+import sys
+
+if "trainer" in sys.orig_argv:
+    from areal_async.journal import Journal
+    from areal_async.trainer.feed import Feed
+
+    write = Feed._write
+
+    async def write_and_ack(self, step, plan):
+        await write(self, step, plan)
+        await self.settlement._ack([group.group_id for group in plan.taken])
+
+    Feed._write = write_and_ack
+    Journal.steps_to_replay = lambda self: []
+    Feed.adopt = lambda self, cuts: None
+'''
+
+
+def _run_sabotaged(case: Case, sabotage: str, *, faults: str) -> None:
+    folder = case.directory / "sabotage"
+    folder.mkdir()
+    Path(folder, "sitecustomize.py").write_text(sabotage)
+    run = case.new_run(
+        faults=faults,
+        environment={"PYTHONPATH": f"{folder}:{REPOSITORY}"},
+        run__steps=ENDLESS,
+        rollout__max_staleness=MAX_STALENESS,
+    )
+    run.start()
+    run.wait_until(lambda: bool(run.events("trainer", "trainer.restored")[1:]), "the second trainer")
+    run.wait_for_step(run.events("trainer", "trainer.restored")[-1]["step"] + 4)
+    run.stop()
+
+
+@row("N2", "negative control: no ledger", must_show="twice", is_quick=True)
+def without_ledger(case: Case) -> None:
+    _run_sabotaged(case, WITHOUT_LEDGER, faults="trainer.before_acks:2:kill")
+
+
+@row("N3", "negative control: acks before the checkpoint", must_show="lost")
+def acks_first(case: Case) -> None:
+    _run_sabotaged(case, ACK_FIRST, faults="trainer.before_checkpoint:2:kill")

