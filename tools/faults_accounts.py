@@ -6,12 +6,19 @@ from dataclasses import dataclass, field
 import anyio
 
 from areal_async.doctor import Diagnosis, examine
-from areal_async.doctor.books import SlotFate
+from areal_async.doctor.books import IN_TRAINING, SlotFate
 from areal_async.doctor.report import Kind
 from areal_async.launch.run_directory import RunDirectory
 
 COUNTED = (Kind.LOST, Kind.TWICE, Kind.OVER_AGE)
-NOT_DROPPED = ("acknowledged", "in the broker", SlotFate.TRAINED, SlotFate.STORED, *(kind.value for kind in COUNTED))
+NOT_DROPPED = (
+    "acknowledged",
+    "in the broker",
+    SlotFate.TRAINED,
+    SlotFate.STORED,
+    IN_TRAINING,
+    *(kind.value for kind in COUNTED),
+)
 
 
 @dataclass(slots=True)
@@ -60,7 +67,7 @@ def summed(diagnosis: Diagnosis) -> Accounts:
     return Accounts(
         acked=diagnosis.slots["acknowledged"],
         trained=diagnosis.slots.get(SlotFate.TRAINED, 0),
-        stored=diagnosis.slots.get(SlotFate.STORED, 0),
+        stored=diagnosis.slots.get(SlotFate.STORED, 0) + diagnosis.slots.get(IN_TRAINING, 0),
         dropped=Counter({fate: count for fate, count in diagnosis.slots.items() if fate not in NOT_DROPPED}),
         lost=ids[Kind.LOST],
         twice=ids[Kind.TWICE],

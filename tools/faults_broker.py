@@ -1,13 +1,30 @@
 """Faults of the broker: killed in a loop, asked to end, frozen; full streams and poison."""
 
+import json
+import resource
 import signal
 import time
+from contextlib import AbstractAsyncContextManager
 from datetime import datetime
 
+import anyio
+import numpy as np
+
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus, take_trainer_consumer
+from areal_async.receipts import Receipts
+from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.trainer.payloads import fetch, place
+from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
+from tools.faults_accounts import Accounts
 from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, FaultRun, strike
 
 NUM_KILLS = 10
+NUM_LARGE = 40
+LARGE_TOKENS = (4 << 20) // 17
+"""17 bytes each."""
 FIRST_ACK_S = 2.0
 FREEZE_S = 15.0
 NOTICED_S = 8.0
@@ -73,3 +90,109 @@ def broker_frozen(case: Case) -> None:
         case.check(noticed_s[0] < NOTICED_S, f"{role} noticed after {noticed_s[0]:.1f} s, need {NOTICED_S:g}")
     case.check(not run.events("launcher", "process.died"), "a role ended because the broker was frozen")
     run.stop()
+
+
+@row("14", f"{NUM_LARGE} trajectories of 4 MB, fetched at once")
+def large_trajectories(case: Case) -> None:
+    settings = Settings(
+        run=RunSettings(name="large", directory=case.directory),
+        rollout=RolloutSettings(max_stream_bytes=1 << 30, batch_groups=NUM_LARGE),
+        bus=BusSettings(max_disk_bytes=2 << 30),
+    )
+    broker_log = case.directory / "large" / "logs" / "nats.log"
+    case.accounts = anyio.run(_publish_and_fetch, settings)
+    case.check("Slow Consumer" not in broker_log.read_text(), "the broker cut off a slow consumer")
+    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    case.note(f"peak RSS of publisher and reader {peak_bytes >> 20} MB")
+
+
+async def _publish_and_fetch(settings: Settings) -> Accounts:
+    """Send large trajectories through an outbox each, then read all headers, and all payloads, at once."""
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+
+    def as_role(role: Role) -> AbstractAsyncContextManager[Bus]:
+        return open_bus(broker.url, names=settings.names, role=role, credentials=broker.credentials(role))
+
+    try:
+        async with as_role(Role.OPERATOR) as bus:
+            await declare(bus, settings)
+        receipts = Receipts(settings.run_directory, "0")
+        async with as_role(Role.NODE) as bus, anyio.create_task_group() as publishing:
+            for index in range(NUM_LARGE):
+                publishing.start_soon(_publish_large, bus, receipts, index)
+        async with as_role(Role.TRAINER) as bus:
+            return await _fetch_large(bus, await take_trainer_consumer(bus, 1))
+    finally:
+        await broker.aclose()
+
+
+async def _publish_large(bus: Bus, receipts: Receipts, index: int) -> None:
+    ticket = Ticket(group_id=f"0-{index}-0", workflow="w", row={}, group_size=1, version="1-0")
+    outbox = Outbox(
+        bus, bus.names, ticket, producer="0.large", num_expected=1, linger_s=0.0, backpressure=Backpressure(),
+        receipts=receipts,
+    )  # fmt: skip
+    tokens = np.zeros(LARGE_TOKENS, np.int32)
+    sequence = Sequence(
+        token_ids=tokens, loss_mask=tokens == 0, logprobs=tokens.astype(np.float32), versions=tokens.astype(np.int64)
+    )
+    uid = f"{ticket.group_id}.0.large"
+    slot = Slot(
+        sibling=0, sample_uid=uid, status=SlotStatus.SCORED, num_tokens=LARGE_TOKENS, oldest="1-0", newest="1-0"
+    )
+    outbox.put(Trajectory(slot=slot, sequences=[sequence]))
+    await outbox.run()
+
+
+async def _fetch_large(bus: Bus, consumer: str) -> Accounts:
+    groups: list[CutGroup] = []
+    async with bus.consume(bus.names.trajectories_stream, consumer) as inbox:
+        while deliveries := await inbox.fetch(512, wait_s=1.0):
+            for one in deliveries:
+                stored = decode_headers(one.headers, sequence=one.sequence, num_bytes=one.num_bytes)
+                slots = [CutSlot(slot=slot, sequence=one.sequence) for slot in stored.slots]
+                groups.append(CutGroup(group_id=stored.group_id, workflow=stored.workflow, slots=slots))
+    found, missing = await fetch(bus, place(Cut(lineage=1, step=1, groups=groups)))
+    return Accounts(acked=NUM_LARGE, stored=len(found), lost=[str(key) for key in missing][: NUM_LARGE - len(found)])
+
+
+@row("18", "poison messages among the trajectories", is_quick=True)
+def poison(case: Case) -> None:
+    run = case.new_run(run__steps=14)
+    run.start()
+    run.wait_for_step(2)
+    count = anyio.run(_poison, run)
+    run.finish()
+    found = run.events("trainer", "trajectory.undecodable")
+    case.check(len(found) == count, f"{count} poison messages, {len(found)} told of")
+    case.check(not run.events("launcher", "process.died"), "a role died of poison")
+    case.note(f"{count} dead letters")
+
+
+async def _poison(run: FaultRun) -> int:
+    """Publish messages that no producer of ours would; return how many."""
+    settings, directory = run.settings(), run.run_directory
+    names, nobody = settings.names, {"group_id": "0-0-0", "workflow": "gsm8k", "ticket_version": "1-0"}
+    group = json.dumps({"schema": 1, **nobody, "num_failed_attempts": 0, "group_size": 8})
+    newer = json.dumps({"schema": 99, **nobody, "num_failed_attempts": 0, "group_size": 8})
+    slot = {"sibling": 0, "sample_uid": "x", "status": "scored", "oldest": "1-0", "newest": "1-0"}
+    headers: list[dict[str, str]] = [
+        {},
+        {GROUP_HEADER: group},
+        {GROUP_HEADER: "{", SLOTS_HEADER: "[]"},
+        {GROUP_HEADER: newer, SLOTS_HEADER: json.dumps([slot])},
+        {GROUP_HEADER: group, SLOTS_HEADER: json.dumps([{**slot, "sibling": 1 << 40}])},
+        {GROUP_HEADER: group, SLOTS_HEADER: json.dumps([{**slot, "status": "perfect"}])},
+        {GROUP_HEADER: group, SLOTS_HEADER: "[" * 20000},
+    ]
+    async with open_bus(
+        directory.read_bus_url(),
+        names=names,
+        role=Role.OPERATOR,
+        instance="poison",
+        credentials=credentials_for(settings, directory.path, Role.OPERATOR),
+    ) as bus:
+        for one in headers:
+            await bus.publish(names.trajectories("gsm8k", "0-0-0"), b"\xff" * 100, headers=one)
+    return len(headers)

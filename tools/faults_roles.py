@@ -1,16 +1,44 @@
 """Faults of the roles: killed at named points and at random, stopped and come back, started twice, all at once."""
 
 import signal
+import subprocess
 import time
 from typing import Any
 
+from areal_async.host import free_port
+from areal_async.settings import TICKET_ACK_WAIT_S
 from tools.faults_cases import Case, row
-from tools.faults_run import FaultRun, strike
+from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, strike
 
 NODE_POINTS = ("node.before_publish", "node.after_publish", "node.before_ack", "node.after_ack", "node.paused")
 TRAINER_POINTS = ("trainer.before_step", "trainer.after_step", "trainer.before_checkpoint", "trainer.during_checkpoint")
 CHECKPOINT_POINTS = ("trainer.after_checkpoint", "trainer.before_acks", "trainer.after_acks", "trainer.after_announce")
 CONTROLLER_POINTS = ("controller.before_tickets", "controller.before_cursor", "controller.after_cursor")
+SLOW_S = 25.0
+STALL_S = 5.0
+WIDE = '''"""Long prompts, so that trajectories are large."""
+
+
+async def wide(prompt, policy):
+    reply = await policy.complete([5 + (7 * place) % 90 for place in range(440)], max_new_tokens=8)
+    return float(len(reply.text) % 2)
+'''
+STALLING = '''"""Blocks the event loop once."""
+import pathlib
+import time
+
+from areal_async import Policy, Prompt
+
+MARK = pathlib.Path("{mark}")
+
+
+async def stalling(prompt: Prompt, policy: Policy) -> float:
+    reply = await policy.chat([{{"role": "user", "content": prompt["question"]}}])
+    if not MARK.exists():
+        MARK.touch()
+        time.sleep({seconds})
+    return float(len(reply.text) % 2)
+'''
 TRAINER_RANK = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
 
 
@@ -86,3 +114,115 @@ def everything_killed(case: Case) -> None:
     case.recovered(time.monotonic() - started)
     run.finish()
     _check_steps(case, run)
+
+
+@row("11", "trainer: SIGSTOP, another takes over, and the zombie comes back", is_random=True, is_quick=True)
+def trainer_zombie(case: Case) -> None:
+    point = ("trainer.after_step", "trainer.before_checkpoint", "trainer.before_acks", "trainer.before_announce")[
+        case.seed % 4
+    ]
+    run = case.new_run(faults=f"{point}:3:stop", run__steps=16)
+    case.note(f"stopped at {point} no. 3")
+    run.start()
+    run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
+    zombie, steps = run.role_pid("trainer"), len(run.steps)
+    second = run.start_role("trainer", environment={**TRAINER_RANK, "MASTER_PORT": str(free_port())})
+    try:
+        case.recovered(run.wait_until(lambda: len(run.steps) > steps + 1, "two steps of the second trainer"))
+        strike(zombie, signal.SIGCONT)
+        run.finish()
+    finally:
+        second.kill()
+        second.wait()
+    fenced = [event for event in run.events("launcher", "process.died") if event["process"].startswith("trainer")]
+    case.check(bool(fenced), "nothing fenced the zombie")
+    _check_steps(case, run)
+
+
+@row("13", f"slow trainer: stopped nine tenths of {SLOW_S:g} s; the stream full")
+def trainer_slow(case: Case) -> None:
+    run = _wide_run(case)
+    run.start()
+    run.wait_for_step(1)
+    trainer, ends_at = run.role_pid("trainer"), time.monotonic() + SLOW_S
+    while time.monotonic() < ends_at:
+        strike(trainer, signal.SIGSTOP)
+        time.sleep(0.9)
+        strike(trainer, signal.SIGCONT)
+        time.sleep(0.1)
+    case.check(bool(run.events("node", "stream.full")), "the stream never filled")
+    case.recovered(run.wait_for_progress())
+    run.stop()
+
+
+@row("15", "stream full, then drained")
+def stream_full(case: Case) -> None:
+    run = _wide_run(case)
+    run.start()
+    run.wait_for_step(1)
+    trainer = run.role_pid("trainer")
+    strike(trainer, signal.SIGSTOP)
+    run.wait_until(lambda: bool(run.events("node", "stream.full")), "the stream to fill")
+    before = len(run.events("node", "stream.has_room"))
+    strike(trainer, signal.SIGCONT)
+    case.recovered(run.wait_until(lambda: len(run.events("node", "stream.has_room")) > before, "room"))
+    run.wait_for_progress()
+    run.stop()
+
+
+def _wide_run(case: Case) -> FaultRun:
+    """Return a run whose admitted trajectories together are larger than its stream may be."""
+    workflow = case.directory / "wide.py"
+    workflow.write_text(WIDE)
+    return case.new_run(
+        workflow=str(workflow), run__steps=ENDLESS, rollout__group_size=4, rollout__min_group_size=2,
+        rollout__max_staleness=11, rollout__max_stream_bytes=1 << 20,
+    )  # fmt: skip
+
+
+@row("21", "the same run started twice: launcher, controller, node and trainer", is_quick=True)
+def started_twice(case: Case) -> None:
+    run = case.new_run(run__steps=16)
+    run.start()
+    run.wait_for_step(2)
+    second = subprocess.run(
+        run.command, cwd=REPOSITORY, env=run.environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    case.check(second.returncode == 2, f"a second launcher got status {second.returncode}, need 2")
+    case.check("already running" in second.stdout + second.stderr, "the second launcher does not say why")
+    others = [
+        run.start_role("controller"),
+        run.start_role("node", "--node-id", "1"),
+        run.start_role("trainer", environment={**TRAINER_RANK, "MASTER_PORT": str(free_port())}),
+    ]
+    try:
+        run.finish()
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    _check_steps(case, run)
+
+
+@row("23", f"event loop stalled for {STALL_S:g} s by a workflow, a node frozen past its leases")
+def loop_stalled(case: Case) -> None:
+    workflow = case.directory / "stalling.py"
+    workflow.write_text(STALLING.format(seconds=STALL_S, mark=case.directory / "stalled"))
+    run = case.new_run(workflow=str(workflow), run__steps=ENDLESS)
+    run.start()
+    run.wait_for_step(1)
+    run.wait_until(lambda: bool(run.events("node", "loop.blocked")), "the stall to be noticed")
+    case.recovered(run.wait_for_progress())
+    node = run.role_pid("node")
+    second = run.start_role("node", "--node-id", "1")
+    try:
+        run.wait_until(lambda: len(run.events("node", "server.swapped")) > 0, "the second node")
+        strike(node, signal.SIGSTOP)
+        time.sleep(TICKET_ACK_WAIT_S + 5.0)
+        strike(node, signal.SIGCONT)
+        case.recovered(run.wait_for_progress())
+        run.wait_for_step(len(run.steps) + 3)
+        run.stop()
+    finally:
+        second.terminate()
+        second.wait()

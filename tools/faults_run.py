@@ -71,12 +71,17 @@ class FaultRun:
 
     # starting and ending
 
+    @property
+    def command(self) -> list[str]:
+        """What a user would type."""
+        command = [sys.executable, "-m", "areal_async", "run", self.workflow, "--config", "configs/gsm8k_cpu.yaml"]
+        return [*command, "--no-display", *self._arguments]
+
     def start(self) -> None:
         """Start or resume the run in the background."""
-        command = [sys.executable, "-m", "areal_async", "run", self.workflow, "--config", "configs/gsm8k_cpu.yaml"]
         with open(self._output, "ab") as output:
             self._process = subprocess.Popen(
-                [*command, "--no-display", *self._arguments],
+                self.command,
                 cwd=REPOSITORY,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
