@@ -8,7 +8,7 @@ CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
 
-.PHONY: run test test-sglang check setup clean
+.PHONY: run test test-sglang faults faults-quick check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
@@ -19,6 +19,12 @@ test: $(STAMP)  ## every test that runs without a GPU and without SGLang
 test-sglang: $(STAMP)  ## the contract with the servers, against the real SGLang too; builds its environment first
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang $(ARGS)
+
+faults: $(STAMP)  ## every fault of the matrix against real runs; about an hour on two cores
+	$(BIN)/python -m tools.faults $(ARGS)
+
+faults-quick: $(STAMP)  ## a selection of the faults, one seed each; some minutes
+	$(BIN)/python -m tools.faults --quick $(ARGS)
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .

@@ -180,7 +180,7 @@ def _wide_run(case: Case) -> FaultRun:
     )  # fmt: skip
 
 
-@row("21", "the same run started twice: launcher, controller, node and trainer", is_quick=True)
+@row("21", "the same run started twice: launcher, controller, node and trainer")
 def started_twice(case: Case) -> None:
     run = case.new_run(run__steps=16)
     run.start()
