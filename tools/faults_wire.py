@@ -60,7 +60,7 @@ def acks_lost(case: Case) -> None:
             case.recovered(run.wait_until(lambda steps=steps: len(run.steps) > steps, "a step"))  # type: ignore[misc]
 
 
-@row("10", f"partition for {PARTITION_S:g} s: silent, lossy, half-open", is_random=False)
+@row("10", f"partition for {PARTITION_S:g} s: silent, lossy, half-open")
 def partition(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for fate in (Fate.HOLD, Fate.LOSE):
@@ -83,7 +83,7 @@ def _check_resumed(case: Case, run: FaultRun, proxy: Proxy, *, heals: bool = Tru
     case.check(seconds < allowed, f"resumed {seconds:.1f} s after the heal, need {allowed:g}")
 
 
-@row("20", "events of new weights lost, then late and out of order; a broker killed meanwhile", is_random=False)
+@row("20", "events of new weights lost, then late and out of order; connections cut, a server killed")
 def events_lost(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for delay_s in (None, 3.0):
@@ -94,6 +94,9 @@ def events_lost(case: Case) -> None:
         case.check(proxy.num_frames_struck > 0, "no event was struck")
         case.note(f"{proxy.num_frames_struck} events struck")
         proxy.cut()
+        for pid in run.pids("areal_async.inference.embedded"):
+            strike(pid, signal.SIGKILL)
+        case.recovered(run.wait_for_progress())
         run.wait_for_step(len(run.steps) + 2)
         _check_swaps(case, run)
 
