@@ -30,6 +30,12 @@ from areal_async.settings import Settings
 START_DEADLINE_S = 20.0
 STOP_DEADLINE_S = 5.0
 STALE_LOOK_S = 0.02
+HEALTH_INTERVAL_S = 1.0
+FROZEN_LOOKS = 2
+"""Looks in a row that find a broker that answers, and is not ready."""
+ROOM_BYTES = 64 << 20
+"""Free on the disk before a frozen broker is started again."""
+HEALTHY, UNAVAILABLE = b"200", b"503"
 MAX_RESTARTS = 10
 RESTART_WINDOW_S = 60.0
 """More restarts than ``MAX_RESTARTS`` within this time end the run."""
@@ -153,7 +159,7 @@ class EmbeddedBroker:
         """
         deaths: deque[float] = deque(maxlen=MAX_RESTARTS + 1)
         while self._process is not None:
-            status = await self._process.wait()
+            status = await self._wait_ended(self._process)
             deaths.append(anyio.current_time())
             num_recent = sum(1 for at in deaths if at > anyio.current_time() - RESTART_WINDOW_S)
             log.warning("broker.died", status=status, num_recent=num_recent)
@@ -165,6 +171,30 @@ class EmbeddedBroker:
             if num_recent > 1:
                 await anyio.sleep(min(MAX_BACKOFF_S, 0.05 * 2**num_recent))
             await self._restart()
+
+    async def _wait_ended(self, process: anyio.abc.Process) -> int:
+        """Return the broker's exit status."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._end_when_frozen, process)
+            status = await process.wait()
+            tasks.cancel_scope.cancel()
+        return status
+
+    async def _end_when_frozen(self, process: anyio.abc.Process) -> None:
+        """End a broker that has frozen a stream, as it does where the disk was full, as soon as there is room.
+
+        By itself it never writes that stream again, however much room there is; started anew it has all it had
+        acknowledged. Nobody who publishes is told: requests just find no answer. One that does not answer at all
+        (stopped, or very busy) is left alone.
+        """
+        num_looks = 0
+        while num_looks < FROZEN_LOOKS or shutil.disk_usage(self._directory).free < ROOM_BYTES:
+            await anyio.sleep(HEALTH_INTERVAL_S)
+            num_looks = num_looks + 1 if await _health(self._http_port) == UNAVAILABLE else 0
+            if num_looks == FROZEN_LOOKS:
+                free_bytes = shutil.disk_usage(self._directory).free
+                log.error("broker.frozen", free_bytes=free_bytes, last_words=self._last_words())
+        await _stop(process)
 
     async def _restart(self) -> None:
         try:
@@ -234,15 +264,20 @@ async def _stop(process: anyio.abc.Process) -> None:
 
 
 async def _is_healthy(port: int) -> bool:
-    """Ask the monitoring page whether the broker and its streams are ready."""
+    """Ask whether the broker and its streams are ready."""
+    return await _health(port) == HEALTHY
+
+
+async def _health(port: int) -> bytes:
+    """Return the status of the monitoring page for health; empty when there is no answer."""
     try:
         with anyio.fail_after(2):
             async with await anyio.connect_tcp("127.0.0.1", port) as stream:
                 await stream.send(b"GET /healthz HTTP/1.0\r\n\r\n")
                 answer = await stream.receive()
-        return answer.split(b" ", 2)[1] == b"200"
+        return answer.split(b" ", 2)[1]
     except (OSError, anyio.EndOfStream, anyio.BrokenResourceError, IndexError):
-        return False
+        return b""
 
 
 def _take_lock(path: Path, run: str) -> IO[str]:

@@ -1,6 +1,7 @@
 """The embedded broker is private to its owner, is healthy or not there, survives its death and not its launcher's."""
 
 import os
+import resource
 import signal
 import socket
 import stat
@@ -53,6 +54,27 @@ async def test_every_write_is_synced_before_it_is_acknowledged(broker: EmbeddedB
 
     assert host == "127.0.0.1"
     assert b'"sync_always": true' in answer
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(sys.platform != "linux", reason="another process's limits are set on Linux alone")
+async def test_a_broker_that_froze_a_stream_for_want_of_room_is_started_again_and_has_all_it_acknowledged(
+    broker: EmbeddedBroker, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.bus.server.HEALTH_INTERVAL_S", 0.05)
+    names, frozen_pid = settings.names, broker.pid
+    subject = names.trajectories("w", "0-0-0")
+    async with open_bus(
+        broker.url, names=names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+    ) as bus:
+        await bus.publish(subject, b"a" * 4096, msg_id="a")
+
+        resource.prlimit(frozen_pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))  # no room in any file
+        await bus.publish(subject, b"b" * 4096, msg_id="b")
+
+        state = await bus.stream_state(names.trajectories_stream)
+    assert broker.pid != frozen_pid
+    assert state.num_messages == 2
 
 
 @pytest.mark.anyio
