@@ -11,7 +11,6 @@ from typing import Any
 
 import anyio
 import pytest
-import torch
 
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
@@ -19,11 +18,11 @@ from areal_async.inference.pool import Pool
 from areal_async.inference.swap import swap
 from areal_async.settings import InferenceSettings
 from areal_async.types import Turn, WeightsVersion
-from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
+from tests.sglang.scoring import assert_scored_by, assert_whole
+from tests.unit.inference.embedded_engine import Server, prompt_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
-TOLERANCE = 1e-4
 NUM_TOKENS = 300
 NUM_STREAMS = 4
 ORDER_DEADLINE_S = 60.0
@@ -64,17 +63,6 @@ async def generate_while(client: InferenceClient, event: Callable[[], Any]) -> l
     return answers
 
 
-def assert_scored_by(model: Path, prompt: list[int], turn: Turn, start: int, end: int) -> None:
-    expected = reference_logprobs(model, prompt, turn.output_ids)[start:end]
-    torch.testing.assert_close(torch.tensor(turn.logprobs[start:end]), torch.tensor(expected), atol=TOLERANCE, rtol=0.0)
-
-
-def assert_whole(turn: Turn) -> None:
-    assert (len(turn.output_ids), len(turn.logprobs), turn.finish_reason) == (NUM_TOKENS, NUM_TOKENS, "length")
-    edges = [(span.start, span.end) for span in turn.spans]
-    assert [0, *(end for _, end in edges)] == [*(start for start, _ in edges), NUM_TOKENS]
-
-
 @pytest.mark.parametrize("mode", ["retract", "in_place", "abort"])
 async def test_tokens_streamed_through_a_swap_have_the_version_that_made_them(
     server: Server, models: list[Path], mode: str
@@ -90,7 +78,7 @@ async def test_tokens_streamed_through_a_swap_have_the_version_that_made_them(
         answers = await generate_while(client, change)
 
     for prompt, turn in answers:
-        assert_whole(turn)
+        assert_whole(turn, NUM_TOKENS)
         old, new = turn.spans
         assert (old.version, new.version, turn.oldest) == ("0-0", "0-1", "0-0")
         assert_scored_by(models[0], prompt, turn, old.start, old.end)
@@ -114,7 +102,7 @@ async def test_streams_aborted_while_they_wait_go_on_without_a_doubled_token(
         assert not client.pool.servers["s0"].doubt
 
     for prompt, turn in answers:
-        assert_whole(turn)
+        assert_whole(turn, NUM_TOKENS)
         assert_scored_by(models[0], prompt, turn, 0, NUM_TOKENS)
 
 
@@ -141,5 +129,5 @@ async def test_streams_of_a_killed_server_go_on_elsewhere_from_what_was_received
         assert alive.num_generated_tokens > 0
 
     for prompt, turn in answers:
-        assert_whole(turn)
+        assert_whole(turn, NUM_TOKENS)
         assert_scored_by(models[0], prompt, turn, 0, NUM_TOKENS)

@@ -114,9 +114,7 @@ async def test_server_with_other_tensors_than_announced_is_not_admitted_and_the_
         scene.announce(on_disk("1-5", tensors_sha256={"model.norm.weight": HASH}))
         await scene.given_up.wait()
 
-    assert scene.reasons == [
-        f"weights 1-5: tensor model.norm.weight has checksum '0123456789abcdef', need {HASH}"
-    ]
+    assert scene.reasons == [f"weights 1-5: tensor model.norm.weight has checksum '0123456789abcdef', need {HASH}"]
     assert (scene.states, fake.is_paused) == ([], True)
 
 

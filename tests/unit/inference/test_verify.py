@@ -27,9 +27,7 @@ def test_hashes_of_tensors_known_to_both_sides_agree_as_far_as_they_are_shown(nu
 
 @pytest.mark.parametrize("shown", [DOWN[:16], ""])
 def test_tensor_that_differs_is_named(shown: str) -> None:
-    with pytest.raises(
-        ServerFault, match=rf"tensor model.norm.weight has checksum '{shown}', need {NORM}"
-    ):
+    with pytest.raises(ServerFault, match=rf"tensor model.norm.weight has checksum '{shown}', need {NORM}"):
         compare(of_ranks({"model.norm.weight": shown}), TARGET)
 
 
