@@ -133,6 +133,8 @@ class InferenceClient:
         request_id = os.urandom(16).hex()
         body = {
             "rid": request_id,
+            # Prefixes cached under other weights are not for this request: an update in place cannot flush them.
+            "cache_salt": server.version,
             "input_ids": completion.input_ids,
             "sampling_params": {**sampling_params, "max_new_tokens": completion.num_tokens_left},
             "return_logprob": True,

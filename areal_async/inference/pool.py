@@ -38,13 +38,16 @@ class Server:
     """Requests it is sent at once."""
     num_generated_tokens: int = 0
 
+    is_held: bool = False
+    """It changes its weights in place; what was sent to it now would run on what is left of the old ones."""
+
     @property
     def is_serviceable(self) -> bool:
         return not self.fence and not self.doubt
 
     @property
     def has_place(self) -> bool:
-        return self.is_serviceable and self.num_requests < self.limit
+        return self.is_serviceable and not self.is_held and self.num_requests < self.limit
 
 
 @dataclass(eq=False, slots=True)
@@ -91,11 +94,17 @@ class Pool:
     def admit(self, server: Server, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
         server.url, server.version, server.fence, server.doubt = url, version, "", ""
+        server.is_held = False
         self._notify()
+
+    def hold(self, server: Server) -> None:
+        """Keep new requests back, until the server is admitted with another version."""
+        server.is_held = True
 
     def fence(self, server: Server, reason: str) -> None:
         """Send nothing more to this server, until it is admitted again."""
         server.fence, server.doubt, server.version = reason, "", ""
+        server.is_held = False
         self._notify()
 
     def cast_doubt(self, server: Server, reason: str) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+from uuid import uuid4
 
 import anyio
 import structlog
@@ -231,10 +232,13 @@ class Updater:
             ServerFault: it does not answer any more.
         """
         self.is_updating = True
+        if self._around.settings.interrupt == "in_place":
+            self._around.pool.hold(self._server)
         try:
             times = await change(self._api, order, mode=self._around.settings.interrupt, deadline_s=deadline_s)
         except ServerFault as exc:
             log.warning("update.failed", server_id=self._server.id, version=order.version, cause=str(exc))
+            self._server.incarnation = uuid4().hex  # to a trainer that broadcasts, it is another server from now on
             await self._around.fence(self._server, f"update to {order.version} failed: {exc}")
             self._around.staging.forget()
             group, self._group = self._group, ""

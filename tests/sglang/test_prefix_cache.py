@@ -2,8 +2,13 @@
 
 from pathlib import Path
 
+import anyio
 import pytest
 
+from areal_async.inference.http import ServerApi
+from areal_async.inference.swap import swap as in_place
+from areal_async.types import WeightsVersion
+from tests.sglang.test_client import client_of
 from tests.sglang.test_contract import LONG, assert_scored_by, swap
 from tests.unit.inference.embedded_engine import Server, body, prompt_of
 
@@ -50,3 +55,21 @@ def test_without_the_salt_it_would_be(server: Server, models: list[Path]) -> Non
 
         with pytest.raises(AssertionError, match="Tensor-likes are not close"):
             scored(server, models[1])
+
+
+@pytest.mark.anyio
+async def test_the_client_salts_what_it_sends_with_the_version(server: Server, models: list[Path]) -> None:
+    params = {"max_new_tokens": 8, "temperature": 1.0, "ignore_eos": True}
+    async with client_of(server) as client:
+        known = client.pool.servers["s0"]
+        await client.generate(PROMPT, params)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.generate, prompt_of(10), {**params, "max_new_tokens": LONG})
+            while known.num_generated_tokens < 20:  # noqa: ASYNC110 -- a counter has no event
+                await anyio.sleep(0.01)
+            target = WeightsVersion(version="0-1", path=str(models[1]))
+            await in_place(ServerApi(client.administration, known.url), target, mode="in_place", deadline_s=60)
+            client.pool.admit(known, url=known.url, version="0-1")
+            turn, _ = await client.generate(PROMPT, params)
+
+    assert_scored_by(models[1], PROMPT, turn.output_ids, turn.logprobs, slice(None))

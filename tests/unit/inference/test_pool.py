@@ -53,6 +53,23 @@ async def test_fenced_server_holds_no_version_until_it_is_admitted_again() -> No
     assert (server.version, server.is_serviceable) == ("1-4", True)
 
 
+async def test_held_server_keeps_what_it_has_and_is_chosen_again_under_its_next_version() -> None:
+    pool, (server,) = pool_of(0)
+    pool.hold(server)
+    chosen: list[Server] = []
+
+    async def choose() -> None:
+        chosen.append(await pool.choose())
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(choose)
+        await anyio.wait_all_tasks_blocked()
+        assert (chosen, server.is_serviceable) == ([], True)
+        pool.admit(server, url="http://x", version="1-4")
+
+    assert chosen == [server]
+
+
 async def test_choice_waits_until_a_server_is_admitted() -> None:
     pool, (server,) = pool_of(0)
     pool.fence(server, "starting")
