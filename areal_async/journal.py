@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from areal_async.types import Cut, CutKind, Outcome, OutcomeKind
+from areal_async.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
 
 
 @dataclass(slots=True)
@@ -27,6 +27,8 @@ class Journal:
     """Where lineages parted, by the newest entry that says so (``Cut.branches``)."""
     last_cut_sequence: int = 0
     """Stream sequence of the newest journal entry: what the next one must follow."""
+    given_up: dict[str, CutGroup] = field(default_factory=dict)
+    """Groups of cuts that a branch gave up, by name."""
     is_ended: bool = False
     """The newest lineage has said that no further cut comes."""
 
@@ -40,7 +42,8 @@ class Journal:
         elif entry.kind is CutKind.END:
             self.is_ended = True
         elif entry.kind is CutKind.BRANCH:
-            self._drop_cuts(entry.step + 1)
+            dropped = self._drop_cuts(entry.step + 1)
+            self.given_up.update({group.group_id: group for cut in dropped for group in cut.groups})
             self.branches = entry.branches
         else:
             self._drop_cuts(entry.step)
@@ -48,9 +51,8 @@ class Journal:
             self.branches = entry.branches
         return True
 
-    def _drop_cuts(self, first_step: int) -> None:
-        for step in [step for step in self.cuts if step >= first_step]:
-            del self.cuts[step]
+    def _drop_cuts(self, first_step: int) -> list[Cut]:
+        return [self.cuts.pop(step) for step in list(self.cuts) if step >= first_step]
 
     def remove_from_cuts(self, group_id: str) -> None:
         """Take a group that ended otherwise out of the newest cut that names it."""
@@ -86,6 +88,14 @@ class Journal:
         cut = self.cuts[step]
         kept = [group for group in cut.groups if self._may_train(group.group_id)]
         return msgspec.structs.replace(cut, groups=kept)
+
+    def without_end(self) -> list[CutGroup]:
+        """Return the groups of given-up cuts that are neither recorded nor cut again.
+
+        Whoever gave them up did not come to record it; with their messages gone nobody else would know of them.
+        """
+        cut_again = self.trained_groups(through_step=max(self.cuts, default=0))
+        return [group for name, group in self.given_up.items() if name not in self.outcomes and name not in cut_again]
 
     def unknown_to(self, step: int, trained: Iterable[str]) -> list[str]:
         """Return which groups, trained in ``step`` as a checkpoint says, its surviving cut does not hold."""

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 
 from areal_async.types import Version
 
+UNKNOWN_AGE = 1 << 30
+"""Over any bound."""
+
 
 def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, int] | None = None) -> int:
     """Return the age, in versions, that a token of ``version`` has in ``step`` of ``lineage``.
@@ -30,6 +33,20 @@ def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, 
     if version.step <= ancestor:
         return step - 1 - version.step
     return (step - 1 - ancestor) + (version.step - ancestor)
+
+
+def oldest_age_at(
+    *, step: int, first: Version, last: Version, lineage: int, branches: Mapping[int, int] | None = None
+) -> int:
+    """Return the greatest age that a token sampled between two versions can have in ``step`` of ``lineage``.
+
+    Ages fall from version to version, until a branch: beyond the shared steps they rise. Whatever was sampled over a
+    change of lineage may hold tokens further beyond them than either end tells: its age is ``UNKNOWN_AGE``.
+    """
+    branches = branches or {}
+    if first.lineage < last.lineage and any(mid > first.lineage for mid in branches):
+        return UNKNOWN_AGE
+    return max(age_at(step=step, version=one, lineage=lineage, branches=branches) for one in {first, last})
 
 
 def max_groups_in_flight(*, max_staleness: int, batch_groups: int) -> int:

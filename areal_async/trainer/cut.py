@@ -11,8 +11,8 @@ from typing import Literal
 
 from areal_async.types import CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
 
-Age = Callable[[Version], int]
-"""Age of a version in the step that is being cut."""
+SpanAge = Callable[[Version, Version], int]
+"""Greatest age, in the step that is being cut, of a token sampled between two versions."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,16 +40,19 @@ class OpenGroup:
         return [self.slots[sibling] for sibling in sorted(self.slots) if _is_scored(self.slots[sibling].slot)]
 
     @property
-    def oldest(self) -> Version:
-        """The oldest version any of its tokens can have; the ticket's stands for slots not stored yet."""
-        stored = [Version.parse(item.slot.oldest) for item in self.scored]
-        if not self.is_complete:
-            stored.append(self.ticket_version)
-        return min(stored, default=self.ticket_version)
+    def spans(self) -> set[tuple[Version, Version]]:
+        """Oldest and newest version of each scored slot; the ticket's stands for slots not stored yet."""
+        stored = {(item.slot.oldest, item.slot.newest) for item in self.scored}
+        spans = {(Version.parse(oldest), Version.parse(newest)) for oldest, newest in stored}
+        return spans if spans and self.is_complete else spans | {(self.ticket_version, self.ticket_version)}
 
-    @property
-    def newest(self) -> Version:
-        return max((Version.parse(item.slot.newest) for item in self.scored), default=self.ticket_version)
+    def oldest_age(self, age: SpanAge) -> int:
+        """The greatest age that any of its tokens can have."""
+        return max(age(*span) for span in self.spans)
+
+    def youngest_age(self, age: SpanAge) -> int:
+        """The smallest age that any of its tokens is known to have."""
+        return min(age(end, end) for span in self.spans for end in span)
 
     def add(self, message: StoredMessage) -> list[Slot]:
         """Take a message's slots; return those whose place another producer's already fills."""
@@ -98,7 +101,7 @@ class CutPlan:
 def plan_cut(
     groups: Iterable[OpenGroup],
     *,
-    age: Age,
+    age: SpanAge,
     batch_groups: int,
     max_staleness: int,
     when_stale: Literal["wait", "mask", "drop"],
@@ -111,18 +114,19 @@ def plan_cut(
     """
     stale, due, others, waits_for = [], [], [], []
     for group in groups:
-        oldest_age = age(group.oldest)
+        oldest_age = group.oldest_age(age)
         if not group.is_complete:
             if when_stale == "wait" and oldest_age >= max_staleness:
                 waits_for.append(group)
-        elif oldest_age > max_staleness and (when_stale != "mask" or age(group.newest) > max_staleness):
+        elif oldest_age > max_staleness and (when_stale != "mask" or group.youngest_age(age) > max_staleness):
             stale.append(group)
         elif oldest_age >= max_staleness:
             due.append(group)
         else:
-            others.append(group)
-    others.sort(key=lambda group: (-age(group.oldest), group.order))
-    taken = sorted(due, key=lambda group: group.order) + others[: max(0, batch_groups - len(due))]
+            others.append((-oldest_age, group.order, group))
+    others.sort(key=lambda item: item[:2])
+    room = max(0, batch_groups - len(due))
+    taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
     return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, batch_groups - len(taken)))
 
 

@@ -10,11 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_async.staleness import age_at
-from areal_async.trainer.cut import Age, CutPlan, OpenGroup, plan_cut
+from areal_async.errors import FencedError
+from areal_async.staleness import oldest_age_at
+from areal_async.trainer.cut import CutPlan, OpenGroup, SpanAge, plan_cut
 from areal_async.trainer.fates import Fates
-from areal_async.types import Cut, CutKind, OutcomeKind
+from areal_async.types import Cut, CutKind, OutcomeKind, Version
 
+OVER_AGE = "older than max_staleness"
 MAX_NAMED = 3
 """Groups named when saying what is waited for."""
 
@@ -69,6 +71,7 @@ class Cutter:
         self._inventory = fates.inventory
         self._branches = dict(branches)
         self._allowed_step = 0
+        self._trained_step = 0
         self._waiting_since: dict[str, float] = {}
         self.step = 1
         """The next one to be cut."""
@@ -79,6 +82,11 @@ class Cutter:
     def allow(self, step: int) -> None:
         """Let it cut up to ``step``."""
         self._allowed_step = max(self._allowed_step, step)
+
+    def note_trained(self, step: int) -> None:
+        """Note that ``step`` is done, and no other is running: it may cut the next one."""
+        self._trained_step = step
+        self.allow(step + 1)
 
     def branch(self, *, after_step: int) -> Cut:
         """Return the entry that gives up the cuts beyond ``after_step``.
@@ -103,6 +111,9 @@ class Cutter:
         Args:
             now: seconds, of a clock that only goes on.
             is_nearly_full: the stream of trajectories has little room left.
+
+        Raises:
+            FencedError: what is stored was sampled with the weights of a newer lineage.
         """
         rules = self._rules
         if self.is_stopping or self.step > rules.last_step:
@@ -132,10 +143,18 @@ class Cutter:
 
     # inside
 
-    def _age(self, branches: Mapping[str, int]) -> Age:
+    def _age(self, branches: Mapping[str, int]) -> SpanAge:
         step, lineage = self.step, self._fates.lineage
         numbered = {int(number): shared for number, shared in branches.items()}
-        return lambda version: age_at(step=step, version=version, lineage=lineage, branches=numbered)
+
+        def age(first: Version, last: Version) -> int:
+            if last.lineage > lineage:
+                raise FencedError(
+                    f"lineage {lineage}: trajectories hold tokens of {last}; a newer trainer has taken over"
+                )
+            return oldest_age_at(step=step, first=first, last=last, lineage=lineage, branches=numbered)
+
+        return age
 
     def _first_unfit(self) -> Settle | None:
         """Find a complete group that cannot train; count those that can."""
@@ -149,12 +168,19 @@ class Cutter:
         return None
 
     def _too_old(self, groups: list[OpenGroup]) -> Settle:
-        """End groups over the bound; those that only a branch has put there are tried again."""
+        """End groups over the bound. Those that no setting drops are tried again.
+
+        Under ``wait`` a group gets there by a mishap alone, as by a branch, or when another fell out of its cut.
+        """
         age = self._age({})
-        by_branch = [group.group_id for group in groups if age(group.oldest) <= self._rules.max_staleness]
-        if by_branch:
-            return Settle(by_branch, OutcomeKind.ABANDONED, "older than max_staleness since cuts were given up")
-        return Settle([group.group_id for group in groups], OutcomeKind.STALE, "older than max_staleness")
+        by_mishap = [
+            group.group_id
+            for group in groups
+            if self._rules.when_stale == "wait" or group.oldest_age(age) <= self._rules.max_staleness
+        ]
+        if by_mishap:
+            return Settle(by_mishap, OutcomeKind.ABANDONED, OVER_AGE)
+        return Settle([group.group_id for group in groups], OutcomeKind.STALE, OVER_AGE)
 
     def _cut(self, plan: CutPlan) -> Cut:
         rules = self._rules
@@ -170,8 +196,8 @@ class Cutter:
 
     def _youngest_partial(self) -> OpenGroup | None:
         """Find what makes room when the stream is full of groups that cannot be cut yet."""
-        if self._fates.unacked_cuts:
-            return None  # the checkpoint of what is being trained will make room
+        if any(step > self._trained_step for step in self._fates.unacked_cuts):
+            return None  # a checkpoint follows the step that is being trained, and will make room
         partial = [group for group in self._inventory.open.values() if group.slots and not group.is_complete]
         return max(partial, key=lambda group: group.order, default=None)
 

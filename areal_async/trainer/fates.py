@@ -4,11 +4,11 @@ Pure. A group is recorded once per lineage, whatever is asked for it, and nothin
 acked before its outcome is stored (``note_recorded``). A trained group's outcome waits for its checkpoint.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
 from areal_async.trainer.inventory import Inventory
-from areal_async.types import Cut, Outcome, OutcomeKind
+from areal_async.types import Cut, CutGroup, Outcome, OutcomeKind
 
 D = TypeVar("D")
 """A delivery: opaque here."""
@@ -37,8 +37,12 @@ class Fates(Generic[D]):
     def hold(self, cut: Cut) -> None:
         """Take a journalled cut: its groups wait for the checkpoint that will contain them."""
         self.unacked_cuts[cut.step] = cut
-        self.inventory.close_cut(cut.groups)
-        self._num_failed_attempts.update({group.group_id: group.num_failed_attempts for group in cut.groups})
+        self.take(cut.groups)
+
+    def take(self, groups: Sequence[CutGroup]) -> None:
+        """Take groups that were cut once: they are not cut again."""
+        self.inventory.close_cut(groups)
+        self._num_failed_attempts.update({group.group_id: group.num_failed_attempts for group in groups})
 
     def count_whole(self) -> None:
         """Note a group with enough scored slots: failures before and after it do not follow one another."""

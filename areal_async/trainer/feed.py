@@ -52,6 +52,8 @@ class Feed:
         )
         self._cutter = Cutter(_rules(settings), self._fates, branches=journal.branches)
         self.settlement = Settlement(bus, self._fates)
+        self._without_end = journal.without_end()
+        self._fates.take(self._without_end)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = anyio.Event()
         self.waits_for = "the first trajectories"
@@ -76,6 +78,11 @@ class Feed:
     def allow(self, step: int) -> None:
         """Let the cutter cut up to ``step``."""
         self._cutter.allow(step)
+        self._notify()
+
+    def note_trained(self, step: int) -> None:
+        """Note that ``step`` is done, and no other is running: the next one may be cut."""
+        self._cutter.note_trained(step)
         self._notify()
 
     def stop(self) -> None:
@@ -135,6 +142,8 @@ class Feed:
         for reader in self._caught_up.values():
             await reader.wait()  # what was stored before this lineage may be due in its first step
         self._cutter.step = first_step
+        left = [group.group_id for group in self._without_end]
+        await self.settlement.settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
         while not self._cutter.has_ended:
             changed = self._changed
             match self._cutter.decide(now=time.monotonic(), is_nearly_full=self._is_nearly_full):

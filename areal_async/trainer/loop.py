@@ -145,9 +145,11 @@ class Trainer:
 
     async def run(self) -> None:
         """Replay what was journalled, announce where that led, and train on."""
-        await self._replay()
+        is_current = await self._replay()
         if self.step > self._checkpointed_step:
             await self._checkpoint()
+        if not is_current:
+            return  # stopped: the servers hold newer weights than these, and the next trainer replays the rest
         await self._publish_weights()
         self.state = f"waiting for servers to hold {self.version}"
         await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
@@ -164,22 +166,23 @@ class Trainer:
 
     # the ring
 
-    async def _replay(self) -> None:
-        """Train again, from the stored messages, what was journalled after the checkpoint."""
+    async def _replay(self) -> bool:
+        """Train again, from the stored messages, what was journalled after the checkpoint; False when stopped early."""
         for step in self._reader.journal.steps_to_replay():
             self.state = f"replaying step {step}"
             part = await self._fetch(self._reader.journal.cut_to_replay(step))
             reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
             if reports[0].stop:
-                return
+                return False
             num_missing = sum(len(report.missing) for report in reports)
             if num_missing:
                 log.warning("replay.ended", step=step, num_missing=num_missing)
                 if self._feed is not None:
                     await self._feed.disown(after_step=self.step)
-                return
+                break
             result = await self._run_step(part, [], waited_s=0.0)
             self._close_books(result, weights_s=0.0)
+        return True
 
     async def _train(self) -> None:
         """Train the cuts of this lineage, until its journal ends or a stop."""
@@ -187,7 +190,7 @@ class Trainer:
         async with anyio.create_task_group() as loops:
             loops.start_soon(self._run_prefetch, send, self.step + 1)
             if self._feed is not None:
-                self._feed.allow(self.step + 1)
+                self._feed.note_trained(self.step)
                 loops.start_soon(self._feed.run_cutter, self.step + 1)
             await self._run_steps(receive)
 
@@ -220,7 +223,7 @@ class Trainer:
                 if await self._is_checkpoint_due():
                     await self._checkpoint()
                 if self._feed is not None:
-                    self._feed.allow(self.step + 1)
+                    self._feed.note_trained(self.step)
 
     async def _run_step(self, part: Share, missing: list[SlotKey], *, waited_s: float) -> StepResult:
         started = time.monotonic()

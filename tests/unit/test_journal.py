@@ -98,3 +98,27 @@ def test_a_zombies_outcome_does_not_count() -> None:
     journal = _journal(_begin(1, 0), _begin(2, 0))
 
     assert not journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.STALE, lineage=1))
+
+
+def test_what_fell_out_of_a_cut_is_not_replayed() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b", "c"))
+    journal.add_outcome(Outcome(group_id="b", kind=OutcomeKind.FAILED, lineage=1))
+    journal.add_outcome(Outcome(group_id="c", kind=OutcomeKind.TRAINED, lineage=1))
+
+    assert [group.group_id for group in journal.cut_to_replay(1).groups] == ["a", "c"]
+
+
+def test_a_checkpoint_may_name_only_what_the_surviving_cuts_hold() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b"))
+
+    assert journal.unknown_to(1, ["a"]) == []
+    assert journal.unknown_to(1, ["a", "x"]) == ["x"]
+    assert journal.unknown_to(2, ["a"]) == ["a"]
+
+
+def test_groups_that_a_branch_gave_up_are_kept_until_they_are_recorded_or_cut_again() -> None:
+    branch = Cut(kind=CutKind.BRANCH, lineage=2, step=0, branches={"2": 0})
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b"), _cut(1, 2, "c"), _begin(2, 0), branch, _cut(2, 1, "b"))
+    journal.add_outcome(Outcome(group_id="c", kind=OutcomeKind.ABANDONED, lineage=2))
+
+    assert [group.group_id for group in journal.without_end()] == ["a"]

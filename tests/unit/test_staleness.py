@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.staleness import age_at, max_groups_in_flight
+from areal_async.staleness import UNKNOWN_AGE, age_at, max_groups_in_flight, oldest_age_at
 from areal_async.types import Version
 
 
@@ -38,3 +38,18 @@ def test_a_version_of_a_newer_lineage_is_refused() -> None:
 
 def test_credit_is_one_batch_per_version_of_staleness_and_one() -> None:
     assert max_groups_in_flight(max_staleness=2, batch_groups=16) == 48
+
+
+def test_a_span_beyond_a_fork_is_as_old_as_its_newest_token() -> None:
+    # lineage 5 left at step 0: 2-0 is shared, 2-1 lies beyond.
+    first, last = Version(2, 0), Version(2, 1)
+
+    assert oldest_age_at(step=2, first=first, last=last, lineage=2) == 1
+    assert oldest_age_at(step=2, first=first, last=last, lineage=5, branches={5: 0}) == 2
+
+
+def test_what_was_sampled_over_a_change_of_lineage_has_no_known_age_beyond_a_fork() -> None:
+    first, last = Version(1, 2), Version(2, 3)
+
+    assert oldest_age_at(step=5, first=first, last=last, lineage=2) == 2
+    assert oldest_age_at(step=5, first=first, last=last, lineage=2, branches={2: 3}) == UNKNOWN_AGE

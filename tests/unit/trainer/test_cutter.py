@@ -1,0 +1,169 @@
+"""What is done next about the journal: nothing is thrown away for an accident, and nothing is waited for in vain."""
+
+from typing import Any, Literal
+
+import pytest
+
+from areal_async.errors import FencedError
+from areal_async.trainer.cutter import OVER_AGE, CutRules, Cutter, Decision, Settle, Wait, Write
+from areal_async.trainer.fates import Fates
+from areal_async.trainer.inventory import Inventory
+from areal_async.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
+
+
+def _message(index: int, *siblings: int, oldest: str = "1-0", newest: str = "", failed: bool = False) -> StoredMessage:
+    status = SlotStatus.FAILED if failed else SlotStatus.SCORED
+    return StoredMessage(
+        group_id=f"0-{index}-0",
+        workflow="w",
+        ticket_version=oldest,
+        num_failed_attempts=0,
+        group_size=2,
+        slots=[
+            Slot(sibling=one, sample_uid=f"{index}.{one}", status=status, oldest=oldest, newest=newest or oldest)
+            for one in siblings
+        ],
+        sequence=10 * index + sum(siblings),
+        num_bytes=1,
+    )
+
+
+class Bench:
+    """A cutter with its inventory, about to cut a step."""
+
+    def __init__(
+        self, *, lineage: int = 1, step: int = 1, when_stale: Literal["wait", "mask", "drop"] = "wait"
+    ) -> None:
+        self.inventory: Inventory[str] = Inventory()
+        self.fates: Fates[Any] = Fates(self.inventory, lineage=lineage, max_attempts=2, recorded=())
+        rules = CutRules(
+            last_step=9,
+            seed=1,
+            batch_groups=2,
+            min_group_size=2,
+            max_staleness=1,
+            when_stale=when_stale,
+            group_deadline_s=10.0,
+        )
+        self.cutter = Cutter(rules, self.fates, branches={})
+        self.cutter.step = step
+        self.cutter.allow(step)
+
+    def add(self, *messages: StoredMessage) -> None:
+        for message in messages:
+            self.inventory.add_message(message, "delivery")
+
+    def decide(self, *, now: float = 0.0, is_nearly_full: bool = False) -> Decision:
+        return self.cutter.decide(now=now, is_nearly_full=is_nearly_full)
+
+
+def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1), _message(2, 0, 1))
+
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert [group.group_id for group in decision.entry.groups] == ["0-1-0", "0-2-0"]
+    bench.cutter.note_written(decision.entry)
+    assert bench.decide() == Wait("step 1 to be trained, before cutting step 2")
+
+
+def test_a_group_that_cannot_train_is_settled_first() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1, failed=True), _message(2, 0, 1), _message(3, 0, 1))
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.FAILED, "")
+
+
+def test_a_stop_ends_the_journal() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1), _message(2, 0, 1))
+    bench.cutter.is_stopping = True
+
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert decision.entry.kind is CutKind.END
+
+
+@pytest.mark.parametrize(("when_stale", "kind"), [("wait", OutcomeKind.ABANDONED), ("drop", OutcomeKind.STALE)])
+def test_only_the_setting_that_drops_groups_over_the_bound_drops_them(
+    when_stale: Literal["wait", "drop"], kind: OutcomeKind
+) -> None:
+    bench = Bench(step=3, when_stale=when_stale)
+    bench.add(_message(1, 0, 1))
+
+    assert bench.decide() == Settle(["0-1-0"], kind, OVER_AGE)
+
+
+def test_what_only_a_branch_has_put_over_the_bound_is_tried_again() -> None:
+    bench = Bench(lineage=2, step=2, when_stale="drop")
+    bench.add(_message(1, 0, 1, oldest="1-1"))
+    assert isinstance(bench.decide(), Wait)
+
+    bench.cutter.branch(after_step=0)
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, OVER_AGE)
+
+
+def test_the_newest_token_counts_where_it_lies_beyond_a_branch() -> None:
+    bench = Bench(lineage=2, step=2)
+    bench.cutter.branch(after_step=0)
+    bench.add(_message(1, 0, 1, oldest="1-0", newest="1-1"))
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, OVER_AGE)
+
+
+def test_a_due_group_is_waited_for_until_its_deadline() -> None:
+    bench = Bench(step=2)
+    bench.add(_message(1, 0), _message(2, 0, 1), _message(3, 0, 1))
+    assert isinstance(bench.decide(now=0.0), Wait)
+    assert isinstance(bench.decide(now=10.0), Wait)
+
+    decision = bench.decide(now=10.5)
+
+    assert isinstance(decision, Settle)
+    assert (decision.group_ids, decision.kind) == (["0-1-0"], OutcomeKind.FAILED)
+
+
+def test_a_full_stream_gives_up_the_youngest_partial_group_unless_a_step_is_about_to_make_room() -> None:
+    bench = Bench()
+    bench.cutter.note_written(Cut(lineage=1, step=1, groups=[CutGroup(group_id="0-9-0", workflow="w", slots=[])]))
+    bench.add(_message(1, 0), _message(2, 0))
+    bench.cutter.allow(2)
+    assert isinstance(bench.decide(is_nearly_full=True), Wait)
+
+    bench.cutter.note_trained(1)  # and no checkpoint was due: nothing else will ever make room
+
+    decision = bench.decide(is_nearly_full=True)
+    assert isinstance(decision, Settle)
+    assert (decision.group_ids, decision.kind) == (["0-2-0"], OutcomeKind.ABANDONED)
+
+
+def test_tokens_of_a_newer_lineage_tell_a_zombie_what_it_is() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1, oldest="2-0"))
+
+    with pytest.raises(FencedError, match="2-0"):
+        bench.decide()
+
+
+def test_nothing_is_released_before_its_outcome_is_stored() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1))
+    outcomes: list[Outcome] = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)
+    assert bench.fates.release(["0-1-0"]) == []
+
+    bench.fates.note_recorded(outcomes)
+
+    assert bench.fates.release(["0-1-0"]) == ["delivery"]
+
+
+def test_groups_of_a_given_up_cut_keep_count_of_their_failures() -> None:
+    bench = Bench()
+    bench.fates.take([CutGroup(group_id="0-1-0", workflow="w", slots=[], num_failed_attempts=1)])
+
+    outcome = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)[0]
+
+    assert (outcome.kind, outcome.num_failed_attempts) == (OutcomeKind.DEAD, 2)
