@@ -334,8 +334,6 @@ class LineageRecord(Record, frozen=True, kw_only=True):
     """KV ``lineage``: who may train."""
 
     lineage: Count
-    restored_step: Count = 0
-    """The checkpoint it started from."""
 
 
 class TensorSpec(Record, frozen=True, kw_only=True):
@@ -392,6 +390,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
 
     version: VersionText
     path: str
+    """Its folder; empty while there is none."""
 
 
 class Admitted(Record, frozen=True, kw_only=True):

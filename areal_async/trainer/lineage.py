@@ -31,20 +31,26 @@ class Lineage:
             FencedError: another one took the same number first.
         """
         record, revision = await bus.get(LINEAGE, LineageRecord)
-        checkpoint, checkpoint_revision = await bus.get(CHECKPOINT, CheckpointRecord)
-        restored_step = Version.parse(checkpoint.version).step if checkpoint else 0
-        lineage = cls(bus, number=(record.lineage if record else 0) + 1, checkpoint=checkpoint)
-        lineage._revisions[CHECKPOINT] = checkpoint_revision
+        lineage = cls(bus, number=(record.lineage if record else 0) + 1, checkpoint=None)
         try:
-            mine = LineageRecord(lineage=lineage.number, restored_step=restored_step)
-            lineage._revisions[LINEAGE] = await bus.compare_and_set(LINEAGE, mine, revision)
+            lineage._revisions[LINEAGE] = await bus.compare_and_set(
+                LINEAGE, LineageRecord(lineage=lineage.number), revision
+            )
         except ConflictError as exc:
             raise FencedError(f"lineage {lineage.number}: another trainer took it first; only one may run") from exc
         await take_trainer_consumer(bus, lineage.number)
+        # Only now: whoever takes a newer one from here on finds this consumer, and deletes it.
+        record, _ = await bus.get(LINEAGE, LineageRecord)
+        lineage._check_newest(record.lineage if record else 0)
+        await lineage._take_checkpoint()
         return lineage
 
     async def read_log(self) -> Journal:
-        """Return what the log says before this lineage begins."""
+        """Return what the log says before this lineage begins.
+
+        Raises:
+            FencedError: a newer one has begun.
+        """
         journal, names = Journal(), self._bus.names
         for message in await self._bus.read_log(names.outcomes_stream, names.log):
             entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
@@ -54,7 +60,12 @@ class Lineage:
                 journal.add_outcome(entry)
             if message.subject == names.cuts:
                 self._last_cut_sequence = message.sequence  # also of one that cannot be read
+        self._check_newest(journal.lineage)
         return journal
+
+    def _check_newest(self, taken: int) -> None:
+        if taken > self.number:
+            raise FencedError(f"lineage {self.number}: lineage {taken} has been taken since; this trainer must stop")
 
     async def write_begin(self) -> int:
         """Fence the older lineages in the log; return the entry's stream sequence."""
@@ -102,6 +113,23 @@ class Lineage:
         """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
         await self._write(CHECKPOINT, checkpoint)
         self.checkpoint = checkpoint
+
+    async def _take_checkpoint(self) -> None:
+        """Start from the newest checkpoint, and make it this lineage's to replace.
+
+        Rewritten as it is (or as a record without a folder), so that an older trainer, which goes on until it
+        notices, cannot record another one behind our back: its acks reach nothing any more, and what it trained
+        after our checkpoint we train again.
+        """
+        while True:
+            held, revision = await self._bus.get(CHECKPOINT, CheckpointRecord)
+            mine = held or CheckpointRecord(version=str(Version(self.number, 0)), path="")
+            try:
+                self._revisions[CHECKPOINT] = await self._bus.compare_and_set(CHECKPOINT, mine, revision)
+            except ConflictError:
+                continue  # that older trainer was faster: its acks may have been too
+            self.checkpoint = mine if mine.path else None
+            return
 
     async def _write(self, key: str, record: WeightsVersion | CheckpointRecord) -> None:
         if key not in self._revisions:

@@ -7,15 +7,16 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async.bus import Bus, Role
+from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.errors import FencedError
 from areal_async.journal import Journal
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.subjects import LINEAGE
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import fetch, place
 from areal_async.trainer.reader import JournalReader
-from areal_async.types import CheckpointRecord, Cut, CutKind, Outcome, OutcomeKind, WeightsVersion
+from areal_async.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, WeightsVersion
 from areal_async.wire import decode
 from tests.brokers import OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
@@ -209,6 +210,46 @@ async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
         assert [one.kind for one in await new.outcomes(2)] == [OutcomeKind.TRAINED] * 2
 
 
+async def test_an_older_trainer_records_no_checkpoint_once_a_newer_one_has_read_it(open_role: OpenRole) -> None:
+    first, second = await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    zombie = await Lineage.take(first)
+    assert zombie.checkpoint is None
+    await zombie.record_checkpoint(CheckpointRecord(version="1-1", path="x"))
+
+    lineage = await Lineage.take(second)
+
+    assert lineage.checkpoint == CheckpointRecord(version="1-1", path="x")
+    with pytest.raises(FencedError):
+        await zombie.record_checkpoint(CheckpointRecord(version="1-2", path="y"))
+    await lineage.record_checkpoint(CheckpointRecord(version="2-2", path="z"))
+
+
+async def test_a_trainer_that_was_overtaken_before_it_had_its_consumer_stops(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow, fast = await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+
+    async def overtaken(bus: Bus, number: int) -> str:
+        await fast.put(LINEAGE, LineageRecord(lineage=number + 1))
+        return await take_trainer_consumer(bus, number)
+
+    monkeypatch.setattr("areal_async.trainer.lineage.take_trainer_consumer", overtaken)
+
+    with pytest.raises(FencedError, match="lineage 2 has been taken since"):
+        await Lineage.take(slow)
+
+
+async def test_a_trainer_does_not_begin_after_a_newer_one_has(open_role: OpenRole) -> None:
+    slow, fast = await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    older = await Lineage.take(slow)
+    newer = await Lineage.take(fast)
+    await newer.read_log()
+    await newer.write_begin()
+
+    with pytest.raises(FencedError):
+        await older.read_log()
+
+
 async def test_a_payload_that_is_gone_or_not_where_it_was_seen_is_told_apart(
     open_role: OpenRole, settings: Settings
 ) -> None:
@@ -294,3 +335,21 @@ async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role:
         decode(one.data, Cut) for one in await trainer.read_log(trainer.names.outcomes_stream, trainer.names.cuts)
     ]
     assert [entry.kind for entry in entries] == [CutKind.BEGIN, CutKind.END]
+
+
+async def test_a_branch_that_was_interrupted_is_finished_by_the_next_lineage(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, first, second = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    async with running(first, settings) as old:
+        old.feed.allow(1)
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        await old.cut(1)
+        await old.lineage.write_cut(Cut(kind=CutKind.BRANCH, lineage=1, step=0, branches={"1": 0}))
+
+    async with running(second, settings) as new:
+        outcomes = await new.outcomes(2)
+
+        assert {one.group_id for one in outcomes} == {"0-0-0", "0-1-0"}
+        assert {one.kind for one in outcomes} == {OutcomeKind.ABANDONED}
