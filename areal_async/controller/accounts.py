@@ -74,9 +74,14 @@ class Accounts:
 
     @property
     def held_step(self) -> int:
-        """The step whose weights every unfenced server holds, as this lineage counts it."""
-        if self.held is None or self.held.lineage < self.journal.lineage:
+        """The step whose weights every unfenced server holds, as this lineage counts it.
+
+        Weights of an older lineage stand for those of the same step, as far as this one has inherited them.
+        """
+        if self.held is None:
             return self.journal.restored_step
+        if self.held.lineage < self.journal.lineage:
+            return min(self.held.step, self.journal.restored_step)
         return self.held.step
 
     @property

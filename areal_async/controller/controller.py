@@ -110,7 +110,9 @@ class Controller:
 
     async def _read_existing_log(self) -> None:
         names = self._bus.names
-        for message in await self._bus.read_log(names.outcomes_stream, names.log):
+        for message in await self._bus.read_log(
+            names.outcomes_stream, names.log, start_sequence=self._log_sequence + 1
+        ):
             await self._read(message)
 
     async def run_log(self) -> None:
@@ -239,7 +241,16 @@ class Controller:
             await changed.wait()
 
     async def _abandon_unfinished(self) -> None:
-        """Record what was admitted and can never train now."""
+        """Record what was admitted and can never train now, after any other controller has been made to stop."""
+        while True:
+            record, revision = await self._bus.get(ADMITTED, Admitted)
+            self._accounts.admitted = record or Admitted()
+            try:
+                await self._bus.compare_and_set(ADMITTED, self._accounts.admitted, revision)
+                break
+            except ConflictError:
+                continue  # it admitted once more
+        await self._read_existing_log()
         outcomes = left_over(self._accounts, self._sampler, last_step=self._settings.run.steps)
         async with anyio.create_task_group() as publishing:
             for outcome in outcomes:

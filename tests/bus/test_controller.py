@@ -13,7 +13,8 @@ from areal_async.bus import Bus, Role
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller, Tasks
 from areal_async.controller.evaluation import Evaluator
-from areal_async.errors import PipelineError
+from areal_async.controller.sampler import Sampler
+from areal_async.errors import ConflictError, PipelineError
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -23,8 +24,9 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.subjects import RUN_STATE
+from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
+    Admitted,
     Cut,
     CutGroup,
     CutKind,
@@ -215,6 +217,30 @@ async def test_the_run_ends_when_the_final_version_is_held_and_the_rest_is_aband
     assert not {one.group_id for one in outcomes} & set(ids[:3])
 
 
+async def test_what_another_controller_admitted_is_abandoned_too_and_that_one_must_stop(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    bus, other = await open_role(Role.CONTROLLER), await open_role(Role.CONTROLLER, "1")
+    await world.hold("1-0")
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as running:
+            controller = _controller(bus, settings)
+            running.start_soon(controller.run)
+            ids = [one.group_id for one in await world.tickets(4, controller)]
+            _, revision = await other.get(ADMITTED, Admitted)
+            revision = await other.compare_and_set(ADMITTED, Admitted(total=5, num_fresh=5), revision)
+            await world.cut(CutKind.CUT, 1, ids[:2])
+            await world.cut(CutKind.CUT, 2, ids[2:])
+            await world.hold("1-2", final=True)
+
+    outcomes = [decode(one.data, Outcome) for one in await bus.read_log(bus.names.outcomes_stream, bus.names.outcomes)]
+    assert [(one.group_id, one.kind) for one in outcomes] == [
+        (str(Sampler(5, seed=settings.run.seed).group_at(4)), OutcomeKind.ABANDONED)
+    ]
+    with pytest.raises(ConflictError):
+        await other.compare_and_set(ADMITTED, Admitted(total=6, num_fresh=6), revision)
+
+
 async def test_the_first_evaluation_comes_before_the_first_admission(
     open_role: OpenRole, settings: Settings, world: World
 ) -> None:
@@ -251,7 +277,7 @@ async def test_a_run_that_stands_still_says_who_waits_for_whom(
                 await world.trainer.emit(world.trainer.names.metrics("trainer"), msgspec.json.encode(said))
                 with anyio.move_on_after(0.5):
                     event = msgspec.json.decode((await anext(events))[1])
-                    if "trainer" in event.get("waits_for", {}):
+                    if {"trainer", "controller"} <= event.get("waits_for", {}).keys():
                         break
 
     assert event["event"] == "run.stalled"

@@ -146,3 +146,14 @@ def test_a_group_that_ended_before_it_was_cut_is_settled_once() -> None:
 
 def test_credits_never_go_below_zero() -> None:
     assert _accounts(admitted=9, limit=6).num_credits == 0
+
+
+def test_a_checkpoints_groups_are_not_settled_while_servers_hold_older_weights() -> None:
+    accounts = _accounts()
+    for step in (1, 2):
+        accounts.add_cut(_cut(step, f"0-{step}-0"), sequence=step + 1)
+
+    accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=2, step=2), sequence=4)
+    accounts.hold([_server("1-1")])
+
+    assert accounts.num_settled == 1
