@@ -1,0 +1,302 @@
+"""What must hold whatever happens, judged from what was done and from nothing that the rules under test remember.
+
+Everything is recomputed by other means: what weights are worth from the trajectories that went into them, what is
+settled from the raw log, what was admitted from the tickets.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from areal_async.subjects import ADMITTED, CHECKPOINT
+from areal_async.trainer.cut import OpenGroup
+from areal_async.trainer.cutter import OVER_AGE
+from areal_async.types import (
+    Admitted,
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    GroupId,
+    Outcome,
+    OutcomeKind,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Version,
+)
+
+if TYPE_CHECKING:
+    from tests.protocol.broker import LogEntry, ModelBus
+    from tests.protocol.world import World
+
+Content = tuple[frozenset[str], ...]
+"""What weights were trained on: the sample uids of each step. Equal contents are equal weights."""
+
+UNTRAINED_ENDS = (OutcomeKind.STALE, OutcomeKind.FILTERED, OutcomeKind.REJECTED, OutcomeKind.DEAD)
+
+
+class Violation(AssertionError):
+    """A promise was broken."""
+
+
+def require(condition: bool, promise: str, detail: str) -> None:
+    """Raise unless it holds."""
+    if not condition:
+        raise Violation(f"{promise}: {detail}")
+
+
+class Oracle:
+    """Looks on."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._config = world.config
+        self._lineage = 0
+        self.weights: dict[Version, Content] = {}
+        """Of every version that was ever made."""
+        self._outcomes: dict[str, Outcome] = {}
+        """The first settling outcome of each group that no fence took away."""
+        self._tickets: dict[str, Ticket] = {}
+        self._stored: dict[str, set[str]] = {}
+        """group -> sample uids whose publish was acknowledged."""
+        self._lost: set[str] = set()
+        """Groups with a payload that a fault has destroyed."""
+        self._had_mishap = False
+        """A branch, a cut made short, a lost payload, a server older than the ticket: groups may be over the bound."""
+        self._admitted = Admitted()
+        self._checkpoint: Content = ()
+        self.seen: Counter[str] = Counter()
+        """How often each kind of thing has happened: to know what was explored."""
+
+    # the log
+
+    def on_log(self, entry: LogEntry) -> None:
+        record = entry.record
+        if isinstance(record, Cut):
+            self.seen[f"entry {record.kind}"] += 1
+            if record.kind is CutKind.BEGIN:
+                self._lineage = max(self._lineage, record.lineage)
+            self._had_mishap |= record.kind is CutKind.BRANCH
+            self._had_mishap |= record.kind is CutKind.CUT and len(record.groups) < self._config.batch_groups
+            return
+        self.seen[f"outcome {record.kind}"] += 1
+        if record.lineage < self._lineage:
+            self.seen["outcome fenced"] += 1
+            return
+        if record.kind in (OutcomeKind.LATE, OutcomeKind.DUPLICATE) or record.group_id in self._outcomes:
+            return
+        self._outcomes[record.group_id] = record
+        if record.reason == OVER_AGE and self._config.when_stale == "wait":
+            require(self._had_mishap, "P7 length bias", f"{record.group_id} was not waited for under when_stale: wait")
+        if record.kind is OutcomeKind.TRAINED:
+            is_held = any(_group_of(uid) == record.group_id for step in self._checkpoint for uid in step)
+            require(is_held, "P1 durable", f"{record.group_id} is recorded trained, and the checkpoint lacks it")
+        if record.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
+            self._check_attempts(record)
+
+    def _check_attempts(self, outcome: Outcome) -> None:
+        prompt = GroupId.parse(outcome.group_id)
+        num_failed = sum(
+            one.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD) and _is_same_prompt(one.group_id, prompt)
+            for one in self._outcomes.values()
+        )
+        limit = self._config.max_attempts
+        require(num_failed <= limit, "P7 attempts", f"{outcome.group_id}: {num_failed} failed, at most {limit}")
+        is_last = num_failed == limit
+        require(
+            (outcome.kind is OutcomeKind.DEAD) == is_last,
+            "P7 attempts",
+            f"{outcome.group_id}: recorded {outcome.kind} after {num_failed} of {limit} failures",
+        )
+
+    # admission
+
+    def on_ticket(self, ticket: Ticket) -> None:
+        group = GroupId.parse(ticket.group_id)
+        self.seen["ticket"] += 1
+        if ticket.group_id in self._tickets:
+            is_repeat = self._world.has_forgotten  # beyond the duplicate window a repeated publish is stored again
+            require(is_repeat, "P7 covered", f"{ticket.group_id} was admitted twice")
+            self.seen["ticket repeated"] += 1
+            return
+        self._tickets[ticket.group_id] = ticket
+        if group.attempt:
+            before = str(GroupId(group.epoch, group.index, group.attempt - 1))
+            end = self._outcomes.get(before)
+            is_due = end is not None and end.kind in (OutcomeKind.FAILED, OutcomeKind.ABANDONED)
+            require(is_due, "P7 covered", f"{ticket.group_id} is tried again after {end.kind if end else 'nothing'}")
+            self.seen["readmission"] += 1
+
+    def on_key(self, key: str, record: Any, bus: ModelBus) -> None:
+        """A compare-and-set is about to succeed."""
+        if key == ADMITTED:
+            self._check_admitted(record)
+        elif key == CHECKPOINT and isinstance(record, CheckpointRecord) and record.path:
+            self._check_checkpoint(record)
+
+    def _check_admitted(self, record: Admitted) -> None:
+        old, self._admitted = self._admitted, record
+        counts = record.total, record.num_fresh, record.num_readmitted
+        before = old.total, old.num_fresh, old.num_readmitted
+        rewinds = any(now < then for now, then in zip(counts, before, strict=True))
+        require(not rewinds, "P7 covered", f"the cursor rewinds from {old} to {record}")
+        require(record.total == record.num_fresh + record.num_readmitted, "P7 covered", f"{record} does not add up")
+        fresh = {(GroupId.parse(name).epoch, GroupId.parse(name).index) for name in self._tickets}
+        epochs, rest = divmod(record.num_fresh, self._config.num_rows)
+        for epoch in range(epochs + bool(rest)):
+            num_due = self._config.num_rows if epoch < epochs else rest
+            num_tickets = sum(one == epoch for one, _ in fresh)
+            require(num_tickets >= num_due, "P7 covered", f"{record}, but epoch {epoch} has {num_tickets} tickets")
+
+    def on_admission(self, *, total: int, log_length: int, held: Version) -> None:
+        """A controller admits, having read so much of the log, and seen that the servers hold this version."""
+        settled, cuts, lineage, restored_step = set(), dict[int, set[str]](), 0, 0
+        for entry in self._world.broker.log[:log_length]:
+            record = entry.record
+            if record.lineage < lineage:
+                continue
+            if isinstance(record, Outcome):
+                if record.kind.settles and record.kind is not OutcomeKind.TRAINED:
+                    settled.add(record.group_id)
+            elif record.kind is CutKind.BEGIN:
+                lineage, restored_step = record.lineage, record.step
+            elif record.kind in (CutKind.CUT, CutKind.BRANCH):
+                first = record.step + (record.kind is CutKind.BRANCH)
+                cuts = {step: groups for step, groups in cuts.items() if step < first}
+                if record.kind is CutKind.CUT:
+                    cuts[record.step] = {group.group_id for group in record.groups}
+        held_step = held.step if held.lineage >= lineage else min(held.step, restored_step)
+        trained = {name for step, groups in cuts.items() if step <= held_step for name in groups}
+        bound = (self._config.max_staleness + 1) * self._config.batch_groups
+        in_flight = total - len(settled | trained)
+        require(in_flight <= bound, "credit", f"{in_flight} groups in flight, at most {bound}")
+
+    def on_ticket_acked(self, ticket: Ticket) -> None:
+        stored = {_sibling_of(uid) for uid in self._stored.get(ticket.group_id, ())}
+        is_whole = len(stored) == ticket.group_size
+        is_settled = ticket.group_id in self._outcomes
+        require(is_whole or is_settled, "P1 durable", f"ticket {ticket.group_id} acked with slots {sorted(stored)}")
+
+    # trajectories
+
+    def on_stored(self, message: StoredMessage) -> None:
+        sampled = min(Version.parse(slot.oldest) for slot in message.slots)
+        self._had_mishap |= sampled < Version.parse(message.ticket_version)  # by a node that another has replaced
+        self._stored.setdefault(message.group_id, set()).update(slot.sample_uid for slot in message.slots)
+
+    def on_lost(self, message: StoredMessage) -> None:
+        self.seen["payload lost"] += 1
+        self._lost.add(message.group_id)
+        self._had_mishap = True
+
+    def on_acked(self, message: StoredMessage) -> None:
+        """A trainer's ack has removed a message."""
+        outcome = self._outcomes.get(message.group_id)
+        require(outcome is not None, "P1 durable", f"{message.group_id} was acked without an outcome")
+        self.seen["trajectory acked"] += 1
+
+    def cut_messages(self) -> list[int]:
+        """Return where the messages of groups in journalled cuts are: those whose loss leads to a branch."""
+        cut = {
+            group.group_id
+            for entry in self._world.broker.log
+            if isinstance(entry.record, Cut)
+            for group in entry.record.groups
+        }
+        stored = self._world.broker.trajectories.items()
+        return [sequence for sequence, message in stored if message.group_id in cut]
+
+    # training
+
+    def on_train(self, cut: Cut, *, start: Content, slots: Iterable[Any], step: int) -> None:
+        """A step is about to train these slots (``Placed``)."""
+        config = self._config
+        trained = {(_group_of(uid), _sibling_of(uid)) for before in start for uid in before}
+        groups: dict[str, set[int]] = {}
+        require(step == len(start) + 1, "P2 once", f"step {step} starts from weights of step {len(start)}")
+        for placed in slots:
+            slot = placed.item.slot
+            key = placed.group_id, slot.sibling
+            require(key not in trained, "P2 once", f"slot {key} trains in step {step} and in one before")
+            trained.add(key)
+            groups.setdefault(placed.group_id, set()).add(slot.sibling)
+            require(_group_of(slot.sample_uid) == placed.group_id, "P4 whole", f"{slot.sample_uid} is a neighbour's")
+            require(slot.status is SlotStatus.SCORED, "P4 whole", f"{slot.sample_uid} is {slot.status}")
+            if config.when_stale != "mask":
+                age = self._age(Version.parse(slot.oldest), start)
+                require(age <= config.max_staleness, "P3 fresh", f"{slot.sample_uid} has age {age} in step {step}")
+        for group_id, siblings in groups.items():
+            is_whole = config.min_group_size <= len(siblings) <= config.group_size
+            require(is_whole, "P4 whole", f"{group_id} trains with {sorted(siblings)}")
+        self.seen["step trained"] += 1
+
+    def on_cut(self, cut: Cut, left: Iterable[OpenGroup]) -> None:
+        """A cut is written; what is open and known to the trainer is left for later steps."""
+        if self._config.when_stale != "wait" or cut.branches or cut.lineage < self._lineage:
+            return
+        for group in left:
+            oldest = min(version.step for span in group.spans for version in span)
+            age = cut.step - 1 - oldest
+            require(age < self._config.max_staleness, "P7 length bias", f"{group.group_id} is due in step {cut.step}")
+
+    def _age(self, version: Version, start: Content) -> int:
+        """Count the steps from the weights that sampled to the common ancestor, and on to those that train."""
+        sampled = self.weights[version]
+        shared = 0
+        while shared < min(len(sampled), len(start)) and sampled[shared] == start[shared]:
+            shared += 1
+        return (len(start) - shared) + (len(sampled) - shared)
+
+    def on_weights(self, version: Version, content: Content) -> None:
+        held = self.weights.setdefault(version, content)
+        require(held == content, "P5 versioned", f"{version} names two different weights")
+
+    def _check_checkpoint(self, record: CheckpointRecord) -> None:
+        self._checkpoint = self._world.disk[record.path][1]
+        ledger = self._world.disk[record.path][0]
+        groups = {_group_of(uid) for step in self._checkpoint for uid in step}
+        listed = {name for names in ledger.trained.values() for name in names}
+        require(groups == listed, "P2 once", f"checkpoint {record.version} lists {listed}, and holds {groups}")
+
+    # the end
+
+    def check_end(self) -> None:
+        """The run has ended: nothing is left in the dark."""
+        final = self._checkpoint
+        trained = {_group_of(uid) for step in final for uid in step}
+        require(len(final) == self._config.steps, "end", f"the final weights hold {len(final)} steps")
+        require(sum(map(len, final)) == len(set().union(*final)), "P2 once", "a slot is in two steps")
+        still_stored = {message.group_id for message in self._world.broker.trajectories.values()}
+        for group_id in self._stored:
+            is_accounted = group_id in self._outcomes or group_id in still_stored or group_id in self._lost
+            require(is_accounted or group_id in trained, "P1 durable", f"{group_id} is gone without a word")
+        for group_id, outcome in self._outcomes.items():
+            if outcome.kind is OutcomeKind.TRAINED:
+                require(group_id in trained, "P1 durable", f"{group_id} is recorded trained, the final weights lack it")
+            elif group_id in trained:
+                raise Violation(f"P2 once: {group_id} is in the final weights, and recorded {outcome.kind}")
+        self._check_coverage(trained)
+
+    def _check_coverage(self, trained: set[str]) -> None:
+        last: dict[tuple[int, int], GroupId] = {}
+        for name in self._tickets:
+            group = GroupId.parse(name)
+            last[group.epoch, group.index] = max(group, last.get((group.epoch, group.index), group))
+        num_open = sum(str(group) not in self._outcomes and str(group) not in trained for group in last.values())
+        num_counted = len(self._tickets) - self._admitted.total
+        require(num_open <= num_counted, "P7 covered", f"{num_open} admitted prompts ended without an outcome")
+
+
+def _group_of(uid: str) -> str:
+    return uid.split(".")[0]
+
+
+def _sibling_of(uid: str) -> int:
+    return int(uid.split(".")[1])
+
+
+def _is_same_prompt(name: str, prompt: GroupId) -> bool:
+    group = GroupId.parse(name)
+    return (group.epoch, group.index) == (prompt.epoch, prompt.index)

@@ -1,0 +1,257 @@
+"""Faults planted into the protocol, one small mutation each: an exploration that misses one explores too little.
+
+Most replace a piece of production code; those about the order of effects replace it in the model of the process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import pytest
+
+from areal_async.bus import take_trainer_consumer
+from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.journal import Journal
+from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE
+from areal_async.trainer import cutter
+from areal_async.trainer.cut import CutPlan, OpenGroup, plan_cut
+from areal_async.trainer.cutter import Cutter
+from areal_async.trainer.fates import Fates
+from areal_async.trainer.lineage import Lineage
+from areal_async.types import (
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    CutSlot,
+    GroupId,
+    LineageRecord,
+    Outcome,
+    OutcomeKind,
+    Slot,
+    StoredMessage,
+)
+from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
+from tests.protocol.roles import ControllerModel, NodeModel
+from tests.protocol.trainer import ModelLedger, TrainerModel
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+PLANTED: dict[str, Plant] = {}
+"""By name."""
+
+
+def _planted(name: str) -> Callable[[Plant], Plant]:
+    def register(plant: Plant) -> Plant:
+        PLANTED[name] = plant
+        return plant
+
+    return register
+
+
+@_planted("messages are acked before their group's outcome is stored")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Fates, "release", lambda self, group_ids: self.inventory.release(group_ids))
+
+
+@_planted("outcomes and acks come before the checkpoint")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = TrainerModel._checkpoint
+
+    async def checkpoint(self: TrainerModel) -> None:
+        await self._on_checkpoint(self.step)
+        await right(self)
+
+    patch.setattr(TrainerModel, "_checkpoint", checkpoint)
+
+
+@_planted("a checkpoint holds no list of what it was trained on")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tests.protocol.trainer.ModelLedger", lambda step, trained: ModelLedger(step, {}))
+
+
+@_planted("a trained group settles twice: by its weights and by its outcome")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Accounts.add_outcome
+
+    def add_outcome(self: Accounts, outcome: Outcome) -> None:
+        right(self, outcome)
+        self._num_settled_untrained += outcome.kind is OutcomeKind.TRAINED
+
+    patch.setattr(Accounts, "add_outcome", add_outcome)
+
+
+@_planted("credit returns when a cut is journalled, before the servers hold its weights")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Accounts, "held_step", property(lambda self: max(self.journal.cuts, default=0)))
+
+
+@_planted("a cut goes without the due groups that are incomplete")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def plan(groups: Iterable[OpenGroup], **rules: Any) -> CutPlan:
+        return replace(plan_cut(groups, **rules), waits_for=[])
+
+    patch.setattr(cutter, "plan_cut", plan)
+
+
+@_planted("a cut takes groups over the bound")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def plan(groups: Iterable[OpenGroup], *, max_staleness: int, **rules: Any) -> CutPlan:
+        return plan_cut(groups, max_staleness=max_staleness + 1, **rules)
+
+    patch.setattr(cutter, "plan_cut", plan)
+
+
+@_planted("rejected and stale groups are tried again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    ended = (OutcomeKind.FAILED, OutcomeKind.ABANDONED, OutcomeKind.REJECTED, OutcomeKind.STALE)
+    patch.setattr(OutcomeKind, "readmits", property(lambda self: self in ended))
+
+
+@_planted("another attempt reuses the number of the one before")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Accounts.due_readmissions.fget
+    assert right is not None
+
+    def same(item: Readmission) -> Readmission:
+        group = item.group_id
+        return replace(item, group_id=GroupId(group.epoch, group.index, group.attempt - 1))
+
+    patch.setattr(Accounts, "due_readmissions", property(lambda self: [same(item) for item in right(self)]))
+
+
+@_planted("failed attempts are not counted")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Fates._untrained
+
+    def untrained(self: Fates[Any], group_id: str, kind: OutcomeKind, **rest: Any) -> Outcome:
+        outcome = right(self, group_id, kind, **rest)
+        return msgspec.structs.replace(outcome, kind=kind, num_failed_attempts=0)
+
+    patch.setattr(Fates, "_untrained", untrained)
+
+
+@_planted("a second producer's slot fills another sibling's place")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def add(self: OpenGroup, message: StoredMessage) -> list[Slot]:
+        for slot in message.slots:
+            free = [sibling for sibling in range(self.group_size) if sibling not in self.slots]
+            if free:
+                self.slots[free[0]] = CutSlot(slot=slot, sequence=message.sequence)
+        return []
+
+    patch.setattr(OpenGroup, "add", add)
+
+
+@_planted("a lineage begins without fencing the older ones")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def write_begin(self: Lineage) -> int:
+        return 0
+
+    patch.setattr(Lineage, "write_begin", write_begin)
+
+
+@_planted("a zombie's cuts and outcomes count")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right_cut, right_outcome = Journal.add_cut, Journal.add_outcome
+
+    def add_cut(self: Journal, entry: Cut, *, sequence: int) -> bool:
+        if entry.kind is not CutKind.BEGIN:
+            entry = msgspec.structs.replace(entry, lineage=max(entry.lineage, self.lineage))
+        return right_cut(self, entry, sequence=sequence)
+
+    def add_outcome(self: Journal, outcome: Outcome) -> bool:
+        return right_outcome(self, msgspec.structs.replace(outcome, lineage=max(outcome.lineage, self.lineage)))
+
+    async def write_cut(self: Lineage, entry: Cut) -> int:
+        published = await self._bus.publish(NAMES.cuts, entry)
+        return published.sequence
+
+    patch.setattr(Journal, "add_cut", add_cut)
+    patch.setattr(Journal, "add_outcome", add_outcome)
+    patch.setattr(Lineage, "write_cut", write_cut)
+
+
+@_planted("an older trainer can still record a checkpoint")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def take(bus: Any) -> Lineage:
+        record, revision = await bus.get(LINEAGE, LineageRecord)
+        checkpoint, checkpoint_revision = await bus.get(CHECKPOINT, CheckpointRecord)
+        lineage = Lineage(bus, number=(record.lineage if record else 0) + 1, checkpoint=checkpoint)
+        lineage._revisions[CHECKPOINT] = checkpoint_revision
+        await bus.compare_and_set(LINEAGE, LineageRecord(lineage=lineage.number), revision)
+        await take_trainer_consumer(bus, lineage.number)
+        return lineage
+
+    patch.setattr(Lineage, "take", take)
+
+
+@_planted("a restored trainer cuts anew instead of replaying")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Journal, "steps_to_replay", lambda self: [])
+
+
+@_planted("the groups of inherited cuts can be cut again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Fates.hold
+
+    def hold(self: Fates[Any], cut: Cut) -> None:
+        if cut.lineage == self.lineage:
+            right(self, cut)
+
+    patch.setattr(Fates, "hold", hold)
+
+
+@_planted("ages ignore that lineages have parted")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Cutter._age
+    patch.setattr(Cutter, "_age", lambda self, branches: right(self, {}))
+
+
+@_planted("the cursor of admissions is written without comparing")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = ModelBus.compare_and_set
+
+    async def compare_and_set(self: ModelBus, key: str, record: Any, revision: int) -> int:
+        if key == ADMITTED:
+            revision = self._broker.keys.get(key, (None, 0))[1]
+        return await right(self, key, record, revision)
+
+    patch.setattr(ModelBus, "compare_and_set", compare_and_set)
+
+
+@_planted("the cursor moves before the tickets are stored")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def admit(self: ControllerModel, admission: Any) -> None:
+        self.revision = await self.bus.compare_and_set(ADMITTED, admission.record, self.revision)
+        self.accounts.admitted = admission.record
+        await self._publish_tickets(admission)
+
+    patch.setattr(ControllerModel, "_admit", admit)
+
+
+@_planted("a ticket is acked before all its slots are stored")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = NodeModel._run_ticket
+
+    async def run_ticket(self: NodeModel, delivery: TicketDelivery) -> None:
+        await self.process.bus.ack_ticket(delivery)
+        await right(self, delivery)
+
+    patch.setattr(NodeModel, "_run_ticket", run_ticket)
+
+
+@_planted("a controller that ends the run trusts the cursor it remembers")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def take_over(self: ControllerModel) -> None:
+        self.has_taken_over = True
+
+    patch.setattr(ControllerModel, "_take_over", take_over)
+
+
+@_planted("the checkpoint's groups are settled before any server holds its weights")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Accounts.held_step.fget
+    assert right is not None
+    patch.setattr(Accounts, "held_step", property(lambda self: max(right(self), self.journal.restored_step)))

@@ -1,0 +1,39 @@
+"""The promises hold in every run that is explored, every run ends, and no planted fault goes unseen."""
+
+import pytest
+
+from tests.protocol.explorer import Found, explore
+from tests.protocol.planted import PLANTED
+
+NUM_STEPS = 100_000
+MAX_STEPS_TO_FIND = 400_000
+MET = (
+    "entry branch",
+    "outcome abandoned",
+    "outcome dead",
+    "outcome duplicate",
+    "outcome late",
+    "outcome rejected",
+    "outcome trained",
+    "payload lost",
+    "readmission",
+    "trajectory acked",
+)
+"""What must have happened for the exploration to mean anything."""
+
+
+@pytest.mark.timeout(600)
+def test_the_promises_hold_and_every_run_ends() -> None:
+    report = explore(num_steps=NUM_STEPS, seed=1)
+
+    assert report.num_steps >= NUM_STEPS
+    assert not [kind for kind in MET if not report.seen[kind]]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    PLANTED[name](monkeypatch)
+
+    with pytest.raises(Found):
+        explore(num_steps=MAX_STEPS_TO_FIND, seed=1)

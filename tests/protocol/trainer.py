@@ -1,0 +1,320 @@
+"""The model's trainer: ``trainer.main``, ``loop``, ``feed`` and ``settlement`` as one rank without arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from areal_async.errors import PipelineError
+from areal_async.journal import Journal
+from areal_async.trainer.cutter import Cutter, Settle, Wait, Write
+from areal_async.trainer.fates import Fates
+from areal_async.trainer.inventory import Inventory
+from areal_async.trainer.lineage import Lineage
+from areal_async.trainer.payloads import Placed, place
+from areal_async.trainer.step import part_usable
+from areal_async.types import (
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    Outcome,
+    OutcomeKind,
+    ServerState,
+    StoredMessage,
+    Version,
+    WeightsVersion,
+)
+from tests.protocol.broker import NAMES, effect, idle
+
+if TYPE_CHECKING:
+    from tests.protocol.oracle import Content
+    from tests.protocol.world import Process, World
+
+EARLY_CHECKPOINT_SHARE = 0.8
+
+
+@dataclass(frozen=True)
+class ModelLedger:
+    """What a checkpoint says it was trained on."""
+
+    step: int
+    trained: dict[int, list[str]]
+
+
+@dataclass(eq=False)
+class TrainerModel:
+    """One trainer, from taking its lineage to the last step."""
+
+    world: World
+    process: Process
+    step: int = 0
+    checkpointed_step: int = 0
+    content: Content = ()
+    trained: dict[int, list[str]] = field(default_factory=dict)
+    wants_stop: bool = False
+    is_final: bool = False
+    num_read: int = 0
+    cutter: Cutter | None = None
+    caught_up: set[str] = field(default_factory=set)
+
+    async def run(self) -> None:
+        self.bus = self.process.bus
+        self.lineage = await Lineage.take(self.bus)  # type: ignore[arg-type]
+        self.number = self.bus.lineage = self.lineage.number
+        await self.lineage.read_log()
+        begin = await self.lineage.write_begin()
+        self.journal = Journal()
+        for entry in await self.bus.read_log("", ""):
+            self._read(entry)
+            if entry.sequence == begin:
+                break
+        config = self.world.config
+        self.inventory: Inventory[StoredMessage] = Inventory()
+        self.fates = Fates(
+            self.inventory, lineage=self.number, max_attempts=config.max_attempts, recorded=self.journal.outcomes
+        )
+        self.cutter = Cutter(config.cut_rules, self.fates, branches=self.journal.branches)
+        self.cutter.is_stopping = self.wants_stop
+        self.without_end = self.journal.without_end()
+        self.fates.take(self.without_end)
+        self.process.spawn(self._run_journal())
+        await self._restore()
+        self.process.spawn(self._run_inbox())
+        self.process.spawn(self._run_tickets())
+        await self._run_loop()
+
+    def stop(self) -> None:
+        """SIGTERM: finish the step, checkpoint, leave."""
+        self.wants_stop = True
+        if self.cutter is not None:
+            self.cutter.is_stopping = True
+
+    # Trainer
+
+    async def _restore(self) -> None:
+        checkpoint = self.lineage.checkpoint
+        if checkpoint is not None and checkpoint.path:
+            ledger, self.content = self.world.disk[checkpoint.path]
+            self.trained = dict(ledger.trained)
+            self.step = self.checkpointed_step = ledger.step
+        for step, groups in self.trained.items():
+            strangers = self.journal.unknown_to(step, groups)
+            if strangers:
+                raise PipelineError(f"checkpoint: step {step} trained {strangers}, unknown to the journal")
+        for _, cut in sorted(self.journal.cuts.items()):
+            self.fates.hold(cut)
+        await self._on_checkpoint(self.step)
+
+    async def _run_loop(self) -> None:
+        is_current = await self._replay()
+        if self.step > self.checkpointed_step:
+            await self._checkpoint()
+        if not is_current:
+            return
+        await self._publish_weights()
+        await self._wait_for_servers()
+        await self._train()
+        if self.step > self.checkpointed_step:
+            await self._checkpoint()
+        if self.step >= self.world.config.steps:
+            self.is_final = True
+            await self._publish_weights(final=True)
+
+    async def _replay(self) -> bool:
+        for step in self.journal.steps_to_replay():
+            cut = self.journal.cut_to_replay(step)
+            slots, missing = await self._fetch(cut)
+            if self.wants_stop:
+                return False
+            if missing:
+                await self._disown(after_step=self.step)
+                break
+            await self._run_step(cut, slots, [])
+        return True
+
+    async def _train(self) -> None:
+        assert self.cutter is not None
+        self._note_trained()
+        self.process.spawn(self._run_cutter(self.step + 1))
+        while True:
+            await self._until(lambda: self._next_cut() is not None or self._has_ended())
+            cut = self._next_cut()
+            if cut is None:
+                break
+            slots, missing = await self._fetch(cut)
+            if self.wants_stop:
+                break
+            await self._run_step(cut, slots, missing)
+            await self._publish_weights()
+            if self._is_checkpoint_due():
+                await self._checkpoint()
+            self._note_trained()
+        await self._until(self._has_ended)
+
+    def _allow(self, step: int) -> None:
+        assert self.cutter is not None
+        self.cutter.allow(step)
+        self.world.touch()
+
+    def _note_trained(self) -> None:
+        assert self.cutter is not None
+        self.cutter.note_trained(self.step)
+        self.world.touch()
+
+    def _next_cut(self) -> Cut | None:
+        cut = self.journal.cuts.get(self.step + 1)
+        return cut if cut is not None and cut.lineage == self.number else None
+
+    def _has_ended(self) -> bool:
+        return self.journal.is_ended and self.journal.lineage == self.number
+
+    async def _run_step(self, cut: Cut, slots: list[Placed], missing: list[tuple[str, int]]) -> None:
+        config = self.world.config
+        assert self.cutter is not None
+        if config.max_staleness > 0:
+            self._allow(cut.step + 1)
+        groups, unusable = part_usable(slots, missing, min_group_size=config.min_group_size)
+        if unusable:
+            await self._settle(unusable, OutcomeKind.FAILED, reason="payloads are gone", step=cut.step)
+        await effect()
+        used = [placed for group in groups for placed in group]
+        self.world.oracle.on_train(cut, start=self.content, slots=used, step=cut.step)
+        self.step = cut.step
+        self.content = (*self.content, frozenset(placed.item.slot.sample_uid for placed in used))
+        self.trained = {**self.trained, cut.step: sorted({placed.group_id for placed in used})}
+        self.world.oracle.on_weights(Version(self.number, self.step), self.content)
+
+    async def _fetch(self, cut: Cut) -> tuple[list[Placed], list[tuple[str, int]]]:
+        await effect()
+        stored = {slot.sample_uid for message in self.world.broker.trajectories.values() for slot in message.slots}
+        slots = place(cut)
+        return slots, [placed.key for placed in slots if placed.item.slot.sample_uid not in stored]
+
+    async def _publish_weights(self, *, final: bool = False) -> None:
+        version = Version(self.number, self.step)
+        self.world.oracle.on_weights(version, self.content)
+        await self.lineage.announce(WeightsVersion(version=str(version), path=str(version), final=final))
+
+    async def _wait_for_servers(self) -> None:
+        while not self.wants_stop:
+            servers = [state for state, _ in (await self.bus.entries("server.", ServerState)).values()]
+            held = [server.version for server in servers if not server.fenced]
+            if held and all(version == f"{self.number}-{self.step}" for version in held):
+                return
+            await idle()
+
+    def _is_checkpoint_due(self) -> bool:
+        config = self.world.config
+        is_regular = self.step % config.checkpoint_every == 0 or self.step >= config.steps
+        return is_regular or (self._is_nearly_full and bool(self.fates.unacked_cuts))
+
+    async def _checkpoint(self) -> None:
+        await effect()
+        path = f"checkpoints/{self.number}-{self.step}"
+        self.world.disk[path] = ModelLedger(self.step, self.trained), self.content
+        self.checkpointed_step = self.step
+        await self.lineage.record_checkpoint(CheckpointRecord(version=f"{self.number}-{self.step}", path=path))
+        await self._on_checkpoint(self.step)
+
+    # JournalReader
+
+    def _read(self, entry: object) -> None:
+        from tests.protocol.roles import read_entry
+
+        read_entry(entry, self.journal)  # type: ignore[arg-type]
+        self.num_read += 1
+        self.world.touch()
+
+    async def _run_journal(self) -> None:
+        while True:
+            if self.bus.has_new(self.num_read):
+                for entry in (await self.bus.read_new(self.num_read))[:1]:
+                    self._read(entry)
+            else:
+                await idle()
+
+    # Feed
+
+    async def _run_inbox(self) -> None:
+        while True:
+            if not self.bus.has_pending(self.number) and "inbox" in self.caught_up:
+                await idle()
+                continue
+            message = await self.bus.fetch(self.number)
+            if message is None:
+                self.caught_up.add("inbox")
+                self.world.touch()
+                continue
+            for outcome in self.inventory.add_message(message, message):
+                noted = msgspec.structs.replace(outcome, lineage=self.number)
+                await self._store_outcome(noted)
+            await self.bus.ack(self.number, self.fates.release([message.group_id]))
+
+    async def _run_tickets(self) -> None:
+        last = 0
+        while True:
+            for sequence, ticket in await self.bus.read_tickets():
+                if sequence > last:
+                    last = sequence
+                    self.inventory.add_ticket(ticket)
+                    self.world.touch()
+            if "tickets" not in self.caught_up:
+                self.caught_up.add("tickets")
+                self.world.touch()
+            await idle()
+
+    async def _run_cutter(self, first_step: int) -> None:
+        cutter = self.cutter
+        assert cutter is not None
+        await self._until(lambda: self.caught_up == {"inbox", "tickets"})
+        cutter.step = first_step
+        left = [group.group_id for group in self.without_end]
+        await self._settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
+        while not cutter.has_ended:
+            match cutter.decide(now=self.world.now, is_nearly_full=self._is_nearly_full):
+                case Settle(group_ids, kind, reason):
+                    await self._settle(group_ids, kind, reason=reason, step=cutter.step)
+                case Write(entry):
+                    await self.lineage.write_cut(entry)
+                    cutter.note_written(entry)
+                    if entry.kind is CutKind.CUT:
+                        self.world.oracle.on_cut(entry, self.inventory.open.values())
+                case Wait():
+                    await idle()
+
+    async def _disown(self, *, after_step: int) -> None:
+        assert self.cutter is not None
+        await self.lineage.write_cut(self.cutter.branch(after_step=after_step))
+        for step, groups in self.fates.give_up_cuts(after_step=after_step).items():
+            await self._settle(groups, OutcomeKind.ABANDONED, reason="could not be replayed", step=step)
+
+    @property
+    def _is_nearly_full(self) -> bool:
+        return self.inventory.stored_bytes >= EARLY_CHECKPOINT_SHARE * self.world.config.max_messages
+
+    # Settlement
+
+    async def _on_checkpoint(self, step: int) -> None:
+        await self._record(self.fates.of_checkpoint(step))
+        await self.bus.ack(self.number, self.fates.release_cuts(step))
+
+    async def _settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
+        ids = list(group_ids)
+        await self._record(self.fates.of_untrained(ids, kind, reason=reason, step=step))
+        await self.bus.ack(self.number, self.fates.release(ids))
+
+    async def _record(self, outcomes: Sequence[Outcome]) -> None:
+        for outcome in outcomes:
+            await self._store_outcome(outcome)
+        self.fates.note_recorded(outcomes)
+
+    async def _store_outcome(self, outcome: Outcome) -> None:
+        uid = outcome.sample_uid or outcome.group_id
+        await self.bus.publish(NAMES.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        while not is_so():
+            await idle()

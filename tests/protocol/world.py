@@ -1,0 +1,266 @@
+"""A whole run in memory: processes that are stepped one effect at a time, and what may befall them.
+
+A process is a set of coroutines over production's rules. Between any two effects it can be killed, or be left
+behind as a zombie that goes on while another takes its place.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from areal_async.errors import BusError, FencedError
+from areal_async.subjects import RUN_STATE
+from areal_async.trainer.cutter import CutRules
+from areal_async.types import WeightsVersion
+from tests.protocol.broker import NAMES, Broker, ModelBus, Pause
+from tests.protocol.oracle import Content, Oracle
+
+ARMED = (
+    "lose a ticket's ack",
+    "store a message twice",
+    "deliver out of order",
+    "lose an ack",
+)
+"""Faults that befall the next operation of their kind."""
+MAX_ZOMBIES = 2
+STALLED_SHARE = 0.6
+"""Of the replaced processes: they stand still until something wakes them."""
+
+
+class Config(NamedTuple):
+    """The settings of a run, as small as they can be and still meet each other."""
+
+    steps: int = 3
+    group_size: int = 2
+    min_group_size: int = 1
+    batch_groups: int = 2
+    max_staleness: int = 1
+    when_stale: str = "wait"
+    max_attempts: int = 2
+    checkpoint_every: int = 2
+    num_rows: int = 3
+    num_nodes: int = 2
+    capacity: int = 2
+    """Tickets that a node runs at once."""
+    max_messages: int = 1000
+    loses_payloads: bool = True
+
+    @property
+    def cut_rules(self) -> CutRules:
+        return CutRules(
+            last_step=self.steps,
+            seed=1,
+            batch_groups=self.batch_groups,
+            min_group_size=self.min_group_size,
+            max_staleness=self.max_staleness,
+            when_stale=self.when_stale,  # type: ignore[arg-type]
+            group_deadline_s=10.0,
+        )
+
+
+def any_config(rng: random.Random) -> Config:
+    """Draw settings."""
+    group_size = rng.choice((1, 2, 2, 3))
+    batch_groups = rng.choice((1, 2))
+    max_staleness = rng.choice((0, 1, 1, 2))
+    in_flight = (max_staleness + 1) * batch_groups * group_size
+    return Config(
+        steps=rng.choice((2, 3, 4, 5)),
+        group_size=group_size,
+        min_group_size=rng.randint(1, group_size),
+        batch_groups=batch_groups,
+        max_staleness=max_staleness,
+        when_stale=rng.choice(("wait", "wait", "wait", "wait", "mask", "drop")),
+        max_attempts=rng.choice((1, 2, 3)),
+        checkpoint_every=rng.choice((1, 2, 3)),
+        num_rows=rng.choice((2, 3, 5)),
+        num_nodes=rng.choice((1, 2)),
+        capacity=rng.choice((1, 2, 4)),
+        max_messages=rng.choice((1000, 1000, 2 * in_flight, max(5, in_flight))),
+        loses_payloads=rng.random() < 0.5,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Thread:
+    """One coroutine of a process."""
+
+    process: Process
+    coroutine: Coroutine[Pause, None, None]
+    is_main: bool
+    idle_at: int = -1
+    """Number of the change after which it found nothing to do."""
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One process of a role."""
+
+    number: int
+    role: str
+    place: int
+    """Which node it is; 0 otherwise."""
+    bus: ModelBus
+    threads: list[Thread] = field(default_factory=list)
+    is_alive: bool = True
+    is_stalled: bool = False
+    """It stands still for a while: what it believes grows old."""
+    has_finished: bool = False
+    state: Any = None
+    """Whatever its coroutines share, for the faults that ask it for something."""
+
+    def spawn(self, coroutine: Coroutine[Any, None, None], *, is_main: bool = False) -> None:
+        self.threads.append(Thread(self, coroutine, is_main))
+
+    def end(self) -> None:
+        """Stop between two effects, as a kill does."""
+        self.is_alive = False
+        for thread in self.threads:
+            thread.coroutine.close()
+        self.threads.clear()
+
+
+class World:
+    """Everything there is."""
+
+    def __init__(self, config: Config, *, seed: int, roles: Any) -> None:
+        """``roles``: makes the coroutines of a process (``roles.Roles``)."""
+        self.config = config
+        self.random = random.Random(seed)
+        self.roles = roles
+        self.broker = Broker(config.max_messages)
+        self.oracle = Oracle(self)
+        self.disk: dict[str, tuple[Any, Content]] = {}
+        """Checkpoint folder -> its ledger, and what its weights were trained on."""
+        self.now = 0.0
+        self.changes = 0
+        self.armed: set[str] = set()
+        self.processes: list[Process] = []
+        self.num_processes = 0
+        self.num_faults = 0
+        self.has_forgotten = False
+        """The duplicate window has been over once."""
+        self.revive()
+
+    # being run
+
+    @property
+    def is_over(self) -> bool:
+        return RUN_STATE in self.broker.keys and any(p.has_finished for p in self.processes if p.role == "trainer")
+
+    def runnable(self) -> list[Thread]:
+        changes = self.changes
+        return [
+            thread
+            for process in self.processes
+            if process.is_alive and not process.is_stalled
+            for thread in process.threads
+            if thread.idle_at != changes
+        ]
+
+    def step(self, thread: Thread) -> bool:
+        """Let a coroutine go on to its next wait; say whether that was an effect."""
+        process = thread.process
+        try:
+            pause = thread.coroutine.send(None)
+        except StopIteration:
+            if thread.is_main:
+                process.has_finished = True
+                process.end()
+            else:
+                process.threads.remove(thread)
+            self.touch()
+        except (FencedError, BusError):
+            process.end()  # another has taken over; its supervisor may start it anew
+            self.touch()
+        else:
+            if pause is Pause.IDLE:
+                thread.idle_at = self.changes
+                return False
+        return True
+
+    def touch(self) -> None:
+        """Note a change: whoever is idle looks again."""
+        self.changes += 1
+
+    def has_fault(self, name: str) -> bool:
+        """Say whether this befalls the operation that asks; once."""
+        if name in self.armed:
+            self.armed.remove(name)
+            return True
+        return False
+
+    # what befalls it
+
+    def start(self, role: str, place: int = 0) -> Process:
+        self.num_processes += 1
+        process = Process(self.num_processes, role, place, ModelBus(self, owner=self.num_processes))
+        self.processes.append(process)
+        process.spawn(self.roles.main(self, process), is_main=True)
+        self.touch()
+        return process
+
+    def alive(self, role: str, place: int = 0) -> list[Process]:
+        return [p for p in self.processes if p.is_alive and p.role == role and p.place == place]
+
+    def missing(self) -> list[tuple[str, int]]:
+        """Return the places that nobody fills."""
+        places = [("node", place) for place in range(self.config.num_nodes)]
+        places += [(role, 0) for role in ("controller", "trainer")]
+        return [(role, place) for role, place in places if not self._is_filled(role, place)]
+
+    def _is_filled(self, role: str, place: int) -> bool:
+        if role == "trainer":
+            newest = self.broker.keys.get(NAMES.weights_key(), (None, 0))[0]
+            return bool(self.alive(role)) or (isinstance(newest, WeightsVersion) and newest.final)
+        if role == "controller" and RUN_STATE in self.broker.keys:
+            return True
+        return bool(self.alive(role, place))
+
+    def revive(self) -> None:
+        for role, place in self.missing():
+            self.start(role, place)
+
+    def kill(self, process: Process) -> None:
+        process.end()
+        self.touch()
+
+    def replace(self, process: Process) -> None:
+        """Start another in its place, while it goes on: later, perhaps."""
+        process.is_stalled = self.random.random() < STALLED_SHARE
+        if len(self.alive(process.role, process.place)) <= MAX_ZOMBIES:
+            self.start(process.role, process.place)
+
+    def expire(self, sequence: int) -> None:
+        """Let a lease run out: the ticket is given out again, whether its holder still works on it or not."""
+        lease = self.broker.tickets.get(sequence)
+        if lease is not None:
+            lease.holder = None
+            self.touch()
+
+    def expire_dead(self) -> bool:
+        """Let the leases of processes that are no more run out; say whether there were any."""
+        alive = {process.number for process in self.processes if process.is_alive}
+        dead = [one for one in self.broker.tickets.values() if one.holder is not None and one.holder not in alive]
+        for lease in dead:
+            self.expire(lease.sequence)
+        return bool(dead)
+
+    def lose_payload(self, sequence: int) -> None:
+        message = self.broker.delete_message(sequence)
+        if message is not None:
+            self.oracle.on_lost(message)
+            self.touch()
+
+    def forget_ids(self) -> None:
+        """Let the duplicate window pass."""
+        self.broker.known_ids.clear()
+        self.has_forgotten = True
+
+    def tick(self) -> None:
+        """Let the deadline of every group that is waited for pass."""
+        self.now += self.config.cut_rules.group_deadline_s + 1
+        self.touch()
