@@ -194,7 +194,7 @@ DECODERS: tuple[Decoder, ...] = (
     of_record(types.EvalTicket(eval_id="1-2", index=3, workflow="gsm8k", row={"question": "1+1?"})),
     of_record(types.EvalResult(eval_id="1-2", index=3, reward=1.0, oldest="1-2", newest="1-3")),
     of_record(_EVALUATION),
-    of_record(types.LineageRecord(lineage=2, restored_step=4)),
+    of_record(types.LineageRecord(lineage=2)),
     of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),
     of_record(types.Admitted(total=30, num_fresh=28, num_readmitted=2)),
     of_record(types.RunState(state="failed", reason="why")),
