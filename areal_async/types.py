@@ -91,6 +91,11 @@ class GroupId:
     def __str__(self) -> str:
         return f"{self.epoch}-{self.index}-{self.attempt}"
 
+    @property
+    def next_attempt(self) -> GroupId:
+        """The same prompt, once more."""
+        return GroupId(self.epoch, self.index, self.attempt + 1)
+
     @classmethod
     def parse(cls, text: str) -> GroupId:
         """Read ``0-17-0``.
@@ -254,15 +259,17 @@ class OutcomeKind(StrEnum):
     """Of one slot: it came after its group was settled. Settles nothing."""
     DUPLICATE = "duplicate"
     """Of one slot: another producer's was taken. Settles nothing."""
+    READMITTED = "readmitted"
+    """Of a dead group, by the operator: its prompt gets ``max_attempts`` new attempts. Settles nothing."""
 
     @property
     def settles(self) -> bool:
         """Whether it ends the group and returns its credit."""
-        return self not in (OutcomeKind.LATE, OutcomeKind.DUPLICATE)
+        return self not in (OutcomeKind.LATE, OutcomeKind.DUPLICATE, OutcomeKind.READMITTED)
 
     @property
     def readmits(self) -> bool:
-        """Whether the prompt is tried again."""
+        """Whether the prompt is tried again, without anybody asking."""
         return self in (OutcomeKind.FAILED, OutcomeKind.ABANDONED)
 
 
@@ -282,6 +289,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     """Groups found whole since the outcome that failed before this one: whether failures follow one another."""
     sample_uid: str = ""
     """For ``late`` and ``duplicate``."""
+    workflow: str = ""
+    """The group's, where it is known to whoever recorded this."""
 
 
 class CutSlot(Record, frozen=True, kw_only=True):

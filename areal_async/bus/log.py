@@ -35,6 +35,8 @@ class Message(NamedTuple):
     subject: str
     headers: dict[str, str]
     data: bytes
+    stored_at: str = ""
+    """When, as the broker wrote it down (RFC 3339)."""
 
     @property
     def is_forwarded(self) -> bool:
@@ -207,4 +209,7 @@ class Follow:
 
 def _message(stream: str, answer: Received) -> Message:
     headers = {key: value for key, value in answer.headers.items() if key not in _READ_HEADERS}
-    return Message(stream, int(answer.headers["Nats-Sequence"]), answer.headers["Nats-Subject"], headers, answer.data)
+    return Message(
+        stream, int(answer.headers["Nats-Sequence"]), answer.headers["Nats-Subject"], headers, answer.data,
+        answer.headers.get("Nats-Time-Stamp", ""),
+    )  # fmt: skip

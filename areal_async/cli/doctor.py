@@ -4,7 +4,6 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import anyio
 import structlog
@@ -15,9 +14,7 @@ from rich.text import Text
 from areal_async.cli.speech import say
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.report import Ruling, Verdict
-from areal_async.errors import UserError
-from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import RunSettings
+from areal_async.launch.run_directory import find_run
 
 MAX_SHOWN = 20
 """Findings printed per promise; ``--json`` has them all."""
@@ -39,20 +36,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         show(diagnosis, Console(highlight=False))
     return 0 if diagnosis.is_clean else 1
-
-
-def find_run(name: str) -> RunDirectory:
-    """Return the directory of a run: the one of that name among the runs here, or the one that is at that path.
-
-    Raises:
-        UserError: no run there.
-    """
-    named = RunSettings().directory / name
-    for path in (named, Path(name)):
-        directory = RunDirectory(path.absolute())
-        if directory.exists:
-            return directory
-    raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:

@@ -79,6 +79,16 @@ VERBS = {
             ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
         ),
     ),
+    "dead": Verb(
+        "dead",
+        "list the prompts that failed all their attempts, and have them tried again",
+        (
+            ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"}),
+            ("--json", {"action": "store_true", "help": "one JSON object per line"}),
+            ("--readmit", {"metavar": "GROUP", "nargs": "*", "help": "try these again; with --all, all that are dead"}),
+            ("--all", {"action": "store_true", "help": "with --readmit: every dead group"}),
+        ),
+    ),
     "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
     "node": Verb(
         "roles",

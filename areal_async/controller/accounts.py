@@ -38,6 +38,8 @@ class Accounts:
     last_failure: str = ""
     readmissions: list[Readmission] = field(default_factory=list)
     """Every one ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
+    again_after_death: set[GroupId] = field(default_factory=set)
+    """Dead groups that the operator has had tried again."""
     _num_settled_untrained: int = 0
 
     def add_cut(self, entry: Cut, *, sequence: int) -> None:
@@ -49,6 +51,9 @@ class Accounts:
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Read an outcome."""
+        if outcome.kind is OutcomeKind.READMITTED:
+            self._readmit_dead(outcome.group_id)
+            return
         if not self.journal.add_outcome(outcome) or outcome.kind is OutcomeKind.TRAINED:
             return
         self.journal.remove_from_cuts(outcome.group_id)
@@ -59,13 +64,23 @@ class Accounts:
         elif outcome.kind is not OutcomeKind.ABANDONED:
             self.num_consecutive_failed = 0
         if outcome.kind.readmits:
-            group = GroupId.parse(outcome.group_id)
-            self.readmissions.append(
-                Readmission(
-                    group_id=GroupId(group.epoch, group.index, group.attempt + 1),
-                    num_failed_attempts=outcome.num_failed_attempts,
-                )
-            )
+            self._readmit(outcome.group_id, num_failed_attempts=outcome.num_failed_attempts)
+
+    def _readmit_dead(self, group_id: str) -> None:
+        """Heed the operator's word on a dead group, once: its prompt starts with a full count of attempts."""
+        group = GroupId.parse(group_id)
+        if self.is_dead(group_id) and group not in self.again_after_death:
+            self.again_after_death.add(group)
+            self._readmit(group_id, num_failed_attempts=0)
+
+    def _readmit(self, group_id: str, *, num_failed_attempts: int) -> None:
+        item = Readmission(group_id=GroupId.parse(group_id).next_attempt, num_failed_attempts=num_failed_attempts)
+        self.readmissions.append(item)
+
+    def is_dead(self, group_id: str) -> bool:
+        """Say whether a group ended ``dead``, whatever was asked for its prompt since."""
+        ended = self.journal.outcomes.get(group_id)
+        return ended is not None and ended.kind is OutcomeKind.DEAD
 
     def hold(self, servers: Iterable[ServerState]) -> None:
         """Take note of what the servers run."""

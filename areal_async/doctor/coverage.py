@@ -106,9 +106,12 @@ def _failures(books: Books) -> Iterator[Finding]:
         if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
             text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
             yield Finding(Kind.ATTEMPTS, outcome.group_id, text)
-    for (epoch, index), count in sorted(failed.items()):
-        if count > limit:
-            yield Finding(Kind.ATTEMPTS, f"{epoch}-{index}", f"{count} failed attempts, need at most {limit}")
+    again = Counter((group.epoch, group.index) for group in books.accounts.again_after_death)
+    for prompt, count in sorted(failed.items()):
+        allowed = limit * (1 + again[prompt])
+        if count > allowed:
+            epoch, index = prompt
+            yield Finding(Kind.ATTEMPTS, f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
 
 
 def _dead(books: Books) -> Iterator[Finding]:

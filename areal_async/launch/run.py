@@ -1,12 +1,12 @@
 """A run from its broker to its end: embedded or external bus, streams, processes, and what the run's state says."""
 
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, delete_run, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
 from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.plan import plan_crews
@@ -58,6 +58,26 @@ async def launch(
             end = await supervisor.run()
             tasks.cancel_scope.cancel()
         return end
+
+
+@asynccontextmanager
+async def visit(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
+    """Have the settings of a run that was started once, and the operator's connection to it.
+
+    A live run is visited at its own broker. A stopped one's is started for the while, with the directory locked.
+
+    Raises:
+        UserError: the run was never started.
+    """
+    settings = directory.read_settings()
+    here = settings.run.model_copy(update={"directory": directory.path.parent})  # wherever the command was given
+    settings = settings.model_copy(update={"run": here})
+    url = directory.read_bus_url()
+    async with AsyncExitStack() as stack:
+        with suppress(HeldError):
+            stack.enter_context(directory.locked(settings.run.name))
+            url = await stack.enter_async_context(_broker(settings))
+        yield settings, await stack.enter_async_context(_operator(settings, directory, url))
 
 
 @asynccontextmanager

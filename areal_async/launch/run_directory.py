@@ -16,8 +16,9 @@ from typing import Any
 
 import yaml
 
+from areal_async.bus import HeldError
 from areal_async.errors import UserError
-from areal_async.settings import DATA_DEFINING, Settings
+from areal_async.settings import DATA_DEFINING, RunSettings, Settings
 from areal_async.settings_sources import dump_settings, load_settings
 
 
@@ -49,7 +50,7 @@ class RunDirectory:
         """Hold the directory, made when missing, until the block or this process ends.
 
         Raises:
-            UserError: another process holds it.
+            HeldError: another process holds it.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with open(self.lock, "a+") as lock:
@@ -58,7 +59,7 @@ class RunDirectory:
             except BlockingIOError as exc:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
-                raise UserError(
+                raise HeldError(
                     f"run {name}: already running in process {holder}; stop it, or choose another --run.name"
                 ) from exc
             lock.truncate(0)
@@ -129,6 +130,20 @@ class RunDirectory:
             return path.read_text(encoding="utf-8").strip()
         except OSError as exc:
             raise UserError(f"{path}: cannot be read; start the run first") from exc
+
+
+def find_run(name: str) -> RunDirectory:
+    """Return the directory of a run: the one of that name among the runs here, or the one that is at that path.
+
+    Raises:
+        UserError: no run there.
+    """
+    named = RunSettings().directory / name
+    for path in (named, Path(name)):
+        directory = RunDirectory(path.absolute())
+        if directory.exists:
+            return directory
+    raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
 
 
 def _value_at(data: Any, name: str) -> Any:

@@ -23,8 +23,8 @@ class Fates(Generic[D]):
         self.lineage = lineage
         self._max_attempts = max_attempts
         self._recorded = set(recorded)
-        self._num_failed_attempts: dict[str, int] = {}
-        """Of groups in cuts that no checkpoint holds, should they fall out."""
+        self._in_cuts: dict[str, CutGroup] = {}
+        """Groups in cuts that no checkpoint holds, should they fall out."""
         self._num_whole = 0
         self._num_stale = 0
         self._num_failed = 0
@@ -42,7 +42,7 @@ class Fates(Generic[D]):
     def take(self, groups: Sequence[CutGroup]) -> None:
         """Take groups that were cut once: they are not cut again."""
         self.inventory.close_cut(groups)
-        self._num_failed_attempts.update({group.group_id: group.num_failed_attempts for group in groups})
+        self._in_cuts.update({group.group_id: group for group in groups})
 
     def count_whole(self) -> None:
         """Note a group with enough scored slots: failures before and after it do not follow one another."""
@@ -103,7 +103,7 @@ class Fates(Generic[D]):
         for cut in self._cuts_through(step):
             del self.unacked_cuts[cut.step]
         for group_id in groups:
-            self._num_failed_attempts.pop(group_id, None)
+            self._in_cuts.pop(group_id, None)
         return self.release(groups)
 
     # inside
@@ -112,8 +112,8 @@ class Fates(Generic[D]):
         return [cut for number, cut in sorted(self.unacked_cuts.items()) if number <= step]
 
     def _untrained(self, group_id: str, kind: OutcomeKind, *, reason: str, step: int) -> Outcome:
-        group = self.inventory.open.get(group_id)
-        num_failed = group.num_failed_attempts if group else self._num_failed_attempts.get(group_id, 0)
+        group = self.inventory.open.get(group_id) or self._in_cuts.get(group_id)
+        num_failed = group.num_failed_attempts if group else 0
         if kind is OutcomeKind.FAILED:
             num_failed += 1
             if num_failed >= self._max_attempts:
@@ -126,6 +126,7 @@ class Fates(Generic[D]):
             reason=reason,
             num_failed_attempts=num_failed,
             num_whole_before=self._num_whole,
+            workflow=group.workflow if group else "",
         )
 
 

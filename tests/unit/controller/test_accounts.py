@@ -157,3 +157,34 @@ def test_a_checkpoints_groups_are_not_settled_while_servers_hold_older_weights()
     accounts.hold([_server("1-1")])
 
     assert accounts.num_settled == 1
+
+
+def test_a_dead_group_is_tried_again_once_with_a_full_count_of_attempts_when_the_operator_asks() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-3-2", OutcomeKind.DEAD, failed=3))
+
+    for _ in range(2):
+        accounts.add_outcome(_outcome("0-3-2", OutcomeKind.READMITTED, lineage=0))
+
+    assert [(str(one.group_id), one.num_failed_attempts) for one in accounts.due_readmissions] == [("0-3-3", 0)]
+    assert accounts.num_settled == 1
+
+
+def test_the_operator_can_have_nothing_tried_again_that_is_not_dead() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-1-0", OutcomeKind.STALE))
+
+    for group_id in ("0-1-0", "0-2-0"):
+        accounts.add_outcome(_outcome(group_id, OutcomeKind.READMITTED, lineage=0))
+
+    assert accounts.readmissions == []
+
+
+def test_the_operators_word_counts_under_every_lineage() -> None:
+    accounts = _accounts()
+    accounts.add_outcome(_outcome("0-3-2", OutcomeKind.DEAD, failed=3))
+    accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=2, step=0), sequence=3)
+
+    accounts.add_outcome(_outcome("0-3-2", OutcomeKind.READMITTED, lineage=0))
+
+    assert len(accounts.due_readmissions) == 1
