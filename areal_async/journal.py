@@ -29,6 +29,8 @@ class Journal:
     """Stream sequence of the newest journal entry: what the next one must follow."""
     given_up: dict[str, CutGroup] = field(default_factory=dict)
     """Groups of cuts that a branch gave up, by name."""
+    checkpoints: set[int] = field(default_factory=set)
+    """Steps that the newest lineage is to checkpoint before it trains another."""
     is_ended: bool = False
     """The newest lineage has said that no further cut comes."""
 
@@ -39,6 +41,9 @@ class Journal:
             return False
         if entry.kind is CutKind.BEGIN:
             self.lineage, self.restored_step, self.is_ended = entry.lineage, entry.step, False
+            self.checkpoints.clear()
+        elif entry.kind is CutKind.CHECKPOINT:
+            self.checkpoints.add(entry.step)
         elif entry.kind is CutKind.END:
             self.is_ended = True
         elif entry.kind is CutKind.BRANCH:

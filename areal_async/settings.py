@@ -19,6 +19,8 @@ TRAJECTORY_ACK_WAIT_S = 86_400.0
 """Trajectories stay un-acked until a checkpoint holds them; a lineage fences by its own consumer, not by time."""
 MESSAGE_BYTES = 1 << 20
 """Trajectories that are ready together travel together up to this size."""
+MESSAGE_OVERHEAD_BYTES = 64 << 10
+"""Subject, headers and record of a message, at the most."""
 MAX_PAYLOAD_BYTES = 9 << 20
 """The broker's limit: one trajectory of ``max_trajectory_bytes`` and its headers must fit."""
 
@@ -152,7 +154,7 @@ class RolloutSettings(Section):
     linger_ms: float = Field(default=20.0, ge=0)
     """How long a finished sibling waits for others to travel with."""
     max_stream_bytes: int = Field(default=4 << 30, ge=1 << 20)
-    """Disk for trajectories that are not trained yet; when full, producers wait."""
+    """Disk for trajectories that are not trained yet; when full, producers wait. A group of the largest must fit."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -161,7 +163,20 @@ class RolloutSettings(Section):
                 f"min_group_size must not exceed group_size, got min_group_size={self.min_group_size}, "
                 f"group_size={self.group_size}; else no group could ever train"
             )
+        need_bytes = self.group_size * self.max_trajectory_bytes + self.max_message_bytes
+        if self.max_stream_bytes < need_bytes:
+            raise ValueError(
+                f"max_stream_bytes: got {self.max_stream_bytes}, need at least {need_bytes}, room for a group of "
+                f"{self.group_size} trajectories of max_trajectory_bytes={self.max_trajectory_bytes} and one message; "
+                "raise it, or lower max_trajectory_bytes"
+            )
         return self
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Derived: the largest message that a producer may be waiting to store."""
+        together = min(MESSAGE_BYTES, self.group_size * self.max_trajectory_bytes)
+        return max(self.max_trajectory_bytes, together) + MESSAGE_OVERHEAD_BYTES
 
     @property
     def max_groups_in_flight(self) -> int:

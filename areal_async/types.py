@@ -319,6 +319,8 @@ class CutKind(StrEnum):
     """The batch of ``step``."""
     BRANCH = "branch"
     """What was cut after ``step`` cannot be replayed: those cuts are given up, their groups tried again."""
+    CHECKPOINT = "checkpoint"
+    """The trainer's ranks checkpoint ``step`` before they train another: the stream needs the room."""
     END = "end"
     """No batch: the trainer's ranks finish before ``step``."""
 

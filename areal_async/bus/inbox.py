@@ -29,6 +29,13 @@ MAX_SINGLES = 1024
 BUSY_PAUSE_S = 0.05
 """After a pull that was refused."""
 
+RECORD_BYTES = 34
+"""What the broker adds to subject, headers and payload of a message that has headers."""
+HEADER_FRAME_BYTES = len("NATS/1.0\r\n" + "\r\n")
+HEADER_LINE_BYTES = len(": " + "\r\n")
+SIZE_HEADER = "Nats-Msg-Size"
+"""Added where only headers are delivered."""
+
 log = structlog.get_logger()
 
 
@@ -52,7 +59,13 @@ class Delivery:
     @property
     def num_bytes(self) -> int:
         """Size of the payload, also where only headers were delivered."""
-        return int(self.headers.get("Nats-Msg-Size", len(self.data)))
+        return int(self.headers.get(SIZE_HEADER, len(self.data)))
+
+    @property
+    def stored_bytes(self) -> int:
+        """What it counts for in the ``max_bytes`` of its stream; exact for a message with headers."""
+        lines = (len(key) + len(value) + HEADER_LINE_BYTES for key, value in self.headers.items() if key != SIZE_HEADER)
+        return RECORD_BYTES + len(self.subject) + HEADER_FRAME_BYTES + sum(lines) + self.num_bytes
 
     @property
     def is_forwarded(self) -> bool:

@@ -8,6 +8,7 @@ Invariant: a group is in one cut at most, and only in one for whose step all its
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Literal
 
 from areal_async.errors import FencedError
@@ -19,6 +20,16 @@ from areal_async.types import Cut, CutKind, OutcomeKind, Version
 OVER_AGE = "older than max_staleness"
 MAX_NAMED = 3
 """Groups named when saying what is waited for."""
+
+
+class Room(IntEnum):
+    """What is left of the stream of trajectories."""
+
+    NONE = 0
+    """A producer may be waiting for room."""
+    SCARCE = 1
+    """Nobody has to wait yet."""
+    AMPLE = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +82,9 @@ class Cutter:
         self._inventory = fates.inventory
         self._branches = dict(branches)
         self._allowed_step = 0
-        self._trained_step = 0
         self._waiting_since: dict[str, float] = {}
+        self._asked_step = 0
+        """The last one before which a checkpoint was asked for."""
         self.step = 1
         """The next one to be cut."""
         self.is_stopping = False
@@ -82,11 +94,6 @@ class Cutter:
     def allow(self, step: int) -> None:
         """Let it cut up to ``step``."""
         self._allowed_step = max(self._allowed_step, step)
-
-    def note_trained(self, step: int) -> None:
-        """Note that ``step`` is done, and no other is running: it may cut the next one."""
-        self._trained_step = step
-        self.allow(step + 1)
 
     def branch(self, *, after_step: int) -> Cut:
         """Return the entry that gives up the cuts beyond ``after_step``.
@@ -100,17 +107,19 @@ class Cutter:
         """Go on from an entry that is in the journal."""
         if entry.kind is CutKind.END:
             self.has_ended = True
+        elif entry.kind is CutKind.CHECKPOINT:
+            self._asked_step = self.step
         else:
             self._fates.hold(entry)
             self._waiting_since.clear()
             self.step = entry.step + 1
 
-    def decide(self, *, now: float, is_nearly_full: bool) -> Decision:
+    def decide(self, *, now: float, room: Room) -> Decision:
         """Say what is to be done next.
 
         Args:
             now: seconds, of a clock that only goes on.
-            is_nearly_full: the stream of trajectories has little room left.
+            room: of the stream of trajectories.
 
         Raises:
             FencedError: what is stored was sampled with the weights of a newer lineage.
@@ -132,14 +141,12 @@ class Cutter:
         )
         if plan.stale:
             return self._too_old(plan.stale)
-        if plan.is_ready or (is_nearly_full and plan.taken and not plan.waits_for):
+        if room is not Room.AMPLE and self._fates.unacked_cuts and self._asked_step < self.step:
+            return Write(Cut(kind=CutKind.CHECKPOINT, lineage=self._fates.lineage, step=self.step - 1))
+        if plan.is_ready:
             return Write(self._cut(plan))
-        if is_nearly_full:
-            youngest = self._youngest_partial()
-            if youngest is not None:
-                reason = "the stream was nearly full, and this was the youngest incomplete group"
-                return Settle([youngest.group_id], OutcomeKind.ABANDONED, reason)
-        return self._overdue(plan, now) or Wait(_describe(self.step, plan))
+        made = None if room is Room.AMPLE else self._make_room(plan, room)
+        return made or self._overdue(plan, now) or Wait(_describe(self.step, plan))
 
     # inside
 
@@ -194,12 +201,22 @@ class Cutter:
             branches=dict(self._branches),
         )
 
-    def _youngest_partial(self) -> OpenGroup | None:
-        """Find what makes room when the stream is full of groups that cannot be cut yet."""
-        if any(step > self._trained_step for step in self._fates.unacked_cuts):
-            return None  # a checkpoint follows the step that is being trained, and will make room
-        partial = [group for group in self._inventory.open.values() if group.slots and not group.is_complete]
-        return max(partial, key=lambda group: group.order, default=None)
+    def _make_room(self, plan: CutPlan, room: Room) -> Decision | None:
+        """Free the stream at the least cost: by the checkpoint, a smaller batch, and only then finished work.
+
+        A due group's producer may be among those that wait for room, so waiting for it can be for ever.
+        """
+        if self._fates.unacked_cuts:
+            return Wait(f"the checkpoint of step {self.step - 1}, which makes room in the stream")
+        if plan.taken and not plan.waits_for:
+            return Write(self._cut(plan))
+        stored = [group for group in self._inventory.open.values() if group.slots]
+        if room is Room.SCARCE or not stored:
+            return None
+        youngest = max(stored, key=lambda group: (not group.is_complete, group.order))
+        kind = "complete" if youngest.is_complete else "incomplete"
+        reason = f"the stream was full, and this was its youngest {kind} group"
+        return Settle([youngest.group_id], OutcomeKind.ABANDONED, reason)
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
         waiting = {group.group_id for group in plan.waits_for}

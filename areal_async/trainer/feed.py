@@ -19,16 +19,16 @@ from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
 from areal_async.settings import Settings
-from areal_async.trainer.cutter import CutRules, Cutter, Settle, Wait, Write
+from areal_async.trainer.cutter import CutRules, Cutter, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.settlement import Settlement
-from areal_async.types import Cut, CutKind, GroupId, OutcomeKind, StoredMessage, Ticket, Version
+from areal_async.types import Cut, GroupId, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.wire import decode_headers
 
 INBOX_BATCH = 512
-EARLY_CHECKPOINT_SHARE = 0.8
+SCARCE_SHARE = 0.8
 """Of the stream's bytes: beyond it a checkpoint is made early, so that acks free the stream."""
 DECISION_POLL_S = 1.0
 """How soon deadlines are looked at when nothing has changed."""
@@ -80,9 +80,8 @@ class Feed:
         self._cutter.allow(step)
         self._notify()
 
-    def note_trained(self, step: int) -> None:
-        """Note that ``step`` is done, and no other is running: the next one may be cut."""
-        self._cutter.note_trained(step)
+    def on_room(self) -> None:
+        """Look again: what a checkpoint contains has been acked."""
         self._notify()
 
     def stop(self) -> None:
@@ -91,13 +90,11 @@ class Feed:
         self._notify()
 
     @property
-    def wants_checkpoint(self) -> bool:
-        """Whether the stream is so full that acks should not wait for the next regular checkpoint."""
-        return self._is_nearly_full and bool(self._fates.unacked_cuts)
-
-    @property
-    def _is_nearly_full(self) -> bool:
-        return self._inventory.stored_bytes >= EARLY_CHECKPOINT_SHARE * self._settings.rollout.max_stream_bytes
+    def _room(self) -> Room:
+        rollout, stored_bytes = self._settings.rollout, self._inventory.stored_bytes
+        if stored_bytes + rollout.max_message_bytes > rollout.max_stream_bytes:
+            return Room.NONE
+        return Room.SCARCE if stored_bytes >= SCARCE_SHARE * rollout.max_stream_bytes else Room.AMPLE
 
     @property
     def _is_catching_up(self) -> bool:
@@ -106,6 +103,10 @@ class Feed:
     @property
     def num_unacked_messages(self) -> int:
         return sum(len(held) for held in self._inventory.deliveries.values())
+
+    @property
+    def num_unacked_bytes(self) -> int:
+        return self._inventory.stored_bytes
 
     @property
     def num_open_groups(self) -> int:
@@ -146,16 +147,16 @@ class Feed:
         await self.settlement.settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
         while not self._cutter.has_ended:
             changed = self._changed
-            match self._cutter.decide(now=time.monotonic(), is_nearly_full=self._is_nearly_full):
+            match self._cutter.decide(now=time.monotonic(), room=self._room):
                 case Settle(group_ids, kind, reason):
                     await self.settlement.settle(group_ids, kind, reason=reason, step=self._cutter.step)
                 case Write(entry):
                     await self._lineage.write_cut(entry)
                     self._cutter.note_written(entry)
-                    if entry.kind is CutKind.CUT:
-                        log.info(
-                            "cut.written", step=entry.step, num_groups=len(entry.groups), num_open=self.num_open_groups
-                        )
+                    num_groups, num_open = len(entry.groups), self.num_open_groups
+                    log.info(
+                        "journal.written", kind=entry.kind, step=entry.step, num_groups=num_groups, num_open=num_open
+                    )
                 case Wait(what_for):
                     self.waits_for = what_for
                     with anyio.move_on_after(DECISION_POLL_S):
@@ -176,8 +177,7 @@ class Feed:
 
     async def _receive(self, delivery: Delivery) -> None:
         try:
-            num_bytes = delivery.num_bytes + sum(map(len, delivery.headers.values()))
-            message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=num_bytes)
+            message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.stored_bytes)
             self._check_origin(message, delivery)
         except WireError as exc:
             await self._give_up_group_of(delivery, str(exc))

@@ -40,6 +40,7 @@ from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.types import (
     CheckpointRecord,
     Cut,
+    CutKind,
     Metrics,
     OutcomeKind,
     StepText,
@@ -146,16 +147,14 @@ class Trainer:
     async def run(self) -> None:
         """Replay what was journalled, announce where that led, and train on."""
         is_current = await self._replay()
-        if self.step > self._checkpointed_step:
-            await self._checkpoint()
+        await self._checkpoint_new()
         if not is_current:
             return  # stopped: the servers hold newer weights than these, and the next trainer replays the rest
         await self._publish_weights()
         self.state = f"waiting for servers to hold {self.version}"
         await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
         await self._train()
-        if self.step > self._checkpointed_step:
-            await self._checkpoint()
+        await self._checkpoint_new()
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
             await self._thread.run(lambda: self._engine.save_weights(self._directory / "model"))
@@ -186,25 +185,27 @@ class Trainer:
 
     async def _train(self) -> None:
         """Train the cuts of this lineage, until its journal ends or a stop."""
-        send, receive = anyio.create_memory_object_stream[Share](0)
+        send, receive = anyio.create_memory_object_stream[Share | None](0)
         async with anyio.create_task_group() as loops:
             loops.start_soon(self._run_prefetch, send, self.step + 1)
             if self._feed is not None:
-                self._feed.note_trained(self.step)
+                self._feed.allow(self.step + 1)
                 loops.start_soon(self._feed.run_cutter, self.step + 1)
             await self._run_steps(receive)
 
-    async def _run_prefetch(self, send: MemoryObjectSendStream[Share], first_step: int) -> None:
+    async def _run_prefetch(self, send: MemoryObjectSendStream[Share | None], first_step: int) -> None:
+        """Hand over what the journal says next: a batch, or None for a checkpoint before it."""
         async with send:
-            step = first_step
-            while (cut := await self._reader.cut_of(step, lineage=self._number)) is not None:
+            step, is_checkpointed = first_step, False
+            while entry := await self._reader.next_entry(step, lineage=self._number, is_checkpointed=is_checkpointed):
+                is_checkpointed = entry.kind is CutKind.CHECKPOINT
                 try:
-                    await send.send(await self._fetch(cut))
+                    await send.send(None if is_checkpointed else await self._fetch(entry))
                 except anyio.BrokenResourceError:
                     return  # stopped before this step
-                step += 1
+                step += not is_checkpointed
 
-    async def _run_steps(self, receive: MemoryObjectReceiveStream[Share]) -> None:
+    async def _run_steps(self, receive: MemoryObjectReceiveStream[Share | None]) -> None:
         async with receive:
             while True:
                 self.state, since = "waiting", time.monotonic()
@@ -212,6 +213,9 @@ class Trainer:
                     part = await receive.receive()
                 except anyio.EndOfStream:
                     return
+                if part is None:
+                    await self._checkpoint_new()
+                    continue
                 reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
                 if reports[0].stop:
                     return
@@ -220,10 +224,10 @@ class Trainer:
                 weights_since = time.monotonic()
                 await self._publish_weights()
                 self._close_books(result, weights_s=time.monotonic() - weights_since)
-                if await self._is_checkpoint_due():
-                    await self._checkpoint()
+                if self.step % self._settings.trainer.checkpoint_every_steps == 0:
+                    await self._checkpoint_new()
                 if self._feed is not None:
-                    self._feed.note_trained(self.step)
+                    self._feed.allow(self.step + 1)
 
     async def _run_step(self, part: Share, missing: list[SlotKey], *, waited_s: float) -> StepResult:
         started = time.monotonic()
@@ -288,16 +292,13 @@ class Trainer:
         self.state = f"publishing {self.version}"
         await self._publisher.publish(self.version)
 
-    async def _is_checkpoint_due(self) -> bool:
-        """Rank 0 decides."""
-        trainer, wish = self._settings.trainer, b""
-        if self._feed is not None:
-            is_regular = self.step % trainer.checkpoint_every_steps == 0 or self.step >= self._settings.run.steps
-            wish = b"1" if is_regular or self._feed.wants_checkpoint else b"0"
-        return (await self._gather(wish or b"0"))[0] == b"1"
+    async def _checkpoint_new(self) -> None:
+        """Checkpoint what the last one does not hold; the same on every rank.
 
-    async def _checkpoint(self) -> None:
-        """Checkpoint first, durably; then the bucket; then outcomes; then acks."""
+        Durably on disk first; then the bucket; then outcomes; then acks.
+        """
+        if self.step == self._checkpointed_step:
+            return
         self.state, started = f"writing the checkpoint of step {self.step}", time.monotonic()
         folder = self._directory / "checkpoints" / str(self.version)
         await self._archiving.finish()  # on every rank: they all wait for each other in the checkpoint
@@ -312,6 +313,7 @@ class Trainer:
             )
             await self._feed.settlement.on_checkpoint(self.step)
             await anyio.to_thread.run_sync(keep_newest, folder.parent, self._settings.trainer.keep_checkpoints)
+            self._feed.on_room()
         log.info("checkpoint.written", step=self.step, duration_s=round(time.monotonic() - started, 3))
 
     def _close_books(self, result: StepResult, *, weights_s: float) -> None:

@@ -7,7 +7,7 @@ import anyio
 
 from areal_async.bus import Bus
 from areal_async.journal import Journal
-from areal_async.types import Cut, Outcome
+from areal_async.types import Cut, CutKind, Outcome
 
 
 class JournalReader:
@@ -37,12 +37,18 @@ class JournalReader:
         while self._sequence < sequence:
             await self._changed.wait()
 
-    async def cut_of(self, step: int, *, lineage: int) -> Cut | None:
-        """Wait for the cut that ``lineage`` itself made for ``step``; None when it ended before."""
+    async def next_entry(self, step: int, *, lineage: int, is_checkpointed: bool) -> Cut | None:
+        """Wait for what is to be done next: the checkpoint before ``step``, unless it is made, or the cut of ``step``.
+
+        The same on every rank: a checkpoint is asked for before the cut is written, or not at all.
+        """
         while True:
-            cut = self.journal.cuts.get(step)
+            journal = self.journal
+            if journal.lineage == lineage and step - 1 in journal.checkpoints and not is_checkpointed:
+                return Cut(kind=CutKind.CHECKPOINT, lineage=lineage, step=step - 1)
+            cut = journal.cuts.get(step)
             if cut is not None and cut.lineage == lineage:
                 return cut
-            if self.journal.is_ended and self.journal.lineage == lineage:
+            if journal.is_ended and journal.lineage == lineage:
                 return None
             await self._changed.wait()

@@ -35,6 +35,10 @@ def settings(tmp_path: Path) -> Settings:
     )
 
 
+MESSAGE_BYTES = 640
+"""A little more than a message of one slot takes."""
+
+
 class Station:
     """A trainer's rank 0 without its engine."""
 
@@ -43,7 +47,7 @@ class Station:
 
     async def cut(self, step: int) -> Cut:
         with anyio.fail_after(15):
-            cut = await self.reader.cut_of(step, lineage=self.lineage.number)
+            cut = await self.reader.next_entry(step, lineage=self.lineage.number, is_checkpointed=True)
         assert cut is not None
         return cut
 
@@ -271,34 +275,81 @@ async def test_a_payload_that_is_gone_or_not_where_it_was_seen_is_told_apart(
         assert sorted(found) == [one.position for one in placed if one.key != ("0-0-0", 1)]
 
 
-async def test_a_nearly_full_stream_is_cut_short_instead_of_waiting_for_producers_that_wait_for_room(
+def with_room_for(settings: Settings, num_messages: int) -> Settings:
+    """A stream that is full, as far as a trainer can tell, beyond that many of the messages that ``store`` makes."""
+    rollout = settings.rollout.model_copy(update={"max_trajectory_bytes": 1 << 10})
+    room_bytes = num_messages * MESSAGE_BYTES + rollout.max_message_bytes
+    return settings.model_copy(update={"rollout": rollout.model_copy(update={"max_stream_bytes": room_bytes})})
+
+
+async def test_the_trainer_counts_the_streams_bytes_as_the_broker_does(open_role: OpenRole, settings: Settings) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, settings) as station:
+        await store(node, "0-0-0", [0], group_size=2)
+        await store(node, "0-1-0", [0, 1], group_size=2, failed="for a reason")
+        await until(lambda: station.feed.num_unacked_messages == 2)
+
+        assert (
+            station.feed.num_unacked_bytes == (await trainer.stream_state(trainer.names.trajectories_stream)).num_bytes
+        )
+
+
+async def test_a_full_stream_is_cut_short_instead_of_waiting_for_producers_that_wait_for_room(
     open_role: OpenRole, settings: Settings
 ) -> None:
     node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
-    small = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_stream_bytes": 600})})
-    async with running(trainer, small) as station:
+    async with running(trainer, with_room_for(settings, 0)) as station:
         station.feed.allow(1)
 
         await store(node, "0-0-0", [0, 1], group_size=2)
 
         assert [group.group_id for group in (await station.cut(1)).groups] == ["0-0-0"]
-        assert station.feed.wants_checkpoint
 
 
-async def test_a_stream_nearly_full_of_incomplete_groups_gives_up_the_youngest(
+async def test_a_stream_full_of_incomplete_groups_gives_up_the_youngest_and_no_more_than_it_must(
     open_role: OpenRole, settings: Settings
 ) -> None:
     node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
-    small = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"max_stream_bytes": 900})})
-    async with running(trainer, small) as station:
-        for index in (0, 1):
+    async with running(trainer, with_room_for(settings, 2)) as station:
+        for index in range(3):
             await store(node, f"0-{index}-0", [0], group_size=2)
-        await until(lambda: station.feed.num_unacked_messages == 2)
+        await until(lambda: station.feed.num_unacked_messages == 3)
 
         station.feed.allow(1)
+        (outcome,) = await station.outcomes(1)
+        await until(lambda: station.feed.num_unacked_messages == 2)
+        await store(node, "0-0-0", [1], group_size=2)
 
-        outcome = (await station.outcomes(1))[0]
-        assert (outcome.group_id, outcome.kind) == ("0-1-0", OutcomeKind.ABANDONED)
+        assert (outcome.group_id, outcome.kind) == ("0-2-0", OutcomeKind.ABANDONED)
+        assert [group.group_id for group in (await station.cut(1)).groups] == ["0-0-0"]
+        assert len(await station.outcomes(1)) == 1
+
+
+async def test_before_finished_work_is_given_up_what_is_trained_is_checkpointed(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with running(trainer, with_room_for(settings, 3)) as station:
+        station.feed.allow(1)
+        for index in range(2):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        await station.cut(1)
+        station.feed.allow(2)
+        for index in range(2, 4):
+            await store(node, f"0-{index}-0", [0], group_size=2, version="1-1")
+
+        with anyio.fail_after(15):
+            asked = await station.reader.next_entry(2, lineage=1, is_checkpointed=False)
+        assert asked is not None
+        assert (asked.kind, asked.step) == (CutKind.CHECKPOINT, 1)
+        await until(lambda: station.feed.waits_for == "the checkpoint of step 1, which makes room in the stream")
+        await station.feed.settlement.on_checkpoint(1)
+        station.feed.on_room()
+        for index in range(2, 4):
+            await store(node, f"0-{index}-0", [1], group_size=2, version="1-1")
+
+        assert {group.group_id for group in (await station.cut(2)).groups} == {"0-2-0", "0-3-0"}
+        assert {one.kind for one in await station.outcomes(2)} == {OutcomeKind.TRAINED}
 
 
 async def test_cuts_that_cannot_be_replayed_are_given_up_before_their_groups_are_abandoned(
@@ -330,7 +381,7 @@ async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role:
         station.feed.stop()
 
         with anyio.fail_after(15):
-            assert await station.reader.cut_of(1, lineage=station.lineage.number) is None
+            assert await station.reader.next_entry(1, lineage=station.lineage.number, is_checkpointed=False) is None
     entries = [
         decode(one.data, Cut) for one in await trainer.read_log(trainer.names.outcomes_stream, trainer.names.cuts)
     ]

@@ -85,7 +85,11 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         tasks=(TaskSettings(workflow=str(workflow), dataset=DatasetSettings(path="none")),),
         model=ModelSettings(path=str(MODEL), dtype="float32"),
         rollout=RolloutSettings(
-            group_size=4, min_group_size=2, sampling=SamplingSettings(max_new_tokens=16), max_stream_bytes=2 << 20
+            group_size=4,
+            min_group_size=2,
+            sampling=SamplingSettings(max_new_tokens=16),
+            max_stream_bytes=2 << 20,
+            max_trajectory_bytes=1 << 16,
         ),
         inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
         bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 
 def with_rollout(settings: Settings, **rollout: int) -> Settings:
-    return settings.model_copy(update={"rollout": RolloutSettings(**rollout)})
+    return settings.model_copy(update={"rollout": RolloutSettings(max_trajectory_bytes=1 << 10, **rollout)})
 
 
 async def test_declaring_again_changes_nothing(open_role: OpenRole, settings: Settings) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_async.trainer.cutter import Room
 from tests.protocol.oracle import Violation
 from tests.protocol.roles import NodeModel, Roles
 from tests.protocol.world import ARMED, Config, World, any_config
@@ -212,7 +213,7 @@ def describe(world: World) -> str:
     broker = world.broker
     trainers = [
         f"trainer {process.number}: step {process.state.step}, "
-        f"{process.state.cutter.decide(now=world.now, is_nearly_full=False) if process.state.cutter else 'starting'}"
+        f"{process.state.cutter.decide(now=world.now, room=Room.AMPLE) if process.state.cutter else 'starting'}"
         for process in world.alive("trainer")
     ]
     controllers = [

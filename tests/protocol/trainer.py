@@ -10,7 +10,7 @@ import msgspec
 
 from areal_async.errors import PipelineError
 from areal_async.journal import Journal
-from areal_async.trainer.cutter import Cutter, Settle, Wait, Write
+from areal_async.trainer.cutter import Cutter, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tests.protocol.oracle import Content
     from tests.protocol.world import Process, World
 
-EARLY_CHECKPOINT_SHARE = 0.8
+SCARCE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,13 @@ class TrainerModel:
 
     async def _train(self) -> None:
         assert self.cutter is not None
-        self._note_trained()
+        self._allow(self.step + 1)
         self.process.spawn(self._run_cutter(self.step + 1))
         while True:
-            await self._until(lambda: self._next_cut() is not None or self._has_ended())
+            await self._until(lambda: self._owes_checkpoint() or self._next_cut() is not None or self._has_ended())
+            if self._owes_checkpoint():
+                await self._checkpoint()
+                continue
             cut = self._next_cut()
             if cut is None:
                 break
@@ -149,9 +152,9 @@ class TrainerModel:
                 break
             await self._run_step(cut, slots, missing)
             await self._publish_weights()
-            if self._is_checkpoint_due():
+            if self.step % self.world.config.checkpoint_every == 0:
                 await self._checkpoint()
-            self._note_trained()
+            self._allow(self.step + 1)
         await self._until(self._has_ended)
 
     def _allow(self, step: int) -> None:
@@ -159,10 +162,9 @@ class TrainerModel:
         self.cutter.allow(step)
         self.world.touch()
 
-    def _note_trained(self) -> None:
-        assert self.cutter is not None
-        self.cutter.note_trained(self.step)
-        self.world.touch()
+    def _owes_checkpoint(self) -> bool:
+        is_asked = self.journal.lineage == self.number and self.step in self.journal.checkpoints
+        return is_asked and self.step > self.checkpointed_step
 
     def _next_cut(self) -> Cut | None:
         cut = self.journal.cuts.get(self.step + 1)
@@ -205,11 +207,6 @@ class TrainerModel:
             if held and all(version == f"{self.number}-{self.step}" for version in held):
                 return
             await idle()
-
-    def _is_checkpoint_due(self) -> bool:
-        config = self.world.config
-        is_regular = self.step % config.checkpoint_every == 0 or self.step >= config.steps
-        return is_regular or (self._is_nearly_full and bool(self.fates.unacked_cuts))
 
     async def _checkpoint(self) -> None:
         await effect()
@@ -274,7 +271,7 @@ class TrainerModel:
         left = [group.group_id for group in self.without_end]
         await self._settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
         while not cutter.has_ended:
-            match cutter.decide(now=self.world.now, is_nearly_full=self._is_nearly_full):
+            match cutter.decide(now=self.world.now, room=self._room):
                 case Settle(group_ids, kind, reason):
                     await self._settle(group_ids, kind, reason=reason, step=cutter.step)
                 case Write(entry):
@@ -292,8 +289,11 @@ class TrainerModel:
             await self._settle(groups, OutcomeKind.ABANDONED, reason="could not be replayed", step=step)
 
     @property
-    def _is_nearly_full(self) -> bool:
-        return self.inventory.stored_bytes >= EARLY_CHECKPOINT_SHARE * self.world.config.max_messages
+    def _room(self) -> Room:
+        stored, limit = self.inventory.stored_bytes, self.world.config.max_messages
+        if stored + 1 > limit:
+            return Room.NONE
+        return Room.SCARCE if stored >= SCARCE_SHARE * limit else Room.AMPLE
 
     # Settlement
 

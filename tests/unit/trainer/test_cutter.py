@@ -5,10 +5,10 @@ from typing import Any, Literal
 import pytest
 
 from areal_async.errors import FencedError
-from areal_async.trainer.cutter import OVER_AGE, CutRules, Cutter, Decision, Settle, Wait, Write
+from areal_async.trainer.cutter import OVER_AGE, CutRules, Cutter, Decision, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
-from areal_async.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
+from areal_async.types import CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
 
 
 def _message(index: int, *siblings: int, oldest: str = "1-0", newest: str = "", failed: bool = False) -> StoredMessage:
@@ -53,8 +53,8 @@ class Bench:
         for message in messages:
             self.inventory.add_message(message, "delivery")
 
-    def decide(self, *, now: float = 0.0, is_nearly_full: bool = False) -> Decision:
-        return self.cutter.decide(now=now, is_nearly_full=is_nearly_full)
+    def decide(self, *, now: float = 0.0) -> Decision:
+        return self.cutter.decide(now=now, room=Room.AMPLE)
 
 
 def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None:
@@ -125,20 +125,6 @@ def test_a_due_group_is_waited_for_until_its_deadline() -> None:
 
     assert isinstance(decision, Settle)
     assert (decision.group_ids, decision.kind) == (["0-1-0"], OutcomeKind.FAILED)
-
-
-def test_a_full_stream_gives_up_the_youngest_partial_group_unless_a_step_is_about_to_make_room() -> None:
-    bench = Bench()
-    bench.cutter.note_written(Cut(lineage=1, step=1, groups=[CutGroup(group_id="0-9-0", workflow="w", slots=[])]))
-    bench.add(_message(1, 0), _message(2, 0))
-    bench.cutter.allow(2)
-    assert isinstance(bench.decide(is_nearly_full=True), Wait)
-
-    bench.cutter.note_trained(1)  # and no checkpoint was due: nothing else will ever make room
-
-    decision = bench.decide(is_nearly_full=True)
-    assert isinstance(decision, Settle)
-    assert (decision.group_ids, decision.kind) == (["0-2-0"], OutcomeKind.ABANDONED)
 
 
 def test_tokens_of_a_newer_lineage_tell_a_zombie_what_it_is() -> None:
