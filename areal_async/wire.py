@@ -109,6 +109,7 @@ class _GroupHeader(Record, frozen=True, kw_only=True):
 
 
 _COLUMNS = (("token_ids", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4"), ("versions", "<i8"))
+BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:

@@ -18,7 +18,7 @@ from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.types import Prompt, Sequence, Slot, SlotStatus, Trajectory, Turn, Version, mean
-from areal_async.wire import encode_trajectory
+from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory
 
 MAX_REASON_CHARACTERS = 1000
 """The reasons of a whole group travel in the headers of one message, which hold 64 KB."""
@@ -65,6 +65,7 @@ async def run_episode(
     ticket_version: str,
     deadline_s: float,
     max_bytes: int,
+    max_sequence_tokens: int,
 ) -> Trajectory:
     """Run one sibling and return what fills its slot."""
     started = time.monotonic()
@@ -72,6 +73,7 @@ async def run_episode(
     sequences: list[Sequence] = []
     try:
         reward = await call_workflow(workflow, prompt, policy, name=name, deadline_s=deadline_s)
+        check_size(policy.turns, max_bytes=max_bytes, max_sequence_tokens=max_sequence_tokens)
         sequences = merge_turns(policy.turns)
     except Reject as exc:
         status, reason = SlotStatus.REJECTED, str(exc) or "rejected"
@@ -105,6 +107,26 @@ async def run_episode(
             f"trajectory: got {num_bytes} bytes, need at most rollout.max_trajectory_bytes = {max_bytes}",
         )
     return trajectory
+
+
+def check_size(turns: list[Turn], *, max_bytes: int, max_sequence_tokens: int) -> None:
+    """Refuse, before any array is made of them, turns that make a sequence too long to train, or too much to store.
+
+    What passes may still be too much, and is measured again when it is encoded.
+
+    Raises:
+        WorkflowError: it is so.
+    """
+    longest = max(len(turn.prompt_ids) + len(turn.output_ids) for turn in turns)  # the last turn of its sequence
+    if longest > max_sequence_tokens:
+        raise WorkflowError(
+            f"trajectory: got a sequence of {longest} tokens, need at most trainer.token_budget = {max_sequence_tokens}"
+        )
+    num_bytes = BYTES_PER_TOKEN * max(longest, sum(len(turn.output_ids) for turn in turns))
+    if num_bytes > max_bytes:
+        raise WorkflowError(
+            f"trajectory: got {num_bytes} bytes or more, need at most rollout.max_trajectory_bytes = {max_bytes}"
+        )
 
 
 def failed_trajectory(slot: Slot, reason: str) -> Trajectory:

@@ -30,6 +30,9 @@ RETURN_DEADLINE_S = 1.0
 RETURN_DELAY_S = 1.0
 """A ticket given back at once could come straight back to a node that is about to end, and wait out its lease there."""
 
+READS_AT_ONCE = 4
+"""Each takes up to 17 MB; the broker cuts off who leaves 128 MB unread."""
+
 log = structlog.get_logger()
 
 
@@ -57,6 +60,8 @@ class Workplace:
     workflows: Mapping[str, Workflow]
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
+    reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
+    """Bounds the payloads on their way here: after a crash every ticket comes again at once."""
     receipts: Receipts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -120,12 +125,13 @@ async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessa
     names = place.bus.names
     subject = names.trajectories(ticket.workflow, ticket.group_id)
     stored: list[StoredMessage] = []
-    async for message in place.bus.find_messages(names.trajectories_stream, subject):
-        try:
-            found = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
-        except WireError:
-            continue  # the trainer makes it a dead letter
-        stored.append(found)
+    async with place.reading:
+        async for message in place.bus.find_messages(names.trajectories_stream, subject):
+            try:
+                found = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+            except WireError:
+                continue  # the trainer makes it a dead letter
+            stored.append(found)
     log.info("ticket.redelivered", group_id=ticket.group_id, num_stored=sum(len(message.slots) for message in stored))
     return stored
 
@@ -161,6 +167,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                     ticket_version=ticket.version,
                     deadline_s=settings.rollout.episode_deadline_s,
                     max_bytes=settings.rollout.max_trajectory_bytes,
+                    max_sequence_tokens=settings.trainer.token_budget,
                 )
         finally:
             place.counts.num_trajectories_running -= 1

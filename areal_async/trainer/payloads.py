@@ -20,7 +20,8 @@ from areal_async.trainer.rows import TrainRow
 from areal_async.types import Cut, CutSlot, Slot, Trajectory, Version
 from areal_async.wire import decode_headers, decode_trajectory
 
-FETCHES_AT_ONCE = 16
+FETCHES_AT_ONCE = 4
+"""Each is one message of up to 9 MB, or a search of up to 17; the broker cuts off who leaves 128 MB unread."""
 _STEP_BITS = 0xFFFFFFFF
 """Of a packed version. Versions are compared by step: a replayed step stands in for the lost one."""
 
@@ -83,13 +84,13 @@ async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory
     async def fetch_message(sequence: int, wanted: list[Placed]) -> None:
         async with limiter:
             message = await bus.get_message(bus.names.trajectories_stream, sequence)
-        for placed in wanted:
-            trajectory = _read(message.data, placed.item.slot) if message else None
-            trajectory = trajectory or await _search(bus, placed)
-            if trajectory is None:
-                missing.append(placed.key)
-            else:
-                found[placed.position] = trajectory
+            for placed in wanted:
+                trajectory = _read(message.data, placed.item.slot) if message else None
+                trajectory = trajectory or await _search(bus, placed)
+                if trajectory is None:
+                    missing.append(placed.key)
+                else:
+                    found[placed.position] = trajectory
 
     async with anyio.create_task_group() as fetching:
         for (_, _, sequence), wanted in by_message.items():

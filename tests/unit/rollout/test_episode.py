@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import tracemalloc
 from typing import Any
 
 import anyio
@@ -13,12 +14,15 @@ from areal_async.rollout.episode import checked_reward, run_episode
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.settings import SamplingSettings
 from areal_async.types import Prompt, SlotStatus, Trajectory
+from areal_async.wire import BYTES_PER_TOKEN
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
 
 
-async def play(workflow: Workflow, *, version: str = "1-2", max_bytes: int = 1 << 20) -> Trajectory:
+async def play(
+    workflow: Workflow, *, version: str = "1-2", max_bytes: int = 1 << 20, max_sequence_tokens: int = 100
+) -> Trajectory:
     model = ScriptedModel([98, END], [99], version=version, finish_reason="length")
     policy = RecordingPolicy(model, codec(), SamplingSettings(), name="uid")
     return await run_episode(
@@ -31,6 +35,7 @@ async def play(workflow: Workflow, *, version: str = "1-2", max_bytes: int = 1 <
         ticket_version="1-1",
         deadline_s=0.05,
         max_bytes=max_bytes,
+        max_sequence_tokens=max_sequence_tokens,
     )
 
 
@@ -128,6 +133,33 @@ async def test_trajectory_over_the_limit_is_a_failed_slot() -> None:
     assert trajectory.slot.status is SlotStatus.FAILED
     assert "need at most rollout.max_trajectory_bytes = 100" in trajectory.slot.reason
     assert trajectory.sequences == []
+
+
+async def test_sequence_no_trainer_could_pack_is_a_failed_slot_instead_of_the_end_of_the_run() -> None:
+    assert (await play(ending(1.0), max_sequence_tokens=4)).slot.status is SlotStatus.SCORED
+
+    trajectory = await play(ending(1.0), max_sequence_tokens=3)
+
+    assert trajectory.slot.reason == "trajectory: got a sequence of 4 tokens, need at most trainer.token_budget = 3"
+
+
+async def test_trajectory_of_64_megabytes_is_refused_before_anything_is_made_of_it() -> None:
+    num_tokens = (64 << 20) // BYTES_PER_TOKEN
+    prompt_ids = [7] * num_tokens
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete(prompt_ids)
+        tracemalloc.start()
+        return 1.0
+
+    try:
+        trajectory = await play(workflow, max_bytes=8 << 20, max_sequence_tokens=num_tokens + 2)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert "bytes or more, need at most rollout.max_trajectory_bytes" in trajectory.slot.reason
+    assert peak_bytes < 1 << 20
 
 
 async def test_error_that_ends_the_process_is_not_swallowed() -> None:

@@ -1,0 +1,97 @@
+"""Giant trajectories go through whole, and no client is ever cut off for leaving them unread (P8)."""
+
+import time
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+
+from areal_async.bus import EmbeddedBroker, Role, broker_config, take_trainer_consumer
+from areal_async.bus.log import BATCH_BYTES
+from areal_async.receipts import Receipts
+from areal_async.rollout.publish import Backpressure, Outbox
+from areal_async.rollout.runner import READS_AT_ONCE
+from areal_async.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, fetch
+from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.wire import BYTES_PER_TOKEN, decode_headers
+from tests.brokers import OpenRole
+
+GROUP_SIZE = 16
+PENDING_BYTES = 24 << 20
+"""Of the broker of these tests: less than the trajectories of a group, as the real one's is less than a batch's."""
+
+
+@pytest.fixture
+def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
+    monkeypatch.setattr(broker_config, "MAX_PENDING_BYTES", PENDING_BYTES)
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path),
+        rollout=RolloutSettings(group_size=GROUP_SIZE, max_stream_bytes=256 << 20),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+def giant(sibling: int, num_bytes: int) -> Trajectory:
+    num_tokens = num_bytes // BYTES_PER_TOKEN
+    sequence = Sequence(
+        token_ids=np.full(num_tokens, sibling, dtype=np.int32),
+        loss_mask=np.ones(num_tokens, dtype=np.bool_),
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        versions=np.zeros(num_tokens, dtype=np.int64),
+    )
+    slot = Slot(
+        sibling=sibling,
+        sample_uid=f"0-0-0.{sibling}.a",
+        status=SlotStatus.SCORED,
+        num_tokens=num_tokens,
+        oldest="1-0",
+        newest="1-0",
+    )
+    return Trajectory(slot=slot, sequences=[sequence])
+
+
+@pytest.mark.anyio
+async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_busy(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    ticket = Ticket(group_id="0-0-0", workflow="w", row={}, group_size=GROUP_SIZE, version="1-0")
+    outbox = Outbox(
+        node, node.names, ticket, producer="a", num_expected=GROUP_SIZE, linger_s=0.0, backpressure=Backpressure(),
+        receipts=Receipts(settings.run_directory, "a"),
+    )  # fmt: skip
+    for sibling in range(GROUP_SIZE):
+        outbox.put(giant(sibling, 4 << 20))
+    await outbox.run()
+    async with trainer.consume(node.names.trajectories_stream, await take_trainer_consumer(trainer, 1)) as inbox:
+        deliveries = await inbox.fetch(GROUP_SIZE, wait_s=5.0)
+    stored = [decode_headers(one.headers, sequence=one.sequence, num_bytes=one.num_bytes) for one in deliveries]
+    placed = [
+        Placed(position=slot.sibling, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=one.sequence))
+        for one in stored
+        for slot in one.slots
+    ]
+
+    async def be_busy() -> None:
+        while True:
+            time.sleep(0.2)  # noqa: ASYNC251  the loop is held up, as by decoding: that is the point
+            await anyio.sleep(0.01)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(be_busy)
+        found, missing = await fetch(trainer, placed)
+        tasks.cancel_scope.cancel()
+
+    assert missing == []
+    assert sorted(found) == list(range(GROUP_SIZE))
+    assert all((found[sibling].sequences[0].token_ids == sibling).all() for sibling in found)
+    assert trainer.connection.num_losses == 0
+    assert "Slow Consumer" not in (settings.run_directory / "logs" / "nats.log").read_text()
+
+
+def test_what_is_asked_for_at_once_is_far_less_than_the_broker_lets_wait() -> None:
+    largest_answer_bytes = BATCH_BYTES + MAX_PAYLOAD_BYTES
+
+    assert max(FETCHES_AT_ONCE, READS_AT_ONCE) * largest_answer_bytes <= broker_config.MAX_PENDING_BYTES * 2 / 3
