@@ -14,9 +14,18 @@ from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Sett
 from areal_async.subjects import LINEAGE
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.payloads import fetch, place
+from areal_async.trainer.payloads import build_rows, fetch, place
 from areal_async.trainer.reader import JournalReader
-from areal_async.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, WeightsVersion
+from areal_async.types import (
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    LineageRecord,
+    Outcome,
+    OutcomeKind,
+    Version,
+    WeightsVersion,
+)
 from areal_async.wire import decode
 from tests.brokers import OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
@@ -404,3 +413,72 @@ async def test_a_branch_that_was_interrupted_is_finished_by_the_next_lineage(
 
         assert {one.group_id for one in outcomes} == {"0-0-0", "0-1-0"}
         assert {one.kind for one in outcomes} == {OutcomeKind.ABANDONED}
+
+
+@asynccontextmanager
+async def with_a_straggler(node: Bus, trainer: Bus, settings: Settings, when_stale: str) -> AsyncIterator[Station]:
+    """Step 2 is to be cut: two groups of version 1-1 are whole, one of version 1-0, due now, lacks a sibling."""
+    changed = settings.model_copy(
+        update={
+            "rollout": settings.rollout.model_copy(update={"when_stale": when_stale}),
+            "run": settings.run.model_copy(update={"steps": 4}),
+        }
+    )
+    async with running(trainer, changed, first_step=2) as station:
+        await store(node, "0-9-0", [0], group_size=2, version="1-0")
+        await until(lambda: station.feed.num_unacked_messages == 1)
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2, version="1-1")
+        station.feed.allow(2)
+        yield station
+
+
+async def test_wait_holds_the_step_for_a_straggler_that_is_due(open_role: OpenRole, settings: Settings) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with with_a_straggler(node, trainer, settings, "wait") as station:
+        await until(lambda: station.feed.waits_for.startswith("due groups of step 2: 0-9-0"))
+
+        await store(node, "0-9-0", [1], group_size=2, version="1-1")
+
+        assert [group.group_id for group in (await station.cut(2)).groups] == ["0-9-0", "0-0-0"]
+
+
+async def test_drop_goes_on_without_the_straggler_and_records_it_stale(open_role: OpenRole, settings: Settings) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with with_a_straggler(node, trainer, settings, "drop") as station:
+        assert {group.group_id for group in (await station.cut(2)).groups} == {"0-0-0", "0-1-0"}
+        station.feed.allow(3)
+
+        await store(node, "0-9-0", [1], group_size=2, version="1-1")
+
+        (outcome,) = await station.outcomes(1)
+        assert (outcome.group_id, outcome.kind, outcome.step) == ("0-9-0", OutcomeKind.STALE, 3)
+        await until(lambda: station.feed.num_unacked_messages == 2)
+        assert station.feed.settlement.take_counts() == (1, 0)
+
+
+async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
+    async with with_a_straggler(node, trainer, settings, "mask") as station:
+        assert {group.group_id for group in (await station.cut(2)).groups} == {"0-0-0", "0-1-0"}
+        station.feed.allow(3)
+
+        await store(node, "0-9-0", [1], group_size=2, version="1-2")
+        await store(node, "0-2-0", [0, 1], group_size=2, version="1-2")
+
+        cut = await station.cut(3)
+        assert {group.group_id for group in cut.groups} == {"0-2-0", "0-9-0"}
+        assert cut.masks_stale
+        found, _ = await fetch(trainer, place(cut))
+        ages = {version: 3 - 1 - version for version in range(3)}
+        _, stats = build_rows(
+            found,
+            advantages=dict.fromkeys(found, 0.0),
+            start=Version(1, 2),
+            age=lambda version: ages[version.step],
+            max_staleness=cut.max_staleness,
+            masks_stale=cut.masks_stale,
+        )
+        assert (stats.num_tokens, stats.num_masked, stats.max) == (6, 2, 0)
