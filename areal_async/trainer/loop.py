@@ -166,7 +166,12 @@ class Trainer:
     # the ring
 
     async def _replay(self) -> bool:
-        """Train again, from the stored messages, what was journalled after the checkpoint; False when stopped early."""
+        """Train again, from the stored messages, what was journalled after the checkpoint; False when stopped early.
+
+        Checkpointed after its first step, and whenever it has got twice as far: whatever killed the last trainer may
+        kill this one as soon, and the next is to start further on.
+        """
+        first_step = due_step = self.step + 1
         for step in self._reader.journal.steps_to_replay():
             self.state = f"replaying step {step}"
             part = await self._fetch(self._reader.journal.cut_to_replay(step))
@@ -181,6 +186,9 @@ class Trainer:
                 break
             result = await self._run_step(part, [], waited_s=0.0)
             self._close_books(result, weights_s=0.0)
+            if self.step == due_step:
+                await self._checkpoint_new()
+                due_step += self.step + 1 - first_step
         return True
 
     async def _train(self) -> None:

@@ -124,6 +124,7 @@ class TrainerModel:
             await self._publish_weights(final=True)
 
     async def _replay(self) -> bool:
+        first_step = due_step = self.step + 1
         for step in self.journal.steps_to_replay():
             cut = self.journal.cut_to_replay(step)
             slots, missing = await self._fetch(cut)
@@ -133,6 +134,9 @@ class TrainerModel:
                 await self._disown(after_step=self.step)
                 break
             await self._run_step(cut, slots, [])
+            if self.step == due_step:
+                await self._checkpoint()
+                due_step += self.step + 1 - first_step
         return True
 
     async def _train(self) -> None:
