@@ -197,6 +197,8 @@ DECODERS: tuple[Decoder, ...] = (
     of_record(types.LineageRecord(lineage=2)),
     of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),
     of_record(types.Admitted(total=30, num_fresh=28, num_readmitted=2)),
+    of_record(types.FleetSize(num_servers=2)),
+    of_record(types.DeadLetter(stream="S", subject="a.b", sequence=3, reason="why", reader="node", data=b"\xff")),
     of_record(types.RunState(state="failed", reason="why")),
     of_record(types.ServerState(server_id="n0-0", node_id="n0", url="http://127.0.0.1:1", version="1-2")),
     of_record(_WEIGHTS, types.WeightsVersion(version="1-4", path="/w")),

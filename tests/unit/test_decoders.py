@@ -19,7 +19,19 @@ SEED = 20
 RARE = {"config.yaml"}
 """Milliseconds for each input."""
 
+PARTS = {
+    "Prompt", "Turn", "VersionSpan", "Slot", "Trajectory", "StoredMessage", "CutSlot", "CutGroup", "TensorSpec",
+    "UpdateGroup",
+}  # fmt: skip
+"""Records that are parts of others, or never leave their process."""
+
 every_decoder = pytest.mark.parametrize("one", DECODERS, ids=lambda one: one.name)
+
+
+def test_every_record_that_travels_alone_is_in_the_table() -> None:
+    kinds = {one.__name__ for one in _RECORDS}
+
+    assert kinds - PARTS == kinds & {one.name for one in DECODERS}
 
 
 @every_decoder
