@@ -40,6 +40,7 @@ TokenText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,200}\Z")]
 """One token of a subject."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
+NumServers = Annotated[int, Meta(ge=0, le=1024)]
 LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
 """A key of a JSON object that counts lineages."""
 StepText = LineageText
@@ -495,7 +496,7 @@ class ServerState(Record, frozen=True, kw_only=True):
 class FleetSize(Record, frozen=True, kw_only=True):
     """KV ``fleet.<node>``: how many servers the operator wants a node to have from now on."""
 
-    num_servers: int | None = None
+    num_servers: NumServers | None = None
     """``None``, like no such key at all, for as many as the settings say."""
 
 
