@@ -29,6 +29,8 @@ class Case:
     run: FaultRun | None = None
     accounts: Accounts | None = None
     """What the row's own broker had to say; ``None`` reads the run's."""
+    destroyed: frozenset[str] = frozenset()
+    """Trajectories that the fault itself destroys: these may be lost, and no others."""
     recoveries_s: list[float] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -148,7 +150,8 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
 
 
 def _judge(row: Row, accounts: Accounts, case: Case) -> str:
-    found = {"lost": accounts.lost, "twice": accounts.twice, "over age": accounts.over_age}
+    lost = [name for name in accounts.lost if name not in case.destroyed]
+    found = {"lost": lost, "twice": accounts.twice, "over age": accounts.over_age}
     if row.must_show:
         return PASS if found[row.must_show] else FAIL
     for what, names in {**found, "refuted": accounts.broken}.items():
