@@ -171,7 +171,7 @@ def merge(results: list[Result]) -> Result:
         row=results[0].row,
         title=results[0].title,
         seed=len(results),
-        verdict=FAIL if FAIL in verdicts else verdicts[0] if len(set(verdicts)) == 1 else PASS,
+        verdict=next((bad for bad in (FAIL, NOT_RUN) if bad in verdicts), PASS),
         accounts=total,
         duration_s=sum(result.duration_s for result in results),
         recovery_s=max(recoveries, default=None),

@@ -16,6 +16,7 @@ import anyio
 from areal_async.bus import Role, copied_broker, open_bus
 from areal_async.errors import WireError
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.receipts import read_receipts
 from areal_async.settings import Settings
 from areal_async.wire import decode_headers, decode_trajectory
 from tools.faults_accounts import account
@@ -107,7 +108,7 @@ def damaged_file(case: Case) -> None:
     run.start()
     run.wait_for_step(3)
     run.kill_everything()
-    before = _readable(run.settings(), run.run_directory)
+    before = _readable(run.settings(), run.run_directory) & _acknowledged(run)
     _flip_one_byte(case, run)
     gone = case.destroyed = before - _readable(run.settings(), run.run_directory)
     found = account(run.run_directory)
@@ -117,6 +118,11 @@ def damaged_file(case: Case) -> None:
     case.check(len(found.lost) == len(gone), f"{len(gone)} destroyed, and the doctor reports {len(found.lost)}")
     run.start()
     run.finish()
+
+
+def _acknowledged(run: FaultRun) -> frozenset[str]:
+    receipts = [one for produced in read_receipts(run.directory).values() for one in produced.receipts]
+    return frozenset(slot.sample_uid for receipt in receipts for slot in receipt.slots)
 
 
 def _flip_one_byte(case: Case, run: FaultRun) -> None:

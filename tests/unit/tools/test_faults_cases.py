@@ -43,6 +43,23 @@ def test_what_could_not_run_is_no_pass_and_says_why(tmp_path: Path, error: Excep
     assert (result.verdict, result.notes) == (verdict, [str(error)])
 
 
+def test_a_seed_that_could_not_run_keeps_the_row_from_passing(tmp_path: Path) -> None:
+    rows = (a_row(Accounts()), a_row(Accounts(), error=NotRun("no root")))
+
+    assert merge([carry_out(one, 1, tmp_path / "row", keeps=False) for one in rows]).verdict == NOT_RUN
+
+
+@pytest.mark.parametrize(("lost", "verdict"), [(["a"], PASS), (["a", "b"], FAIL)])
+def test_what_the_fault_itself_destroys_may_be_lost_and_no_more(tmp_path: Path, lost: list[str], verdict: str) -> None:
+    def strike(case: Case) -> None:
+        case.destroyed = frozenset({"a"})
+        case.accounts = Accounts(lost=lost)
+
+    row = Row(number="0", title="t", strike=strike, is_random=False, is_quick=False)
+
+    assert carry_out(row, 1, tmp_path / "row", keeps=False).verdict == verdict
+
+
 def test_one_failed_seed_fails_the_row_and_the_counts_add_up(tmp_path: Path) -> None:
     good = a_row(Accounts(acked=2, trained=1, dropped=Counter(late=1)))
     bad = a_row(Accounts(acked=1, lost=["a"]))
