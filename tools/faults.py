@@ -92,6 +92,8 @@ def main() -> None:
                 with arguments.json.open("a") as file:
                     file.write(json.dumps(asdict(results[-1])) + "\n")
         table.append(merge(results))
+    if not list(parent.iterdir()):
+        parent.rmdir()
     print_table(table)
     sys.exit(1 if any(result.verdict == FAIL for result in table) else 0)
 

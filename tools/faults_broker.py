@@ -25,7 +25,6 @@ NUM_KILLS = 10
 NUM_LARGE = 40
 LARGE_TOKENS = (4 << 20) // 17
 """17 bytes each."""
-FIRST_ACK_S = 2.0
 FREEZE_S = 15.0
 NOTICED_S = 8.0
 """Three pings and some; a connection pings every two seconds."""
@@ -58,7 +57,7 @@ def broker_kill_loop(case: Case) -> None:
     run.stop()
 
 
-@row("2", "broker: SIGTERM and lame duck", is_quick=False)
+@row("2", "broker: SIGTERM and lame duck")
 def broker_asked_to_end(case: Case) -> None:
     run = case.new_run(run__steps=ENDLESS)
     run.start()
@@ -73,7 +72,7 @@ def broker_asked_to_end(case: Case) -> None:
     run.stop()
 
 
-@row("12", f"broker: SIGSTOP for {FREEZE_S:g} s", is_quick=False)
+@row("12", f"broker: SIGSTOP for {FREEZE_S:g} s")
 def broker_frozen(case: Case) -> None:
     run = case.new_run(run__steps=ENDLESS)
     run.start()

@@ -92,7 +92,7 @@ def trainer_killed_before_checkpoint(case: Case) -> None:
     _run_past_points(case, [(first, count)])
 
 
-@row("7", "trainer: kill -9 between checkpoint and ack", is_random=True, is_quick=True)
+@row("7", "trainer: kill -9 between checkpoint and ack", is_random=True)
 def trainer_killed_before_acks(case: Case) -> None:
     point = CHECKPOINT_POINTS[(case.seed - 1) % len(CHECKPOINT_POINTS)]
     # the first settling of a lineage that starts is one with nothing to ack
