@@ -41,20 +41,38 @@ class Publisher(Protocol):
 
 
 class Backpressure:
-    """Counts the groups that wait for a full stream, and says when that begins and ends."""
+    """The groups that wait for a full stream: counted, told of when that begins and ends, and let in by age.
+
+    Room goes to the group that was admitted first. It is the one that the trainer may be waiting for, and what is
+    younger could fill the stream before it for ever.
+    """
 
     def __init__(self) -> None:
-        self.num_waiting = 0
+        self._numbers: list[int] = []
+        self._changed = anyio.Event()
 
-    def begin(self) -> None:
-        self.num_waiting += 1
+    @property
+    def num_waiting(self) -> int:
+        return len(self._numbers)
+
+    def begin(self, number: int) -> None:
+        """The group of the ticket with this number has found no room."""
+        self._numbers.append(number)
         if self.num_waiting == 1:
             log.warning("stream.full", detail="finished trajectories wait until the trainer has made room")
 
-    def end(self) -> None:
-        self.num_waiting -= 1
+    def end(self, number: int) -> None:
+        """It waits no longer."""
+        self._numbers.remove(number)
+        self._changed.set()
+        self._changed = anyio.Event()
         if self.num_waiting == 0:
             log.info("stream.has_room")
+
+    async def wait_turn(self, number: int) -> None:
+        """Wait until no older group waits for room."""
+        while self._numbers and min(self._numbers) < number:
+            await self._changed.wait()
 
 
 class _Frozen(NamedTuple):
@@ -166,6 +184,7 @@ class Outbox:
         is_waiting = False
         try:
             while True:
+                await self._backpressure.wait_turn(self._ticket.number)
                 try:
                     reach("node.before_publish")
                     await self._bus.publish(
@@ -176,12 +195,12 @@ class Outbox:
                 except StreamFullError:
                     if not is_waiting:
                         is_waiting = True
-                        self._backpressure.begin()
+                        self._backpressure.begin(self._ticket.number)
                     await anyio.sleep(wait_s)
                     wait_s = min(MAX_FULL_WAIT_S, wait_s * 2)
         finally:
             if is_waiting:
-                self._backpressure.end()
+                self._backpressure.end(self._ticket.number)
 
 
 def _header_bytes(trajectory: Trajectory) -> int:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 from anyio import wait_all_tasks_blocked
@@ -76,15 +77,23 @@ def receipts(tmp_path: Path) -> Receipts:
     return Receipts(tmp_path, "n")
 
 
-def outbox_to(stream: Stream, receipts: Receipts, *, num_expected: int, linger_s: float = 60.0) -> Outbox:
+def outbox_to(
+    stream: Stream,
+    receipts: Receipts,
+    *,
+    num_expected: int,
+    linger_s: float = 60.0,
+    number: int = 0,
+    backpressure: Backpressure | None = None,
+) -> Outbox:
     return Outbox(
         stream,
         Names("r"),
-        TICKET,
+        msgspec.structs.replace(TICKET, number=number),
         producer="n.abc",
         num_expected=num_expected,
         linger_s=linger_s,
-        backpressure=Backpressure(),
+        backpressure=backpressure or Backpressure(),
         receipts=receipts,
     )
 
@@ -154,6 +163,23 @@ async def test_full_stream_is_sent_the_same_message_until_it_has_room(
 
     assert len(stream.sent) == 4
     assert all(sent == stream.sent[0] for sent in stream.sent)
+
+
+async def test_the_group_that_was_admitted_first_gets_the_first_room(
+    receipts: Receipts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.rollout.publish.FIRST_FULL_WAIT_S", 0.05)
+    stream, backpressure = Stream(), Backpressure()
+    stream.num_refusals = 2
+    async with anyio.create_task_group() as tasks:
+        for number in (2, 1):  # the younger one asks first
+            outbox = outbox_to(stream, receipts, num_expected=1, number=number, backpressure=backpressure)
+            outbox.put(trajectory(number))
+            tasks.start_soon(outbox.run)
+            await stream.wait_sent(3 - number)
+
+    assert stream.siblings == [[1], [2]]
+    assert backpressure.num_waiting == 0
 
 
 async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_since(receipts: Receipts) -> None:
