@@ -7,8 +7,10 @@ acked before its outcome is stored (``note_recorded``). A trained group's outcom
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
+import msgspec
+
 from areal_async.trainer.inventory import Inventory
-from areal_async.types import Cut, CutGroup, Outcome, OutcomeKind
+from areal_async.types import Cut, CutGroup, Outcome, OutcomeKind, StoredMessage
 
 D = TypeVar("D")
 """A delivery: opaque here."""
@@ -43,6 +45,11 @@ class Fates(Generic[D]):
         """Take groups that were cut once: they are not cut again."""
         self.inventory.close_cut(groups)
         self._in_cuts.update({group.group_id: group for group in groups})
+
+    def receive(self, message: StoredMessage, delivery: D) -> list[Outcome]:
+        """Take a stored message; return what is to be stored of its slots that cannot be used. It settles nothing."""
+        unusable = self.inventory.add_message(message, delivery)
+        return [msgspec.structs.replace(outcome, lineage=self.lineage) for outcome in unusable]
 
     def count_whole(self) -> None:
         """Note a group with enough scored slots: failures before and after it do not follow one another."""
@@ -96,6 +103,16 @@ class Fates(Generic[D]):
     def release(self, group_ids: Iterable[str]) -> list[D]:
         """Hand over, to be acked, what has come for those groups whose outcome is stored."""
         return self.inventory.release(group_id for group_id in group_ids if group_id in self._recorded)
+
+    def release_received(self, message: StoredMessage, unusable: Sequence[Outcome]) -> list[D]:
+        """Hand over what can be acked now that a message has come, and what is ``unusable`` of it is recorded.
+
+        A message without a slot that is used is not kept for its group's checkpoint: the stream has better use for
+        the room.
+        """
+        if len(unusable) == len(message.slots):
+            return self.inventory.release_message(message)
+        return self.release([message.group_id])
 
     def release_cuts(self, step: int) -> list[D]:
         """Hand over, to be acked, what the checkpoint of ``step`` contains."""

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable
 
 import anyio
-import msgspec
 import structlog
 
 from areal_async.bus import Bus, Delivery, Message
@@ -183,10 +182,7 @@ class Feed:
             await self._give_up_group_of(delivery, str(exc))
             await self._bus.bury(delivery, str(exc))
             return
-        unusable = self._inventory.add_message(message, delivery)
-        for outcome in unusable:
-            await self.settlement.note_slot(msgspec.structs.replace(outcome, lineage=self._lineage.number))
-        await self.settlement.ack_if_recorded(message.group_id)
+        await self.settlement.receive(message, delivery)
 
     def _check_origin(self, message: StoredMessage, delivery: Delivery) -> None:
         """Hold a message against the subject it came on, and against what this lineage can know."""

@@ -90,6 +90,14 @@ class Inventory(Generic[D]):
                 released.append(delivery)
         return released
 
+    def release_message(self, message: StoredMessage) -> list[D]:
+        """Hand over the delivery of one message, to be acked."""
+        delivery = self.deliveries.get(message.group_id, {}).pop(message.sequence, None)
+        if delivery is None:
+            return []
+        self.stored_bytes -= self._num_bytes.pop(message.sequence, 0)
+        return [delivery]
+
     def _open(self, group_id: str, workflow: str, group_size: int, version: str, num_failed_attempts: int) -> None:
         self._num_known += 1
         self.open[group_id] = OpenGroup(

@@ -12,7 +12,7 @@ import structlog
 from areal_async.bus import Bus, Delivery
 from areal_async.fault_points import reach
 from areal_async.trainer.fates import Fates
-from areal_async.types import Outcome, OutcomeKind
+from areal_async.types import Outcome, OutcomeKind, StoredMessage
 
 log = structlog.get_logger()
 
@@ -41,13 +41,12 @@ class Settlement:
         await self._record(self._fates.of_untrained(ids, kind, reason=reason, step=step))
         await self._ack(self._fates.release(ids))
 
-    async def note_slot(self, outcome: Outcome) -> None:
-        """Record what became of a single slot; it settles nothing."""
-        await self._publish(outcome)
-
-    async def ack_if_recorded(self, group_id: str) -> None:
-        """Ack what has come for a group whose fate is recorded."""
-        await self._ack(self._fates.release([group_id]))
+    async def receive(self, message: StoredMessage, delivery: Delivery) -> None:
+        """Take a stored message; record its slots that cannot be used, and ack what needs not be kept."""
+        unusable = self._fates.receive(message, delivery)
+        for outcome in unusable:
+            await self._publish(outcome)
+        await self._ack(self._fates.release_received(message, unusable))
 
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
         async with anyio.create_task_group() as publishing:

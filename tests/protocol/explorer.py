@@ -9,7 +9,6 @@ import random
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal_async.trainer.cutter import Room
 from tests.protocol.oracle import Violation
@@ -139,7 +138,7 @@ def finish(world: World, rng: random.Random) -> int:
     return num_steps
 
 
-def run_once(report: Report, *, seed: int, config: Config | None = None, roles: Any = None, max_steps: int) -> None:
+def run_once(report: Report, *, seed: int, config: Config | None = None, max_steps: int) -> None:
     """Explore one run to its end.
 
     Raises:
@@ -147,7 +146,7 @@ def run_once(report: Report, *, seed: int, config: Config | None = None, roles: 
     """
     rng = random.Random(seed)
     config = config or any_config(rng)
-    world = World(config, seed=seed, roles=roles or Roles())
+    world = World(config, seed=seed, roles=Roles())
     share = rng.choice((0.0, 0.02, 0.05, 0.1, 0.2))
     names = list(FAULTS)
     weights = [weight * rng.choice((0, 1, 1, 4)) if name not in REPAIRS else weight for name, weight in FAULTS.items()]
@@ -179,15 +178,15 @@ def run_once(report: Report, *, seed: int, config: Config | None = None, roles: 
     report.seen.update(world.oracle.seen)
 
 
-def explore(*, num_steps: int, seed: int, roles: Any = None) -> Report:
-    """Explore runs until so many steps are made.
+def explore(*, num_steps: int, seed: int, config: Config | None = None) -> Report:
+    """Explore runs until so many steps are made; under drawn settings, unless some are given.
 
     Raises:
         Found: the first violation.
     """
     report, started = Report(), time.perf_counter()
     while report.num_steps < num_steps:
-        run_once(report, seed=seed + report.num_runs, roles=roles, max_steps=MAX_FAULTY_STEPS)
+        run_once(report, seed=seed + report.num_runs, config=config, max_steps=MAX_FAULTY_STEPS)
     report.duration_s = time.perf_counter() - started
     return report
 

@@ -61,6 +61,8 @@ class Oracle:
         self._tickets: dict[str, Ticket] = {}
         self._stored: dict[str, set[str]] = {}
         """group -> sample uids whose publish was acknowledged."""
+        self._noted: set[str] = set()
+        """Sample uids recorded as late or duplicate."""
         self._lost: set[str] = set()
         """Groups with a payload that a fault has destroyed."""
         self._had_mishap = False
@@ -82,10 +84,13 @@ class Oracle:
             self._had_mishap |= record.kind is CutKind.CUT and len(record.groups) < self._config.batch_groups
             return
         self.seen[f"outcome {record.kind}"] += 1
-        if record.lineage < self._lineage:
+        if record.kind in (OutcomeKind.LATE, OutcomeKind.DUPLICATE):
+            self._noted.add(record.sample_uid)
+            return
+        if entry.author and record.lineage < self._lineage:
             self.seen["outcome fenced"] += 1
             return
-        if record.kind in (OutcomeKind.LATE, OutcomeKind.DUPLICATE) or record.group_id in self._outcomes:
+        if record.group_id in self._outcomes:
             return
         self._outcomes[record.group_id] = record
         if record.reason == OVER_AGE and self._config.when_stale == "wait":
@@ -134,6 +139,8 @@ class Oracle:
         if key == ADMITTED:
             self._check_admitted(record)
         elif key == CHECKPOINT and isinstance(record, CheckpointRecord) and record.path:
+            is_fenced = 0 < bus.lineage < self._lineage
+            require(not is_fenced, "P2 once", f"lineage {bus.lineage} records a checkpoint, {self._lineage} has begun")
             self._check_checkpoint(record)
 
     def _check_admitted(self, record: Admitted) -> None:
@@ -193,8 +200,9 @@ class Oracle:
 
     def on_acked(self, message: StoredMessage) -> None:
         """A trainer's ack has removed a message."""
-        outcome = self._outcomes.get(message.group_id)
-        require(outcome is not None, "P1 durable", f"{message.group_id} was acked without an outcome")
+        is_noted = all(slot.sample_uid in self._noted for slot in message.slots)
+        is_recorded = is_noted or message.group_id in self._outcomes
+        require(is_recorded, "P1 durable", f"{message.group_id} was acked without an outcome")
         self.seen["trajectory acked"] += 1
 
     def cut_messages(self) -> list[int]:
@@ -233,7 +241,7 @@ class Oracle:
         self.seen["step trained"] += 1
 
     def on_cut(self, cut: Cut, left: Iterable[OpenGroup]) -> None:
-        """A cut is written; what is open and known to the trainer is left for later steps."""
+        """A cut is decided; what else is open and known to the trainer is left for later steps."""
         if self._config.when_stale != "wait" or cut.branches or cut.lineage < self._lineage:
             return
         for group in left:

@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from areal_async.errors import PipelineError
 from areal_async.journal import Journal
 from areal_async.trainer.cutter import Cutter, Room, Settle, Wait, Write
@@ -249,10 +247,10 @@ class TrainerModel:
                 self.caught_up.add("inbox")
                 self.world.touch()
                 continue
-            for outcome in self.inventory.add_message(message, message):
-                noted = msgspec.structs.replace(outcome, lineage=self.number)
-                await self._store_outcome(noted)
-            await self.bus.ack(self.number, self.fates.release([message.group_id]))
+            unusable = self.fates.receive(message, message)
+            for outcome in unusable:
+                await self._store_outcome(outcome)
+            await self.bus.ack(self.number, self.fates.release_received(message, unusable))
 
     async def _run_tickets(self) -> None:
         last = 0
@@ -279,10 +277,12 @@ class TrainerModel:
                 case Settle(group_ids, kind, reason):
                     await self._settle(group_ids, kind, reason=reason, step=cutter.step)
                 case Write(entry):
+                    taken = {one.group_id for one in entry.groups}
+                    others = [group for name, group in self.inventory.open.items() if name not in taken]
+                    if entry.kind is CutKind.CUT:
+                        self.world.oracle.on_cut(entry, others)
                     await self.lineage.write_cut(entry)
                     cutter.note_written(entry)
-                    if entry.kind is CutKind.CUT:
-                        self.world.oracle.on_cut(entry, self.inventory.open.values())
                 case Wait():
                     await idle()
 

@@ -2,6 +2,7 @@
 
 from typing import Any, Literal
 
+import msgspec
 import pytest
 
 from areal_async.errors import FencedError
@@ -153,3 +154,19 @@ def test_groups_of_a_given_up_cut_keep_count_of_their_failures() -> None:
     outcome = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)[0]
 
     assert (outcome.kind, outcome.num_failed_attempts) == (OutcomeKind.DEAD, 2)
+
+
+def test_a_message_whose_every_slot_lost_is_not_kept_for_a_checkpoint() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0))
+    again = _message(1, 0)
+    again = msgspec.structs.replace(
+        again, sequence=99, slots=[msgspec.structs.replace(again.slots[0], sample_uid="another producer's")]
+    )
+
+    unusable = bench.fates.receive(again, "loser")
+
+    assert [outcome.kind for outcome in unusable] == [OutcomeKind.DUPLICATE]
+    assert bench.fates.release_received(again, unusable) == ["loser"]
+    assert bench.inventory.stored_bytes == 1
+    assert bench.fates.release_received(_message(1, 1), bench.fates.receive(_message(1, 1), "kept")) == []
