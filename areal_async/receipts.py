@@ -18,7 +18,8 @@ import msgspec
 import structlog
 
 from areal_async.errors import WireError
-from areal_async.types import Count, GroupIdText, Record, Slot
+from areal_async.fields import Count, GroupIdText
+from areal_async.types import Record, Slot
 from areal_async.wire import decode_json
 
 FOLDER = "produced"

@@ -4,47 +4,35 @@ Every one is an immutable struct that can cross a process boundary (``wire``); t
 ``Sequence`` are the only large part. One word for one thing: these names are used in code, logs,
 metrics and documents alike.
 
-What a field may hold stands in its type (``VersionText``, ``Count``, ...) and is checked where a record is decoded:
-whoever holds a record that came over the wire can parse its ids and trust its bounds.
+What a field may hold stands in its type (``fields``) and is checked where a record is decoded.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-from msgspec import Meta
 from numpy.typing import NDArray
+
+from areal_async.fields import (
+    Count,
+    GroupIdText,
+    GroupSize,
+    LineageText,
+    NumServers,
+    OptionalVersionText,
+    TokenText,
+    VersionText,
+    is_group_id,
+    is_version,
+)
 
 NOT_SAMPLED = -1
 """The version of a token that no model of ours produced (prompt, tool output)."""
-MAX_GROUP_SIZE = 1 << 16
-
-_VERSION = "[0-9]{1,9}-[0-9]{1,9}"
-_GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
-_is_version = re.compile(_VERSION).fullmatch
-_is_group_id = re.compile(_GROUP_ID).fullmatch
-
-VersionText = Annotated[str, Meta(pattern=rf"\A{_VERSION}\Z")]
-"""What ``Version.parse`` reads."""
-OptionalVersionText = Annotated[str, Meta(pattern=rf"\A({_VERSION})?\Z")]
-"""A version, or empty for none."""
-GroupIdText = Annotated[str, Meta(pattern=rf"\A{_GROUP_ID}\Z")]
-"""What ``GroupId.parse`` reads."""
-TokenText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,200}\Z")]
-"""One token of a subject."""
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]
-GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
-NumServers = Annotated[int, Meta(ge=0, le=1024)]
-LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
-"""A key of a JSON object that counts lineages."""
-StepText = LineageText
-"""A key of a JSON object that counts steps."""
 
 
 class Version(NamedTuple):
@@ -66,7 +54,7 @@ class Version(NamedTuple):
         Raises:
             ValueError: not two non-negative integers of at most nine digits with a dash between.
         """
-        if not _is_version(text):
+        if not is_version(text):
             raise ValueError(f"weights version: got {text!r}, need <lineage>-<step> like 1-42")
         lineage, step = text.split("-")
         return cls(int(lineage), int(step))
@@ -104,7 +92,7 @@ class GroupId:
         Raises:
             ValueError: not three non-negative integers joined by dashes.
         """
-        if not _is_group_id(text):
+        if not is_group_id(text):
             raise ValueError(f"group id: got {text!r}, need <epoch>-<index>-<attempt> like 0-17-0")
         return cls(*(int(part) for part in text.split("-")))
 

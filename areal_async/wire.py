@@ -19,20 +19,8 @@ import msgspec
 import numpy as np
 
 from areal_async.errors import WireError
-from areal_async.types import (
-    NOT_SAMPLED,
-    Count,
-    GroupIdText,
-    GroupSize,
-    Record,
-    Sequence,
-    Slot,
-    StoredMessage,
-    TokenText,
-    Trajectory,
-    Version,
-    VersionText,
-)
+from areal_async.fields import Count, GroupIdText, GroupSize, TokenText, VersionText
+from areal_async.types import NOT_SAMPLED, Record, Sequence, Slot, StoredMessage, Trajectory, Version
 
 SCHEMA = 1
 GROUP_HEADER = "Areal-Group"

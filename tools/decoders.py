@@ -24,6 +24,7 @@ from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import decode_answer as decode_server_answer
 from areal_async.inference.http import error_message, read_load
+from areal_async.receipts import STAMP_HEADER, Receipt, ReceivedSlot, Stamp, decode_stamp, encode_stamp
 from areal_async.rollout.reward_process import decode_answer as decode_reward_answer
 from areal_async.rollout.reward_process import decode_length
 from areal_async.rollout.reward_worker import Answer
@@ -165,6 +166,9 @@ _CUT = types.Cut(
 )  # fmt: skip
 _GROUP = types.UpdateGroup(name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2})
 _TENSOR = types.TensorSpec(name="lm_head.weight", dtype="bfloat16", shape=[128, 64])
+_RECEIPT = msgspec.json.encode(
+    Receipt(number=3, group_id="0-3-0", num_bytes=9, crc32=7, slots=[ReceivedSlot(sibling=0, sample_uid="0-3-0.0.n.x")])
+)
 _WEIGHTS = types.WeightsVersion(
     version="1-4",
     path="/runs/r/weights/1-4",
@@ -205,6 +209,11 @@ DECODERS: tuple[Decoder, ...] = (
     decoder("trajectory headers", _decode_headers, "\n".join(_HEADERS.values()).encode()),
     decoder("trajectory message", lambda data: wire.decode_trajectory(data, _SLOTS[1]), _PAYLOAD),
     decoder("trajectory payload", _decode_payload_under_its_checksum, wire.encode_trajectory(_trajectory())),
+    decoder(
+        "producer's stamp",
+        lambda data: decode_stamp({STAMP_HEADER: data.decode(errors="surrogateescape")}),
+        encode_stamp(Stamp(producer="n0.1", number=3, num_acknowledged=2)).encode(),
+    ),
     # core messages and the broker's answers
     decoder("report", partial(wire.decode_json, kind=dict[str, Any], what="report"), _REPORT),
     decoder("report shown", decode_object, _REPORT, b"{}"),
@@ -231,6 +240,7 @@ DECODERS: tuple[Decoder, ...] = (
         partial(wire.decode_json, kind=Ledger, what="ledger"),
         msgspec.json.encode(Ledger(version="1-4", trained={"3": ["0-1-0"], "4": ["0-2-0", "0-3-1"]})),
     ),
+    decoder("receipt", partial(wire.decode_json, kind=Receipt, what="receipt"), _RECEIPT),
     decoder("metrics file", partial(lines_through, step=1), _STEP_LINES),
     decoder("config.yaml", _settings_file, dump_settings(Settings()).encode(), refuses=(UserError,)),
 )

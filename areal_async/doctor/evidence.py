@@ -5,8 +5,9 @@ from typing import Any
 
 import msgspec
 
+from areal_async.fields import GroupIdText, StepText, VersionText
 from areal_async.receipts import Produced, Stamp
-from areal_async.types import Admitted, Cut, GroupIdText, Outcome, SlotStatus, StepText, VersionText
+from areal_async.types import Admitted, Cut, Outcome, SlotStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -24,6 +24,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.fault_points import reach
+from areal_async.fields import StepText, VersionText
 from areal_async.journal import Journal
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
@@ -37,17 +38,7 @@ from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
 from areal_async.trainer.step import Report, StepResult, agree_on_batch, batch_metrics, metrics_line
 from areal_async.trainer.threads import Beside, EngineThread
-from areal_async.types import (
-    CheckpointRecord,
-    Cut,
-    CutKind,
-    Metrics,
-    OutcomeKind,
-    StepText,
-    Trajectory,
-    Version,
-    VersionText,
-)
+from areal_async.types import CheckpointRecord, Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
 from areal_async.wire import decode_json
 
 log = structlog.get_logger()

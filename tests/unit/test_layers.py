@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"types", "errors", "subjects", "staleness", "fault_points"},
+    {"types", "fields", "errors", "subjects", "staleness", "fault_points"},
     {
         "settings",
         "settings_sources",

@@ -34,8 +34,9 @@ def test_versions_order_by_lineage_then_step() -> None:
     assert Version(1, 9) < Version(2, 0) < Version(2, 1)
 
 
-def test_late_and_duplicate_settle_nothing() -> None:
-    assert {kind for kind in OutcomeKind if not kind.settles} == {OutcomeKind.LATE, OutcomeKind.DUPLICATE}
+def test_late_duplicate_and_readmitted_settle_nothing() -> None:
+    settles_nothing = {OutcomeKind.LATE, OutcomeKind.DUPLICATE, OutcomeKind.READMITTED}
+    assert {kind for kind in OutcomeKind if not kind.settles} == settles_nothing
 
 
 def test_only_failed_and_abandoned_are_tried_again() -> None:

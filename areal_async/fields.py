@@ -1,0 +1,34 @@
+"""What the fields of a record may hold, as types that msgspec checks where a record is decoded.
+
+Whoever holds a record that came over the wire can parse its ids and trust its bounds.
+"""
+
+import re
+from typing import Annotated
+
+from msgspec import Meta
+
+MAX_GROUP_SIZE = 1 << 16
+MAX_SERVERS = 1024
+
+_VERSION = "[0-9]{1,9}-[0-9]{1,9}"
+_GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
+
+is_version = re.compile(_VERSION).fullmatch
+is_group_id = re.compile(_GROUP_ID).fullmatch
+
+VersionText = Annotated[str, Meta(pattern=rf"\A{_VERSION}\Z")]
+"""What ``Version.parse`` reads."""
+OptionalVersionText = Annotated[str, Meta(pattern=rf"\A({_VERSION})?\Z")]
+"""A version, or empty for none."""
+GroupIdText = Annotated[str, Meta(pattern=rf"\A{_GROUP_ID}\Z")]
+"""What ``GroupId.parse`` reads."""
+TokenText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,200}\Z")]
+"""One token of a subject."""
+LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
+"""A lineage as the key of a JSON object."""
+StepText = LineageText
+"""A step as the key of a JSON object."""
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
+NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]
