@@ -92,16 +92,20 @@ def dump_settings(settings: BaseModel) -> str:
 # The three sources
 
 
+NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
+"""What reading YAML raises: dates that are none are a ValueError."""
+
+
 class _YamlFile(YamlConfigSettingsSource):
     """The library's reader, with our sentences for what it cannot read."""
 
     def _read_file(self, file_path: Any) -> dict[str, Any]:
         try:
             data = super()._read_file(file_path)
-        except yaml.YAMLError as exc:
-            raise UserError(f"{file_path}: not YAML: {_one_line(str(exc))}") from exc
         except (OSError, UnicodeDecodeError) as exc:
             raise UserError(f"{file_path}: cannot be read: {exc}") from exc
+        except NOT_YAML as exc:
+            raise UserError(f"{file_path}: not YAML: {_one_line(str(exc))}") from exc
         if not isinstance(data, dict):
             raise UserError(f"{file_path}: got a {type(data).__name__}, need sections like 'run:' at the top")
         return data
@@ -142,7 +146,7 @@ def _parsed(parts: Parts, text: str, origin: str, kind: type[BaseModel]) -> Assi
     if annotation is not None and is_composite(without_none(annotation)):
         try:
             return Assignment(parts=parts, value=yaml.safe_load(text), origin=origin)
-        except yaml.YAMLError as exc:
+        except NOT_YAML as exc:
             raise UserError(f"{'.'.join(parts)} {origin}: not YAML or JSON: {_one_line(str(exc))}") from exc
     return Assignment(parts=parts, value=text, origin=origin)
 

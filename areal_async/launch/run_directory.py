@@ -19,7 +19,7 @@ import yaml
 from areal_async.bus import HeldError
 from areal_async.errors import UserError
 from areal_async.settings import DATA_DEFINING, RunSettings, Settings
-from areal_async.settings_sources import dump_settings, load_settings
+from areal_async.settings_sources import NOT_YAML, dump_settings, load_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class RunDirectory:
         """
         try:
             before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError) as exc:
+        except (OSError, *NOT_YAML) as exc:
             raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
         now = settings.model_dump(mode="json")
         changed = [name for name in DATA_DEFINING if _value_at(before, name) != _value_at(now, name)]

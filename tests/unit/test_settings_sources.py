@@ -170,7 +170,13 @@ def test_contradiction_keeps_the_sentence_of_the_settings(config: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "end"),
-    [("a: [", "not YAML"), ("- a", "got a list, need sections like 'run:' at the top"), ("a: \xff", "cannot be read")],
+    [
+        ("a: [", "not YAML"),
+        ("- a", "got a list, need sections like 'run:' at the top"),
+        ("a: \xff", "cannot be read"),
+        ("a: 2020-13-45", "not YAML"),
+        ("[" * 1000, "not YAML"),
+    ],
 )
 def test_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, end: str) -> None:
     path = tmp_path / "x.yaml"
