@@ -93,12 +93,12 @@ def events_lost(case: Case) -> None:
             proxy.heal()
         case.check(proxy.num_frames_struck > 0, "no event was struck")
         case.note(f"{proxy.num_frames_struck} events struck")
+        _check_swaps(case, run)
         proxy.cut()
         for pid in run.pids("areal_async.inference.embedded"):
             strike(pid, signal.SIGKILL)
         case.recovered(run.wait_for_progress())
         run.wait_for_step(len(run.steps) + 2)
-        _check_swaps(case, run)
 
 
 def _check_swaps(case: Case, run: FaultRun) -> None:
