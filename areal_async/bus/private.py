@@ -15,6 +15,8 @@ def write_private(path: Path, content: bytes) -> None:
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())  # an empty key after a power cut would lock the run out of its own broker
     temporary.rename(path)
 
 

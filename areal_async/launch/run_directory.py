@@ -153,8 +153,11 @@ def _value_at(data: Any, name: str) -> Any:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write under another name, then rename: a reader never sees half a file."""
+    """Write under another name, sync, rename: a reader never sees half a file, nor does one after a power cut."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)
