@@ -15,6 +15,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from areal_async.errors import FencedError
 from areal_async.trainer.payloads import Placed
 from areal_async.types import Metrics, Trajectory, Version
 
@@ -79,11 +80,15 @@ def write_archive(
     _publish_file(temporary, path)
 
 
-def abandon_archive(directory: Path, *, after_step: int) -> int:
-    """Move the files of later steps out of the way; return how many."""
+def abandon_archive(directory: Path, *, after_step: int, before_lineage: int) -> int:
+    """Move what older lineages wrote of later steps out of the way; return how many files.
+
+    More than once: a trainer that was replaced may wake up and write after its successor has begun.
+    """
     moved = 0
     for path in sorted(directory.glob("step-*.parquet")):
-        if int(path.stem.split("-")[1]) > after_step:
+        _, step, lineage, _ = path.stem.split("-")
+        if int(step) > after_step and int(lineage) < before_lineage:
             (directory / "abandoned").mkdir(exist_ok=True)
             path.rename(directory / "abandoned" / path.name)
             moved += 1
@@ -91,36 +96,69 @@ def abandon_archive(directory: Path, *, after_step: int) -> int:
 
 
 class MetricsFile:
-    """``metrics.jsonl``: the surviving lineage's steps, one JSON object each."""
+    """``metrics.jsonl``: the surviving lineage's steps, one JSON object each. One trainer's view of it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._state = self._look()
+        """Of the file, as this trainer left it."""
 
     def append(self, line: Metrics) -> None:
-        """Add the line of one step."""
+        """Add the line of one step; what a trainer that was replaced has added meanwhile goes.
+
+        Raises:
+            FencedError: that trainer is this one: its successor has written.
+        """
+        if self._look() != self._state:
+            mine = Version.parse(str(line["weights_version"])).lineage
+            content = self._path.read_bytes() if self._path.exists() else b""
+            newest = max((version.lineage for version, _ in _newest_lines(content).values()), default=0)
+            if newest > mine:
+                raise FencedError(f"lineage {mine}: {self._path} is lineage {newest}'s; this trainer must stop")
+            self.rewind(to_step=int(line["step"]) - 1)
         with self._path.open("a") as file:
             file.write(json.dumps(dict(line)) + "\n")
+        self._state = self._look()
 
     def rewind(self, *, to_step: int) -> None:
-        """Drop the lines of later steps: they are done anew."""
+        """Drop the lines of later steps, which are done anew, and of each step all but the newest lineage's."""
         if not self._path.exists():
             return
         kept = lines_through(self._path.read_bytes(), to_step)
         temporary = self._path.with_suffix(".tmp")
         temporary.write_bytes(kept)
         _publish_file(temporary, self._path)
+        self._state = self._look()
+
+    def _look(self) -> tuple[int, ...]:
+        """Return what tells whether anybody has written: a replaced file is another one, even of the same size."""
+        try:
+            state = self._path.stat()
+        except FileNotFoundError:
+            return ()
+        return state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def lines_through(content: bytes, step: int) -> bytes:
-    """Return the lines of steps up to ``step``; one that a crash cut short, or damaged, is left out."""
-    kept = []
-    for line in content.split(b"\n"):
+    """Return the lines of steps up to ``step``, the newest lineage's where a step has several.
+
+    One that a crash cut short, or damaged, is left out.
+    """
+    return b"".join(line for number, (_, line) in sorted(_newest_lines(content).items()) if number <= step)
+
+
+def _newest_lines(content: bytes) -> dict[int, tuple[Version, bytes]]:
+    """Read the lines that are whole: step -> the newest version made by it, and its line."""
+    kept: dict[int, tuple[Version, bytes]] = {}
+    for text in content.split(b"\n"):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + b"\n")
-        except (ValueError, KeyError, TypeError, RecursionError):
+            line = json.loads(text)
+            number, version = int(line["step"]), Version.parse(line["weights_version"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
             continue
-    return b"".join(kept)
+        if number not in kept or kept[number][0] <= version:
+            kept[number] = version, text + b"\n"
+    return kept
 
 
 def keep_newest(directory: Path, count: int) -> None:

@@ -97,7 +97,7 @@ class Trainer:
         self._lineage = lineage
         self._feed = feed
         self._ledger = Ledger(version=str(Version(number, 0)), trained={})
-        self._checkpointed_step = 0
+        self._checkpointed_step = self._restored_step = 0
         self._wants_stop = False
         self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
         self.step = 0
@@ -128,7 +128,8 @@ class Trainer:
             self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)
-            num_moved = abandon_archive(self._directory / "trajectories", after_step=self.step)
+            self._restored_step = self.step
+            num_moved = self._abandon_archive()
             journal = self._reader.journal
             self._check_ledger(journal)
             self._feed.adopt(cut for _, cut in sorted(journal.cuts.items()))
@@ -311,6 +312,7 @@ class Trainer:
                 CheckpointRecord(version=str(self.version), path=str(folder.resolve()))
             )
             await self._feed.settlement.on_checkpoint(self.step)
+            await anyio.to_thread.run_sync(self._abandon_archive)
             await anyio.to_thread.run_sync(keep_newest, folder.parent, self._settings.trainer.keep_checkpoints)
             self._feed.on_room()
         log.info("checkpoint.written", step=self.step, duration_s=round(time.monotonic() - started, 3))
@@ -325,6 +327,10 @@ class Trainer:
         log.info("step.trained", **line)
 
     # helpers
+
+    def _abandon_archive(self) -> int:
+        folder = self._directory / "trajectories"
+        return abandon_archive(folder, after_step=self._restored_step, before_lineage=self._number)
 
     async def _fetch(self, cut: Cut) -> Share:
         slots = place(cut)

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from areal_async.errors import FencedError
 from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
 from areal_async.trainer.payloads import Placed
 from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
@@ -30,6 +31,10 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # datasets' own
+def _line(step: int, *, lineage: int = 1) -> dict[str, int | str]:
+    return {"step": step, "weights_version": str(Version(lineage, step))}
+
+
 def test_the_archive_is_readable_as_a_data_set(tmp_path: Path) -> None:
     import datasets
 
@@ -50,24 +55,47 @@ def test_steps_after_the_checkpoint_move_out_of_the_way(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         _write(tmp_path, step)
 
-    assert abandon_archive(tmp_path, after_step=1) == 2
+    assert abandon_archive(tmp_path, after_step=1, before_lineage=2) == 2
 
     assert [path.name for path in tmp_path.glob("*.parquet")] == ["step-000001-1-0.parquet"]
     assert len(list((tmp_path / "abandoned").iterdir())) == 2
 
 
+def test_what_the_lineage_itself_wrote_stays(tmp_path: Path) -> None:
+    for step in (1, 2):
+        _write(tmp_path, step)
+
+    assert abandon_archive(tmp_path, after_step=0, before_lineage=1) == 0
+
+
 def test_metrics_are_rewound_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
-        file.append({"step": step})
+        file.append(_line(step))
     with (tmp_path / "metrics.jsonl").open("a") as torn:
         torn.write('{"step": 4, "rew')
 
     file.rewind(to_step=2)
-    file.append({"step": 3})
+    file.append(_line(3, lineage=2))
 
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_what_a_replaced_trainer_still_writes_is_dropped_by_its_successor(tmp_path: Path) -> None:
+    zombie, trainer = MetricsFile(tmp_path / "metrics.jsonl"), MetricsFile(tmp_path / "metrics.jsonl")
+    zombie.append(_line(1))
+    zombie.append(_line(2))
+    trainer.rewind(to_step=1)
+    zombie.append(_line(2))
+    trainer.append(_line(2, lineage=2))
+
+    with pytest.raises(FencedError, match="lineage 2's"):
+        zombie.append(_line(3))
+
+    trainer.append(_line(3, lineage=2))
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["weights_version"] for line in lines] == ["1-1", "2-2", "2-3"]
 
 
 def test_the_newest_folders_are_kept_by_version_and_not_by_name(tmp_path: Path) -> None:
