@@ -68,8 +68,10 @@ def befall(world: World, fault: str, rng: random.Random) -> None:
     match fault:
         case "kill" if alive:
             world.kill(rng.choice(alive))
-        case "replace" if alive:
-            world.replace(rng.choice(alive))
+        case "replace":  # a node's id is its own as long as it lives: its zombies are those whose leases ran out
+            others = [process for process in alive if process.role != "node"]
+            if others:
+                world.replace(rng.choice(others))
         case "stall" if alive:
             rng.choice(alive).is_stalled = True
         case "wake":
@@ -153,7 +155,7 @@ def run_once(report: Report, *, seed: int, config: Config | None = None, max_ste
     burst = rng.choice((1, 1, 4, 16))  # steps of one process before another's turn
     num_steps = 0
     try:
-        while num_steps < min(max_steps, MAX_FAULTY_STEPS) and not world.is_over:
+        while num_steps < max_steps and world.num_faults < max_steps and not world.is_over:
             threads = world.runnable()
             if not threads or rng.random() < share:
                 befall(world, "revive" if not threads and world.missing() else rng.choices(names, weights)[0], rng)

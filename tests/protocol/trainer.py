@@ -53,7 +53,6 @@ class TrainerModel:
     content: Content = ()
     trained: dict[int, list[str]] = field(default_factory=dict)
     wants_stop: bool = False
-    is_final: bool = False
     num_read: int = 0
     cutter: Cutter | None = None
     caught_up: set[str] = field(default_factory=set)
@@ -118,7 +117,6 @@ class TrainerModel:
         if self.step > self.checkpointed_step:
             await self._checkpoint()
         if self.step >= self.world.config.steps:
-            self.is_final = True
             await self._publish_weights(final=True)
 
     async def _replay(self) -> bool:
