@@ -1,15 +1,24 @@
 """What tests of several packages share: two event loops, and a real broker for each test that asks for one."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.settings import BusSettings, RunSettings, Settings
 from tests.brokers import OpenRole, running_broker
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_before() -> Iterator[None]:
+    """A command line that runs inside a test silences what later tests look for."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.fixture(

@@ -278,8 +278,10 @@ async def test_a_store_that_another_process_holds_is_refused_by_its_name(
     bus = settings.run_directory / "bus"
     (bus / "jetstream").mkdir(parents=True)
     credentials = settings.run_directory / "credentials"
-    credentials.mkdir()
-    (credentials / "operator.nk").write_text("SUAIBDPBAUTWCWBKIO6XHQNINK5FWJW4OHLXC3HQ2KFE4PEJUA44CNHTC4")
+    credentials.mkdir(mode=0o700)
+    key = credentials / "operator.nk"
+    key.write_text("SUAIBDPBAUTWCWBKIO6XHQNINK5FWJW4OHLXC3HQ2KFE4PEJUA44CNHTC4")
+    key.chmod(0o600)
     with (bus / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         lock.write("4711")

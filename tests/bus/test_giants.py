@@ -14,7 +14,7 @@ from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.rollout.runner import READS_AT_ONCE
 from areal_async.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, fetch
-from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.wire import BYTES_PER_TOKEN, decode_headers
 from tests.brokers import OpenRole
 
@@ -39,13 +39,14 @@ def giant(sibling: int, num_bytes: int) -> Trajectory:
         token_ids=np.full(num_tokens, sibling, dtype=np.int32),
         loss_mask=np.ones(num_tokens, dtype=np.bool_),
         logprobs=np.zeros(num_tokens, dtype=np.float32),
-        versions=np.zeros(num_tokens, dtype=np.int64),
+        versions=np.full(num_tokens, Version(1, 0).pack(), dtype=np.int64),
     )
     slot = Slot(
         sibling=sibling,
         sample_uid=f"0-0-0.{sibling}.a",
         status=SlotStatus.SCORED,
         num_tokens=num_tokens,
+        num_output_tokens=num_tokens,
         oldest="1-0",
         newest="1-0",
     )
