@@ -1,6 +1,6 @@
 """Run a job, kill all of its processes again and again, start it by the same command, and see what is lost.
 
-    python tools/kill_again.py --every-s 90 workflows/gsm8k.py --config configs/gsm8k_cpu.yaml --run.name killed
+    python -m tools.kill_again --every-s 90 workflows/gsm8k.py --config configs/gsm8k_cpu.yaml --run.name killed
 
 Launcher, roles, servers and broker get SIGKILL at once. What follows the options is what ``run`` takes. Then the doctor
 examines the run, and every recorded outcome is counted: no step twice, no finished trajectory thrown away.

@@ -17,7 +17,7 @@ def test_a_run_that_is_killed_whenever_it_has_made_two_steps_finishes_and_throws
     given = run.command()[4:]
 
     ended = subprocess.run(
-        [sys.executable, "tools/kill_again.py", "--after-steps", "2", "--max-kills", "2", *given],
+        [sys.executable, "-m", "tools.kill_again", "--after-steps", "2", "--max-kills", "2", *given],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=340, check=False,
     )  # fmt: skip
 
