@@ -35,6 +35,7 @@ from areal_async.types import (
     SlotStatus,
     Ticket,
     Trajectory,
+    Version,
     WeightsVersion,
 )
 from areal_async.wire import BYTES_PER_TOKEN, decode
@@ -67,13 +68,14 @@ def giant(ticket: Ticket, sibling: int) -> Trajectory:
         token_ids=np.zeros(num_tokens, dtype=np.int32),
         loss_mask=np.ones(num_tokens, dtype=np.bool_),
         logprobs=np.zeros(num_tokens, dtype=np.float32),
-        versions=np.zeros(num_tokens, dtype=np.int64),
+        versions=np.full(num_tokens, Version.parse(ticket.version).pack(), dtype=np.int64),
     )
     slot = Slot(
         sibling=sibling,
         sample_uid=f"{ticket.group_id}.{sibling}.a",
         status=SlotStatus.SCORED,
         num_tokens=num_tokens,
+        num_output_tokens=num_tokens,
         oldest=ticket.version,
         newest=ticket.version,
     )
