@@ -11,6 +11,7 @@ from the tokens it has, so that only the server's work is lost.
 """
 
 import argparse
+import os
 import random
 import statistics
 import tempfile
@@ -92,6 +93,7 @@ async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[
         backend="embedded" if arguments.python is None else "sglang",
         python=arguments.python,
         flags=tuple(arguments.flags),
+        num_threads=arguments.threads,
     )
     settings = Settings(
         run=RunSettings(seed=1), model=ModelSettings(path=arguments.model, dtype="float32"), inference=inference
@@ -126,7 +128,8 @@ async def measure(arguments: argparse.Namespace) -> None:
                     costs[mode].append(1 - 2 * rate / (quiet + quiet_after))
                     quiet = quiet_after
             streams.cancel_scope.cancel()
-    print(f"{arguments.streams} streams, a swap every {arguments.every:g} s, phases of {arguments.seconds:g} s")
+    load = f"{arguments.streams} streams, {arguments.threads} server threads"
+    print(f"{load}, a swap every {arguments.every:g} s, phases of {arguments.seconds:g} s")
     for mode in arguments.modes:
         each = ", ".join(f"{100 * cost:.1f}" for cost in costs[mode])
         rate, cost = statistics.median(rates[mode]), 100 * statistics.median(costs[mode])
@@ -140,6 +143,7 @@ def main() -> None:
     parser.add_argument("--model", default="configs/models/tiny", help="model folder, loaded again at each swap")
     parser.add_argument("--python", type=Path, help="interpreter of an environment with SGLang")
     parser.add_argument("--flags", nargs="*", default=[], help="passed on to the server as they are")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the server; all cores, as it is alone")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--streams", type=int, default=64)
     parser.add_argument("--min-tokens", type=int, default=32)

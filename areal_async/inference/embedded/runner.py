@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ _CPU_MEMORY_SHARE = 0.25
 """Share of the host's memory the cache may take: a trainer and other engines live there too."""
 _CUDA_MEMORY_SHARE = 0.6
 """Share of the free device memory: growing the cache holds one layer twice, and activations need room."""
+_CPU_PASS_TOKENS = 2048
+"""Prompts are computed in passes of about this many tokens on a CPU: the activations of larger ones leave its caches,
+which costs a third (6,600 tokens of the tiny model on one core: 0.40 s in one pass, 0.29 s in four)."""
 
 
 class ModelRunner:
@@ -39,6 +43,15 @@ class ModelRunner:
 
     def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
         """Compute whole prompts into their slots; return the logits [len(prompts), V] after their last tokens."""
+        ends = list(accumulate(map(len, prompts)))
+        if self.device.type != "cpu" or len(prompts) == 1 or ends[-1] <= _CPU_PASS_TOKENS:
+            return self._prefill_pass(prompts, slots)
+        passes = groupby(range(len(prompts)), key=lambda index: ends[index] // _CPU_PASS_TOKENS)
+        members = [list(indices) for _, indices in passes]
+        return torch.cat([self._prefill_pass(prompts[m[0] : m[-1] + 1], slots[m[0] : m[-1] + 1]) for m in members])
+
+    def _prefill_pass(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
+        """Compute whole prompts, packed into one sequence, in one forward pass."""
         ids: list[int] = []
         positions: list[int] = []
         rows: list[int] = []

@@ -292,6 +292,27 @@ def test_a_small_cache_budget_admits_only_what_can_grow_to_its_end(old_model: Pa
         assert_scored_by(old_model, sequence)
 
 
+def test_prompts_too_many_for_one_pass_give_the_logits_each_gives_alone(
+    old_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = load(old_model)
+    prompts = [prompt_of(length, seed=length) for length in (9, 30, 4, 41, 1, 17)]
+    runner.reserve(len(prompts), CONTEXT_LENGTH)
+    monkeypatch.setattr("areal_async.inference.embedded.runner._CPU_PASS_TOKENS", 32)
+    positions = torch.tensor([len(prompt) for prompt in prompts])
+    ids = torch.full_like(positions, VOCAB_SIZE - 1)
+
+    together = runner.prefill(prompts, range(len(prompts)))
+    after_together = runner.decode(ids, positions, CONTEXT_LENGTH)
+    runner.cache.clear()
+    runner.reserve(len(prompts), CONTEXT_LENGTH)
+    alone = torch.cat([runner.prefill([prompt], [slot]) for slot, prompt in enumerate(prompts)])
+    after_alone = runner.decode(ids, positions, CONTEXT_LENGTH)
+
+    assert torch.allclose(together, alone, atol=TOLERANCE)
+    assert torch.allclose(after_together, after_alone, atol=TOLERANCE)
+
+
 def test_a_sequence_may_fill_the_whole_context(scheduler: Scheduler, old_model: Path) -> None:
     prompt = prompt_of(CONTEXT_LENGTH - 40)
     sequence = sequence_of(prompt, 38)
