@@ -17,6 +17,7 @@ CONTROLLER_POINTS = ("controller.before_tickets", "controller.before_cursor", "c
 SLOW_S = 25.0
 STALL_S = 5.0
 STOPPED_S = 5.0
+ALL_STOPPED_S = 40.0
 WIDE_STEPS = 14
 """Beyond the bound on staleness: some groups come due while the stream is full."""
 MAX_WAIT_S = 30.0
@@ -232,3 +233,21 @@ def loop_stalled(case: Case) -> None:
     finally:
         second.terminate()
         second.wait()
+
+
+@row("26", f"every process stopped for {ALL_STOPPED_S:g} s, and continued", is_random=True)
+def everything_stopped(case: Case) -> None:
+    run = case.new_run(run__steps=16, run__watchdog_s=20)
+    run.start()
+    run.wait_for_step(case.rng.randint(1, 4))
+    time.sleep(case.rng.uniform(0.0, 1.0))
+    pids = run.all_pids()
+    for pid in pids:
+        strike(pid, signal.SIGSTOP)
+    time.sleep(ALL_STOPPED_S)
+    case.rng.shuffle(pids)  # they come back in any order
+    for pid in pids:
+        strike(pid, signal.SIGCONT)
+    case.recovered(run.wait_for_progress())
+    run.finish()
+    _check_steps(case, run)

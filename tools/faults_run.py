@@ -154,10 +154,14 @@ class FaultRun:
         Raises:
             FaultFailed: there is none.
         """
-        found = [pid for pid, command in self._processes() if command[1:4] == ["-m", "areal_async", verb]]
+        found = self.role_pids(verb)
         if not found:
             raise FaultFailed(f"no process of the role {verb}: {self.last_words()}")
         return found[0]
+
+    def role_pids(self, verb: str) -> list[int]:
+        """Return the processes of a role."""
+        return [pid for pid, command in self._processes() if command[1:4] == ["-m", "areal_async", verb]]
 
     def all_pids(self) -> list[int]:
         return [pid for pid, _ in self._processes()]
