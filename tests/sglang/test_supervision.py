@@ -36,6 +36,8 @@ NUM_TOKENS = 200
 NUM_STREAMS = 3
 PARAMS = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True}
 DEADLINE_S = 400.0
+LEAST_RUNNING = 8
+"""What the server runs at once, and a half of what it is sent at first."""
 TRANSFER_DEADLINE_S = 20.0
 
 
@@ -60,7 +62,7 @@ class Yard:
         self._models = models
         self._changed = anyio.Event()
         self.fleet = Fleet(settings, node_id="n0", log_directory=folder / "logs", publish=self._publish)
-        self.client = InferenceClient(self.fleet.pool, settings.inference, max_streams=16, vocab_size=VOCAB_SIZE)
+        self.client = InferenceClient(self.fleet.pool, settings.inference, max_streams=64, vocab_size=VOCAB_SIZE)
 
     async def _publish(self, server: Server) -> None:
         self.states.append(State(server.id, server.version, server.fence))
@@ -213,6 +215,8 @@ async def shared_yard(
             stream_interval=1,
             transfer_deadline_s=TRANSFER_DEADLINE_S,
             weight_transfer="distributed",
+            max_running_requests=2 * LEAST_RUNNING,
+            flags=("--max-running-requests", str(LEAST_RUNNING)),
         ),
     )
     yard = Yard(settings, tmp_path_factory.mktemp("yard"), models)
@@ -312,3 +316,25 @@ async def test_streams_of_a_killed_server_go_on_at_the_other_and_it_comes_back(y
 
     yard.assert_answers(answers, version)
     await yard.assert_serves(version)
+
+
+async def test_server_that_queues_is_sent_fewer_requests_until_it_does_so_no_more(yard: Yard) -> None:
+    version = yard.fleet.pool.servers["n0-0"].version
+    (server,) = await yard.until_all_hold(version)
+    first = server.limit
+    answers: list[tuple[list[int], Turn]] = []
+
+    async def keep_asking(index: int) -> None:
+        while server.limit > LEAST_RUNNING + 1:  # one may wait, to be at hand
+            prompt = prompt_of(8 + index, seed=index)
+            turn, _ = await yard.client.generate(prompt, PARAMS)
+            answers.append((prompt, turn))
+
+    with anyio.fail_after(DEADLINE_S):
+        async with anyio.create_task_group() as tasks:
+            for index in range(3 * LEAST_RUNNING):
+                tasks.start_soon(keep_asking, index)
+
+    assert first == 2 * LEAST_RUNNING
+    assert server.limit >= LEAST_RUNNING - 1
+    yard.assert_answers(answers[-2 * LEAST_RUNNING :], version)
