@@ -24,7 +24,7 @@ LAYERS = (
         "receipts",
         "weight_group",
     },
-    {"bus", "inference", "algorithms"},
+    {"bus", "inference", "algorithms", "sandbox"},
     {"rollout", "trainer", "controller"},
     {"launch"},
     {"doctor"},

@@ -1,0 +1,77 @@
+"""Become nobody, then bubblewrap, then the warden. Run as a file by ``python -I -S``: the standard library alone.
+
+    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "warden": ...}'
+
+Root's own files may be closed to others (an interpreter under ``/root``), so what the sandbox needs of them is bound to
+a place that is open, in a mount namespace that ends with this process, before the privileges are given away.
+"""
+
+import ctypes
+import json
+import os
+import sys
+
+NOBODY = 65534
+NEW_MOUNTS = 0x20000
+PRIVATE_BELOW = 0x44000
+BIND_BELOW = 0x5000
+NOT_SUID_NOT_DEVICES = 0x6
+
+
+def main() -> None:
+    """Replace this process by the sandbox."""
+    config = json.loads(sys.argv[1])
+    prefix, bubblewrap, libraries = config["prefix"], config["bubblewrap"], config["libraries"]
+    warden = os.open(config["warden"], os.O_RDONLY)
+    os.set_inheritable(warden, True)
+    if os.geteuid() == 0:
+        place = config["mount_point"]
+        _mount_privately(place)
+        prefix = _bind(prefix, f"{place}/python")
+        bubblewrap = f"{_bind(os.path.dirname(bubblewrap), f'{place}/bin')}/{os.path.basename(bubblewrap)}"
+        libraries = libraries and _bind(libraries, f"{place}/lib")
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    os.umask(0o022)
+    environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
+    os.execve(bubblewrap, [bubblewrap, *_arguments(prefix, warden, config["interpreter"])], environment)
+
+
+def _arguments(prefix: str, warden: int, interpreter: str) -> list[str]:
+    arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+    arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
+    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--ro-bind", prefix, "/python"]
+    for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"):
+        if os.path.islink(folder):
+            arguments += ["--symlink", os.readlink(folder), folder]
+        elif os.path.isdir(folder):
+            arguments += ["--ro-bind", folder, folder]
+    arguments += ["--dev", "/dev", "--perms", "0777", "--dir", "/tmp"]
+    arguments += ["--ro-bind-data", str(warden), "/warden.py", "--remount-ro", "/dev", "--remount-ro", "/"]
+    arguments += ["--chdir", "/", "--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
+    return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", "/warden.py"]
+
+
+def _mount_privately(place: str) -> None:
+    _check(_LIBC.unshare(NEW_MOUNTS), "a mount namespace")
+    _check(_LIBC.mount(b"none", b"/", None, PRIVATE_BELOW, None), "private mounts")
+    _check(_LIBC.mount(b"tmpfs", place.encode(), b"tmpfs", NOT_SUID_NOT_DEVICES, b"size=64k,mode=0755"), place)
+
+
+def _bind(source: str, target: str) -> str:
+    os.mkdir(target, 0o755)
+    _check(_LIBC.mount(source.encode(), target.encode(), None, BIND_BELOW, None), f"binding {source}")
+    return target
+
+
+def _check(status: int, what: str) -> None:
+    if status:
+        number = ctypes.get_errno()
+        raise SystemExit(f"{what}: {os.strerror(number)}")
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+if __name__ == "__main__":
+    main()

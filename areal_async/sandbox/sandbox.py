@@ -1,0 +1,91 @@
+"""A few warm sandboxes, shared by all who have a program to run."""
+
+from types import TracebackType
+
+import anyio
+import structlog
+
+from areal_async.errors import UserError
+from areal_async.sandbox.corpus import ESCAPES
+from areal_async.sandbox.limits import End, Execution, Limits
+from areal_async.sandbox.warm import SandboxGone, Warm
+
+TRIAL = Limits(wall_s=5.0, cpu_s=2)
+MAX_STARTS = 3
+
+log = structlog.get_logger()
+
+
+class Sandbox:
+    """Runs programs, at most ``size`` at once; more wait for their turn."""
+
+    def __init__(self, *, size: int = 1, limits: Limits | None = None) -> None:
+        """``limits``: of programs that are given none of their own."""
+        self._limits = limits or Limits()
+        self._free = [Warm() for _ in range(size)]
+        self._all = list(self._free)
+        self._turns = anyio.Semaphore(size)
+
+    async def __aenter__(self) -> "Sandbox":
+        """Start all, and try to break out of one.
+
+        Raises:
+            UserError: programs cannot be isolated here, or one came through the walls.
+        """
+        try:
+            async with anyio.create_task_group() as starting:
+                for warm in self._all:
+                    starting.start_soon(warm.start)
+            await self._try_walls()
+        except* UserError as errors:
+            await self._stop()
+            raise errors.exceptions[0] from None
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._stop()
+
+    async def run(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> Execution:
+        """Run one program from its source, as ``__main__`` of a fresh Python.
+
+        Raises:
+            UserError: no sandbox can be started any more.
+        """
+        async with self._turns:
+            warm = self._free.pop()
+            try:
+                for _ in range(MAX_STARTS):
+                    if not warm.is_running:
+                        await warm.stop()
+                        await warm.start()
+                    try:
+                        return await warm.run(source.encode(errors="surrogatepass"), stdin, limits or self._limits)
+                    except SandboxGone as exc:
+                        log.warning("sandbox.gone", cause=str(exc))
+            finally:
+                self._free.append(warm)
+        raise UserError(
+            f"sandbox: got {MAX_STARTS} sandboxes that ended under one program, need one that lasts; see the log"
+        )
+
+    async def _try_walls(self) -> None:
+        """Run the programs that would break out of a worse sandbox at once.
+
+        Raises:
+            UserError: one did.
+        """
+        for name, source in ESCAPES.items():
+            execution = await self.run(source, limits=TRIAL)
+            if execution.end is End.ENDED and execution.stdout.strip() == b"held":
+                continue
+            raise UserError(
+                f"sandbox: the wall against {name!r} does not hold on this machine "
+                f"({execution.end}, {(execution.stdout + execution.stderr)[-200:]!r}); no program is run here"
+            )
+
+    async def _stop(self) -> None:
+        with anyio.CancelScope(shield=True):
+            for warm in self._all:
+                await warm.stop()

@@ -1,0 +1,244 @@
+"""What a model writes runs, and that is all it does: nothing outside is touched, and nothing of it stays."""
+
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.sandbox import End, Execution, Limits, Sandbox
+from areal_async.sandbox.corpus import ABUSES, ESCAPES
+from areal_async.sandbox.warm import NUM_BESIDES
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = Limits(wall_s=0.7, cpu_s=1, memory_bytes=200 << 20)
+PATIENT = Limits(wall_s=60.0, memory_bytes=200 << 20)
+MADE_TO_END = {
+    "sleep": End.OUT_OF_TIME,
+    "ignore every signal": End.OUT_OF_TIME,
+    "memory by many processes": End.OUT_OF_MEMORY,
+}
+PROVES_NOTHING_LEFT = "import os\nprint(os.listdir('/tmp') + os.listdir('/dev/shm'), os.getpid())"
+
+CONNECT = """
+import socket
+try:
+    socket.socket(socket.AF_UNIX).connect({!r})
+except OSError:
+    print("held")
+"""
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> object:
+    return "asyncio", {"use_uvloop": True}
+
+
+@pytest.fixture(scope="module")
+async def sandbox() -> AsyncIterator[Sandbox]:
+    async with Sandbox(limits=LIMITS) as running:
+        yield running
+
+
+def processes_below(pid: int) -> Iterator[int]:
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from processes_below(child)
+
+
+def sandboxed() -> list[int]:
+    """Return the processes of all sandboxes of this process."""
+    found = processes_below(os.getpid())
+    return [pid for pid in found if b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes() or is_warden(pid)]
+
+
+def is_warden(pid: int) -> bool:
+    return b"/warden.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def user_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/status").read_text().split("Uid:")[1].split()[0])
+
+
+async def test_a_program_reads_its_input_and_its_outputs_come_back(sandbox: Sandbox) -> None:
+    source = "import sys\nprint(sum(map(int, input().split())))\nprint('done', file=sys.stderr)"
+    execution = await sandbox.run(source, stdin=b"1 2\n")
+    assert (execution.end, execution.status) == (End.ENDED, 0)
+    assert (execution.stdout, execution.stderr) == (b"3\n", b"done\n")
+    assert not execution.is_cut
+
+
+@pytest.mark.parametrize(
+    ("source", "status"),
+    [("raise SystemExit(3)", 3), ("raise SystemExit", 0), ("raise SystemExit('why')", 1), ("1 / 0", 1)],
+)
+async def test_it_ends_as_a_script_of_the_interpreter_does(sandbox: Sandbox, source: str, status: int) -> None:
+    assert (await sandbox.run(source)).status == status
+
+
+async def test_a_traceback_names_the_lines_of_the_program_alone(sandbox: Sandbox) -> None:
+    execution = await sandbox.run("def f():\n    return 1 / 0\nf()\n")
+    lines = execution.stderr.decode().splitlines()
+    assert [line.strip() for line in lines if "File" in line] == [
+        'File "program.py", line 3, in <module>',
+        'File "program.py", line 2, in f',
+    ]
+    assert lines[-1] == "ZeroDivisionError: division by zero"
+
+
+async def test_every_program_is_a_module_of_its_own_with_its_own_chance(sandbox: Sandbox) -> None:
+    source = (
+        "import random, __main__\n__main__.seen = 1\nprint(hasattr(__main__, 'before'), random.random())\nbefore = 1"
+    )
+    outputs = [(await sandbox.run(source)).stdout for _ in range(3)]
+    assert all(output.startswith(b"False") for output in outputs)
+    assert len(set(outputs)) == 3
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+async def test_no_program_escapes(sandbox: Sandbox, name: str) -> None:
+    execution = await sandbox.run(ESCAPES[name])
+    assert execution.stdout == b"held\n", execution
+
+
+@pytest.mark.parametrize("name", ABUSES)
+async def test_an_abuse_ends_in_time_and_leaves_nothing_behind(sandbox: Sandbox, name: str) -> None:
+    before = set(sandboxed())
+    limits = PATIENT if MADE_TO_END.get(name) is End.OUT_OF_MEMORY else LIMITS
+    execution = await sandbox.run(ABUSES[name], limits=limits)
+    after = await sandbox.run(PROVES_NOTHING_LEFT)
+
+    assert after.stdout == b"[] 2\n"
+    assert set(sandboxed()) == before, "the same sandbox is alive, and no process beside it"
+    assert execution.end is MADE_TO_END.get(name, execution.end)
+    assert len(execution.stdout) <= LIMITS.output_bytes
+    assert len(execution.stderr) <= LIMITS.output_bytes
+
+
+async def test_the_corpus_is_as_large_as_promised() -> None:
+    assert len(ESCAPES) + len(ABUSES) >= 40
+
+
+async def test_an_output_is_cut_and_says_so(sandbox: Sandbox) -> None:
+    limits = Limits(output_bytes=10)
+    whole, cut = [await sandbox.run(f"print('x' * {length}, end='')", limits=limits) for length in (10, 11)]
+    assert (whole.stdout, whole.is_cut) == (b"x" * 10, False)
+    assert (cut.stdout, cut.is_cut) == (b"x" * 10, True)
+
+
+async def test_a_program_has_no_more_processes_than_its_limit(sandbox: Sandbox) -> None:
+    source = """
+import os, signal
+count = 0
+try:
+    while True:
+        if not os.fork():
+            signal.pause()
+        count += 1
+except BlockingIOError:
+    print(count)
+"""
+    execution = await sandbox.run(source, limits=Limits(num_processes=5))
+    assert 1 <= int(execution.stdout) <= 5 + NUM_BESIDES
+
+
+async def test_a_program_does_not_reach_what_listens_in_the_network_outside(sandbox: Sandbox) -> None:
+    """Abstract UNIX sockets belong to a network namespace, and are the one kind of socket the filter lets through."""
+    name = f"\0sandbox-test-{os.getpid()}"
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(name)
+        listening.listen()
+        execution = await sandbox.run(CONNECT.format(name))
+    assert execution.stdout == b"held\n"
+
+
+async def test_input_cannot_be_changed_for_whoever_reads_it_next(sandbox: Sandbox) -> None:
+    execution = await sandbox.run(
+        "import os\ntry:\n    os.write(0, b'x')\nexcept OSError:\n    print('held')", stdin=b"1"
+    )
+    assert execution.stdout == b"held\n"
+
+
+async def test_whoever_no_longer_waits_leaves_no_program_running(sandbox: Sandbox) -> None:
+    with anyio.move_on_after(0.2):
+        await sandbox.run("import time\ntime.sleep(60)", limits=Limits(wall_s=60))
+    assert not sandboxed()
+    assert (await sandbox.run("print(1)")).stdout == b"1\n"
+
+
+async def test_a_sandbox_that_is_killed_is_replaced_and_the_program_runs_again(sandbox: Sandbox) -> None:
+    executions: list[Execution] = []
+
+    async def run() -> None:
+        executions.append(await sandbox.run("import time\ntime.sleep(0.5)\nprint(1)", limits=PATIENT))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run)
+        await anyio.sleep(0.1)
+        os.kill(sandboxed()[0], signal.SIGKILL)
+    assert executions[0].stdout == b"1\n"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to give away")
+async def test_nothing_in_it_is_root(sandbox: Sandbox) -> None:
+    await sandbox.run("print(1)")
+    assert {user_of(pid) for pid in sandboxed()} == {65534}
+
+
+async def test_programs_run_beside_each_other_up_to_the_size() -> None:
+    async with Sandbox(size=2, limits=PATIENT) as sandbox, anyio.create_task_group() as tasks:
+        done = anyio.Event()
+
+        async def run_long() -> None:
+            execution = await sandbox.run("import time\ntime.sleep(1)")
+            assert execution.end is End.ENDED
+            assert done.is_set(), "the short one came first"
+
+        tasks.start_soon(run_long)
+        await anyio.sleep(0.1)
+        await sandbox.run("print(1)")
+        done.set()
+
+
+async def test_where_a_wall_does_not_hold_nothing_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ESCAPES, "a gap", "print('through')")
+    with pytest.raises(UserError, match="the wall against 'a gap' does not hold on this machine"):
+        async with Sandbox():
+            pass
+
+
+@pytest.fixture
+def bubblewrap_that_may_not(tmp_path: Path) -> Path:
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'no permissions to create a new namespace' >&2\nexit 1\n")
+    for path in (tmp_path, broken):
+        path.chmod(0o755)
+    return broken
+
+
+async def test_where_namespaces_are_forbidden_the_cause_is_told(
+    bubblewrap_that_may_not: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.sandbox.warm.find_bubblewrap", lambda: bubblewrap_that_may_not)
+    with pytest.raises(UserError, match=r"isolated on this machine: .*no permissions to create a new namespace"):
+        async with Sandbox():
+            pass
+
+
+async def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.sandbox.warm.ARCHITECTURES", {})
+    with pytest.raises(UserError, match="need Linux on one of"):
+        async with Sandbox():
+            pass
+
+
+@pytest.mark.parametrize("name", ["wall_s", "cpu_s", "memory_bytes", "num_processes", "output_bytes"])
+def test_a_limit_of_nothing_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}: got 0, need more than 0"):
+        Limits(**{name: 0})
