@@ -17,16 +17,40 @@ from areal_async.bus import Role, copied_broker, open_bus
 from areal_async.errors import WireError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.receipts import read_receipts
+from areal_async.sandbox.corpus import ABUSES, ESCAPES
 from areal_async.settings import Settings
 from areal_async.wire import decode_headers, decode_trajectory
 from tools.faults_accounts import account
 from tools.faults_cases import Case, NotRun, row
-from tools.faults_run import FaultRun
+from tools.faults_run import ENDLESS, FaultRun
 
 TMPFS_BYTES = 900 << 20
 STREAM_BYTES = 64 << 20
 FULL_S = 10.0
 HOUR_S = 3600
+HOSTILE_S = 300.0
+HOSTILE = '''"""Has hostile programs run where a model's would be, and rewards a secret that is outside."""
+import itertools
+import pathlib
+import secrets
+
+from areal_async.sandbox import Limits, shared_sandbox
+from areal_async.sandbox.corpus import ABUSES, ESCAPES
+
+PROGRAMS = {**ESCAPES, **ABUSES, "credentials": "import os\\nprint(os.listdir('CREDENTIALS'))"}
+NAMES = itertools.cycle(PROGRAMS)
+LOG = pathlib.Path(__file__).with_name("programs")
+
+
+async def hostile(prompt, policy):
+    await policy.chat([{"role": "user", "content": prompt["question"]}])
+    name, answer = next(NAMES), secrets.token_hex(8)
+    sandbox = await shared_sandbox()
+    execution = await sandbox.run(PROGRAMS[name], limits=Limits(wall_s=1, cpu_s=1, memory_bytes=200 << 20))
+    with LOG.open("a") as log:
+        log.write(name + "\\n")
+    return float(execution.stdout.strip() == answer.encode())
+'''
 OLDER_BROKER = "2.14.0"
 TOO_OLD_BROKER = "2.10.25"
 CLOCK = r"""
@@ -159,7 +183,27 @@ def _readable(settings: Settings, directory: RunDirectory) -> frozenset[str]:
 
 @row("19", "hostile programs")
 def hostile_programs(case: Case) -> None:
-    raise NotRun("comes with the sandbox")
+    workflow = case.directory / "hostile.py"
+    run = case.new_run(workflow=str(workflow), run__steps=ENDLESS, rollout__episode_deadline_s=120)
+    workflow.write_text(HOSTILE.replace("CREDENTIALS", str(run.directory / "credentials")))
+    run.start()
+    log = case.directory / "programs"
+    run.wait_until(
+        lambda: not run.is_alive or len(_names_in(log)) == len(ESCAPES) + len(ABUSES) + 1,
+        "every program to run",
+        deadline_s=HOSTILE_S,
+    )
+    run.wait_for_step(len(run.steps) + 3)
+    run.stop()
+    case.note(f"{len(_names_in(log))} programs, {len(log.read_text().splitlines())} times")
+    case.check(not run.events("launcher", "process.died"), "a program ended a role")
+    rewards = {line["reward_mean"] for line in run.steps}
+    case.check(rewards == {0.0}, f"got rewards {rewards}, need 0 for every program")
+    case.check(not sum(line["failed"] for line in run.steps), "a program made its group fail")
+
+
+def _names_in(log: Path) -> set[str]:
+    return set(log.read_text().splitlines()) if log.exists() else set()
 
 
 @row("22", "clock an hour forward, then an hour back")
