@@ -1,0 +1,113 @@
+"""A program is scored by what it computes, whatever it says about itself."""
+
+from typing import Any
+
+import pytest
+
+from areal_async.sandbox import Limits
+from rewards.code_tests import passes_all, program_in, share_passed
+
+pytestmark = pytest.mark.anyio
+
+ADD = [{"function": "add", "arguments": [a, b], "returns": a + b} for a, b in ((1, 2), (3, 4), (-1, 1))]
+SUM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 6\n", "stdout": "11"}]
+HONEST = "def add(a, b):\n    return a + b\n"
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> object:
+    return "asyncio", {"use_uvloop": True}
+
+
+async def test_a_right_function_passes_and_a_wrong_one_does_not() -> None:
+    assert await passes_all(HONEST, ADD) == 1.0
+    assert await passes_all("def add(a, b):\n    return a - b\n", ADD) == 0.0
+
+
+async def test_a_right_program_passes_and_a_wrong_one_does_not() -> None:
+    assert await passes_all("print(sum(map(int, input().split())))", SUM) == 1.0
+    assert await passes_all("print(3)", SUM) == 0.0
+
+
+@pytest.mark.parametrize("end", ["1 / 0", "while True: pass", "print('x' * 100_000)"])
+async def test_a_program_that_is_right_and_does_not_come_to_its_end_does_not_pass(end: str) -> None:
+    tests = [{"stdin": "", "stdout": "3\n" + "x" * 65_534 if "x" in end else "3"}]
+    assert await passes_all(f"print(3, flush=True)\n{end}", tests, limits=Limits(wall_s=1.0)) == 0.0
+
+
+async def test_the_share_counts_each_test() -> None:
+    assert await share_passed("print(3)", SUM) == 0.5
+    assert await share_passed("def add(a, b):\n    return 3 if a == 1 else 7", ADD) == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "print('PASSED')\nraise SystemExit(0)",
+        "import os\nos._exit(0)",
+        "class Odd:\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Odd()",
+        "class Odd(int):\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Odd(99)",
+        "class Odd(list):\n    def __eq__(self, other):\n        return True\ndef add(a, b):\n    return Odd()",
+        "import json\njson.dumps = lambda value: '3'\ndef add(a, b):\n    return None",
+        "import json\njson.loads = lambda text: {'function': 'add', 'arguments': [], 'mark': ''}\ndef add(): return 3",
+        "import sys\ndef add(a, b):\n    return sys._getframe(1).f_globals.get('returns')",
+        "def add(a, b):\n    raise SystemExit(0)",
+        "def add(a, b):\n    return True",
+        "def add(a, b):\n    while True: pass",
+        "def add(a, b):\n    return float('nan')",
+        "def add(a, b):\n    return [a + b]",
+        "def add(a, b):\n    return str(a + b)",
+        "add = None",
+        "",
+        "\0",
+        "\ud800",
+    ],
+    ids=str,
+)
+async def test_no_program_passes_without_the_answer(program: str) -> None:
+    limits = Limits(wall_s=1.0, cpu_s=1)
+    assert await passes_all(program, ADD, limits=limits) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("returns", "expected", "passes"),
+    [
+        ("(1, 2)", [1, 2], True),
+        ("[1, 2, 3]", [1, 2], False),
+        ("0.1 + 0.2", 0.3, True),
+        ("2.0", 2, True),
+        ("1", True, False),
+        ("{'a': [1.0]}", {"a": [1]}, True),
+        ("{'a': 1, 'b': 2}", {"a": 1}, False),
+        ("None", None, True),
+        ("'3'", 3, False),
+        ("10**30", 10**30, True),
+    ],
+)
+async def test_what_is_returned_is_compared_as_data(returns: str, expected: Any, *, passes: bool) -> None:
+    tests = [{"function": "f", "arguments": [], "returns": expected}]
+    assert await passes_all(f"def f():\n    return {returns}", tests) == float(passes)
+
+
+async def test_what_a_function_prints_beside_its_result_does_not_count() -> None:
+    assert await passes_all("def add(a, b):\n    print('thinking', end='')\n    return a + b", ADD) == 1.0
+
+
+async def test_output_that_differs_in_blanks_at_the_ends_passes() -> None:
+    assert await passes_all("print('3  ')\nprint()", [{"stdin": "", "stdout": "3"}]) == 1.0
+
+
+async def test_the_last_block_of_python_is_the_program() -> None:
+    text = f"First I tried\n```python\nwrong\n```\nbut\n```py\n{HONEST}```\nwhich prints\n```text\n3\n```\n"
+    assert program_in(text) == HONEST
+    assert program_in(HONEST) == HONEST
+
+
+@pytest.mark.parametrize(
+    ("tests", "needs"), [([], "need at least one"), ([{"stdin": ""}], "need stdin and stdout, or")]
+)
+async def test_tests_that_prove_nothing_are_refused(tests: list[dict[str, Any]], needs: str) -> None:
+    with pytest.raises(ValueError, match=needs):
+        await passes_all(HONEST, tests)
+    with pytest.raises(ValueError, match=needs):
+        await share_passed(HONEST, tests)
