@@ -32,12 +32,6 @@ class Ranks:
         dist.all_reduce(votes, op=dist.ReduceOp.MIN, group=self.control)
         return bool(votes.item())
 
-    def max_int(self, value: int) -> int:
-        """Return the largest rank's value."""
-        largest = torch.tensor([value])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.control)
-        return int(largest.item())
-
     def broadcast_bytes(self, payload: bytes | None) -> bytes:
         """Return rank 0's bytes on every rank; the others pass None.
 

@@ -19,7 +19,6 @@ def main(model: Path, directory: Path) -> None:
         "gather": [part.hex() for part in ranks.gather_bytes(b"" if is_first else b"abc")],
         "all_true": ranks.all_agree(True),
         "one_false": ranks.all_agree(is_first),
-        "max_int": ranks.max_int(ranks.rank + 5),
     }
     engine = engine_of(model, ranks)
     rows = random_rows(7)
