@@ -1,9 +1,9 @@
-"""What tests of several packages share: two event loops, and a real broker for each test that asks for one."""
+"""What tests of several packages share: two event loops, a real broker for each test that asks for one, one engine."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
@@ -11,6 +11,9 @@ import structlog
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.settings import BusSettings, RunSettings, Settings
 from tests.brokers import OpenRole, running_broker
+
+if TYPE_CHECKING:
+    from tests.unit.inference.embedded_engine import Server
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +73,21 @@ async def open_role(broker: EmbeddedBroker, settings: Settings) -> AsyncIterator
             )
 
         yield connect
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two tiny models that differ in nothing but their weights."""
+    from tests.unit.inference.embedded_engine import build_model  # torch, for seconds: most tests need none
+
+    return [build_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2)]
+
+
+@pytest.fixture(scope="session")
+def embedded_server(models: list[Path]) -> Iterator["Server"]:
+    """One process of the embedded engine for the whole session; each folder's ``server`` leaves it as it was."""
+    from tests.unit.inference.embedded_engine import Server
+
+    server = Server(models[0])
+    yield server
+    server.close()

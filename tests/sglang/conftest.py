@@ -11,7 +11,7 @@ import pytest
 from areal_async.inference.commands import server_command
 from areal_async.inference.parenthood import guarded
 from areal_async.settings import InferenceSettings, ModelSettings, Settings
-from tests.unit.inference.embedded_engine import Server, build_model
+from tests.unit.inference.embedded_engine import Server, restored
 
 SGLANG_PYTHON = Path(os.environ.get("NEED_SGLANG", ".venv-sglang/bin/python"))
 """Named in the environment: its tests fail instead of being skipped where it is not there."""
@@ -29,11 +29,6 @@ class SglangServer(Server):
         return subprocess.Popen(guarded(command.on_port(port)), env={**os.environ, **command.environment})
 
 
-@pytest.fixture(scope="session")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [build_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2)]
-
-
 def find_sglang() -> Path:
     """Return the interpreter of SGLang's environment; without one, skip, or fail where it is needed."""
     if shutil.which(SGLANG_PYTHON) is None:
@@ -44,9 +39,11 @@ def find_sglang() -> Path:
 
 @pytest.fixture(scope="session", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
 def shared_server(request: pytest.FixtureRequest, models: list[Path]) -> Iterator[Server]:
-    if request.param == "sglang":
-        find_sglang()
-    server = (SglangServer if request.param == "sglang" else Server)(models[0])
+    if request.param == "embedded":
+        yield request.getfixturevalue("embedded_server")
+        return
+    find_sglang()
+    server = SglangServer(models[0])
     yield server
     server.close()
 
@@ -54,9 +51,5 @@ def shared_server(request: pytest.FixtureRequest, models: list[Path]) -> Iterato
 @pytest.fixture
 def server(shared_server: Server, models: list[Path]) -> Iterator[Server]:
     """The shared server, running, idle and with the first model's weights whatever the test did."""
-    yield shared_server
-    shared_server.post("/continue_generation")
-    shared_server.post("/abort_request", abort_all=True)
-    shared_server.wait_idle()
-    answer = shared_server.post("/update_weights_from_disk", model_path=str(models[0]), weight_version="0-0")
-    assert answer.json()["success"], answer.text
+    with restored(shared_server, models[0]):
+        yield shared_server

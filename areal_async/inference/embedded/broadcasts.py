@@ -9,24 +9,17 @@ applied in the order in which they were asked for; a bucket with a tensor that d
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import TypeVar
-
 import structlog
 import torch
 
 from areal_async.inference.embedded.errors import WeightsError
+from areal_async.inference.embedded.lifecycle import call_in_thread
 from areal_async.inference.embedded.service import EngineService, UpdateResult
 from areal_async.inference.embedded.weights import StagedWeights, stage_tensors
 from areal_async.types import TensorSpec
 from areal_async.weight_group import WeightGroup, WeightGroupError, empty_bucket, unflatten
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 _DEADLINE_S = 1800.0
 """For every wait for the trainer, as in SGLang. Who orders an update has a shorter one, and ends the process."""
@@ -62,7 +55,8 @@ class Broadcasts:
                     name=name,
                     backend=backend,
                     deadline_s=_DEADLINE_S,
-                )
+                ),
+                expected=(WeightGroupError,),
             )
         except WeightGroupError as exc:
             log.warning("weight_group.refused", group=name, reason=str(exc))
@@ -111,7 +105,7 @@ class Broadcasts:
         async def stage() -> StagedWeights:
             if not self._is_open:
                 raise WeightsError(_NO_SESSION)
-            return await call_in_thread(lambda: self._receive(group_name, buckets))
+            return await call_in_thread(lambda: self._receive(group_name, buckets), expected=(WeightsError,))
 
         try:
             return await self._service.update_weights(
@@ -141,21 +135,3 @@ class Broadcasts:
             return stage_tensors(self._service.runner.model, tensors)
         except WeightsError as exc:
             raise WeightsError(f"Failed to update parameter online: {exc}. {_MIXED}") from exc
-
-
-async def call_in_thread(call: Callable[[], T]) -> T:
-    """Run ``call`` in a thread of its own, which the end of the process does not wait for."""
-    answer: Future[T] = Future()
-
-    def run() -> None:
-        answer.set_running_or_notify_cancel()
-        try:
-            answer.set_result(call())
-        except (WeightGroupError, WeightsError) as exc:
-            answer.set_exception(exc)
-        except BaseException as exc:
-            answer.set_exception(exc)
-            raise
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return await asyncio.wrap_future(answer)

@@ -24,6 +24,8 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from areal_async.errors import UserError
+
 ATTENTION_NAME = "areal_async_slots"
 _POSITION_BLOCK = 16
 """Attended lengths are rounded up to this, so that shapes repeat."""
@@ -179,11 +181,15 @@ def attend(
 
     Returns:
         The output with tokens before heads, as transformers expects, and no attention weights.
+
+    Raises:
+        UserError: the model's attention is of a kind that is not computed here; it shows at the first pass.
     """
     if slot_plan is None or softcap is not None or s_aux is not None:
-        raise NotImplementedError(
-            f"attention of {type(module).__name__}: needs soft-capping, sinks or drops the plan, which this engine "
-            f"does not support; use SGLang"
+        wants = "soft-capping" if softcap is not None else "sinks" if s_aux is not None else "to be called its own way"
+        raise UserError(
+            f"model: got {type(module).__name__}, which wants {wants}, need plain attention as of Qwen2, Qwen3 or "
+            "Llama; use SGLang for this model"
         )
     if slot_plan.segments is not None:
         return _attend_prompts(query, key, value, slot_plan.segments, scaling, sliding_window), None

@@ -1,15 +1,20 @@
-"""The life of the engine's process: its port, its parent, its end."""
+"""The life of the engine's process: its port, its parent, its end and what that does not wait for. Without torch."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import select
 import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
 
 from areal_async.errors import UserError
+
+T = TypeVar("T")
 
 _PARENT_POLL_S = 1.0
 
@@ -53,3 +58,25 @@ def _await_death(parent: int, on_death: Callable[[], None]) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
     on_death()
+
+
+async def call_in_thread(call: Callable[[], T], *, expected: tuple[type[Exception], ...] = ()) -> T:
+    """Run ``call`` in a thread of its own, which the end of the process does not wait for.
+
+    Args:
+        expected: what ``call`` raises for the caller alone; anything else is a bug and told on stderr as well.
+    """
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        answer.set_running_or_notify_cancel()
+        try:
+            answer.set_result(call())
+        except expected as exc:
+            answer.set_exception(exc)
+        except BaseException as exc:
+            answer.set_exception(exc)
+            raise
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return await asyncio.wrap_future(answer)

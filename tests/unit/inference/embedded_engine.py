@@ -195,6 +195,17 @@ class Server:
             assert time.monotonic() < deadline, f"load is {self.load()}, expected {expected}"
 
 
+@contextmanager
+def restored(server: Server, model: Path) -> Iterator[None]:
+    """Leave a server running, idle and with this model's weights whatever is done to it meanwhile."""
+    yield
+    server.post("/continue_generation")
+    server.post("/abort_request", abort_all=True)
+    server.wait_idle()
+    answer = server.post("/update_weights_from_disk", model_path=str(model), weight_version="0-0")
+    assert answer.json()["success"], answer.text
+
+
 def body(prompt: Sequence[int], *, rid: str | None = None, **sampling: Any) -> dict[str, Any]:
     """Build a request for ids and logprobs."""
     sampling = {"temperature": 1.0, "ignore_eos": True, **sampling}

@@ -1,7 +1,5 @@
 """Where the embedded engine promises more than SGLang of a broadcast: waiting for one holds nothing else up."""
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,30 +10,17 @@ from safetensors.torch import load_file
 from areal_async.types import TensorSpec
 from areal_async.weight_group import describe
 from tests.unit.inference.broadcasting import Trainer, assert_success
-from tests.unit.inference.embedded_engine import Server, build_model, prompt_of
+from tests.unit.inference.embedded_engine import Server, prompt_of
 
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [build_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def shared_server(models: list[Path]) -> Iterator[Server]:
-    server = Server(models[0])
-    yield server
-    server.close()
-
-
 @pytest.fixture
-def trainer(shared_server: Server, models: list[Path]) -> Iterator[Trainer]:
-    """A trainer whose group the shared server is in, with the first model's weights and a session open."""
-    shared_server.post("/update_weights_from_disk", model_path=str(models[0]), weight_version="0-0")
-    trainer = Trainer(shared_server, "run-1-1")
+def trainer(server: Server) -> Iterator[Trainer]:
+    """A trainer whose group the shared server is in, with a session open."""
+    trainer = Trainer(server, "run-1-1")
     trainer.join()
-    shared_server.post("/begin_weight_update")
+    server.post("/begin_weight_update")
     yield trainer
     trainer.close()
 
@@ -121,20 +106,3 @@ def test_lists_that_do_not_match_are_refused(trainer: Trainer) -> None:
 
     assert answer.status_code == 400
     assert "got (1, 0, 1) of them" in answer.text
-
-
-def test_the_process_ends_while_a_thread_waits_for_a_trainer() -> None:
-    waiting = """
-import asyncio, threading
-from areal_async.inference.embedded.broadcasts import call_in_thread
-async def main():
-    asyncio.get_running_loop().call_later(0.1, asyncio.current_task().cancel)
-    await call_in_thread(threading.Event().wait)
-try:
-    asyncio.run(main())
-except asyncio.CancelledError:
-    print("cancelled")
-"""
-    result = subprocess.run([sys.executable, "-c", waiting], capture_output=True, text=True, timeout=50, check=True)
-
-    assert result.stdout == "cancelled\n"

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
+from areal_async.errors import UserError
 from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.protocol import SamplingParams
 from areal_async.inference.embedded.runner import ModelRunner, load_runner
@@ -17,7 +18,6 @@ from areal_async.inference.embedded.weights import stage_weights
 from tests.unit.inference.embedded_engine import (
     CONTEXT_LENGTH,
     VOCAB_SIZE,
-    build_model,
     prompt_of,
     reference_distribution,
     reference_logprobs,
@@ -36,14 +36,14 @@ TINY: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module")
-def old_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("old"), seed=0)
+@pytest.fixture
+def old_model(models: list[Path]) -> Path:
+    return models[0]
 
 
-@pytest.fixture(scope="module")
-def new_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_model(tmp_path_factory.mktemp("new"), seed=1)
+@pytest.fixture
+def new_model(models: list[Path]) -> Path:
+    return models[1]
 
 
 @pytest.fixture(autouse=True)
@@ -132,6 +132,14 @@ def test_other_architectures_score_like_their_own_forward_pass(config: Pretraine
 
     for sequence in sequences:
         assert_scored_by(tmp_path, sequence)
+
+
+def test_a_model_with_another_kind_of_attention_is_a_users_mistake(tmp_path: Path) -> None:
+    with torch.inference_mode(False):
+        AutoModelForCausalLM.from_config(Gemma2Config(head_dim=16, **TINY)).save_pretrained(tmp_path)
+
+    with pytest.raises(UserError, match="got Gemma2Attention, which wants soft-capping, need plain attention"):
+        load(tmp_path)
 
 
 def test_greedy_tokens_are_the_most_likely_ones(scheduler: Scheduler, old_model: Path) -> None:

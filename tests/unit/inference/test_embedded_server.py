@@ -1,35 +1,13 @@
 """Where the embedded engine promises more than SGLang: what it cannot do it refuses, and whole weights or none."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.unit.inference.embedded_engine import Server, build_model, prompt_of, reference_logprobs
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    return [build_model(tmp_path_factory.mktemp(f"model{seed}"), seed=seed) for seed in range(2)]
-
-
-@pytest.fixture(scope="module")
-def shared_server(models: list[Path]) -> Iterator[Server]:
-    server = Server(models[0])
-    yield server
-    server.close()
-
-
-@pytest.fixture
-def server(shared_server: Server) -> Iterator[Server]:
-    """The shared server, running and idle whatever the test did."""
-    yield shared_server
-    shared_server.post("/continue_generation")
-    shared_server.post("/abort_request", abort_all=True)
-    shared_server.wait_idle()
+from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
 
 
 @pytest.mark.parametrize(
