@@ -7,11 +7,12 @@ from pathlib import Path
 
 from areal_async.trainer.distributed import join_ranks
 from tests.unit.trainer.models import engine_of, random_rows
+from tests.unit.trainer.one_of_two_senders import send_together
 
 
 def main(model: Path, directory: Path) -> None:
-    """Speak to the other rank, then train beside it: first each with rows, then all rows on one of them."""
-    ranks = join_ranks(deadline_s=40.0)
+    """Speak to the other rank, then train beside it: each with rows, then all rows on one; last, broadcast."""
+    ranks = join_ranks(deadline_s=120.0)
     is_first = ranks.rank == 0
     words = {
         "broadcast": ranks.broadcast_bytes(b"\x00from the first\xff" if is_first else None).hex(),
@@ -31,6 +32,7 @@ def main(model: Path, directory: Path) -> None:
     logprobs = engine.logprobs(rows[:1] if is_first else [])
     words |= {"stats": [asdict(one) for one in stats], "hashes": hashes, "num_logprobs": len(logprobs)}
     words["ledger"] = engine.load_checkpoint(directory / "checkpoint").decode()
+    send_together(model, directory, ranks)
     ranks.close()
     sys.stdout.write(json.dumps(words))
 

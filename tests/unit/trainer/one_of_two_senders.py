@@ -1,20 +1,18 @@
-"""What one of two ranks does in ``test_broadcast.py``: rank 0 says where to join, both gather what it broadcasts."""
+"""What the two ranks of ``one_of_two_ranks`` broadcast: rank 0 says where to join, both gather what it sends."""
 
-import sys
 from pathlib import Path
 
 import msgspec
 
 from areal_async.trainer.broadcast import Broadcaster
-from areal_async.trainer.distributed import join_ranks
+from areal_async.trainer.distributed import Ranks
 from areal_async.weight_group import GLOO
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.receivers import DEADLINE_S, state_of
 
 
-def main(model: Path, directory: Path) -> None:
+def send_together(model: Path, directory: Path, ranks: Ranks) -> None:
     """Train a step, so that the weights are this trainer's own; broadcast them; save them to compare."""
-    ranks = join_ranks(deadline_s=40.0)
     engine = engine_of(model, ranks, dtype="bfloat16")
     engine.train_step(random_rows(4), step=1, total_steps=1)
     buckets = engine.plan_buckets(max_bytes=5_000)
@@ -28,9 +26,4 @@ def main(model: Path, directory: Path) -> None:
         send = broadcaster.send
     engine.gather_weights(buckets, send=send)
     assert send is None or broadcaster.has_group, "the broadcast was to arrive"
-    engine.save_weights(directory / "weights")
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    engine.save_weights(directory / "sent")

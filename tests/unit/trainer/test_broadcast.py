@@ -1,22 +1,18 @@
 """A broadcast brings servers exactly the weights trained; whoever leaves or joins, the trainer goes on, and soon."""
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from areal_async.trainer.broadcast import Broadcaster, address_towards
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
-from areal_async.types import ServerState, TensorSpec, UpdateGroup
+from areal_async.types import ServerState, UpdateGroup
 from areal_async.weight_group import GLOO
 from tests.unit.trainer.models import engine_of, random_rows
-from tests.unit.trainer.processes import run_on_ranks
 from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
 
 BUCKET_BYTES = 5_000
@@ -138,32 +134,6 @@ def test_who_held_up_a_broadcast_is_asked_again_only_when_it_says_something_new(
     assert opened(broadcaster, state_of("0-0"), state_of("0-1")).ranks == {"0-1": 1}
     assert opened(broadcaster, state_of("0-0"), revision=2).ranks == {"0-0": 1}
     broadcaster.close()
-
-
-def test_two_trainer_ranks_send_what_they_hold_together(model: Path, tmp_path: Path) -> None:
-    receiver = Receiver("0-0")
-
-    def play() -> None:
-        announced = tmp_path / "announced.json"
-        while not announced.exists():
-            if is_over.wait(0.05):
-                return
-        group = msgspec.json.decode(announced.read_bytes(), type=UpdateGroup)
-        buckets = msgspec.json.decode((tmp_path / "buckets.json").read_bytes(), type=list[list[TensorSpec]])
-        receiver.receive(group, buckets)
-        receiver.finish()
-
-    is_over = threading.Event()
-    player = threading.Thread(target=play)
-    player.start()
-    try:
-        run_on_ranks(2, "tests.unit.trainer.one_of_two_senders", str(model), str(tmp_path))
-    finally:
-        is_over.set()
-        player.join()
-
-    assert are_equal(receiver.tensors, load_file(tmp_path / "weights" / "model.safetensors"))
-    receiver.leave()
 
 
 @pytest.mark.parametrize("url", ["nats://127.0.0.1:4222", "tls://localhost"])
