@@ -1,6 +1,7 @@
 """Arrows point down: what a module may import, read from its source. Third-party clients stay at home."""
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,8 +49,13 @@ def _id(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """Yield the dotted name of every module that is imported anywhere in a file, inside functions too."""
+@functools.cache
+def _imports(path: Path) -> tuple[str, ...]:
+    """Return the dotted name of every module that is imported anywhere in a file, inside functions too."""
+    return tuple(_walk_imports(path))
+
+
+def _walk_imports(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
