@@ -6,7 +6,7 @@ import numpy as np
 
 from areal_async.bus import Bus
 from areal_async.types import Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
-from areal_async.wire import encode_message
+from areal_async.wire import BYTES_PER_TOKEN, encode_message
 
 WORKFLOW = "w"
 
@@ -34,6 +34,27 @@ def trajectory(
         newest=version,
     )
     return Trajectory(slot=slot, sequences=[] if failed else [sequence])
+
+
+def giant(group_id: str, sibling: int, *, num_bytes: int, version: str = "1-0") -> Trajectory:
+    """A trajectory of about that many bytes; every token is the sibling's number."""
+    num_tokens = num_bytes // BYTES_PER_TOKEN
+    sequence = Sequence(
+        token_ids=np.full(num_tokens, sibling, dtype=np.int32),
+        loss_mask=np.ones(num_tokens, dtype=np.bool_),
+        logprobs=np.zeros(num_tokens, dtype=np.float32),
+        versions=np.full(num_tokens, Version.parse(version).pack(), dtype=np.int64),
+    )
+    slot = Slot(
+        sibling=sibling,
+        sample_uid=f"{group_id}.{sibling}.a",
+        status=SlotStatus.SCORED,
+        num_tokens=num_tokens,
+        num_output_tokens=num_tokens,
+        oldest=version,
+        newest=version,
+    )
+    return Trajectory(slot=slot, sequences=[sequence])
 
 
 async def store(

@@ -9,7 +9,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
-import numpy as np
 import pytest
 
 from areal_async.bus import Bus, Role, declare
@@ -29,17 +28,13 @@ from areal_async.types import (
     CutKind,
     Outcome,
     OutcomeKind,
-    Sequence,
     ServerState,
-    Slot,
-    SlotStatus,
     Ticket,
-    Trajectory,
-    Version,
     WeightsVersion,
 )
-from areal_async.wire import BYTES_PER_TOKEN, decode
+from areal_async.wire import decode
 from tests.brokers import OpenRole, until
+from tests.bus.stored import giant
 
 pytestmark = pytest.mark.anyio
 
@@ -60,26 +55,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         ),
         bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
     )  # fmt: skip
-
-
-def giant(ticket: Ticket, sibling: int) -> Trajectory:
-    num_tokens = TRAJECTORY_BYTES // BYTES_PER_TOKEN
-    sequence = Sequence(
-        token_ids=np.zeros(num_tokens, dtype=np.int32),
-        loss_mask=np.ones(num_tokens, dtype=np.bool_),
-        logprobs=np.zeros(num_tokens, dtype=np.float32),
-        versions=np.full(num_tokens, Version.parse(ticket.version).pack(), dtype=np.int64),
-    )
-    slot = Slot(
-        sibling=sibling,
-        sample_uid=f"{ticket.group_id}.{sibling}.a",
-        status=SlotStatus.SCORED,
-        num_tokens=num_tokens,
-        num_output_tokens=num_tokens,
-        oldest=ticket.version,
-        newest=ticket.version,
-    )
-    return Trajectory(slot=slot, sequences=[sequence])
 
 
 class Nodes:
@@ -110,7 +85,7 @@ class Nodes:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(outbox.run)
             for sibling in range(GROUP_SIZE):
-                outbox.put(giant(ticket, sibling))
+                outbox.put(giant(ticket.group_id, sibling, num_bytes=TRAJECTORY_BYTES, version=ticket.version))
                 await until(lambda left=GROUP_SIZE - sibling - 1: self._is_stored(outbox, left), within_s=60.0)  # type: ignore[misc]
 
     def _is_stored(self, outbox: Outbox, num_left: int) -> bool:

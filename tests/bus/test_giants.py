@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 
 import anyio
-import numpy as np
 import pytest
 
 from areal_async.bus import EmbeddedBroker, Role, broker_config, take_trainer_consumer
@@ -14,9 +13,10 @@ from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.rollout.runner import READS_AT_ONCE
 from areal_async.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, fetch
-from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
-from areal_async.wire import BYTES_PER_TOKEN, decode_headers
+from areal_async.types import CutSlot, Ticket
+from areal_async.wire import decode_headers
 from tests.brokers import OpenRole
+from tests.bus.stored import giant
 
 GROUP_SIZE = 16
 PENDING_BYTES = 24 << 20
@@ -33,26 +33,6 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     )
 
 
-def giant(sibling: int, num_bytes: int) -> Trajectory:
-    num_tokens = num_bytes // BYTES_PER_TOKEN
-    sequence = Sequence(
-        token_ids=np.full(num_tokens, sibling, dtype=np.int32),
-        loss_mask=np.ones(num_tokens, dtype=np.bool_),
-        logprobs=np.zeros(num_tokens, dtype=np.float32),
-        versions=np.full(num_tokens, Version(1, 0).pack(), dtype=np.int64),
-    )
-    slot = Slot(
-        sibling=sibling,
-        sample_uid=f"0-0-0.{sibling}.a",
-        status=SlotStatus.SCORED,
-        num_tokens=num_tokens,
-        num_output_tokens=num_tokens,
-        oldest="1-0",
-        newest="1-0",
-    )
-    return Trajectory(slot=slot, sequences=[sequence])
-
-
 @pytest.mark.anyio
 async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_busy(
     broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
@@ -64,7 +44,7 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
         receipts=Receipts(settings.run_directory, "a"),
     )  # fmt: skip
     for sibling in range(GROUP_SIZE):
-        outbox.put(giant(sibling, 4 << 20))
+        outbox.put(giant(ticket.group_id, sibling, num_bytes=4 << 20))
     await outbox.run()
     async with trainer.consume(node.names.trajectories_stream, await take_trainer_consumer(trainer, 1)) as inbox:
         deliveries = await inbox.fetch(GROUP_SIZE, wait_s=5.0)

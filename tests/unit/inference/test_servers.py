@@ -106,45 +106,56 @@ async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> 
         assert not await api.is_healthy(deadline_s=5)
 
 
+async def start_in_vain(command: ServerCommand, directory: Path, *, deadline_s: float = 30) -> Exception:
+    """Return why a server did not start."""
+    process = ServerProcess(command, log_path=directory / "server.log")
+    async with make_client(max_connections=2) as http:
+        with pytest.raises((UserError, ServerFault)) as raised:
+            await process.start(ServerApi(http, ""), deadline_s=deadline_s)
+        await process.stop()
+    return raised.value
+
+
+def python_command(script: str) -> ServerCommand:
+    return ServerCommand("n0-0", (sys.executable, "-c", script), {})
+
+
 @pytest.mark.anyio
 async def test_server_that_ends_while_starting_is_quoted(tmp_path: Path) -> None:
-    process = ServerProcess(fake_command(model_path="nowhere"), log_path=tmp_path / "server.log")
-    async with make_client(max_connections=2) as http:
-        with pytest.raises(
-            UserError, match="ended with status 1 while starting: model path nowhere is no folder; its log"
-        ):
-            await process.start(ServerApi(http, ""), deadline_s=30)
-        await process.stop()
+    error = await start_in_vain(fake_command(model_path="nowhere"), tmp_path)
+
+    assert isinstance(error, UserError)
+    assert "ended with status 1 while starting: model path nowhere is no folder; its log" in str(error)
 
 
 @pytest.mark.anyio
 async def test_server_that_is_killed_while_starting_is_no_mistake_of_the_users(tmp_path: Path) -> None:
     script = "import os; print('loading', flush=True); os.kill(os.getpid(), 9)"
-    process = ServerProcess(ServerCommand("n0-0", (sys.executable, "-c", script), {}), log_path=tmp_path / "server.log")
-    async with make_client(max_connections=2) as http:
-        with pytest.raises(ServerFault, match="killed by signal 9 while starting: loading"):
-            await process.start(ServerApi(http, ""), deadline_s=30)
-        await process.stop()
+
+    error = await start_in_vain(python_command(script), tmp_path)
+
+    assert isinstance(error, ServerFault)
+    assert "killed by signal 9 while starting: loading" in str(error)
 
 
 @pytest.mark.anyio
 async def test_cause_before_the_last_line_is_quoted_too(tmp_path: Path) -> None:
     script = "import sys; sys.exit('ValueError: no such weights\\nsignal from a child process\\nending')"
-    process = ServerProcess(ServerCommand("n0-0", (sys.executable, "-c", script), {}), log_path=tmp_path / "server.log")
-    async with make_client(max_connections=2) as http:
-        with pytest.raises(UserError, match=r"starting: ValueError: no such weights \| signal .* \| ending; its log"):
-            await process.start(ServerApi(http, ""), deadline_s=30)
-        await process.stop()
+
+    error = await start_in_vain(python_command(script), tmp_path)
+
+    assert isinstance(error, UserError)
+    assert "starting: ValueError: no such weights | signal from a child process | ending; its log" in str(error)
 
 
 @pytest.mark.anyio
 async def test_server_that_never_becomes_healthy_is_quoted_too(tmp_path: Path) -> None:
     script = "print('loading', flush=True); import time; time.sleep(600)"
-    process = ServerProcess(ServerCommand("n0-0", (sys.executable, "-c", script), {}), log_path=tmp_path / "server.log")
-    async with make_client(max_connections=2) as http:
-        with pytest.raises(UserError, match="not healthy within 2 s, its last words: loading; its log"):
-            await process.start(ServerApi(http, ""), deadline_s=2)
-        await process.stop()
+
+    error = await start_in_vain(python_command(script), tmp_path, deadline_s=2)
+
+    assert isinstance(error, UserError)
+    assert "not healthy within 2 s, its last words: loading; its log" in str(error)
 
 
 def test_guarded_process_dies_when_its_parent_is_killed() -> None:
