@@ -47,6 +47,12 @@ def diagnose(directory: Path, *, status: int) -> dict[str, Any]:
     return diagnosis
 
 
+@pytest.fixture(scope="module")
+def undamaged(killed: Path) -> dict[str, Any]:
+    """What the doctor says of the run before anything is done to it."""
+    return diagnose(killed, status=0)
+
+
 def findings(diagnosis: dict[str, Any], kind: str) -> list[str]:
     return sorted(one["id"] for ruling in diagnosis["rulings"] for one in ruling["findings"] if one["kind"] == kind)
 
@@ -55,25 +61,24 @@ def archive(directory: Path) -> list[Path]:
     return sorted((directory / "trajectories").glob("step-*.parquet"))
 
 
-def test_a_killed_run_keeps_every_promise(killed: Path) -> None:
-    diagnosis = diagnose(killed, status=0)
-
-    assert {one["promise"]: one["verdict"] for one in diagnosis["rulings"]} == dict.fromkeys(PROMISES, "proved")
-    assert not diagnosis["is_live"]
-    assert diagnosis["slots"]["acknowledged"] > diagnosis["slots"]["trained"] > 0
-    assert diagnosis["slots"]["in the broker"] > 0
-    assert diagnosis["notes"] == []
+def test_a_killed_run_keeps_every_promise(undamaged: dict[str, Any]) -> None:
+    assert {one["promise"]: one["verdict"] for one in undamaged["rulings"]} == dict.fromkeys(PROMISES, "proved")
+    assert not undamaged["is_live"]
+    assert undamaged["slots"]["acknowledged"] > undamaged["slots"]["trained"] > 0
+    assert undamaged["slots"]["in the broker"] > 0
+    assert undamaged["notes"] == []
 
 
-def test_destroyed_message_blocks_are_a_loss_of_what_was_not_settled_and_of_nothing_else(run_directory: Path) -> None:
-    before = diagnose(run_directory, status=0)
+def test_destroyed_message_blocks_are_a_loss_of_what_was_not_settled_and_of_nothing_else(
+    run_directory: Path, undamaged: dict[str, Any]
+) -> None:
     (block,) = (run_directory / "bus").rglob("AREAL_killed_TRAJECTORIES/msgs/*.blk")
 
     block.unlink()
 
     diagnosis = diagnose(run_directory, status=1)
-    assert diagnosis["slots"]["lost"] == before["slots"]["in the broker"]
-    assert len(findings(diagnosis, "lost")) == before["slots"]["in the broker"]
+    assert diagnosis["slots"]["lost"] == undamaged["slots"]["in the broker"]
+    assert len(findings(diagnosis, "lost")) == undamaged["slots"]["in the broker"]
     assert [one["promise"] for one in diagnosis["rulings"] if one["verdict"] == "refuted"] == ["P1"]
 
 

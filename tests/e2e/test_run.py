@@ -116,31 +116,31 @@ def assert_accounts(run: Run, *, num_steps: int, max_staleness: int) -> None:
 
 
 def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> None:
-    run = Run(tmp_path, "two-ranks", run__steps=14, trainer__num_ranks=2)
+    run = Run(tmp_path, "two-ranks", run__steps=9, trainer__num_ranks=2)
     with run.start() as process:
         run.wait_for_step(2, process)
         process.send_signal(signal.SIGINT)
         stopped = collect(process)
     assert stopped.returncode == 0, stopped.stdout
-    assert 2 <= len(run.lines) < 14, "it was to stop in the middle"
+    assert 2 <= len(run.lines) < 9, "it was to stop in the middle"
     assert not role_processes(run, "trainer")
 
     resumed = run.finish()
 
     assert resumed.returncode == 0, resumed.stdout
-    assert_accounts(run, num_steps=14, max_staleness=2)
+    assert_accounts(run, num_steps=9, max_staleness=2)
     assert max(line["staleness_max"] for line in run.lines) > 0, "it was to run asynchronously"
     assert (run.directory / "model" / "model.safetensors").exists()
     assert (run.directory / "reward.png").stat().st_size > 1000
     evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in evaluated] == [0, 14]
+    assert [one["step"] for one in evaluated] == [0, 9]
     again = run.finish()
     assert again.returncode == 0
     assert "finished" in again.stdout
 
 
 def test_a_trainer_killed_in_mid_run_is_restarted_and_trains_nothing_twice(tmp_path: Path) -> None:
-    run = Run(tmp_path, "killed", run__steps=14, trainer__checkpoint_every_steps=3)
+    run = Run(tmp_path, "killed", run__steps=9, trainer__checkpoint_every_steps=3)
     with run.start() as process:
         run.wait_for_step(4, process)
         for pid in role_processes(run, "trainer"):
@@ -148,8 +148,8 @@ def test_a_trainer_killed_in_mid_run_is_restarted_and_trains_nothing_twice(tmp_p
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout
-    assert_accounts(run, num_steps=14, max_staleness=2)
-    assert run.lines[-1]["weights_version"] == "2-14"
+    assert_accounts(run, num_steps=9, max_staleness=2)
+    assert run.lines[-1]["weights_version"] == "2-9"
 
 
 def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_w
 
 
 def test_a_killed_node_and_a_killed_controller_are_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
-    run = Run(tmp_path, "roles", run__steps=12)
+    run = Run(tmp_path, "roles", run__steps=8)
     with run.start() as process:
         for step, verb in ((2, "node"), (3, "controller")):
             run.wait_for_step(step, process)
@@ -210,7 +210,7 @@ def test_a_killed_node_and_a_killed_controller_are_replaced_and_nothing_is_lost(
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout
-    assert_accounts(run, num_steps=12, max_staleness=2)
+    assert_accounts(run, num_steps=8, max_staleness=2)
 
 
 def _workflow(tmp_path: Path, name: str, body: str) -> str:
