@@ -17,6 +17,7 @@ from areal_async.errors import PipelineError, leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import Server
+from areal_async.inference.supervisor import MAX_RESTARTS
 from areal_async.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.types import Turn, WeightsVersion
 
@@ -155,9 +156,11 @@ async def test_requests_of_a_server_that_leaves_go_on_elsewhere_from_what_was_re
         assert (leaving.num_requests, leaving.doubt) == (0, "")
 
 
-async def test_server_that_serves_may_be_killed_ten_times(settings: Settings, tmp_path: Path) -> None:
+async def test_server_that_serves_may_be_killed_more_often_than_one_that_does_not(
+    settings: Settings, tmp_path: Path
+) -> None:
     async with yard_of(settings, tmp_path) as (yard, client):
-        for num_kills in range(10):
+        for num_kills in range(MAX_RESTARTS + 2):
             (server,) = await yard.serving("n0-0")
             turn, _ = await client.generate([1], PARAMS)
             assert turn.output_ids == ANSWER
