@@ -13,7 +13,7 @@ import traceback
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import anyio
 import structlog
@@ -34,6 +34,23 @@ class Lag(NamedTuple):
 
     p99_s: float
     max_s: float
+
+
+class Look(NamedTuple):
+    """When the thread looked."""
+
+    at_s: float
+    worked_s: float
+    """Of a processor, by the whole process."""
+
+    @classmethod
+    def now(cls) -> Self:
+        return cls(at_s=time.monotonic(), worked_s=time.process_time())
+
+    def found_stopped_since(self, before: "Look") -> bool:
+        """Say whether this process was stopped for a while. One that computes in a library holds up the thread too."""
+        late_s = self.at_s - before.at_s - BLOCKED_S / 4
+        return late_s > BLOCKED_S and self.worked_s - before.worked_s < late_s / 2
 
 
 class LoopWatch:
@@ -75,7 +92,11 @@ class LoopWatch:
 
     def _watch(self, stop: threading.Event) -> None:
         reported_beat_s = 0.0
+        looked = Look.now()
         while not stop.wait(BLOCKED_S / 4):
+            before, looked = looked, Look.now()
+            if looked.found_stopped_since(before):  # with everything else of this process: no fault of the loop
+                self._last_beat_s = looked.at_s
             beat_s = self._last_beat_s
             blocked_s = time.monotonic() - beat_s
             if blocked_s > BLOCKED_S and beat_s != reported_beat_s:

@@ -8,7 +8,7 @@ import anyio
 import pytest
 import structlog
 
-from areal_async.rollout.lag import ENDED_BY_WATCH, LoopWatch
+from areal_async.rollout.lag import ENDED_BY_WATCH, Look, LoopWatch
 
 pytestmark = pytest.mark.anyio
 
@@ -50,3 +50,19 @@ def test_a_loop_that_stands_still_past_the_deadline_is_ended_with_its_process() 
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
 
     assert ended.returncode == ENDED_BY_WATCH
+
+
+@pytest.mark.parametrize(
+    ("late_s", "worked_s", "is_stopped"),
+    [
+        pytest.param(40.0, 0.01, True, id="stopped and continued"),
+        pytest.param(40.0, 39.0, False, id="computing in a library that lets no thread run"),
+        pytest.param(0.1, 0.0, False, id="idle"),
+    ],
+)
+def test_time_for_which_the_process_was_stopped_is_told_from_work(
+    late_s: float, worked_s: float, is_stopped: bool
+) -> None:
+    before = Look(at_s=100.0, worked_s=5.0)
+
+    assert Look(at_s=100.25 + late_s, worked_s=5.0 + worked_s).found_stopped_since(before) is is_stopped
