@@ -1,0 +1,91 @@
+"""What a process waits for is told whole, in chains, and in bounds; a wait is forgotten however it ends."""
+
+import anyio
+import pytest
+
+from areal_async import waits
+from areal_async.waits import Wait, WaitRecord
+
+
+def _wait(waiter: str, on: str, *, since_s: float, moved_s: float | None = None) -> Wait:
+    wait = Wait(waiter, on, "", None)
+    wait.since_s, wait.moved_s = since_s, since_s if moved_s is None else moved_s
+    return wait
+
+
+def _tell(found: list[Wait], *, limit: int = 100) -> waits.WaitReport:
+    return waits.tell(found, of="node 0", now_s=100.0, limit=limit)
+
+
+def test_a_chain_is_told_down_to_its_end_with_ages_and_the_livelier_ones_are_counted() -> None:
+    report = _tell(
+        [
+            _wait("node 0", "group g", since_s=40.0),
+            _wait("group g", "slot g.0", since_s=41.0),
+            _wait("group g", "slot g.1", since_s=41.0),
+            _wait("slot g.0", "server s", since_s=42.0, moved_s=99.0),
+            _wait("slot g.1", "server s", since_s=42.0, moved_s=52.0),
+        ]
+    )
+
+    assert report.records == [
+        WaitRecord("node 0", "group g", "", 60.0, 1.0),
+        WaitRecord("group g", "slot g.1", "", 59.0, 48.0, num_more=1),
+        WaitRecord("slot g.1", "server s", "", 58.0, 48.0),
+    ]
+    assert report.num_left_out == 0
+
+
+def test_what_is_told_is_bounded_oldest_first_and_the_rest_is_counted() -> None:
+    report = _tell([_wait("node 0", f"group {number}", since_s=90.0 - number) for number in range(8)], limit=3)
+
+    assert [record.on for record in report.records] == ["group 7", "group 6", "group 5"]
+    assert report.num_left_out == 5
+
+
+def test_waits_in_a_circle_are_told_once() -> None:
+    report = _tell([_wait("node 0", "a", since_s=1.0), _wait("a", "b", since_s=2.0), _wait("b", "a", since_s=3.0)])
+
+    assert [(record.waiter, record.on) for record in report.records] == [("node 0", "a"), ("a", "b"), ("b", "a")]
+
+
+def test_who_is_waited_for_by_nobody_here_has_its_quietest_wait_told() -> None:
+    report = _tell(
+        [_wait("evaluation 1-0", "row 0", since_s=1.0, moved_s=99.0), _wait("evaluation 1-0", "row 1", since_s=2.0)]
+    )
+
+    assert [record.on for record in report.records] == ["row 1"]
+
+
+@pytest.mark.anyio
+async def test_what_runs_inside_and_in_tasks_of_it_waits_in_the_name_of_what_is_done() -> None:
+    seen: list[tuple[str, str]] = []
+
+    async def ask() -> None:
+        with waits.on("server s", "a stream on"):
+            seen.extend((one.waiter, one.on) for one in waits.report("node 0").records)
+
+    with waits.doing("slot g.1", "the workflow of", waiter="node 0"):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(ask)
+
+    assert seen == [("node 0", "slot g.1"), ("slot g.1", "server s")]
+
+
+@pytest.mark.anyio
+async def test_a_wait_that_is_cancelled_is_forgotten() -> None:
+    with anyio.move_on_after(0), waits.doing("slot g.1", waiter="node 0"), waits.on("server s"):
+        await anyio.sleep_forever()
+
+    assert waits.report("node 0").records == []
+
+
+def test_a_workflow_that_has_ended_a_wait_counts_as_moved_since() -> None:
+    with waits.doing("slot g.1", waiter="node 0") as workflow:
+        workflow.moved_s = workflow.since_s = workflow.since_s - 60.0
+        quiet = waits.report("node 0").records[0].quiet_s
+        with waits.on("server s"):
+            pass
+
+        assert quiet == pytest.approx(60.0, abs=5.0)
+        assert waits.report("node 0").records[0].quiet_s < 60.0
