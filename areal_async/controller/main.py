@@ -8,6 +8,7 @@ import msgspec
 import structlog
 
 from areal_async import log as logging
+from areal_async import stacks
 from areal_async.bus import Bus, Role, credentials_for, open_bus
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller, Tasks
@@ -24,6 +25,7 @@ log = structlog.get_logger()
 def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     """Control the run until its last version is evaluated, or an error."""
     logging.configure("controller", run_directory / "logs")
+    stacks.install(stacks.path_for(run_directory, "controller"))
     if not settings.tasks:
         raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
     tasks = Tasks([(task.name, load_rows(task.dataset)) for task in settings.tasks])

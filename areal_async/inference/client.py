@@ -17,6 +17,7 @@ import httpx
 import msgspec
 import structlog
 
+from areal_async import waits
 from areal_async.errors import GenerationError
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
@@ -32,6 +33,7 @@ from areal_async.inference.http import (
 from areal_async.inference.pool import Pool, Server
 from areal_async.settings import InferenceSettings
 from areal_async.types import Turn
+from areal_async.waits import Wait
 
 MAX_FRUITLESS_STREAMS = 6
 """Streams in a row that may end without a single new token before the completion is given up."""
@@ -143,7 +145,8 @@ class InferenceClient:
         completion.begin_stream(server.version)
         is_over = False
         try:
-            await self._receive(server, msgspec.json.encode(body), completion)
+            with waits.on(waits.server(server.id), "a stream on") as wait:
+                await self._receive(server, msgspec.json.encode(body), completion, wait)
             is_over = True
         except TRANSPORT_ERRORS as exc:
             raise ServerFault(str(exc) or "connection lost") from exc
@@ -151,7 +154,7 @@ class InferenceClient:
             if not is_over:
                 await self._abort(server.url, request_id)
 
-    async def _receive(self, server: Server, body: bytes, completion: Completion) -> None:
+    async def _receive(self, server: Server, body: bytes, completion: Completion, wait: Wait) -> None:
         splitter = EventSplitter()
         is_over = False
         now_s = asyncio.get_running_loop().time
@@ -171,6 +174,7 @@ class InferenceClient:
                         if event != DONE:
                             is_over = self._take(server, event, completion) or is_over
                     if events:
+                        wait.moved()
                         limit_s = self._settings.between_tokens_deadline_s
                         due_s = now_s() + limit_s
                         if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from areal_async import waits
 from areal_async.errors import GenerationError
 
 
@@ -73,6 +74,12 @@ class Pool:
     def num_waiting(self) -> int:
         """Requests that wait for a place."""
         return len(self._waiters)
+
+    @property
+    def hindrance(self) -> Server | None:
+        """One of the servers while none of them is serviceable; None when one is, or there is none."""
+        is_held_up = not any(one.is_serviceable for one in self.servers.values())
+        return next(iter(self.servers.values()), None) if is_held_up else None
 
     @property
     def num_generated_tokens(self) -> int:
@@ -138,7 +145,8 @@ class Pool:
             waiter = _Waiter(preferred, cost_tokens)
             self._waiters[waiter] = None
             try:
-                await self._wait(waiter)
+                with waits.on(waits.server(self._name_one(preferred)), "a place on"):
+                    await self._wait(waiter)
             finally:
                 self._waiters.pop(waiter, None)
                 if waiter.server is not None and not waiter.server.is_serviceable:  # fenced since it was called
@@ -182,6 +190,11 @@ class Pool:
                 self.release(waiter.server, cost_tokens=waiter.cost_tokens)
                 waiter.server = None
             raise
+
+    def _name_one(self, preferred: Server | None) -> str:
+        """Name the server that a request waits for most."""
+        named = preferred or min(self.servers.values(), key=lambda one: one.outstanding_tokens, default=None)
+        return named.id if named is not None else "of this node"
 
     def _take(self, preferred: Server | None, cost_tokens: int) -> Server | None:
         server = preferred

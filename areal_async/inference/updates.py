@@ -15,6 +15,7 @@ from uuid import uuid4
 import anyio
 import structlog
 
+from areal_async import waits
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
@@ -107,7 +108,8 @@ class Updater:
                 await self._around.target.wait_changed()
                 continue
             try:
-                await self._carry_out(order)
+                with waits.on(waits.server(self._server.id), "an update of", waiter=waits.weights(order.version)):
+                    await self._carry_out(order)
             except StagingFault as exc:
                 # Replaced by a newer one meanwhile, or not visible on this host yet: look again.
                 log.warning("weights.unreadable", server_id=self._server.id, cause=str(exc))

@@ -3,6 +3,7 @@
 import anyio
 import structlog
 
+from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
 from areal_async.rollout.episode import call_workflow, version_range
@@ -18,7 +19,9 @@ async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delive
     async with returned_unless_done(delivery):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
-            result = await _answer(place, ticket)
+            row, evaluation = waits.row(ticket.eval_id, ticket.index), waits.evaluation(ticket.eval_id)
+            with waits.doing(row, "the workflow of", waiter=evaluation):
+                result = await _answer(place, ticket)
             msg_id = f"eval.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
             await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
             tasks.cancel_scope.cancel()

@@ -5,6 +5,7 @@ from functools import partial
 
 import anyio
 
+from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.inference.pool import Pool
 from areal_async.rollout.evaluate import run_eval_ticket
@@ -31,6 +32,7 @@ class Leases:
         self._pool = pool
         self._draining = draining
         self._settled = SettledGroups(place.bus)
+        self._name = waits.node(place.node_id)
 
     async def run_tickets(self) -> None:
         """Run training groups.
@@ -89,10 +91,11 @@ class Leases:
         async def lease() -> None:
             nonlocal finished, num_running
             while True:
-                await self._pool.wait_serviceable()
+                await self._wait_serviceable()
                 while num_running >= capacity:
                     finished = anyio.Event()
-                    await finished.wait()
+                    with waits.on(waits.room(self._place.node_id), waiter=self._name):
+                        await finished.wait()
                 deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity - num_running), wait_s=FETCH_WAIT_S)
                 if not deliveries:
                     continue
@@ -110,6 +113,14 @@ class Leases:
             # Closed before the tickets that still run are given back: those are for other nodes.
             async with self._place.bus.consume(stream, consumer) as inbox:
                 await self._until_draining(lease)
+
+    async def _wait_serviceable(self) -> None:
+        server = self._pool.hindrance
+        if server is None:
+            await self._pool.wait_serviceable()
+        else:
+            with waits.on(waits.server(server.id), "service by", waiter=self._name):
+                await self._pool.wait_serviceable()
 
     async def _until_draining(self, loop: Callable[[], Awaitable[None]]) -> None:
         async def stop() -> None:

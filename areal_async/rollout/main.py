@@ -4,6 +4,7 @@ from pathlib import Path
 
 import anyio
 
+from areal_async import stacks
 from areal_async.bus import Role, credentials_for, open_bus
 from areal_async.log import configure
 from areal_async.rollout.node import run_node, run_signals
@@ -17,6 +18,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) 
         PipelineError: what ended it otherwise; possibly inside an ExceptionGroup.
     """
     configure("node", run_directory / "logs")
+    stacks.install(stacks.path_for(run_directory, f"node-{node_id}"))
     anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import anyio
 import msgspec
 
+from areal_async import waits
 from areal_async.inference.pool import Pool
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.runner import Workplace
@@ -33,6 +34,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
         "node_id": place.node_id,
         "state": f"runs {counts.num_groups_running} groups, {counts.num_trajectories_running} trajectories",
         "waits_for": _waits_for(place, pool),
+        "waits": waits.report(waits.node(place.node_id)),
         "num_groups_running": counts.num_groups_running,
         "num_trajectories_running": counts.num_trajectories_running,
         "num_groups_waiting_for_stream": place.backpressure.num_waiting,

@@ -24,6 +24,7 @@ from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import load_workflow
 from areal_async.settings import Settings
 from areal_async.types import FleetSize, ServerState, WeightsVersion
+from areal_async.waits import ENDED
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
@@ -176,3 +177,5 @@ class _Node:
             for server in self._fleet.pool.servers.values():
                 self._fleet.pool.fence(server, "its node has ended")
                 await self._publish_state(server)
+            farewell = {"node_id": self._node_id, "state": ENDED}
+            await self._bus.emit(self._bus.names.metrics("node", self._node_id), msgspec.json.encode(farewell))

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 import anyio
 import structlog
 
+from areal_async import waits
 from areal_async.errors import StreamFullError
 from areal_async.fault_points import reach
 from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
@@ -196,7 +197,8 @@ class Outbox:
                     if not is_waiting:
                         is_waiting = True
                         self._backpressure.begin(self._ticket.number)
-                    await anyio.sleep(wait_s)
+                    with waits.on(waits.TRAINER, "room in the stream, from"):
+                        await anyio.sleep(wait_s)
                     wait_s = min(MAX_FULL_WAIT_S, wait_s * 2)
         finally:
             if is_waiting:

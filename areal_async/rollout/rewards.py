@@ -22,6 +22,7 @@ from typing import Any, ParamSpec, overload
 
 import msgspec
 
+from areal_async import waits
 from areal_async.errors import RewardError, UserError
 from areal_async.rollout.reward_process import RewardProcess
 from areal_async.rollout.reward_worker import Call
@@ -80,7 +81,8 @@ def _decorate(function: Callable[..., Any], *, timeout_s: float) -> Callable[...
         except (TypeError, OverflowError, ValueError, msgspec.MsgspecError) as exc:
             raise RewardError(f"reward {name}: cannot send its arguments to a worker: {exc}") from exc
         future = _executor().submit(_call_in_worker, name, request, timeout_s)
-        return await asyncio.wrap_future(future)
+        with waits.on(f"reward {name}"):
+            return await asyncio.wrap_future(future)
 
     # Where the worker finds the function itself under the decorated name.
     call.__dict__["__areal_reward__"] = function

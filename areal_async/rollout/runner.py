@@ -6,12 +6,13 @@ slots that are missing.
 
 import secrets
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
 import anyio
 import structlog
 
+from areal_async import waits
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Workflow
 from areal_async.errors import PipelineError, UserError, WireError
@@ -110,15 +111,16 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
     unblocked by: the servers; the stream having room
     When cancelled, what is finished is stored and the ticket given back.
     """
-    async with returned_unless_done(delivery):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
-            stored = await _stored_messages(place, ticket) if delivery.num_delivered > 1 else []
-            await _run_siblings(place, ticket, missing_siblings(ticket, stored))
-            tasks.cancel_scope.cancel()
-        reach("node.before_ack")
-        await delivery.ack()
-        reach("node.after_ack")
+    with waits.doing(waits.group(ticket.group_id), waiter=waits.node(place.node_id)):
+        async with returned_unless_done(delivery):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
+                stored = await _stored_messages(place, ticket) if delivery.num_delivered > 1 else []
+                await _run_siblings(place, ticket, missing_siblings(ticket, stored))
+                tasks.cancel_scope.cancel()
+            reach("node.before_ack")
+            await delivery.ack()
+            reach("node.after_ack")
 
 
 async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
@@ -156,7 +158,10 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         policy = RecordingPolicy(place.generator, place.codec, settings.rollout.sampling, name=sample_uid)
         place.counts.num_trajectories_running += 1
         try:
-            with structlog.contextvars.bound_contextvars(sample_uid=sample_uid):
+            with (
+                waits.doing(waits.slot(ticket.group_id, sibling), "the workflow of"),
+                structlog.contextvars.bound_contextvars(sample_uid=sample_uid),
+            ):
                 trajectory = await run_episode(
                     workflow,
                     ticket.prompt,
@@ -176,10 +181,13 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
 
     place.counts.num_groups_running += 1
     try:
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(outbox.run)
-            for sibling in siblings:
-                tasks.start_soon(run_sibling, sibling)
+        with ExitStack() as storing:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(outbox.run)
+                async with anyio.create_task_group() as episodes:
+                    for sibling in siblings:
+                        episodes.start_soon(run_sibling, sibling)
+                storing.enter_context(waits.on(waits.BROKER, "its slots to be stored by"))
     finally:
         place.counts.num_groups_running -= 1
     if outbox.num_left:

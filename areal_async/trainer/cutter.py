@@ -6,11 +6,13 @@ Pure: decides over the inventory, carries out nothing. Whoever asks does as it i
 Invariant: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough.
 """
 
+import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal
 
+from areal_async import waits
 from areal_async.errors import FencedError
 from areal_async.staleness import oldest_age_at
 from areal_async.trainer.cut import CutPlan, OpenGroup, SpanAge, plan_cut
@@ -67,6 +69,8 @@ class Wait:
     """Ask again when something has changed, or after a while."""
 
     what_for: str
+    on: tuple[str, ...] = ()
+    """Those who are waited for, as ``waits`` names them; none for the trainer's own next step."""
 
 
 Decision = Settle | Write | Wait
@@ -146,7 +150,7 @@ class Cutter:
         if plan.is_ready:
             return Write(self._cut(plan))
         made = None if room is Room.AMPLE else self._make_room(plan, room)
-        return made or self._overdue(plan, now) or Wait(_describe(self.step, plan))
+        return made or self._overdue(plan, now) or self._wait(plan)
 
     # inside
 
@@ -217,6 +221,12 @@ class Cutter:
         kind = "complete" if youngest.is_complete else "incomplete"
         reason = f"the stream was full, and this was its youngest {kind} group"
         return Settle([youngest.group_id], OutcomeKind.ABANDONED, reason)
+
+    def _wait(self, plan: CutPlan) -> Wait:
+        incomplete = plan.waits_for or [group for group in self._inventory.open.values() if not group.is_complete]
+        oldest = heapq.nsmallest(MAX_NAMED, incomplete, key=lambda group: group.order)
+        on = tuple(waits.group(group.group_id) for group in oldest)
+        return Wait(_describe(self.step, plan), on or (waits.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
         waiting = {group.group_id for group in plan.waits_for}

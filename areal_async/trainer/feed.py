@@ -14,6 +14,7 @@ from collections.abc import Iterable
 import anyio
 import structlog
 
+from areal_async import waits
 from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
@@ -144,6 +145,7 @@ class Feed:
         self._cutter.step = first_step
         left = [group.group_id for group in self._without_end]
         await self.settlement.settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
+        waiting = waits.Standing()
         while not self._cutter.has_ended:
             changed = self._changed
             match self._cutter.decide(now=time.monotonic(), room=self._room):
@@ -156,10 +158,12 @@ class Feed:
                     log.info(
                         "journal.written", kind=entry.kind, step=entry.step, num_groups=num_groups, num_open=num_open
                     )
-                case Wait(what_for):
+                case Wait(what_for, on):
                     self.waits_for = what_for
+                    waiting.replace(waits.cut(self._cutter.step), on or (waits.TRAINER,))
                     with anyio.move_on_after(DECISION_POLL_S):
                         await changed.wait()
+        waiting.replace("", ())
         self.waits_for = "nothing: the last cut is written"
 
     # inside

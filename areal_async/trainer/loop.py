@@ -12,6 +12,7 @@ rank; which steps exist is decided by the journal alone.
 
 import functools
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.fault_points import reach
@@ -144,12 +146,14 @@ class Trainer:
             return  # stopped: the servers hold newer weights than these, and the next trainer replays the rest
         await self._publish_weights()
         self.state = f"waiting for servers to hold {self.version}"
-        await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
+        with self._waiting(waits.weights(str(self.version)), "all servers to hold"):
+            await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
         await self._train()
         await self._checkpoint_new()
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
-            await self._thread.run(lambda: self._engine.save_weights(self._directory / "model"))
+            with self._waiting(waits.checkpoint(self.step), "the export after"):
+                await self._thread.run(lambda: self._engine.save_weights(self._directory / "model"))
             await self._publisher.announce_final()  # last: whoever sees it may end the run
         await self._publisher.finish()
         self.state = "finished"
@@ -210,7 +214,8 @@ class Trainer:
             while True:
                 self.state, since = "waiting", time.monotonic()
                 try:
-                    part = await receive.receive()
+                    with self._waiting(waits.cut(self.step + 1), "the groups of"):
+                        part = await receive.receive()
                 except anyio.EndOfStream:
                     return
                 if part is None:
@@ -258,7 +263,10 @@ class Trainer:
         )
         train_since = time.monotonic()
         reach("trainer.before_step")
-        stats = await self._thread.run(lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps))
+        with self._waiting(waits.step(step), "the engine in"):
+            stats = await self._thread.run(
+                lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps)
+            )
         reach("trainer.after_step")
         train_s = time.monotonic() - train_since
         made = Version(self._number, step)
@@ -290,7 +298,8 @@ class Trainer:
 
     async def _publish_weights(self) -> None:
         self.state = f"publishing {self.version}"
-        await self._publisher.publish(self.version)
+        with waits.doing(waits.publication(str(self.version)), "the", waiter=waits.rank(self._ranks.rank)):
+            await self._publisher.publish(self.version)
 
     async def _checkpoint_new(self) -> None:
         """Checkpoint what the last one does not hold; the same on every rank.
@@ -304,7 +313,8 @@ class Trainer:
         await self._archiving.finish()  # on every rank: they all wait for each other in the checkpoint
         ledger = msgspec.json.encode(self._ledger)
         reach("trainer.before_checkpoint")
-        await self._thread.run(lambda: self._engine.save_checkpoint(folder, ledger))
+        with self._waiting(waits.checkpoint(self.step), "the writing of"):
+            await self._thread.run(lambda: self._engine.save_checkpoint(folder, ledger))
         reach("trainer.after_checkpoint")
         self._checkpointed_step = self.step
         if self._lineage is not None and self._feed is not None:
@@ -335,7 +345,8 @@ class Trainer:
     async def _fetch(self, cut: Cut) -> Share:
         slots = place(cut)
         mine = share(slots, rank=self._ranks.rank, num_ranks=self._ranks.size)
-        trajectories, missing = await fetch(self._bus, mine)
+        with waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)):
+            trajectories, missing = await fetch(self._bus, mine)
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 
     def _check_ledger(self, journal: Journal) -> None:
@@ -356,5 +367,9 @@ class Trainer:
         every = await self._gather(msgspec.json.encode(report))
         return [msgspec.json.decode(one, type=Report) for one in every]
 
+    def _waiting(self, on: str, what: str) -> AbstractContextManager[waits.Wait]:
+        return waits.on(on, what, waiter=waits.rank(self._ranks.rank))
+
     async def _gather(self, payload: bytes) -> list[bytes]:
-        return await self._thread.run(lambda: self._ranks.gather_bytes(payload))
+        with self._waiting(waits.step(self.step + 1), "all ranks in"):
+            return await self._thread.run(lambda: self._ranks.gather_bytes(payload))

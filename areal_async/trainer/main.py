@@ -2,12 +2,14 @@
 
 import signal
 from pathlib import Path
+from typing import Any
 
 import anyio
 import msgspec
 import structlog
 
 from areal_async import log as logging
+from areal_async import stacks, waits
 from areal_async.bus import Bus, Role, credentials_for, open_bus
 from areal_async.errors import UserError
 from areal_async.settings import Settings
@@ -45,6 +47,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     deadline_s = RANK_DEADLINE_S + 2 * settings.inference.transfer_deadline_s
     ranks = join_ranks(deadline_s=deadline_s, num_threads=settings.trainer.num_threads)
     logging.configure(f"trainer-{ranks.rank}", run_directory / "logs")
+    stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
     structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
         engine = FsdpEngine.for_run(settings, ranks)
@@ -99,13 +102,14 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             lineage=lineage,
             feed=feed,
         )
+        loops.start_soon(_run_metrics, bus, trainer, ranks.rank)
         await trainer.restore(_existing(begin.checkpoint))
         if feed is not None:
             loops.start_soon(feed.run_inbox)
             loops.start_soon(feed.run_tickets)
-            loops.start_soon(_run_metrics, bus, trainer)
             await loops.start(_run_signals, trainer)
         await trainer.run()
+        await _tell_state(bus, trainer, ranks.rank)  # the last one: that it has finished
         if broadcaster is not None:
             broadcaster.close()
         loops.cancel_scope.cancel()
@@ -139,17 +143,24 @@ def _existing(checkpoint: str) -> Path | None:
     return Path(checkpoint) if checkpoint else None
 
 
-async def _run_metrics(bus: Bus, trainer: Trainer) -> None:
-    """Say every second what the trainer does, and each step's line as it comes."""
+async def _run_metrics(bus: Bus, trainer: Trainer, rank: int) -> None:
+    """Say every second what this rank does, and each step's line as it comes."""
     told = 0
     while True:
         if trainer.last_line is not None and trainer.step != told:
             told = trainer.step
             await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(trainer.last_line))
-        now = {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
-        now["num_dead_letters"] = bus.num_dead_letters
-        await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(now))
+        await _tell_state(bus, trainer, rank)
         await anyio.sleep(METRICS_INTERVAL_S)
+
+
+async def _tell_state(bus: Bus, trainer: Trainer, rank: int) -> None:
+    """Say what this rank does. The first one speaks for the trainer; of the others it counts that they speak."""
+    now: dict[str, Any] = {"rank": rank, "waits": waits.report(waits.rank(rank))}
+    if rank == 0:
+        now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
+        now["num_dead_letters"] = bus.num_dead_letters
+    await bus.emit(bus.names.metrics("trainer", str(rank)), msgspec.json.encode(now))
 
 
 async def _run_signals(trainer: Trainer, *, task_status: anyio.abc.TaskStatus[None]) -> None:
