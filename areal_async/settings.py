@@ -41,7 +41,9 @@ class RunSettings(Section):
     seed: int = 1
     """Seeds the order of the data, the sampling of the servers and the optimizer's noise."""
     watchdog_s: float = Field(default=120.0, gt=0)
-    """Seconds without any progress after which the run says who waits for whom."""
+    """Seconds without any progress after which the run says who waits for whom; a step may not take longer."""
+    on_stall: Literal["report", "restart", "end"] = "report"
+    """What follows then: nothing more, the culprit's process is started again, or the run ends with that cause."""
     directory: Path = Path("runs")
     """Where run directories are made."""
     max_failed_groups: int = Field(default=20, ge=1)

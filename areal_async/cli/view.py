@@ -97,10 +97,12 @@ class RunView:
 
 
 def event_text(data: bytes) -> str | None:
-    """Return one line about an event that is not a record of its own: ``run.stalled quiet_s=120 ...``."""
+    """Return one line about an event that is not a record of its own; of one that is told in a sentence, that."""
     message = decode_object(data)
     if message is None or "event" not in message:
         return None
+    if "sentence" in message:
+        return f"{message['event']} for {number(message, 'quiet_s'):.0f} s: {message['sentence']}"
     return " ".join([str(message.pop("event")), *(f"{key}={value}" for key, value in message.items())])
 
 

@@ -5,23 +5,27 @@
 ``run_admission`` waits for a credit; produces tickets, then moves the ``admitted`` record on
 ``run_evaluation``waits for a version that is due and held; produces its evaluation; the first one goes
                   before the first admission, so that it speaks of version 0 alone
-``run_watch``     says who waits for whom when nothing has moved for ``watchdog_s``
+``run_watch``     says who waits for whom, and who is the culprit, when nothing has moved for ``watchdog_s``
 
 All state is in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
 """
 
 import time
+from contextlib import AbstractContextManager
 from typing import Any
 
 import anyio
 import msgspec
 import structlog
 
+from areal_async import waits
 from areal_async.bus import Bus, Message
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
+from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.sampler import Sampler
+from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
 from areal_async.fault_points import reach
 from areal_async.settings import Settings
@@ -81,8 +85,8 @@ class Controller:
         self._changed = anyio.Event()
         self._may_admit = evaluator is None
         self._newest: WeightsVersion | None = None
-        self._moved_at = time.monotonic()
-        self._others: dict[str, dict[str, str]] = {}
+        self._reports = Reports()
+        self._clock_s = self._moved_s = time.monotonic()
         self.waits_for = ""
 
     async def run(self) -> None:
@@ -163,13 +167,8 @@ class Controller:
                 except WireError as exc:
                     log.warning("report.unreadable", subject=subject, reason=str(exc))
                     continue
-                if "state" not in said:
-                    continue
-                speaker = f"node-{said['node_id']}" if "node_id" in said else subject.split(".")[3]
-                now = {key: str(said.get(key, "")) for key in ("state", "waits_for")}
-                if speaker == "trainer" and now["state"] != self._others.get(speaker, {}).get("state"):
-                    self._moved_at = time.monotonic()  # it goes from one thing to the next
-                self._others[speaker] = now
+                if self._reports.take(subject.split(".")[3], said, now_s=self._clock_s):
+                    self._moved_s = self._clock_s
 
     # admission
 
@@ -183,7 +182,8 @@ class Controller:
                 self.waits_for = "the first evaluation"
             admission = next_admission(self._accounts, self._sampler, last_step=last_step)
             if admission is None or not self._may_admit:
-                await changed.wait()
+                with self._waiting(waits.ADMISSION):
+                    await changed.wait()
             else:
                 await self._admit(admission)
 
@@ -226,19 +226,22 @@ class Controller:
             changed = self._changed
             held, newest = self._accounts.held, self._newest
             if held is None or newest is None or held < Version.parse(newest.version) and newest.final:
-                await changed.wait()
+                with self._waiting(waits.CONTROLLER):
+                    await changed.wait()
                 continue
             due = newest_due_step(held.step, every_steps=self._settings.eval.every_steps, last_step=last_step)
             if due > evaluated:
                 evaluated = due
                 if self._evaluator is not None and not await self._evaluator.is_done(due):
-                    await self._evaluator.evaluate(held, due_step=due, on_result=self._move)
+                    with waits.on(waits.evaluation(str(held)), waiter=waits.CONTROLLER):
+                        await self._evaluator.evaluate(held, due_step=due, on_result=self._move)
             if not self._may_admit:
                 self._may_admit = True
                 self._move()
             if has_ended(self._accounts, newest):
                 return
-            await changed.wait()
+            with self._waiting(waits.CONTROLLER):
+                await changed.wait()
 
     async def _abandon_unfinished(self) -> None:
         """Record what was admitted and can never train now, after any other controller has been made to stop."""
@@ -277,25 +280,49 @@ class Controller:
                         "num_dead_letters": self._bus.num_dead_letters,
                         "state": "evaluating" if self._evaluator and self._evaluator.waits_for else "admitting",
                         "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
+                        "waits": waits.report(waits.CONTROLLER),
                     }
                 ),
             )
             await anyio.sleep(METRICS_INTERVAL_S)
 
     async def run_watch(self) -> None:
-        """When nothing has moved for ``watchdog_s``, say who waits for whom."""
-        watchdog_s = self._settings.run.watchdog_s
+        """Say, when nothing has moved for ``watchdog_s``, who waits for whom, and who is the culprit."""
+        run = self._settings.run
+        interval_s = min(METRICS_INTERVAL_S, run.watchdog_s / 10)
+        clock = AwakeClock(time.monotonic(), interval_s=interval_s)
         while True:
-            await anyio.sleep(watchdog_s / 10)
-            quiet_s = time.monotonic() - self._moved_at
-            if quiet_s >= watchdog_s:
-                chain = {speaker: said["waits_for"] or said["state"] for speaker, said in sorted(self._others.items())}
-                log.error("run.stalled", quiet_s=round(quiet_s), **chain)
-                event = {"event": "run.stalled", "quiet_s": round(quiet_s), "waits_for": chain}
-                await self._bus.emit(self._bus.names.events("controller", "0"), msgspec.json.encode(event))
-                self._move()
+            await anyio.sleep(interval_s)
+            self._clock_s = clock.tick(time.monotonic())
+            quiet_s = self._clock_s - self._moved_s
+            if quiet_s >= run.watchdog_s:
+                await self._tell_stall(quiet_s)
+                self._moved_s = self._clock_s
+
+    async def _tell_stall(self, quiet_s: float) -> None:
+        silence_s = silence_after(self._settings.run.watchdog_s)
+        verdict = explain(self._reports.by_name, now_s=self._clock_s, silence_s=silence_s)
+        stall = waits.Stall(
+            quiet_s=round(quiet_s),
+            sentence=verdict.sentence,
+            culprit=verdict.culprit,
+            chain=verdict.chain,
+            is_starting=verdict.is_starting,
+            waits_for=self._reports.summary(),
+        )
+        log.error(stall.event, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
+        await self._bus.emit(self._bus.names.events("controller", "0"), msgspec.json.encode(stall))
+
+    def _waiting(self, waiter: str) -> AbstractContextManager[waits.Wait]:
+        """Register a wait for the next change of the books, as one for whoever is to bring it about."""
+        if waiter == waits.ADMISSION and self._accounts.held is not None and not self._may_admit:
+            return waits.on(waits.evaluation(str(self._accounts.held)), waiter=waiter)
+        newest = self._newest
+        if newest is not None and str(self._accounts.held) != newest.version:
+            return waits.on(waits.weights(newest.version), "all servers to hold", waiter=waiter)
+        return waits.on(waits.TRAINER, "the progress of", waiter=waiter)
 
     def _move(self) -> None:
-        self._moved_at = time.monotonic()
+        self._moved_s = self._clock_s
         self._changed.set()
         self._changed = anyio.Event()

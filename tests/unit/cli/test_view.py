@@ -119,9 +119,10 @@ def test_messages_that_are_none_of_ours_are_ignored(view: RunView, data: bytes) 
 
 
 def test_events_are_told_in_one_line() -> None:
-    data = b'{"event": "run.stalled", "quiet_s": 120, "waits_for": {"trainer.0": "group 0-7-0"}}'
+    stalled = b'{"event": "run.stalled", "quiet_s": 120, "sentence": "trainer waits for cut 5", "chain": []}'
 
-    assert event_text(data) == "run.stalled quiet_s=120 waits_for={'trainer.0': 'group 0-7-0'}"
+    assert event_text(b'{"event": "node.left", "node_id": "0"}') == "node.left node_id=0"
+    assert event_text(stalled) == "run.stalled for 120 s: trainer waits for cut 5"
     assert event_text(b'{"eval_id": "1-0"}') is None
 
 

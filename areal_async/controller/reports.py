@@ -1,0 +1,110 @@
+"""What every process of the run said last, and whether any of it is progress.
+
+Progress is: an outcome or a cut, an admission, a version newly held, an evaluation's result (the controller knows of
+these itself), the trainer going from one thing to the next, and, on any node, a generated token or a finished
+trajectory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from areal_async import waits
+from areal_async.waits import ENDED, WaitReport
+
+
+class AwakeClock:
+    """Seconds of this process's own activity. Invariant: a run that was stopped and goes on has not waited."""
+
+    def __init__(self, now_s: float, *, interval_s: float) -> None:
+        """Be ticked about every ``interval_s`` seconds."""
+        self._interval_s = interval_s
+        self._ticked_s = now_s
+        self._slept_s = 0.0
+
+    def tick(self, now_s: float) -> float:
+        """Return the time, without that for which this process, which was to wake up, did not run at all."""
+        overslept_s = now_s - self._ticked_s - self._interval_s
+        if overslept_s > self._interval_s:
+            self._slept_s += overslept_s
+        self._ticked_s = now_s
+        return now_s - self._slept_s
+
+
+@dataclass(kw_only=True)
+class Heard:
+    """What one process said last."""
+
+    heard_s: float
+    state: str = ""
+    waits_for: str = ""
+    waits: WaitReport = field(default_factory=WaitReport)
+    servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """A node's, by id: ``version``, ``fence``."""
+    progress: tuple[Any, ...] = ()
+
+
+class Reports:
+    """What every process of the run said last, by the name that ``waits`` gives it."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Heard] = {}
+
+    def take(self, role: str, said: Mapping[str, Any], *, now_s: float) -> bool:
+        """Note a report; say whether it tells of progress. What is no report is ignored."""
+        name = _name_of(role, said)
+        if name is None:
+            return False
+        if said.get("state") == ENDED:
+            return self.by_name.pop(name, None) is not None
+        heard = Heard(
+            heard_s=now_s,
+            state=str(said.get("state", "")),
+            waits_for=str(said.get("waits_for") or ""),
+            waits=_waits_in(said),
+            servers=_servers_in(said),
+            progress=_progress_in(role, said),
+        )
+        before = self.by_name.get(name)
+        self.by_name[name] = heard
+        return before is None or before.progress != heard.progress
+
+    def summary(self) -> dict[str, str]:
+        """Return in a few words what each process waits for, or else does."""
+        return {name: heard.waits_for or heard.state for name, heard in sorted(self.by_name.items())}
+
+
+def _name_of(role: str, said: Mapping[str, Any]) -> str | None:
+    match role:
+        case "node" if "node_id" in said:
+            return waits.node(str(said["node_id"]))
+        case "trainer" if isinstance(said.get("rank"), int) and said["rank"] > 0:
+            return waits.rank(said["rank"])
+        case "trainer" | "controller" if "state" in said:
+            return role
+    return None
+
+
+def _waits_in(said: Mapping[str, Any]) -> WaitReport:
+    try:
+        return msgspec.convert(said.get("waits", {}), WaitReport)
+    except msgspec.ValidationError:
+        return WaitReport()
+
+
+def _servers_in(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    servers = said.get("servers")
+    pairs = servers.items() if isinstance(servers, Mapping) else ()
+    return {str(server_id): server for server_id, server in pairs if isinstance(server, Mapping)}
+
+
+def _progress_in(role: str, said: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what is different once the process has got on."""
+    match role:
+        case "node":
+            return tuple(said.get(key) for key in ("num_generated_tokens", "num_scored", "num_failed", "num_rejected"))
+        case "trainer":
+            return (said.get("state"), said.get("step"))
+    return ()
