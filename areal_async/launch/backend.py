@@ -37,6 +37,10 @@ class Process(Protocol):
         """End it, and what it started, now. Nothing happens when it has ended."""
         ...
 
+    def ask_stacks(self) -> None:
+        """Have it write where it stands (``stacks``), a few times in its life. Nothing happens when it has ended."""
+        ...
+
     def last_sentence(self) -> str:
         """Return the last line that it wrote to its output since it was started; empty when there is none."""
         ...

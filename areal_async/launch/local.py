@@ -11,12 +11,15 @@ from typing import IO
 import anyio
 import anyio.abc
 
+from areal_async import stacks
 from areal_async.errors import PipelineError
 from areal_async.inference.parenthood import guarded
 from areal_async.launch.backend import ProcessSpec
 
 TAIL_BYTES = 16384
 """How far back the last sentence is looked for."""
+MAX_ASKED = 8
+"""Times that one process is asked where it stands: a run may stand still for days."""
 
 
 class LocalProcess:
@@ -26,6 +29,7 @@ class LocalProcess:
         self.spec = spec
         self._process = process
         self._output_start_bytes = output_start_bytes
+        self._num_asked = 0
 
     @property
     def pid(self) -> int:
@@ -43,6 +47,10 @@ class LocalProcess:
         if self._process.returncode is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+
+    def ask_stacks(self) -> None:
+        if self._process.returncode is None and self._num_asked < MAX_ASKED:
+            self._num_asked += stacks.ask(self.pid)
 
     def last_sentence(self) -> str:
         if self.spec.output is None:

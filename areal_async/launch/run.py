@@ -11,6 +11,7 @@ from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
@@ -53,8 +54,10 @@ async def launch(
             return now.reason if now is not None and now.state == "failed" else None
 
         supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure)
+        stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, bus)
+            tasks.start_soon(stalls.run)
             end = await supervisor.run()
             tasks.cancel_scope.cancel()
         return end

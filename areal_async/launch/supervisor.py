@@ -70,6 +70,7 @@ class _Member:
     ended: anyio.Event = field(default_factory=anyio.Event)
     deaths: deque[float] = field(default_factory=deque)
     is_asked_to_end: bool = False
+    num_starts: int = 0
 
     def on_start(self, process: Process) -> None:
         self.processes.append(process)
@@ -136,6 +137,28 @@ class Supervisor:
         assert self._end is not None
         return self._end
 
+    # What may be asked of it while it runs
+
+    def ask_stacks(self) -> None:
+        """Have every process write where it stands."""
+        for process in self._processes:
+            process.ask_stacks()
+
+    def num_starts(self, name: str) -> int:
+        """Return how often a crew was started; 0 when there is none of that name."""
+        return sum(member.num_starts for member in self._members if member.crew.name == name)
+
+    def restart(self, name: str) -> None:
+        """Kill a crew, frozen or not, so that it is started again as one that died."""
+        for member in self._members:
+            if member.crew.name == name and not self._stopping.is_set():
+                for process in member.processes:
+                    process.kill()
+
+    @property
+    def _processes(self) -> list[Process]:
+        return [process for member in self._members for process in member.processes]
+
     # Crews
 
     async def _run_member(self, member: _Member) -> None:
@@ -187,6 +210,7 @@ class Supervisor:
 
     async def _run_once(self, member: _Member) -> Death | None:
         member.processes = []
+        member.num_starts += 1
         return await run_together(
             member.crew.make_specs(), self._backend, on_start=member.on_start, farewell_s=self._farewell_s
         )
@@ -241,8 +265,7 @@ class Supervisor:
 
     async def _leave_nothing_behind(self) -> None:
         """End what still runs. When the run failed, each process saves what it can first."""
-        processes = [process for member in self._members for process in member.processes]
-        await end_all(processes, grace_s=FAILED_STOP_S if self._end is None else 0)
+        await end_all(self._processes, grace_s=FAILED_STOP_S if self._end is None else 0)
 
     def _output_of(self, member: _Member, death: Death) -> str:
         return next((str(p.spec.output) for p in member.processes if p.spec.name == death.name), "logs")

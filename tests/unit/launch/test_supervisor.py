@@ -57,6 +57,7 @@ class _Stage:
         self.failure: str | None = None
         self.first_pause_s = 0.01
         self.backend = _WatchedBackend()
+        self.supervisors: list[Supervisor] = []
 
     def add(
         self,
@@ -109,6 +110,7 @@ class _Stage:
             first_pause_s=self.first_pause_s,
             farewell_s=0.5,
         )
+        self.supervisors.append(supervisor)
         with anyio.fail_after(DEADLINE_S):
             return await supervisor.run()
 
@@ -374,3 +376,23 @@ async def test_death_while_stopping_is_told_and_not_mended(stage: _Stage) -> Non
     assert end is RunEnd.STOPPED
     assert "while stopping, trainer ended with status 1: disk full" in stage.told
     assert len(stage.backend.started) == 1
+
+
+async def test_a_crew_that_is_frozen_is_killed_and_started_again_when_asked_to(stage: _Stage) -> None:
+    stage.add("node", SERVE)
+    stage.add("controller", "import time, os, pathlib\nwhile not pathlib.Path(os.environ['OUTPUT'] + '.go').exists(): "
+              "time.sleep(0.01)", ends_run=True)  # fmt: skip
+
+    async def freeze_and_restart() -> None:
+        await until(lambda: len(stage.backend.started) == 2)
+        os.kill(next(one for one in stage.backend.started if one.spec.name == "node").pid, signal.SIGSTOP)
+        stage.supervisors[0].restart("node")
+        await until(lambda: len(stage.backend.started) == 3)
+        (stage.directory / "controller.out.go").touch()
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(freeze_and_restart)
+        assert await stage.run() is RunEnd.FINISHED
+
+    assert [stage.supervisors[0].num_starts(name) for name in ("node", "controller", "other")] == [2, 1, 0]
+    assert any("node ended by SIGKILL; starting node again" in line for line in stage.told)
