@@ -80,12 +80,40 @@ async def test_a_wait_that_is_cancelled_is_forgotten() -> None:
     assert waits.report("node 0").records == []
 
 
-def test_a_workflow_that_has_ended_a_wait_counts_as_moved_since() -> None:
+def test_what_ended_a_wait_just_now_is_not_quiet() -> None:
+    with waits.doing("slot g.1", waiter="node 0") as workflow:
+        with waits.on("server s"):
+            workflow.moved_s = workflow.since_s = workflow.since_s - 60.0
+        quiet_s = waits.report("node 0").records[0].quiet_s
+
+    assert quiet_s < 30.0
+
+
+def test_what_began_a_wait_just_now_is_not_quiet() -> None:
     with waits.doing("slot g.1", waiter="node 0") as workflow:
         workflow.moved_s = workflow.since_s = workflow.since_s - 60.0
-        quiet = waits.report("node 0").records[0].quiet_s
+        before_s = waits.report("node 0").records[0].quiet_s
         with waits.on("server s"):
-            pass
+            quiet_s = waits.report("node 0").records[0].quiet_s
 
-        assert quiet == pytest.approx(60.0, abs=5.0)
-        assert waits.report("node 0").records[0].quiet_s < 60.0
+    assert before_s >= 60.0
+    assert quiet_s < 30.0
+
+
+def test_what_runs_after_the_block_waits_in_nobodys_name() -> None:
+    with waits.doing("slot g.1", waiter="node 0"):
+        pass
+    with waits.on("server s") as wait:
+        assert wait.waiter == ""
+
+
+def test_standing_waits_that_stay_keep_their_age_and_the_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    standing = waits.Standing()
+    told: list[list[tuple[str, float]]] = []
+    for now_s, groups in ((100.0, ["group a", "group b"]), (130.0, ["group b"]), (160.0, ["group b"]), (170.0, [])):
+        monkeypatch.setattr("areal_async.waits.time.monotonic", lambda now_s=now_s: now_s)
+        standing.replace("cut 5", groups)
+        told.append([(one.on, one.age_s) for one in waits.report("cut 5").records])
+
+    assert sorted(told[0]) == [("group a", 0.0), ("group b", 0.0)]
+    assert told[1:] == [[("group b", 30.0)], [("group b", 60.0)], []]
