@@ -102,7 +102,7 @@ def test_a_workflow_that_awaits_for_ever_is_named_by_its_slot_and_ends_a_run_tha
     workflow = tmp_path / "hanging.py"
     workflow.write_text(HANGING)
 
-    with _running(tmp_path, workflow, run__watchdog_s=6, run__on_stall="end") as process:
+    with _running(tmp_path, workflow, run__watchdog_s=10, run__on_stall="end") as process:
         output, _ = process.communicate(timeout=DEADLINE_S)
 
     stall = _stalls(tmp_path)[-1]
