@@ -1,4 +1,4 @@
-"""What one of two ranks does in ``test_distributed.py``; prints what it saw as JSON."""
+"""What one of two ranks does in ``test_distributed.py``; prints what it saw as JSON, on its last line."""
 
 import json
 import sys

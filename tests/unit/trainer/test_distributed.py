@@ -55,7 +55,7 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
         is_over.set()
         player.join()
         receiver.leave()
-    return Pair(directory, [json.loads(output) for output in printed], receiver.tensors)
+    return Pair(directory, [json.loads(output.splitlines()[-1]) for output in printed], receiver.tensors)
 
 
 def test_bytes_and_votes_reach_both_ranks(pair: Pair) -> None:
