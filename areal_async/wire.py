@@ -8,6 +8,7 @@ read, and every value before it is believed; nothing is ever unpickled.
 Every decoder here ends in a value or in ``WireError``, whatever the bytes are.
 """
 
+import functools
 import json
 import math
 import zlib
@@ -96,8 +97,17 @@ class _GroupHeader(Record, frozen=True, kw_only=True):
     group_size: GroupSize
 
 
-_COLUMNS = (("token_ids", "<i4"), ("loss_mask", "|b1"), ("logprobs", "<f4"), ("versions", "<i8"))
-BYTES_PER_TOKEN = sum(np.dtype(dtype).itemsize for _, dtype in _COLUMNS)
+_COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
+    ("token_ids", np.dtype("<i4")),
+    ("loss_mask", np.dtype("|b1")),
+    ("logprobs", np.dtype("<f4")),
+    ("versions", np.dtype("<i8")),
+)
+BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in _COLUMNS)
+_SLOT_FRAME_BYTES = 64
+_INFO_FRAME_BYTES = 16
+_SEQUENCE_FRAME_BYTES = 32
+"""At least what msgpack adds: up to 9 bytes for a number, and 5 for the length of whatever has one."""
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -110,12 +120,21 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
             sequences=[
                 _SequencePayload(
                     sequence.num_tokens,
-                    *(getattr(sequence, name).astype(dtype, copy=False).tobytes() for name, dtype in _COLUMNS),
+                    *[getattr(sequence, name).astype(dtype, copy=False).tobytes() for name, dtype in _COLUMNS],
                 )
                 for sequence in trajectory.sequences
             ],
             info=trajectory.info,
         )
+    )
+
+
+def max_encoded_bytes(trajectory: Trajectory) -> int:
+    """Return what ``encode_trajectory`` needs at most, without encoding."""
+    num_bytes = _SLOT_FRAME_BYTES + 4 * len(trajectory.slot.sample_uid)
+    num_bytes += sum(_INFO_FRAME_BYTES + 4 * len(key) for key in trajectory.info)
+    return num_bytes + sum(
+        _SEQUENCE_FRAME_BYTES + sequence.num_tokens * BYTES_PER_TOKEN for sequence in trajectory.sequences
     )
 
 
@@ -168,7 +187,7 @@ def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_byte
         raise WireError(f"{what}: got schema {group.schema}, need {SCHEMA}; upgrade the older side")
     if not slots or any(slot.sibling >= group.group_size for slot in slots):
         raise WireError(f"{what}: got siblings outside 0..{group.group_size - 1}")
-    if any(Version.parse(slot.oldest) > Version.parse(slot.newest) for slot in slots):
+    if any(_pack(slot.oldest) > _pack(slot.newest) for slot in slots):
         raise WireError(f"{what}: got a slot whose oldest version is newer than its newest")
     return StoredMessage(
         group_id=group.group_id, workflow=group.workflow, ticket_version=group.ticket_version,
@@ -177,21 +196,37 @@ def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_byte
     )  # fmt: skip
 
 
+def split_message(payload: bytes) -> list[memoryview]:
+    """Return the payloads of a message's slots, uncopied and unverified.
+
+    Raises:
+        WireError: it is no message of trajectories.
+    """
+    try:
+        return msgspec.msgpack.decode(payload, type=list[memoryview])
+    except _MALFORMED as exc:
+        raise WireError(f"trajectory message: cannot decode {len(payload)} bytes: {exc}") from exc
+
+
 def decode_trajectory(payload: bytes, slot: Slot) -> Trajectory:
-    """Read one slot's trajectory out of its message, verified by checksum, sibling and id.
+    """Read one slot's trajectory out of its message, as ``decode_slot`` does."""
+    return decode_slot(split_message(payload), slot)
+
+
+def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
+    """Read one slot's trajectory out of the payloads of its message, verified by checksum, sibling and id.
 
     Raises:
         WireError: anything in the payload disagrees with the slot's header or with itself.
     """
     what = f"trajectory {slot.sample_uid}"
     try:
-        blobs = msgspec.msgpack.decode(payload, type=list[bytes])
         blob = blobs[slot.index]
         if zlib.crc32(blob) != slot.crc32:
             raise WireError(f"{what}: got checksum {zlib.crc32(blob)}, need {slot.crc32}; the stored bytes are damaged")
         body = msgspec.msgpack.decode(blob, type=_SlotPayload)
     except (*_MALFORMED, IndexError) as exc:
-        raise WireError(f"{what}: cannot decode {len(payload)} bytes: {exc}") from exc
+        raise WireError(f"{what}: cannot decode payload {slot.index} of {len(blobs)}: {exc}") from exc
     if (body.schema, body.sibling, body.sample_uid) != (SCHEMA, slot.sibling, slot.sample_uid):
         raise WireError(f"{what}: got the payload of {body.sample_uid}, schema {body.schema}")
     if len(body.sequences) > MAX_SEQUENCES:
@@ -213,11 +248,16 @@ def _sequence(item: _SequencePayload, what: str) -> Sequence:
     columns: dict[str, Any] = {}
     for name, dtype in _COLUMNS:
         buffer: bytes = getattr(item, name)
-        need = item.num_tokens * np.dtype(dtype).itemsize
+        need = item.num_tokens * dtype.itemsize
         if len(buffer) != need:
             raise WireError(f"{what}: {name} got {len(buffer)} bytes, need {need}")
         columns[name] = np.frombuffer(buffer, dtype=dtype)
     return Sequence(**columns)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pack(version: str) -> int:
+    return Version.parse(version).pack()
 
 
 def _check_values(sequence: Sequence, slot: Slot, what: str) -> None:
@@ -228,14 +268,18 @@ def _check_values(sequence: Sequence, slot: Slot, what: str) -> None:
         raise WireError(f"{what}: loss_mask got a byte of {sequence.loss_mask.view(np.uint8).max()}, need 0 or 1")
     if not np.isfinite(sequence.logprobs).all():
         raise WireError(f"{what}: got a logprob that is no finite number")
-    if (sequence.versions[~sequence.loss_mask] != NOT_SAMPLED).any():
+    is_sampled = sequence.loss_mask
+    if ((sequence.versions != NOT_SAMPLED) > is_sampled).any():
         raise WireError(f"{what}: got a version on a token that was not sampled")
-    sampled = sequence.versions[sequence.loss_mask]
-    oldest, newest = Version.parse(slot.oldest).pack(), Version.parse(slot.newest).pack()
-    if sampled.min(initial=newest) < oldest or sampled.max(initial=oldest) > newest:
+    oldest, newest = _pack(slot.oldest), _pack(slot.newest)
+    lowest = sequence.versions.min(where=is_sampled, initial=newest)
+    if lowest < oldest or sequence.versions.max(initial=oldest) > newest:
         raise WireError(f"{what}: got tokens of versions outside {slot.oldest} to {slot.newest}, which its header says")
 
 
 def _ascii_json(value: Any) -> str:
     """Encode for a header: header values must hold no line break and no byte beyond ASCII."""
-    return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), ensure_ascii=True)
+    try:
+        return msgspec.json.encode(value).decode("ascii")
+    except UnicodeError:  # more than ASCII, or surrogates that stand for what is no UTF-8
+        return json.dumps(msgspec.to_builtins(value), separators=(",", ":"), ensure_ascii=True)

@@ -96,6 +96,8 @@ class Api:
 
     async def wait_connected(self, retry: Retry) -> None:
         """Wait for the connection, within the operation's deadline."""
+        if self.connection.is_connected:
+            return
         with anyio.move_on_after(retry.remaining_s):
             await self.connection.wait_connected()
             return

@@ -19,7 +19,7 @@ from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
 from areal_async.settings import MESSAGE_BYTES
 from areal_async.subjects import Names
 from areal_async.types import Slot, Ticket, Trajectory
-from areal_async.wire import encode_message, encode_trajectory
+from areal_async.wire import encode_message, max_encoded_bytes
 
 FLUSH_DEADLINE_S = 10.0
 """How long a group that is cancelled goes on storing what is finished."""
@@ -161,10 +161,10 @@ class Outbox:
     def _freeze(self) -> _Frozen:
         """Take as many finished slots as fit into one message."""
         slots = [self._ready.pop(0)]
-        num_bytes = len(encode_trajectory(slots[0]))
+        num_bytes = max_encoded_bytes(slots[0])
         num_header_bytes = _header_bytes(slots[0])
         while self._ready:
-            num_bytes += len(encode_trajectory(self._ready[0]))
+            num_bytes += max_encoded_bytes(self._ready[0])
             num_header_bytes += _header_bytes(self._ready[0])
             if num_bytes > MESSAGE_BYTES or num_header_bytes > MAX_HEADER_BYTES:
                 break
@@ -206,4 +206,5 @@ class Outbox:
 
 
 def _header_bytes(trajectory: Trajectory) -> int:
-    return SLOT_HEADER_BYTES + len(json.dumps(trajectory.slot.reason))
+    reason = trajectory.slot.reason
+    return SLOT_HEADER_BYTES + (len(json.dumps(reason)) if reason else 0)

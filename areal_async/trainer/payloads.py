@@ -18,7 +18,7 @@ from areal_async.errors import StalenessError, WireError
 from areal_async.trainer.pack import balance
 from areal_async.trainer.rows import TrainRow
 from areal_async.types import Cut, CutSlot, Slot, Trajectory, Version
-from areal_async.wire import decode_headers, decode_trajectory
+from areal_async.wire import decode_headers, decode_slot, decode_trajectory, split_message
 
 FETCHES_AT_ONCE = 4
 """Each is one message of up to 9 MB, or a search of up to 17; the broker cuts off who leaves 128 MB unread."""
@@ -84,8 +84,9 @@ async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory
     async def fetch_message(sequence: int, wanted: list[Placed]) -> None:
         async with limiter:
             message = await bus.get_message(bus.names.trajectories_stream, sequence)
+            blobs = _split(message.data) if message else []
             for placed in wanted:
-                trajectory = _read(message.data, placed.item.slot) if message else None
+                trajectory = _read(blobs, placed.item.slot)
                 trajectory = trajectory or await _search(bus, placed)
                 if trajectory is None:
                     missing.append(placed.key)
@@ -98,9 +99,16 @@ async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory
     return found, sorted(missing)
 
 
-def _read(payload: bytes, slot: Slot) -> Trajectory | None:
+def _split(payload: bytes) -> list[memoryview]:
     try:
-        return decode_trajectory(payload, slot)
+        return split_message(payload)
+    except WireError:
+        return []
+
+
+def _read(blobs: Sequence[memoryview], slot: Slot) -> Trajectory | None:
+    try:
+        return decode_slot(blobs, slot)
     except WireError:
         return None  # of another group, where the hint is wrong; the search says which message is damaged
 

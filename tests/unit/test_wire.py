@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from areal_async.errors import WireError
 from areal_async.types import Outcome, OutcomeKind, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
-from areal_async.wire import decode, decode_headers, decode_trajectory, encode, encode_message, encode_trajectory
+from areal_async.wire import (
+    decode,
+    decode_headers,
+    decode_trajectory,
+    encode,
+    encode_message,
+    encode_trajectory,
+    max_encoded_bytes,
+)
 
 
 def _trajectory(length: int = 5, *, sibling: int = 0, reason: str = "") -> Trajectory:
@@ -35,6 +43,22 @@ def _trajectory(length: int = 5, *, sibling: int = 0, reason: str = "") -> Traje
             )
         ],
         info={"turns": 1.0},
+    )
+
+
+@given(st.integers(1, 300), st.integers(0, 4), st.dictionaries(st.text(), st.floats(allow_nan=False)))
+def test_what_a_trajectory_takes_at_most_is_known_before_it_is_encoded(
+    length: int, num_sequences: int, info: dict[str, float]
+) -> None:
+    one = _trajectory(length)
+    trajectory = Trajectory(slot=one.slot, sequences=one.sequences * num_sequences, info=info)
+
+    num_bytes = len(encode_trajectory(trajectory))
+
+    assert (
+        num_bytes
+        <= max_encoded_bytes(trajectory)
+        <= num_bytes + 200 + 32 * num_sequences + sum(20 + 4 * len(key) for key in info)
     )
 
 
