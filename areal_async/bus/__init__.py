@@ -19,6 +19,7 @@ from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
 from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer_consumer
+from areal_async.bus.sweep import Sweep
 
 __all__ = [
     "Bus",
@@ -32,6 +33,7 @@ __all__ = [
     "Role",
     "StreamState",
     "Subscription",
+    "Sweep",
     "connect",
     "copied_broker",
     "credentials_for",

@@ -42,8 +42,10 @@ log = structlog.get_logger()
 class Delivery:
     """A message that is ours until it is settled, or until its ``ack_wait`` is over."""
 
-    def __init__(self, connection: Connection, received: Received) -> None:
+    def __init__(self, connection: Connection, received: Received, num_losses: int) -> None:
         self._connection = connection
+        self.num_losses = num_losses
+        """The connection's, when it came."""
         self._reply = received.reply
         tokens = received.reply.split(".")
         self.stream, _, *numbers = tokens[2:] if len(tokens) == 9 else tokens[4:]
@@ -117,7 +119,7 @@ class Inbox:
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._consumer}"
         self._prefix = api.connection.new_inbox()
         self._num_pulls = 0
-        self._arrived: deque[Received] = deque()
+        self._arrived: deque[Delivery] = deque()
         self._status: Received | None = None
         self._changed = anyio.Event()
         self._listener: Listener | None = None
@@ -173,7 +175,7 @@ class Inbox:
 
     def _take(self, max_messages: int) -> list[Delivery]:
         count = min(max_messages, len(self._arrived))
-        return [Delivery(self._api.connection, self._arrived.popleft()) for _ in range(count)]
+        return [self._arrived.popleft() for _ in range(count)]
 
     async def _pull(self, request: dict[str, Any], num_wanted: int, deadline_s: float) -> None:
         """Ask once; return when ``num_wanted`` have arrived, the broker ended the pull or the time is over."""
@@ -218,7 +220,8 @@ class Inbox:
 
     def _on_received(self, received: Received) -> None:
         if received.status is None:
-            self._arrived.append(received)
+            connection = self._api.connection
+            self._arrived.append(Delivery(connection, received, connection.num_losses))
         elif received.subject == f"{self._prefix}.{self._num_pulls}" and received.status != "100":
             self._status = received
         self._changed_now()

@@ -6,7 +6,7 @@ that was cancelled may or may not have been carried out, and is repeated safely 
 """
 
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
@@ -23,6 +23,7 @@ from areal_async.bus.inbox import Delivery, Inbox, settle
 from areal_async.bus.keys import Keys, Watch, publish_after
 from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
 from areal_async.bus.permissions import Role
+from areal_async.bus.sweep import Sweep
 from areal_async.errors import BusError, StreamFullError, WireError
 from areal_async.subjects import Names
 from areal_async.types import Record
@@ -161,6 +162,14 @@ class Bus:
         """
         return await settle(self.connection, deliveries)
 
+    def sweep(self, stream: str, *, is_newest: Callable[[], Awaitable[bool]]) -> Sweep:
+        """Return what removes settled messages of a lineage's consumer from its WorkQueue stream, many at once.
+
+        Args:
+            is_newest: Says whether no newer lineage has begun.
+        """
+        return Sweep(self.api, stream, is_newest)
+
     def follow(self, stream: str, subject: str, *, start_sequence: int = 1) -> AsyncIterator[Message]:
         """Return the endless iterator of a subject's messages: those stored, in order, then each new one.
 
@@ -182,6 +191,10 @@ class Bus:
     async def get_message(self, stream: str, sequence: int) -> Message | None:
         """Return one stored message, or None when it is not stored any more."""
         return await self._reader.get_message(stream, sequence)
+
+    async def get_last(self, stream: str, subject: str) -> Message | None:
+        """Return the newest stored message of a subject, or None when it has none."""
+        return await self._reader.get_last(stream, subject)
 
     async def decode(self, message: Message | Delivery, kind: type[R]) -> R | None:
         """Return the record in a message; None when it holds none: it is buried then."""

@@ -67,7 +67,11 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _keys(names, LINEAGE, CHECKPOINT, "weights.>")
             publish += _consume(names.trajectories_stream, "*")
             publish += _api(
-                names.trajectories_stream, "CONSUMER.CREATE.{}.>", "CONSUMER.DELETE.{}.*", "CONSUMER.NAMES.{}"
+                names.trajectories_stream,
+                "CONSUMER.CREATE.{}.>",
+                "CONSUMER.DELETE.{}.*",
+                "CONSUMER.NAMES.{}",
+                "STREAM.PURGE.{}",
             )
             publish += _read(names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream)
             subscribe.append(names.all_tickets)

@@ -51,7 +51,7 @@ class Feed:
             recorded=journal.outcomes,
         )
         self._cutter = Cutter(_rules(settings), self._fates, branches=journal.branches)
-        self.settlement = Settlement(bus, self._fates)
+        self.settlement = Settlement(bus, self._fates, lineage)
         self._without_end = journal.without_end()
         self._fates.take(self._without_end)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
@@ -91,7 +91,7 @@ class Feed:
 
     @property
     def _room(self) -> Room:
-        rollout, stored_bytes = self._settings.rollout, self._inventory.stored_bytes
+        rollout, stored_bytes = self._settings.rollout, self._inventory.stored_bytes + self.settlement.num_held_bytes
         if stored_bytes + rollout.max_message_bytes > rollout.max_stream_bytes:
             return Room.NONE
         return Room.SCARCE if stored_bytes >= SCARCE_SHARE * rollout.max_stream_bytes else Room.AMPLE
@@ -148,6 +148,8 @@ class Feed:
         waiting = waits.Standing()
         while not self._cutter.has_ended:
             changed = self._changed
+            if self._room is not Room.AMPLE:
+                await self.settlement.make_room()
             match self._cutter.decide(now=time.monotonic(), room=self._room):
                 case Settle(group_ids, kind, reason):
                     await self.settlement.settle(group_ids, kind, reason=reason, step=self._cutter.step)

@@ -102,6 +102,16 @@ class Lineage:
             self._last_cut_sequence = message.sequence
         return bool(newer)
 
+    async def is_newest(self) -> bool:
+        """Say whether the journal's last entry is this lineage's.
+
+        If so, no newer one has begun, and whichever does finds in the log whatever was stored there before this call.
+        """
+        names = self._bus.names
+        last = await self._bus.get_last(names.outcomes_stream, names.cuts)
+        entry = None if last is None else await self._bus.decode(last, Cut)
+        return entry is not None and entry.lineage == self.number
+
     async def announce(self, weights: WeightsVersion) -> None:
         """Make ``weights`` the newest, then tell everybody."""
         reach("trainer.before_announce")

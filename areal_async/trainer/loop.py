@@ -150,6 +150,8 @@ class Trainer:
             await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
         await self._train()
         await self._checkpoint_new()
+        if self._feed is not None:
+            await self._feed.settlement.make_room()
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
             with self._waiting(waits.checkpoint(self.step), "the export after"):

@@ -75,7 +75,11 @@ ACTIONS: dict[str, Action] = {
     **{f"speak for the {role}'s events": _only(RUN.events(role), role, OPERATOR) for role in Role},
     **{f"answer the {role}": _only(f"{role.inbox_prefix}.x.1") for role in Role},
     **{
-        f"{verb.lower()} of {name}": _only(f"$JS.API.STREAM.{verb}.{stream}", OPERATOR)
+        f"{verb.lower()} of {name}": _only(
+            f"$JS.API.STREAM.{verb}.{stream}",
+            OPERATOR,
+            *([TRAINER] if (name, verb) == ("trajectories", "PURGE") else []),
+        )
         for name, stream in STREAMS.items()
         for verb in ("CREATE", "UPDATE", "DELETE", "PURGE", "MSG.DELETE", "MSG.GET", "SNAPSHOT", "RESTORE")
     },
@@ -138,6 +142,10 @@ def test_the_table_forbids_what_it_should() -> None:
     assert {(NODE, "forge an outcome"), (TRAINER, "forge a trajectory"), (CONTROLLER, "set the weights")} <= set(
         FORBIDDEN
     )
+    assert {what for role, what in FORBIDDEN if role is TRAINER and what.startswith("purge of")} == {
+        f"purge of {name}" for name in STREAMS if name != "trajectories"
+    }
+    assert {(NODE, "purge of trajectories"), (CONTROLLER, "purge of trajectories")} <= set(FORBIDDEN)
 
 
 async def test_what_the_broker_writes_for_somebody_is_not_believed(open_role: OpenRole) -> None:
