@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 
 from areal_async import wire
+from areal_async.bus.sweep import Stored
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
 from areal_async.subjects import Names
 from areal_async.types import Cut, Outcome, Record, StoredMessage, Ticket
@@ -194,6 +195,10 @@ class ModelBus:
         await effect()
         return list(self._broker.log)
 
+    async def get_last(self, stream: str, subject: str) -> LogEntry | None:
+        await effect()
+        return next((entry for entry in reversed(self._broker.log) if entry.subject == subject), None)
+
     async def decode(self, entry: LogEntry, kind: type[Record]) -> Record:
         """Return what the entry holds: nothing here is ever damaged."""
         assert isinstance(entry.record, kind)
@@ -292,6 +297,27 @@ class ModelBus:
         consumer = self._broker.consumers.get(lineage)
         return consumer is None or bool(consumer.pending)
 
+    async def list_stored(self) -> Stored:
+        await effect()
+        held, last = self._broker.trajectories.keys(), self._broker.num_stored
+        first = min(held, default=last + 1)
+        return Stored(first, last, frozenset(range(first, last + 1)) - held)
+
+    async def purge(self, bound: int) -> bool:
+        """Delete every trajectory message up to a sequence, whoever asks and whoever has seen them.
+
+        False when no answer came: then it may or may not have been carried out.
+        """
+        await effect()
+        self._world.touch()
+        if self._world.has_fault("lose a purge"):
+            return False
+        for sequence in [one for one in self._broker.trajectories if one <= bound]:
+            gone = self._broker.delete_message(sequence)
+            assert gone is not None
+            self._world.oracle.on_removed(gone, "purged")
+        return not self._world.has_fault("lose the answer to a purge")
+
     async def ack(self, lineage: int, messages: list[StoredMessage]) -> None:
         """Ack deliveries one by one; one that is lost is delivered again."""
         for message in messages:
@@ -306,7 +332,7 @@ class ModelBus:
                 continue
             gone = self._broker.delete_message(message.sequence)
             if gone is not None:
-                self._world.oracle.on_acked(gone)
+                self._world.oracle.on_removed(gone, "acked")
 
 
 class _Api:

@@ -198,12 +198,12 @@ class Oracle:
         self._lost.add(message.group_id)
         self._had_mishap = True
 
-    def on_acked(self, message: StoredMessage) -> None:
-        """A trainer's ack has removed a message."""
+    def on_removed(self, message: StoredMessage, how: str) -> None:
+        """A trainer has removed a message."""
         is_noted = all(slot.sample_uid in self._noted for slot in message.slots)
         is_recorded = is_noted or message.group_id in self._outcomes
-        require(is_recorded, "P1 durable", f"{message.group_id} was acked without an outcome")
-        self.seen["trajectory acked"] += 1
+        require(is_recorded, "P1 durable", f"{message.group_id} was {how} without an outcome")
+        self.seen[f"trajectory {how}"] += 1
 
     def cut_messages(self) -> list[int]:
         """Return where the messages of groups in journalled cuts are: those whose loss leads to a branch."""

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from areal_async.bus import take_trainer_consumer
+from areal_async.bus.sweep import settled_prefix
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.journal import Journal
 from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE
@@ -53,6 +54,30 @@ def _planted(name: str) -> Callable[[Plant], Plant]:
 @_planted("messages are acked before their group's outcome is stored")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Fates, "release", lambda self, group_ids: self.inventory.release(group_ids))
+
+
+@_planted("a trainer purges without asking whether a newer one has begun")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def is_newest(self: Lineage) -> bool:
+        return True
+
+    patch.setattr(Lineage, "is_newest", is_newest)
+
+
+@_planted("a purge takes what lies before a settled message, received or not")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("tests.protocol.trainer.settled_prefix", lambda stored, settled: max(settled))
+
+
+@_planted("a purge takes what was settled after it was asked whether a newer trainer has begun")
+def _(patch: pytest.MonkeyPatch) -> None:
+    async def remove(self: TrainerModel, messages: Iterable[StoredMessage], *, has_room: bool = True) -> None:
+        self.held.update({message.sequence: message for message in messages})
+        if self.held and await self.lineage.is_newest():
+            stored = await self.bus.list_stored()
+            await self.bus.purge(settled_prefix(stored, self.held) - 1)
+
+    patch.setattr(TrainerModel, "_remove", remove)
 
 
 @_planted("outcomes and acks come before the checkpoint")

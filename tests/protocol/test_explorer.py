@@ -8,7 +8,10 @@ from tests.protocol.world import Config
 
 NUM_STEPS = 100_000
 MAX_STEPS_TO_FIND = 200_000
-WHERE = {"an older trainer can still record a checkpoint": Config(batch_groups=1, steps=5, checkpoint_every=1)}
+WHERE = {
+    "an older trainer can still record a checkpoint": Config(batch_groups=1, steps=5, checkpoint_every=1),
+    "a trainer purges without asking whether a newer one has begun": Config(min_group_size=2, steps=5, max_attempts=3),
+}
 """Settings under which a fault is looked for, where drawn ones seldom lead there."""
 MET = (
     "entry branch",
@@ -21,6 +24,7 @@ MET = (
     "payload lost",
     "readmission",
     "trajectory acked",
+    "trajectory purged",
 )
 """What must have happened for the exploration to mean anything."""
 

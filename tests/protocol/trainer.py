@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from areal_async.bus.sweep import settled_prefix
 from areal_async.errors import PipelineError
 from areal_async.journal import Journal
 from areal_async.trainer.cutter import Cutter, Room, Settle, Wait, Write
@@ -56,6 +57,8 @@ class TrainerModel:
     num_read: int = 0
     cutter: Cutter | None = None
     caught_up: set[str] = field(default_factory=set)
+    held: dict[int, StoredMessage] = field(default_factory=dict)
+    """Settled, and still stored as far as it knows."""
 
     async def run(self) -> None:
         self.bus = self.process.bus
@@ -116,6 +119,7 @@ class TrainerModel:
         await self._train()
         if self.step > self.checkpointed_step:
             await self._checkpoint()
+        await self._remove([], has_room=False)
         if self.step >= self.world.config.steps:
             await self._publish_weights(final=True)
 
@@ -248,7 +252,7 @@ class TrainerModel:
             unusable = self.fates.receive(message, message)
             for outcome in unusable:
                 await self._store_outcome(outcome)
-            await self.bus.ack(self.number, self.fates.release_received(message, unusable))
+            await self._remove(self.fates.release_received(message, unusable))
 
     async def _run_tickets(self) -> None:
         last = 0
@@ -271,6 +275,8 @@ class TrainerModel:
         left = [group.group_id for group in self.without_end]
         await self._settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
         while not cutter.has_ended:
+            if self._room is not Room.AMPLE:
+                await self._remove([], has_room=False)
             match cutter.decide(now=self.world.now, room=self._room):
                 case Settle(group_ids, kind, reason):
                     await self._settle(group_ids, kind, reason=reason, step=cutter.step)
@@ -292,7 +298,7 @@ class TrainerModel:
 
     @property
     def _room(self) -> Room:
-        stored, limit = self.inventory.stored_bytes, self.world.config.max_messages
+        stored, limit = self.inventory.stored_bytes + len(self.held), self.world.config.max_messages
         if stored + 1 > limit:
             return Room.NONE
         return Room.SCARCE if stored >= SCARCE_SHARE * limit else Room.AMPLE
@@ -301,12 +307,42 @@ class TrainerModel:
 
     async def _on_checkpoint(self, step: int) -> None:
         await self._record(self.fates.of_checkpoint(step))
-        await self.bus.ack(self.number, self.fates.release_cuts(step))
+        await self._remove(self.fates.release_cuts(step))
 
     async def _settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
         ids = list(group_ids)
         await self._record(self.fates.of_untrained(ids, kind, reason=reason, step=step))
-        await self.bus.ack(self.number, self.fates.release(ids))
+        await self._remove(self.fates.release(ids))
+
+    # Sweep
+
+    async def _remove(self, messages: Iterable[StoredMessage], *, has_room: bool = True) -> None:
+        self.held.update({message.sequence: message for message in messages})
+        settled = dict(self.held)
+        if not settled:
+            return
+        is_purged = await self._purge(settled)
+        if is_purged and has_room and len(self.held) <= self.world.config.max_held:
+            return
+        rest = dict(self.held)
+        await self.bus.ack(self.number, list(rest.values()))
+        self._forget(rest)
+
+    async def _purge(self, settled: dict[int, StoredMessage]) -> bool:
+        if not await self.lineage.is_newest():
+            return False
+        newest = settled_prefix(await self.bus.list_stored(), settled)
+        older = [sequence for sequence in settled if sequence < newest]
+        if older:
+            if not await self.bus.purge(newest - 1):
+                return False
+            await self.bus.ack(self.number, [settled[newest]])
+            self._forget([*older, newest])
+        return True
+
+    def _forget(self, sequences: Iterable[int]) -> None:
+        for sequence in sequences:
+            self.held.pop(sequence, None)
 
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:

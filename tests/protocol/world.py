@@ -23,6 +23,8 @@ ARMED = (
     "store a message twice",
     "deliver out of order",
     "lose an ack",
+    "lose a purge",
+    "lose the answer to a purge",
 )
 """Faults that befall the next operation of their kind."""
 MAX_ZOMBIES = 2
@@ -47,6 +49,8 @@ class Config(NamedTuple):
     """Tickets that a node runs at once."""
     max_messages: int = 1000
     loses_payloads: bool = True
+    max_held: int = 2
+    """Settled messages that wait for older ones."""
 
     @property
     def cut_rules(self) -> CutRules:
@@ -81,6 +85,7 @@ def any_config(rng: random.Random) -> Config:
         capacity=rng.choice((1, 2, 4)),
         max_messages=rng.choice((1000, 1000, 2 * in_flight, max(5, in_flight))),
         loses_payloads=rng.random() < 0.5,
+        max_held=rng.choice((0, 2, 1000)),
     )
 
 
