@@ -5,11 +5,13 @@
 Every figure is trajectories per second over the same messages (a group's sixteen travel in one):
 
 publish          ours: an outbox per group; raw: `js.publish` of ready-made messages, as many at once
-publish+settle   one client publishes while another takes what comes and acks it. Ours: headers by the consumer, every
-                 payload by direct get and its checksum verified, acks settled in bulk; raw: `fetch` and one
-                 `ack_sync` for each message
+publish+settle   one client publishes while another takes what comes and settles it. Ours: headers by the consumer,
+                 every payload by direct get and its checksum verified, messages removed as a trainer removes them,
+                 a batch at a time (``bus.Sweep``); raw: `fetch` and one `ack_sync` for each message
 
-Rounds alternate and the medians are compared. Exits with 1 below 0.8 for the first ratio or 1.2 for the second.
+The client that takes is a process of its own, as a trainer is. In every round both do the same, one right after the
+other and each first in turn; the ratio is the median of the rounds' ratios, so that what else the machine does meets
+both. Exits with 1 below 0.8 for the first ratio or 1.2 for the second.
 """
 
 import argparse
@@ -17,24 +19,28 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio
+import anyio.abc
+import anyio.to_thread
 import nats
 import numpy as np
+from anyio.streams.buffered import BufferedByteReceiveStream
 from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 
-from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, declare, open_bus, take_trainer_consumer
+from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, Sweep, credentials_path, declare, open_bus
 from areal_async.receipts import Receipts
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import Placed, fetch
-from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.wire import decode_headers, encode_message
 
 WORKFLOW = "bench"
@@ -44,8 +50,11 @@ BYTES_PER_TOKEN = 4 + 1 + 4 + 8
 NUM_PUBLISHING = 32
 """Groups published at once, 8 MB of messages."""
 FETCH_MESSAGES = 32
+SETTLE_MESSAGES = 32
+"""A batch."""
 RAW_STREAM = "RAW"
 RAW_CONSUMER = "raw"
+READY = b"<ready>\n"
 LEAST_PUBLISH_RATIO = 0.8
 LEAST_BOTH_RATIO = 1.2
 
@@ -99,7 +108,7 @@ def make_groups(count: int, *, num_bytes: int, first: int) -> list[Group]:
                         token_ids=rng.integers(0, 1 << 16, num_tokens, dtype=np.int32),
                         loss_mask=np.ones(num_tokens, dtype=bool),
                         logprobs=-rng.random(num_tokens, dtype=np.float32),
-                        versions=np.zeros(num_tokens, dtype=np.int64),
+                        versions=np.full(num_tokens, Version(1, 0).pack(), dtype=np.int64),
                     )
                 ],
             )
@@ -145,17 +154,23 @@ async def publish_ours(node: Bus, receipts: Receipts, groups: list[Group]) -> No
     await for_each(groups, publish)
 
 
-async def settle_ours(trainer: Bus, consumer: str, num_groups: int) -> None:
+async def settle_ours(trainer: Bus, sweep: Sweep, consumer: str, num_groups: int) -> None:
     """Take, verify and settle groups as a trainer does."""
-    num_settled = 0
+    num_taken = 0
+    held: list[Delivery] = []
     async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
-        while num_settled < num_groups:
+        while num_taken < num_groups:
             deliveries = await inbox.fetch(FETCH_MESSAGES, wait_s=5.0)
             trajectories, missing = await fetch(trainer, _placed(deliveries))
             assert len(trajectories) == GROUP_SIZE * len(deliveries)
             assert not missing
-            assert not await trainer.settle(deliveries)
-            num_settled += len(deliveries)
+            num_taken += len(deliveries)
+            held += deliveries
+            if len(held) >= SETTLE_MESSAGES or num_taken == num_groups:
+                await sweep.settle(held)
+                held = []
+    await sweep.flush()
+    assert not (await trainer.stream_state(trainer.names.trajectories_stream)).num_messages
 
 
 def _placed(deliveries: list[Delivery]) -> list[Placed]:
@@ -196,84 +211,151 @@ async def settle_raw(client: Client, num_groups: int) -> None:
     await subscription.unsubscribe()
 
 
+class Taker:
+    """The process that takes and settles, told what by a line of its standard input."""
+
+    def __init__(self, process: anyio.abc.Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._stdin = process.stdin
+        self._stdout = BufferedByteReceiveStream(process.stdout)
+
+    async def wait(self) -> None:
+        """Return when it is ready for more."""
+        await self._stdout.receive_until(READY, 1024)
+
+    async def take(self, whose: str, num_groups: int) -> None:
+        """Have it take and settle so many messages."""
+        await self._stdin.send(f"{whose} {num_groups}\n".encode())
+        await self.wait()
+
+
+async def run_taker(directory: Path, url: str) -> None:
+    """Be that process."""
+    settings = bench_settings(directory)
+    names = settings.names
+    async with AsyncExitStack() as stack:
+        trainer = await connect(stack, settings, url, Role.TRAINER)
+        raw = await connect_raw(stack, settings, url)
+        lineage = await Lineage.take(trainer)
+        await lineage.read_log()
+        await lineage.write_begin()
+        sweep = trainer.sweep(names.trajectories_stream, is_newest=lineage.is_newest)
+        sys.stdout.buffer.write(READY)
+        sys.stdout.buffer.flush()
+        while line := await anyio.to_thread.run_sync(sys.stdin.readline):
+            whose, num_groups = line.split()
+            if whose == "ours":
+                await settle_ours(trainer, sweep, names.trainer_consumer(lineage.number), int(num_groups))
+            else:
+                await settle_raw(raw, int(num_groups))
+            sys.stdout.buffer.write(READY)
+            sys.stdout.buffer.flush()
+
+
+def bench_settings(directory: Path) -> Settings:
+    """Return the settings of the run; every other one is as it is by default."""
+    return Settings(
+        run=RunSettings(name="bench", directory=directory),
+        rollout=RolloutSettings(group_size=GROUP_SIZE, min_group_size=1, batch_groups=512),
+        bus=BusSettings(max_disk_bytes=8 << 30),
+    )
+
+
+async def connect(stack: AsyncExitStack, settings: Settings, url: str, role: Role) -> Bus:
+    """Open a bus until the stack is left."""
+    credentials = credentials_path(settings.run_directory, role)
+    return await stack.enter_async_context(open_bus(url, names=settings.names, role=role, credentials=credentials))
+
+
+async def connect_raw(stack: AsyncExitStack, settings: Settings, url: str) -> Client:
+    """Connect nats-py alone."""
+    client = await nats.connect(
+        url,
+        nkeys_seed=str(credentials_path(settings.run_directory, Role.OPERATOR)),
+        inbox_prefix=Role.OPERATOR.inbox_prefix.encode(),
+    )
+    stack.push_async_callback(client.close)
+    return client
+
+
 class Bench:
-    """One broker, and on it our streams and a raw one with the same limits."""
+    """One broker, and on it our streams and a raw one with the same limits; the publishing half."""
 
     def __init__(self, *, num_groups: int, num_bytes: int) -> None:
         self._num_groups = num_groups
         self._num_bytes = num_bytes
         self._num_made = 0
-        self._stack = AsyncExitStack()
 
-    async def open(self, directory: Path) -> AsyncExitStack:
-        """Start everything; leaving the returned stack ends it."""
-        settings = Settings(
-            run=RunSettings(name="bench", directory=directory),
-            rollout=RolloutSettings(group_size=GROUP_SIZE, min_group_size=1, batch_groups=4 * self._num_groups),
-            bus=BusSettings(max_disk_bytes=8 << 30),
-        )
-        stack, names = self._stack, settings.names
+    @asynccontextmanager
+    async def open(self, directory: Path) -> AsyncIterator[None]:
+        """Start everything, and end it."""
+        settings = bench_settings(directory)
         broker = EmbeddedBroker(settings)
         await broker.start()
-        stack.push_async_callback(broker.aclose)
-
-        async def connect(role: Role) -> Bus:
-            return await stack.enter_async_context(
-                open_bus(broker.url, names=names, role=role, credentials=broker.credentials(role))
-            )
-
-        await declare(await connect(Role.OPERATOR), settings)
-        self._node, self._trainer = await connect(Role.NODE), await connect(Role.TRAINER)
-        self._consumer = await take_trainer_consumer(self._trainer, 1)
-        self._receipts = Receipts(directory, "bench")
-        self._raw_subject = f"areal.{names.run}.raw.bench"
-        self._raw_clients = [await self._connect_raw(broker) for _ in range(2)]
-        stream = self._raw_clients[0].jetstream()
-        await stream.add_stream(
-            StreamConfig(
-                name=RAW_STREAM,
-                subjects=[self._raw_subject],
-                retention=RetentionPolicy.WORK_QUEUE,
-                storage=StorageType.FILE,
-                duplicate_window=settings.duplicate_window_s,
-            )
-        )
-        consumer = ConsumerConfig(durable_name=RAW_CONSUMER, ack_policy=AckPolicy.EXPLICIT, max_ack_pending=-1)
-        await stream.add_consumer(RAW_STREAM, consumer)
-        return stack
-
-    async def _connect_raw(self, broker: EmbeddedBroker) -> Client:
-        client = await nats.connect(
-            broker.url,
-            nkeys_seed=str(broker.credentials(Role.OPERATOR)),
-            inbox_prefix=Role.OPERATOR.inbox_prefix.encode(),
-        )
-        self._stack.push_async_callback(client.close)
-        return client
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(broker.aclose)
+            await declare(await connect(stack, settings, broker.url, Role.OPERATOR), settings)
+            self._node = await connect(stack, settings, broker.url, Role.NODE)
+            self._receipts = Receipts(directory, "bench")
+            self._raw_subject = f"areal.{settings.names.run}.raw.bench"
+            self._raw = await connect_raw(stack, settings, broker.url)
+            await declare_raw(self._raw, settings, self._raw_subject)
+            command = [sys.executable, "-m", "tools.bench_bus", "--taker-of", broker.url]
+            process = await anyio.open_process([*command, "--directory", str(directory)], stderr=None)
+            stack.push_async_callback(process.aclose)
+            self._taker = Taker(process)
+            await self._taker.wait()
+            yield
 
     def groups(self) -> list[Group]:
         """Make groups that nobody has stored yet."""
         self._num_made += self._num_groups
         return make_groups(self._num_groups, num_bytes=self._num_bytes, first=self._num_made)
 
-    async def ours(self) -> tuple[float, float]:
-        """Return seconds for publishing alone, and for publishing and settling at once."""
-        node, trainer, consumer, count = self._node, self._trainer, self._consumer, self._num_groups
-        receipts = self._receipts
+    async def publish_ours(self) -> float:
+        """Return seconds for publishing alone."""
         groups = self.groups()
-        publish_s = await seconds(publish_ours(node, receipts, groups))
-        await settle_ours(trainer, consumer, count)
-        groups = self.groups()
-        return publish_s, await seconds(publish_ours(node, receipts, groups), settle_ours(trainer, consumer, count))
+        duration_s = await seconds(publish_ours(self._node, self._receipts, groups))
+        await self._taker.take("ours", self._num_groups)
+        return duration_s
 
-    async def raw(self) -> tuple[float, float]:
+    async def publish_raw(self) -> float:
         """Return the same of nats-py."""
-        (publisher, taker), subject, count = self._raw_clients, self._raw_subject, self._num_groups
         messages = [group.message() for group in self.groups()]
-        publish_s = await seconds(publish_raw(publisher, subject, messages))
-        await settle_raw(taker, count)
+        duration_s = await seconds(publish_raw(self._raw, self._raw_subject, messages))
+        await self._taker.take("raw", self._num_groups)
+        return duration_s
+
+    async def both_ours(self) -> float:
+        """Return seconds for publishing and settling at once."""
+        groups = self.groups()
+        return await seconds(
+            publish_ours(self._node, self._receipts, groups), self._taker.take("ours", self._num_groups)
+        )
+
+    async def both_raw(self) -> float:
+        """Return the same of nats-py."""
         messages = [group.message() for group in self.groups()]
-        return publish_s, await seconds(publish_raw(publisher, subject, messages), settle_raw(taker, count))
+        return await seconds(
+            publish_raw(self._raw, self._raw_subject, messages), self._taker.take("raw", self._num_groups)
+        )
+
+
+async def declare_raw(client: Client, settings: Settings, subject: str) -> None:
+    """Make the stream and the consumer of nats-py."""
+    stream = client.jetstream()
+    await stream.add_stream(
+        StreamConfig(
+            name=RAW_STREAM,
+            subjects=[subject],
+            retention=RetentionPolicy.WORK_QUEUE,
+            storage=StorageType.FILE,
+            duplicate_window=settings.duplicate_window_s,
+        )
+    )
+    consumer = ConsumerConfig(durable_name=RAW_CONSUMER, ack_policy=AckPolicy.EXPLICIT, max_ack_pending=-1)
+    await stream.add_consumer(RAW_STREAM, consumer)
 
 
 async def seconds(*works: Coroutine[Any, Any, None]) -> float:
@@ -292,36 +374,52 @@ async def seconds(*works: Coroutine[Any, Any, None]) -> float:
 async def measure(arguments: argparse.Namespace) -> bool:
     """Run all rounds, print the table, and say whether both ratios are high enough."""
     bench = Bench(num_groups=arguments.groups, num_bytes=arguments.bytes)
-    results: dict[str, list[tuple[float, float]]] = {"ours": [], "raw nats-py": []}
     with tempfile.TemporaryDirectory(dir=arguments.directory) as directory:
-        async with await bench.open(Path(directory)):
-            for number in range(arguments.rounds + 1):
-                ours, raw = await bench.ours(), await bench.raw()
-                if number:  # the first warms up
-                    results["ours"].append(ours)
-                    results["raw nats-py"].append(raw)
-    per_round = arguments.groups * GROUP_SIZE
-    rates = {
-        name: [per_round / statistics.median(round_[place] for round_ in rounds) for place in (0, 1)]
-        for name, rounds in results.items()
-    }
+        async with bench.open(Path(directory)):
+            publish = await compare(bench.publish_ours, bench.publish_raw, num_rounds=arguments.rounds)
+            both = await compare(bench.both_ours, bench.both_raw, num_rounds=arguments.rounds)
+    num_trajectories = arguments.groups * GROUP_SIZE
     print(f"{'trajectories/s':<16}{'publish':>10}{'publish+settle':>16}")
-    for name, (publish, both) in rates.items():
-        print(f"{name:<16}{publish:>10.0f}{both:>16.0f}")
-    ratios = [rates["ours"][place] / rates["raw nats-py"][place] for place in (0, 1)]
+    for place, name in enumerate(("ours", "raw nats-py")):
+        rates = [num_trajectories / statistics.median(round_[place] for round_ in rounds) for rounds in (publish, both)]
+        print(f"{name:<16}{rates[0]:>10.0f}{rates[1]:>16.0f}")
+    every = [[raw_s / ours_s for ours_s, raw_s in rounds] for rounds in (publish, both)]
+    ratios = [statistics.median(one) for one in every]
     print(f"{'ratio':<16}{ratios[0]:>10.2f}{ratios[1]:>16.2f}")
+    spans = [f"{min(one):.2f}-{max(one):.2f}" for one in every]
+    print(f"{'of the rounds':<16}{spans[0]:>10}{spans[1]:>16}")
     print(f"{'at least':<16}{LEAST_PUBLISH_RATIO:>10.2f}{LEAST_BOTH_RATIO:>16.2f}")
     return all(ratio >= least for ratio, least in zip(ratios, (LEAST_PUBLISH_RATIO, LEAST_BOTH_RATIO), strict=True))
+
+
+async def compare(
+    ours: Callable[[], Awaitable[float]], raw: Callable[[], Awaitable[float]], *, num_rounds: int
+) -> list[tuple[float, float]]:
+    """Return the seconds of both, round by round."""
+    rounds = []
+    for number in range(num_rounds + 1):
+        if number % 2:
+            ours_s, raw_s = await ours(), await raw()
+        else:
+            raw_s, ours_s = await raw(), await ours()
+        if number:  # the first warms up
+            rounds.append((ours_s, raw_s))
+    return rounds
 
 
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--groups", type=int, default=256, help="messages of one measurement")
+    parser.add_argument("--groups", type=int, default=128, help="messages of one measurement")
     parser.add_argument("--bytes", type=int, default=16 << 10, help="of one trajectory")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--directory", type=Path, default=Path(), help="on the disk to measure")
-    is_fast_enough: bool = anyio.run(measure, parser.parse_args(), backend_options={"use_uvloop": True})
+    parser.add_argument("--taker-of", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.taker_of:
+        anyio.run(run_taker, arguments.directory, arguments.taker_of, backend_options={"use_uvloop": True})
+        return
+    is_fast_enough: bool = anyio.run(measure, arguments, backend_options={"use_uvloop": True})
     sys.exit(0 if is_fast_enough else 1)
 
 
