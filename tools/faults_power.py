@@ -20,7 +20,7 @@ from tools.faults_run import FaultFailed, FaultRun, strike
 
 IMAGE_BYTES = 2 << 30
 """Sparse; the broker wants a margin."""
-STREAM_BYTES = 64 << 20
+STREAM_BYTES = 128 << 20
 UNMOUNT_DEADLINE_S = 20.0
 SERVER_WITH_LAZY_SYNC = """#!/bin/sh
 # Starts the broker with the interval between syncs that it has by default.
