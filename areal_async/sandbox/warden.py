@@ -12,6 +12,7 @@ in the memory it was forked from. When ``init`` ends, the kernel ends everything
 
 import ctypes
 import gc
+import importlib
 import json
 import os
 import resource
@@ -49,7 +50,7 @@ class Instructions(ctypes.Structure):
 def main() -> None:
     """Serve until the outside hangs up."""
     for name in PRELOADED:
-        __import__(name)
+        importlib.import_module(name)
     gc.freeze()  # what is here now is shared with every program; a collection would copy it
     outside = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)

@@ -30,6 +30,9 @@ CALLS: dict[str, Callable[[dict[str, ast.expr]], bool]] = {
     "tempfile.mktemp": lambda _: True,
 }
 """Calls that are refused, by how they are called."""
+PROGRAM = "compile(source, 'program.py', 'exec')"
+ALLOWED = {"areal_async/sandbox/warden.py": [f"exec({PROGRAM}, main_module.__dict__)", PROGRAM]}
+"""A sandbox is there to run what a model wrote."""
 
 
 def _is(node: ast.expr | None, value: bool) -> bool:
@@ -57,7 +60,8 @@ def unsafe_parts(source: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_bytes_become_code(path: Path) -> None:
-    assert list(unsafe_parts(path.read_text(encoding="utf-8"))) == []
+    allowed = ALLOWED.get(str(path.relative_to(ROOT)), [])
+    assert [part.partition(": ")[2] for part in unsafe_parts(path.read_text(encoding="utf-8"))] == allowed
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ MADE_TO_END = {
     "memory by many processes": End.OUT_OF_MEMORY,
 }
 PROVES_NOTHING_LEFT = "import os\nprint(os.listdir('/tmp') + os.listdir('/dev/shm'), os.getpid())"
-
+OTHERS: set[int] = set()
+"""Processes of a sandbox that other tests of this process share."""
 CONNECT = """
 import socket
 try:
@@ -41,6 +42,7 @@ def anyio_backend() -> object:
 
 @pytest.fixture(scope="module")
 async def sandbox() -> AsyncIterator[Sandbox]:
+    OTHERS.update(sandboxed())
     async with Sandbox(limits=LIMITS) as running:
         yield running
 
@@ -53,13 +55,9 @@ def processes_below(pid: int) -> Iterator[int]:
 
 
 def sandboxed() -> list[int]:
-    """Return the processes of all sandboxes of this process."""
-    found = processes_below(os.getpid())
-    return [pid for pid in found if b"bwrap" in Path(f"/proc/{pid}/cmdline").read_bytes() or is_warden(pid)]
-
-
-def is_warden(pid: int) -> bool:
-    return b"/warden.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    """Return the processes of the sandboxes that were started here."""
+    commands = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in processes_below(os.getpid())}
+    return [pid for pid, line in commands.items() if (b"bwrap" in line or b"/warden.py" in line) and pid not in OTHERS]
 
 
 def user_of(pid: int) -> int:
