@@ -28,13 +28,19 @@ if "trainer" in sys.orig_argv:
     from areal_async.journal import Journal
     from areal_async.trainer.feed import Feed
 
-    write = Feed._write
+    make = Feed.__init__
 
-    async def write_and_ack(self, step, plan):
-        await write(self, step, plan)
-        await self.settlement._ack([group.group_id for group in plan.taken])
+    def make_with_early_acks(self, bus, settings, lineage, journal):
+        make(self, bus, settings, lineage, journal)
+        write = lineage.write_cut
 
-    Feed._write = write_and_ack
+        async def write_and_ack(entry):
+            await write(entry)
+            await bus.settle(self._inventory.release([group.group_id for group in entry.groups]))
+
+        lineage.write_cut = write_and_ack
+
+    Feed.__init__ = make_with_early_acks
     Journal.steps_to_replay = lambda self: []
     Feed.adopt = lambda self, cuts: None
 '''
