@@ -180,10 +180,19 @@ def doing(what_on: str, what: str = "", *, waiter: str | None = None) -> Iterato
 
 
 class Standing:
-    """The waits of somebody who looks again and again whether they are over: those that stay keep their age."""
+    """The waits of somebody who looks again and again whether they are over: those that stay keep their age.
+
+    They end with its ``with`` block at the latest.
+    """
 
     def __init__(self) -> None:
         self._mine: dict[tuple[str, str], Wait] = {}
+
+    def __enter__(self) -> "Standing":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.replace("", ())
 
     def replace(self, waiter: str, ons: Iterable[str], what: str = "") -> None:
         """Wait for these things from now on, and for nothing else."""

@@ -145,27 +145,30 @@ class Feed:
         self._cutter.step = first_step
         left = [group.group_id for group in self._without_end]
         await self.settlement.settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
-        waiting = waits.Standing()
-        while not self._cutter.has_ended:
-            changed = self._changed
-            if self._room is not Room.AMPLE:
-                await self.settlement.make_room()
-            match self._cutter.decide(now=time.monotonic(), room=self._room):
-                case Settle(group_ids, kind, reason):
-                    await self.settlement.settle(group_ids, kind, reason=reason, step=self._cutter.step)
-                case Write(entry):
-                    await self._lineage.write_cut(entry)
-                    self._cutter.note_written(entry)
-                    num_groups, num_open = len(entry.groups), self.num_open_groups
-                    log.info(
-                        "journal.written", kind=entry.kind, step=entry.step, num_groups=num_groups, num_open=num_open
-                    )
-                case Wait(what_for, on):
-                    self.waits_for = what_for
-                    waiting.replace(waits.cut(self._cutter.step), on or (waits.TRAINER,))
-                    with anyio.move_on_after(DECISION_POLL_S):
-                        await changed.wait()
-        waiting.replace("", ())
+        with waits.Standing() as waiting:
+            while not self._cutter.has_ended:
+                changed = self._changed
+                if self._room is not Room.AMPLE:
+                    await self.settlement.make_room()
+                match self._cutter.decide(now=time.monotonic(), room=self._room):
+                    case Settle(group_ids, kind, reason):
+                        await self.settlement.settle(group_ids, kind, reason=reason, step=self._cutter.step)
+                    case Write(entry):
+                        await self._lineage.write_cut(entry)
+                        self._cutter.note_written(entry)
+                        num_groups, num_open = len(entry.groups), self.num_open_groups
+                        log.info(
+                            "journal.written",
+                            kind=entry.kind,
+                            step=entry.step,
+                            num_groups=num_groups,
+                            num_open=num_open,
+                        )
+                    case Wait(what_for, on):
+                        self.waits_for = what_for
+                        waiting.replace(waits.cut(self._cutter.step), on or (waits.TRAINER,))
+                        with anyio.move_on_after(DECISION_POLL_S):
+                            await changed.wait()
         self.waits_for = "nothing: the last cut is written"
 
     # inside

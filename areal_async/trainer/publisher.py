@@ -130,18 +130,19 @@ class Publisher:
         assert broadcaster is not None
         started = time.monotonic()
         is_through = False
-        receivers = waits.Standing()
         try:
-            async with anyio.create_task_group() as watch:
-                receivers.replace(waits.publication(str(version)), map(waits.server, group.ranks), "the broadcast to")
-                watch.start_soon(self._run_watch, broadcaster)
-                tensors = await self._thread.run(
-                    lambda: self._engine.gather_weights(self._buckets, send=broadcaster.send)
-                )
-                is_through = True
-                watch.cancel_scope.cancel()
+            with waits.Standing() as receivers:
+                async with anyio.create_task_group() as watch:
+                    receivers.replace(
+                        waits.publication(str(version)), map(waits.server, group.ranks), "the broadcast to"
+                    )
+                    watch.start_soon(self._run_watch, broadcaster)
+                    tensors = await self._thread.run(
+                        lambda: self._engine.gather_weights(self._buckets, send=broadcaster.send)
+                    )
+                    is_through = True
+                    watch.cancel_scope.cancel()
         finally:
-            receivers.replace("", ())
             if not is_through:
                 broadcaster.give_up("the trainer ends")
         log.info(

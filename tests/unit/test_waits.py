@@ -107,6 +107,13 @@ def test_what_runs_after_the_block_waits_in_nobodys_name() -> None:
         assert wait.waiter == ""
 
 
+def test_standing_waits_are_forgotten_with_their_block() -> None:
+    with waits.Standing() as standing:
+        standing.replace("cut 5", ["group a"])
+        assert [one.on for one in waits.report("cut 5").records] == ["group a"]
+    assert waits.report("cut 5").records == []
+
+
 def test_standing_waits_that_stay_keep_their_age_and_the_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
     standing = waits.Standing()
     told: list[list[tuple[str, float]]] = []
