@@ -15,6 +15,8 @@ NO_VERSION = "0-0"
 SGLANG_ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
+    # Else a server without a request spins, and takes a core that others need.
+    "--sleep-on-idle",
     # The default is most of the host's memory, which other servers and a trainer share here.
     *("--max-total-tokens", "65536"),
 )
