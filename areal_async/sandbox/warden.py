@@ -115,7 +115,7 @@ def fork_into_namespaces() -> int:
     One system call instead of ``unshare`` and two forks, each of which copies the interpreter's page tables. The C
     library does not know of this child; it knows again of the program that the child forks in the ordinary way.
     """
-    number = CLONE["x86_64" if os.uname().machine == "x86_64" else "aarch64"]
+    number = CLONE[os.uname().machine]
     PYTHON.PyOS_BeforeFork()
     pid: int = PYTHON.syscall(number, NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)
     if pid == 0:

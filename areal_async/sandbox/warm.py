@@ -62,7 +62,7 @@ class Warm:
             with anyio.fail_after(START_DEADLINE_S):
                 await self._send(build_filter())
                 await self._receive()
-            self._own_bytes = self._resident_bytes()
+            self._own_bytes = await self._resident_bytes()
         except (SandboxGone, TimeoutError):
             text = self._last_words()
             await self.stop()
@@ -142,7 +142,7 @@ class Warm:
                         answer = await self._receive()
                         is_answered = True
                         break
-                    if not is_too_large and self._resident_bytes() - self._own_bytes > limits.memory_bytes:
+                    if not is_too_large and await self._resident_bytes() - self._own_bytes > limits.memory_bytes:
                         log.debug("program.too_large", after_s=round(time.monotonic() - started, 2))
                         is_too_large = True
                         await self._send(b'{"kill": true}')
@@ -175,19 +175,10 @@ class Warm:
                 raise SandboxGone("it ended")
             return data
 
-    def _resident_bytes(self) -> int:
-        """Return what all processes in it hold."""
+    async def _resident_bytes(self) -> int:
+        """Return what all processes in it hold; in a thread, as the kernel counts the pages of each while one waits."""
         assert self._process is not None
-        total, rest = 0, [self._process.pid]
-        while rest:
-            pid = rest.pop()
-            try:
-                total += _proportional_bytes(pid)
-                for children in Path(f"/proc/{pid}/task").glob("*/children"):
-                    rest += map(int, children.read_text().split())
-            except OSError:  # it has just ended
-                continue
-        return total
+        return await anyio.to_thread.run_sync(_resident_bytes_below, self._process.pid)
 
 
 def find_bubblewrap() -> Path:
@@ -243,6 +234,20 @@ def _read(file: int, limit: int) -> tuple[bytes, bool]:
     """Return the start of an output, and whether there is more."""
     data = os.pread(file, limit + 1, 0)
     return data[:limit], len(data) > limit
+
+
+def _resident_bytes_below(pid: int) -> int:
+    """Return what a process and all below it hold."""
+    total, rest = 0, [pid]
+    while rest:
+        pid = rest.pop()
+        try:
+            total += _proportional_bytes(pid)
+            for children in Path(f"/proc/{pid}/task").glob("*/children"):
+                rest += map(int, children.read_text().split())
+        except OSError:  # it has just ended
+            continue
+    return total
 
 
 def _proportional_bytes(pid: int) -> int:
