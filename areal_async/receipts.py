@@ -9,7 +9,6 @@ and survives the end of the process, however it ends.
 import os
 import secrets
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -43,6 +42,8 @@ class ReceivedSlot(Record, frozen=True, kw_only=True):
 
     sibling: Count
     sample_uid: str
+    crc32: Count
+    """Of its payload."""
 
 
 class Receipt(Record, frozen=True, kw_only=True):
@@ -50,10 +51,6 @@ class Receipt(Record, frozen=True, kw_only=True):
 
     number: Count
     group_id: GroupIdText
-    num_bytes: Count
-    """Of the payload."""
-    crc32: Count
-    """Of the same."""
     slots: list[ReceivedSlot]
 
 
@@ -75,8 +72,8 @@ class Receipts:
         self._unacknowledged.add(self._num_made)
         return Stamp(producer=self.producer, number=self._num_made, num_acknowledged=min(self._unacknowledged) - 1)
 
-    def acknowledge(self, stamp: Stamp, *, group_id: str, payload: bytes, slots: Sequence[Slot]) -> None:
-        """Note that the broker has stored the message.
+    def acknowledge(self, stamp: Stamp, *, group_id: str, slots: Sequence[Slot]) -> None:
+        """Note that the broker has stored the message with these slots, whose checksums are filled in.
 
         A file that cannot be written is told of once and never holds up a rollout: the stamps still count.
         """
@@ -84,9 +81,7 @@ class Receipts:
         receipt = Receipt(
             number=stamp.number,
             group_id=group_id,
-            num_bytes=len(payload),
-            crc32=zlib.crc32(payload),
-            slots=[ReceivedSlot(sibling=slot.sibling, sample_uid=slot.sample_uid) for slot in slots],
+            slots=[ReceivedSlot(sibling=one.sibling, sample_uid=one.sample_uid, crc32=one.crc32) for one in slots],
         )
         if not self._is_writable:
             return

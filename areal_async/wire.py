@@ -14,7 +14,7 @@ import math
 import zlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -138,6 +138,15 @@ def max_encoded_bytes(trajectory: Trajectory) -> int:
     )
 
 
+class EncodedMessage(NamedTuple):
+    """One message, ready to be sent."""
+
+    payload: bytes
+    headers: dict[str, str]
+    slots: list[Slot]
+    """With ``crc32`` and ``index`` filled in, as in the headers: content and headers cannot disagree."""
+
+
 def encode_message(
     trajectories: Seq[Trajectory],
     *,
@@ -146,11 +155,8 @@ def encode_message(
     ticket_version: str,
     num_failed_attempts: int,
     group_size: int,
-) -> tuple[bytes, dict[str, str]]:
-    """Return payload and headers of one message with these slots of one group.
-
-    The slots' ``crc32`` and ``index`` are filled in here, so that content and headers cannot disagree.
-    """
+) -> EncodedMessage:
+    """Encode some slots of one group as one message."""
     blobs = [encode_trajectory(trajectory) for trajectory in trajectories]
     slots = [
         msgspec.structs.replace(
@@ -166,7 +172,7 @@ def encode_message(
         num_failed_attempts=num_failed_attempts, group_size=group_size,
     )  # fmt: skip
     headers = {GROUP_HEADER: _ascii_json(group), SLOTS_HEADER: _ascii_json(slots)}
-    return msgspec.msgpack.encode(blobs), headers
+    return EncodedMessage(msgspec.msgpack.encode(blobs), headers, slots)
 
 
 def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_bytes: int) -> StoredMessage:
@@ -264,16 +270,15 @@ def _check_values(sequence: Sequence, slot: Slot, what: str) -> None:
     """Hold the tokens against what the cut was told of them: a header must not make a stale token look fresh."""
     if sequence.token_ids.min() < 0:
         raise WireError(f"{what}: got the token id {sequence.token_ids.min()}, need 0 or more")
-    if sequence.loss_mask.view(np.uint8).max() > 1:
-        raise WireError(f"{what}: loss_mask got a byte of {sequence.loss_mask.view(np.uint8).max()}, need 0 or 1")
-    if not np.isfinite(sequence.logprobs).all():
+    mask_byte = sequence.loss_mask.view(np.uint8).max()
+    if mask_byte > 1:
+        raise WireError(f"{what}: loss_mask got a byte of {mask_byte}, need 0 or 1")
+    if not math.isfinite(sequence.logprobs.sum(dtype=np.float64)):  # no finite float32 can make this sum overflow
         raise WireError(f"{what}: got a logprob that is no finite number")
-    is_sampled = sequence.loss_mask
-    if ((sequence.versions != NOT_SAMPLED) > is_sampled).any():
+    sampled = sequence.versions[sequence.loss_mask]
+    if np.count_nonzero(sequence.versions != NOT_SAMPLED) > np.count_nonzero(sampled != NOT_SAMPLED):
         raise WireError(f"{what}: got a version on a token that was not sampled")
-    oldest, newest = _pack(slot.oldest), _pack(slot.newest)
-    lowest = sequence.versions.min(where=is_sampled, initial=newest)
-    if lowest < oldest or sequence.versions.max(initial=oldest) > newest:
+    if sampled.size and (sampled.min() < _pack(slot.oldest) or sampled.max() > _pack(slot.newest)):
         raise WireError(f"{what}: got tokens of versions outside {slot.oldest} to {slot.newest}, which its header says")
 
 

@@ -5,7 +5,7 @@ One line in ``DECODERS`` adds one: ``tools/fuzz.py`` and ``tests/unit/test_decod
 
 import json
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -77,14 +77,14 @@ def _trajectory(sibling: int = 0) -> types.Trajectory:
     return types.Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})
 
 
-def _message() -> tuple[bytes, Mapping[str, str]]:
+def _message() -> wire.EncodedMessage:
     return wire.encode_message(
         [_trajectory(0), _trajectory(1)], group_id="0-3-0", workflow="gsm8k", ticket_version="1-2",
         num_failed_attempts=1, group_size=8,
     )  # fmt: skip
 
 
-_PAYLOAD, _HEADERS = _message()
+_PAYLOAD, _HEADERS, _ = _message()
 _SLOTS = wire.decode_headers(_HEADERS, sequence=1, num_bytes=len(_PAYLOAD)).slots
 
 
@@ -167,7 +167,7 @@ _CUT = types.Cut(
 _GROUP = types.UpdateGroup(name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2})
 _TENSOR = types.TensorSpec(name="lm_head.weight", dtype="bfloat16", shape=[128, 64])
 _RECEIPT = msgspec.json.encode(
-    Receipt(number=3, group_id="0-3-0", num_bytes=9, crc32=7, slots=[ReceivedSlot(sibling=0, sample_uid="0-3-0.0.n.x")])
+    Receipt(number=3, group_id="0-3-0", slots=[ReceivedSlot(sibling=0, sample_uid="0-3-0.0.n.x", crc32=7)])
 )
 _WEIGHTS = types.WeightsVersion(
     version="1-4",

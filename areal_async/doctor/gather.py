@@ -5,7 +5,6 @@ that was acknowledged before the first look and is gone at the second has its ou
 trained after the archive was read is in nobody's books. Payloads are looked at one by one and not kept.
 """
 
-import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
@@ -16,7 +15,7 @@ from areal_async.doctor.evidence import Evidence, Rules, StoredSlot
 from areal_async.doctor.files import read_archive, read_ledger, read_metrics
 from areal_async.doctor.versions import Columns, find_faults
 from areal_async.errors import WireError
-from areal_async.receipts import Receipt, Stamp, decode_stamp, read_receipts
+from areal_async.receipts import Receipt, decode_stamp, read_receipts
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import Admitted, Cut, Outcome, Record, RunState, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.wire import decode, decode_headers, decode_trajectory
@@ -125,8 +124,10 @@ class _Reader:
             return
         if stamp is not None:
             self._evidence.stamps.append(stamp)
-        damage = _damage(message.data, stamp, receipts)
-        self._evidence.stored += [_stored_slot(message.data, stored, slot, damage) for slot in stored.slots]
+        receipt = receipts.get((stamp.producer, stamp.number)) if stamp else None
+        self._evidence.stored += [
+            _stored_slot(message.data, stored, slot, _damage(slot, receipt)) for slot in stored.slots
+        ]
 
     async def _messages(self, stream: str, subject: str) -> list[Message]:
         return [] if stream in self._absent else await self._bus.read_log(stream, subject)
@@ -144,12 +145,16 @@ class _Reader:
         return records
 
 
-def _damage(payload: bytes, stamp: Stamp | None, receipts: Mapping[tuple[str, int], Receipt]) -> str:
-    """Compare a payload with what its producer noted of it."""
-    receipt = receipts.get((stamp.producer, stamp.number)) if stamp else None
-    if receipt is None or zlib.crc32(payload) == receipt.crc32:
+def _damage(slot: Slot, receipt: Receipt | None) -> str:
+    """Compare a slot's header, by which its payload is then verified, with what its producer noted of it."""
+    if receipt is None:
         return ""
-    return f"its message has checksum {zlib.crc32(payload)}, its producer noted {receipt.crc32}"
+    for noted in receipt.slots:
+        if (noted.sibling, noted.sample_uid) == (slot.sibling, slot.sample_uid):
+            if noted.crc32 == slot.crc32:
+                return ""
+            return f"its header has checksum {slot.crc32}, its producer noted {noted.crc32}"
+    return f"message {receipt.number} of its producer did not hold it"
 
 
 def _stored_slot(payload: bytes, stored: StoredMessage, slot: Slot, damage: str) -> StoredSlot:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 import anyio
+import anyio.lowlevel
 import structlog
 
 from areal_async import waits
@@ -51,6 +52,9 @@ class Backpressure:
     def __init__(self) -> None:
         self._numbers: list[int] = []
         self._changed = anyio.Event()
+        self.encoding = anyio.Lock(fast_acquire=True)
+        """One message is made at a time, and the loop gets a turn before the next. A batch of groups that end together
+        would hold it for as long as all of theirs take, and the broker would have nothing to do meanwhile."""
 
     @property
     def num_waiting(self) -> int:
@@ -139,6 +143,8 @@ class Outbox:
         while not self._ready:
             self._changed = anyio.Event()
             await self._changed.wait()
+        if len(self._ready) >= self.num_left:
+            return
         with anyio.move_on_after(self._linger_s):
             while len(self._ready) < self.num_left:
                 self._changed = anyio.Event()
@@ -147,38 +153,39 @@ class Outbox:
     async def _send_ready(self) -> None:
         while self._ready or self._in_flight:
             # Kept while it is being sent: a cancelled send is repeated as it was.
-            self._in_flight = self._in_flight or self._freeze()
+            if self._in_flight is None:
+                async with self._backpressure.encoding:
+                    self._in_flight = self._freeze()
+                    await anyio.lowlevel.checkpoint()
             await self._send(self._in_flight)
             self._note_stored(self._in_flight)
             self._in_flight = None
 
     def _note_stored(self, message: _Frozen) -> None:
-        self._receipts.acknowledge(
-            message.stamp, group_id=self._ticket.group_id, payload=message.payload, slots=message.slots
-        )
+        self._receipts.acknowledge(message.stamp, group_id=self._ticket.group_id, slots=message.slots)
         self.num_left -= len(message.slots)
 
     def _freeze(self) -> _Frozen:
         """Take as many finished slots as fit into one message."""
-        slots = [self._ready.pop(0)]
-        num_bytes = max_encoded_bytes(slots[0])
-        num_header_bytes = _header_bytes(slots[0])
+        taken = [self._ready.pop(0)]
+        num_bytes = max_encoded_bytes(taken[0])
+        num_header_bytes = _header_bytes(taken[0])
         while self._ready:
             num_bytes += max_encoded_bytes(self._ready[0])
             num_header_bytes += _header_bytes(self._ready[0])
             if num_bytes > MESSAGE_BYTES or num_header_bytes > MAX_HEADER_BYTES:
                 break
-            slots.append(self._ready.pop(0))
+            taken.append(self._ready.pop(0))
         ticket = self._ticket
-        payload, headers = encode_message(
-            slots, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
+        payload, headers, slots = encode_message(
+            taken, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
             num_failed_attempts=ticket.num_failed_attempts, group_size=ticket.group_size,
         )  # fmt: skip
         stamp = self._receipts.stamp()
         headers[STAMP_HEADER] = encode_stamp(stamp)
-        siblings = "_".join(str(trajectory.slot.sibling) for trajectory in slots)
+        siblings = "_".join(str(slot.sibling) for slot in slots)
         msg_id = f"{ticket.group_id}.{siblings}.{self._producer}"
-        return _Frozen(payload, headers, msg_id, stamp, [trajectory.slot for trajectory in slots])
+        return _Frozen(payload, headers, msg_id, stamp, slots)
 
     async def _send(self, message: _Frozen) -> None:
         wait_s = FIRST_FULL_WAIT_S

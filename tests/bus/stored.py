@@ -62,7 +62,7 @@ async def store(
     producer: str = "a", num_failed_attempts: int = 0,
 ) -> None:  # fmt: skip
     """Store some siblings of a group in one message."""
-    payload, headers = encode_message(
+    payload, headers, _ = encode_message(
         [trajectory(group_id, sibling, version=version, failed=failed, producer=producer) for sibling in siblings],
         group_id=group_id,
         workflow=WORKFLOW,

@@ -248,7 +248,7 @@ async def store_as_another_node(run: Run, group_id: str, siblings: list[int], re
         )
         for sibling in siblings
     ]  # fmt: skip
-    payload, headers = wire.encode_message(
+    payload, headers, _ = wire.encode_message(
         trajectories, group_id=group_id, workflow="play", ticket_version="1-0", num_failed_attempts=0, group_size=4
     )
     await run.node.publish(
@@ -294,7 +294,7 @@ async def test_ticket_of_a_settled_group_is_only_acknowledged(run: Run) -> None:
 async def test_full_stream_makes_the_node_wait_and_loses_nothing(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     room = run.settings.rollout.max_stream_bytes
     slot = Slot(sibling=0, sample_uid="x", status=SlotStatus.FAILED, oldest="1-0", newest="1-0")
-    filler, headers = wire.encode_message(
+    filler, headers, _ = wire.encode_message(
         [Trajectory(slot=slot, sequences=[])],
         group_id="9-9-9", workflow="play", ticket_version="1-0", num_failed_attempts=0, group_size=1,
     )  # fmt: skip

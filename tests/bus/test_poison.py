@@ -183,7 +183,7 @@ async def test_the_trainer_goes_on_after_tickets_that_are_none(
 
 
 def _headers(**changes: object) -> dict[str, str]:
-    payload, headers = wire.encode_message(
+    payload, headers, _ = wire.encode_message(
         [trajectory("0-0-0", 0), trajectory("0-0-0", 1)], group_id="0-0-0", workflow=WORKFLOW, ticket_version="1-0",
         num_failed_attempts=0, group_size=2,
     )  # fmt: skip
@@ -250,7 +250,7 @@ async def test_a_payload_that_belies_its_header_is_missing_from_its_cut_and_a_de
     node, names = await open_role(Role.NODE), operator.names
     lying = trajectory("0-0-0", 0, version="1-0")
     lying.sequences[0].versions[1] = 0  # of a lineage long gone
-    payload, headers = wire.encode_message(
+    payload, headers, _ = wire.encode_message(
         [lying, trajectory("0-0-0", 1)], group_id="0-0-0", workflow=WORKFLOW, ticket_version="1-0",
         num_failed_attempts=0, group_size=2,
     )  # fmt: skip

@@ -15,17 +15,17 @@ def test_a_stamp_claims_only_the_unbroken_row_of_acknowledged_messages(tmp_path:
     receipts = Receipts(tmp_path, "n")
     first, second = receipts.stamp(), receipts.stamp()
 
-    receipts.acknowledge(second, group_id="0-1-0", payload=b"", slots=[])
+    receipts.acknowledge(second, group_id="0-1-0", slots=[])
 
     assert receipts.stamp().num_acknowledged == 0
-    receipts.acknowledge(first, group_id="0-1-0", payload=b"", slots=[])
+    receipts.acknowledge(first, group_id="0-1-0", slots=[])
     assert receipts.stamp().num_acknowledged == 2
 
 
 def test_two_processes_of_one_node_are_two_producers(tmp_path: Path) -> None:
     for _ in range(2):
         receipts = Receipts(tmp_path, "n")
-        receipts.acknowledge(receipts.stamp(), group_id="0-1-0", payload=b"x", slots=[SLOT])
+        receipts.acknowledge(receipts.stamp(), group_id="0-1-0", slots=[SLOT])
 
     produced = read_receipts(tmp_path)
 
@@ -36,7 +36,7 @@ def test_two_processes_of_one_node_are_two_producers(tmp_path: Path) -> None:
 def test_a_line_cut_short_by_a_kill_is_no_damage_and_a_garbled_one_is(tmp_path: Path) -> None:
     receipts = Receipts(tmp_path, "n")
     for _ in range(2):
-        receipts.acknowledge(receipts.stamp(), group_id="0-1-0", payload=b"x", slots=[SLOT])
+        receipts.acknowledge(receipts.stamp(), group_id="0-1-0", slots=[SLOT])
     path = next(tmp_path.rglob("*.jsonl"))
     first, second = path.read_bytes().splitlines(keepends=True)
 
@@ -53,7 +53,7 @@ def test_a_file_that_cannot_be_written_holds_up_nobody(tmp_path: Path) -> None:
     (tmp_path / "produced").write_text("in the way")
     receipts = Receipts(tmp_path, "n")
 
-    receipts.acknowledge(receipts.stamp(), group_id="0-1-0", payload=b"x", slots=[SLOT])
+    receipts.acknowledge(receipts.stamp(), group_id="0-1-0", slots=[SLOT])
 
     assert receipts.stamp().num_acknowledged == 1
 

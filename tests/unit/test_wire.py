@@ -63,7 +63,7 @@ def test_what_a_trajectory_takes_at_most_is_known_before_it_is_encoded(
 
 
 def _message(*trajectories: Trajectory) -> tuple[bytes, dict[str, str]]:
-    return encode_message(
+    payload, headers, _ = encode_message(
         trajectories,
         group_id="0-3-0",
         workflow="gsm8k",
@@ -71,6 +71,7 @@ def _message(*trajectories: Trajectory) -> tuple[bytes, dict[str, str]]:
         num_failed_attempts=1,
         group_size=8,
     )
+    return payload, headers
 
 
 @given(st.integers(min_value=1, max_value=300))

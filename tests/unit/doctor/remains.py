@@ -46,8 +46,8 @@ def archived(step: int, group_id: str, sibling: int, *, version: str = "1-0") ->
 
 
 def receipt(number: int, group_id: str) -> Receipt:
-    slots = [ReceivedSlot(sibling=sibling, sample_uid=uid(group_id, sibling)) for sibling in (0, 1)]
-    return Receipt(number=number, group_id=group_id, num_bytes=10, crc32=1, slots=slots)
+    slots = [ReceivedSlot(sibling=sibling, sample_uid=uid(group_id, sibling), crc32=1) for sibling in (0, 1)]
+    return Receipt(number=number, group_id=group_id, slots=slots)
 
 
 def stored(group_id: str, sibling: int, *, damage: str = "", sample_uid: str = "") -> StoredSlot:

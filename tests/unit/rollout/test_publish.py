@@ -3,8 +3,10 @@
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 import numpy as np
 import pytest
@@ -15,7 +17,7 @@ from areal_async.receipts import Receipts, decode_stamp, read_receipts
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.subjects import Names
 from areal_async.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, Ticket, Trajectory
-from areal_async.wire import decode_headers, decode_trajectory
+from areal_async.wire import decode_headers, decode_trajectory, split_message
 
 pytestmark = pytest.mark.anyio
 
@@ -182,6 +184,28 @@ async def test_the_group_that_was_admitted_first_gets_the_first_room(
     assert backpressure.num_waiting == 0
 
 
+async def test_the_loop_gets_a_turn_between_the_messages_of_groups_that_end_together(receipts: Receipts) -> None:
+    num_turns = 0
+    turns_at_send: list[int] = []
+
+    class Noting(Stream):
+        async def publish(self, *args: Any, **kwargs: Any) -> None:
+            turns_at_send.append(num_turns)
+            await super().publish(*args, **kwargs)
+
+    stream, backpressure = Noting(), Backpressure()
+    async with anyio.create_task_group() as outboxes:
+        for _ in range(8):
+            outbox = outbox_to(stream, receipts, num_expected=1, backpressure=backpressure)
+            outbox.put(trajectory(0))
+            outboxes.start_soon(outbox.run)
+        while len(turns_at_send) < 8:
+            num_turns += 1
+            await anyio.lowlevel.checkpoint()
+
+    assert len(set(turns_at_send)) == 8
+
+
 async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_since(receipts: Receipts) -> None:
     stream = Stream()
     stream.room = anyio.Event()
@@ -237,4 +261,5 @@ async def test_what_is_acknowledged_is_numbered_and_noted_and_what_is_refused_is
     assert [(stamp.number, stamp.num_acknowledged) for stamp in stamps if stamp] == [(1, 0), (2, 1)]
     assert [(one.number, [slot.sibling for slot in one.slots]) for one in noted] == [(1, [0, 2])]
     noted = read_receipts(tmp_path)[receipts.producer].receipts
-    assert [one.crc32 for one in noted] == [zlib.crc32(payload) for _, payload, _ in stream.sent]
+    sent = [zlib.crc32(blob) for _, payload, _ in stream.sent for blob in split_message(payload)]
+    assert [slot.crc32 for one in noted for slot in one.slots] == sent
