@@ -283,7 +283,8 @@ class TrainerSettings(Section):
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     max_restarts: int = Field(default=5, ge=0)
-    """Times a crashed trainer group is started again from its checkpoint before the run ends."""
+    """Times a crashed trainer group is started again from one checkpoint before the run ends; a newer one starts the
+    count afresh."""
 
 
 class LaunchSettings(Section):

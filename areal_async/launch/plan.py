@@ -42,12 +42,16 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
         base = role_spec("trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=trainer_gpus)
         return rank_specs(base, num_ranks, directory=directory.logs)
 
+    def work_done() -> int:
+        return directory.checkpointed_step
+
     return [
         Crew(
             name="trainer",
             make_specs=trainer_specs,
             max_restarts=settings.trainer.max_restarts,
             restart_window_s=None,
+            work_done=work_done,
             stop_deadline_s=TRAINER_STOP_S,
             may_finish=True,
         ),
@@ -60,6 +64,7 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
             ],
             max_restarts=ROLE_MAX_RESTARTS,
             restart_window_s=ROLE_RESTART_WINDOW_S,
+            work_done=work_done,
             stop_deadline_s=NODE_STOP_S,
         ),
         Crew(
@@ -67,6 +72,7 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
             make_specs=lambda: [role_spec("controller", "controller", num_threads=1, gpus=())],
             max_restarts=ROLE_MAX_RESTARTS,
             restart_window_s=ROLE_RESTART_WINDOW_S,
+            work_done=work_done,
             stop_deadline_s=CONTROLLER_STOP_S,
             ends_run=True,
         ),

@@ -18,8 +18,10 @@ import yaml
 
 from areal_async.bus import HeldError
 from areal_async.errors import UserError
+from areal_async.fields import is_version
 from areal_async.settings import DATA_DEFINING, RunSettings, Settings
 from areal_async.settings_sources import NOT_YAML, dump_settings, load_settings
+from areal_async.types import Version
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,12 @@ class RunDirectory:
     @property
     def logs(self) -> Path:
         return self.path / "logs"
+
+    @property
+    def checkpointed_step(self) -> int:
+        """The newest training step that a checkpoint holds; 0 when none does."""
+        names = [path.name for path in (self.path / "checkpoints").glob("*")]
+        return max((Version.parse(name).step for name in names if is_version(name)), default=0)
 
     @property
     def exists(self) -> bool:

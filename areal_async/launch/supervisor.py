@@ -1,7 +1,8 @@
 """Keeping the processes of a run alive, and ending them in the right order. On any backend.
 
     crew      processes that live and die together: the controller, a node, all ranks of the trainer
-    a death   the whole crew is started again after a pause, until its limit; then the run ends with the cause
+    a death   the whole crew is started again after a pause, until its limit; then the run ends with the cause. Deaths
+              long ago, or before work that lasts, no longer count: a run of weeks outlives any number of them
     status 2  the user's mistake: the run ends at once with that process's sentence
     the end   the crew that ``ends_run`` exits 0, then the others are stopped
 
@@ -52,9 +53,11 @@ class Crew:
     """Called for each start: some of a specification (a port) holds for one start alone."""
     max_restarts: int
     restart_window_s: float | None
-    """Restarts longer ago than this are forgotten; ``None`` counts all of them."""
+    """Deaths longer ago than this are forgotten; ``None`` forgets none for its age."""
     stop_deadline_s: float
     """How long it may take to end itself when asked to."""
+    work_done: Callable[[], int] | None = None
+    """Asked at each death for the amount of lasting work; when it has grown, the deaths before are forgotten."""
     ends_run: bool = False
     """Exiting 0 finishes the run; the others are then stopped."""
     may_finish: bool = False
@@ -69,6 +72,8 @@ class _Member:
     processes: list[Process] = field(default_factory=list)
     ended: anyio.Event = field(default_factory=anyio.Event)
     deaths: deque[float] = field(default_factory=deque)
+    work_done: int = 0
+    """At the last death."""
     is_asked_to_end: bool = False
     num_starts: int = 0
 
@@ -76,6 +81,17 @@ class _Member:
         self.processes.append(process)
         if self.is_asked_to_end:  # while it was being started
             process.terminate()
+
+    def note_death(self) -> None:
+        """Count one more, and forget those that no longer tell against a restart."""
+        crew, now = self.crew, time.monotonic()
+        work_done = crew.work_done() if crew.work_done is not None else 0
+        if work_done > self.work_done:
+            self.work_done = work_done
+            self.deaths.clear()
+        self.deaths.append(now)
+        while crew.restart_window_s is not None and self.deaths[0] < now - crew.restart_window_s:
+            self.deaths.popleft()
 
     def ask_to_end(self) -> None:
         """Ask the first process, which takes the others along."""
@@ -193,14 +209,13 @@ class Supervisor:
             raise UserError(death.sentence or f"{death}; see {self._output_of(member, death)}")
         if (reason := await self._read_failure()) is not None:
             raise PipelineError(reason)
-        member.deaths.append(time.monotonic())
         crew = member.crew
-        while crew.restart_window_s is not None and member.deaths[0] < time.monotonic() - crew.restart_window_s:
-            member.deaths.popleft()
+        member.note_death()
         if len(member.deaths) > crew.max_restarts:
             window = f" in {crew.restart_window_s / 60:g} minutes" if crew.restart_window_s else ""
+            progress = " without getting any further" if crew.work_done else ""
             raise PipelineError(
-                f"{crew.name}: died {len(member.deaths)} times{window}, need at most {crew.max_restarts}; "
+                f"{crew.name}: died {len(member.deaths)} times{window}{progress}, need at most {crew.max_restarts}; "
                 f"last, {death}; see {self._output_of(member, death)}"
             )
         pause_s = min(LONGEST_PAUSE_S, self._first_pause_s * 2 ** (len(member.deaths) - 1))

@@ -67,6 +67,7 @@ class _Stage:
         ends_run: bool = False,
         may_finish: bool = False,
         stop_deadline_s: float = 20.0,
+        work_done: Callable[[], int] | None = None,
     ) -> None:
         def make_specs() -> Sequence[ProcessSpec]:
             names = [name] if len(codes) == 1 else [f"{name}-{rank}" for rank in range(len(codes))]
@@ -86,6 +87,7 @@ class _Stage:
                 make_specs=make_specs,
                 max_restarts=max_restarts,
                 restart_window_s=600.0,
+                work_done=work_done,
                 stop_deadline_s=stop_deadline_s,
                 ends_run=ends_run,
                 may_finish=may_finish,
@@ -210,6 +212,31 @@ async def test_crew_that_dies_too_often_ends_the_run_with_its_cause(stage: _Stag
         await stage.run()
 
     await _assert_all_ended(stage)
+
+
+async def test_deaths_before_work_that_lasts_are_forgotten(stage: _Stage) -> None:
+    def work_done() -> int:
+        return len(stage.lines("trainer")) // 2
+
+    stage.add("trainer", _fails_first(5), max_restarts=2, may_finish=True, work_done=work_done)
+    output = repr(str(stage.output("trainer")))
+    has_started = f"os.path.exists({output}) and len(open({output}).readlines()) == 6"
+    stage.add("controller", f"import os, time\nwhile not ({has_started}): time.sleep(0.01)", ends_run=True)
+
+    assert await stage.run() is RunEnd.FINISHED
+
+    restarts = [line.rpartition("(")[2] for line in stage.told if "starting trainer again" in line]
+    assert restarts == [f"restart {number} of 2)" for number in (1, 1, 2, 1, 2)]
+
+
+async def test_crew_that_gets_no_further_is_given_up_however_much_it_did_before(stage: _Stage) -> None:
+    stage.add("trainer", "raise RuntimeError('no memory')", max_restarts=2, work_done=lambda: 7)
+    stage.add("controller", SERVE, ends_run=True)
+
+    with pytest.RaisesGroup(
+        pytest.RaisesExc(PipelineError, match="trainer: died 3 times in 10 minutes without getting any further")
+    ):
+        await stage.run()
 
 
 async def test_mistake_of_the_user_ends_the_run_at_once_with_its_sentence(stage: _Stage) -> None:
