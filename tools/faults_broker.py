@@ -5,7 +5,7 @@ import resource
 import signal
 import time
 from contextlib import AbstractAsyncContextManager
-from datetime import datetime
+from datetime import UTC, datetime
 
 import anyio
 import numpy as np
@@ -16,6 +16,7 @@ from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.trainer.payloads import fetch, place
 from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.waits import BROKER
 from areal_async.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
 from tools.faults_accounts import Accounts
 from tools.faults_cases import Case, row
@@ -26,6 +27,7 @@ NUM_LARGE = 40
 LARGE_TOKENS = (4 << 20) // 17
 """17 bytes each."""
 FREEZE_S = 15.0
+WATCHDOG_S = 5.0
 NOTICED_S = 8.0
 """Three pings and some; a connection pings every two seconds."""
 
@@ -72,14 +74,15 @@ def broker_asked_to_end(case: Case) -> None:
     run.stop()
 
 
-@row("12", f"broker: SIGSTOP for {FREEZE_S:g} s")
+@row("12", f"broker: SIGSTOP for {FREEZE_S:g} s", is_alone=True)
 def broker_frozen(case: Case) -> None:
-    run = case.new_run(run__steps=ENDLESS)
+    run = case.new_run(run__steps=ENDLESS, run__watchdog_s=WATCHDOG_S)
     run.start()
     run.wait_for_step(2)
-    pid, at = broker_pid(run), datetime.now().astimezone()
+    pid, at, ends_at = broker_pid(run), datetime.now(UTC), time.monotonic() + FREEZE_S
     strike(pid, signal.SIGSTOP)
-    time.sleep(FREEZE_S)
+    case.wait_named(BROKER, since=at)
+    time.sleep(max(0.0, ends_at - time.monotonic()))
     strike(pid, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     for role in ("node", "trainer", "controller"):
@@ -91,7 +94,7 @@ def broker_frozen(case: Case) -> None:
     run.stop()
 
 
-@row("14", f"{NUM_LARGE} trajectories of 4 MB, fetched at once")
+@row("14", f"{NUM_LARGE} trajectories of 4 MB, fetched at once", is_alone=True)
 def large_trajectories(case: Case) -> None:
     settings = Settings(
         run=RunSettings(name="large", directory=case.directory),

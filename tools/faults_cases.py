@@ -5,6 +5,7 @@ import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tools.faults_accounts import Accounts, account
 from tools.faults_run import FaultFailed, FaultRun
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
+NAMED_DEADLINE_S = 40.0
 
 
 class NotRun(Exception):
@@ -32,6 +34,8 @@ class Case:
     destroyed: frozenset[str] = frozenset()
     """Trajectories that the fault itself destroys: these may be lost, and no others."""
     recoveries_s: list[float] = field(default_factory=list)
+    named: list[str] = field(default_factory=list)
+    """Whom the watchdog named, rightly."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -56,6 +60,36 @@ class Case:
         if not is_so:
             raise FaultFailed(sentence)
 
+    def check_steps(self) -> None:
+        """Fail the row unless the run trained every step, and each once."""
+        assert self.run is not None
+        steps = [line["step"] for line in self.run.steps]
+        wanted = list(range(1, self.run.settings().run.steps + 1))
+        self.check(steps == wanted, f"metrics.jsonl: got steps {steps}, need each of 1 to {wanted[-1]} once")
+
+    def wait_named(self, culprit: str, *, since: datetime) -> None:
+        """Wait until the watchdog says who holds up the run; fail the row unless it has named this one alone.
+
+        Args:
+            culprit: as ``areal_async.waits`` names it.
+            since: when it was struck.
+        """
+        run = self.run
+        assert run is not None
+        run.wait_until(
+            lambda: bool(run.culprits(since=since)), f"the watchdog to name {culprit}", deadline_s=NAMED_DEADLINE_S
+        )
+        found = run.culprits(since=since)
+        self.check(set(found) == {culprit}, f"the watchdog named {found}, need {culprit}")
+        self.named.append(culprit)
+
+    def check_nobody_named(self, *, since: datetime) -> None:
+        """Fail the row if the watchdog has named anybody: nobody held up the others."""
+        assert self.run is not None
+        found = self.run.culprits(since=since)
+        self.check(not found, f"the watchdog named {found}, and nobody was stopped longer than the others")
+        self.named.append("nobody")
+
     def note(self, sentence: str) -> None:
         """Say something beside the figures."""
         self.notes.append(sentence)
@@ -76,6 +110,8 @@ class Row:
     """Its timing is: it takes several seeds."""
     is_quick: bool
     """It belongs to the short selection."""
+    is_alone: bool = False
+    """It holds the run to deadlines that another run beside it would cost."""
     must_show: str = ""
     """``lost`` or ``twice``: what a negative control has to find."""
 
@@ -90,8 +126,12 @@ class Result:
     verdict: str
     accounts: Accounts
     duration_s: float
+    cpu_s: float
+    """Of the run's processes, the harness excepted."""
     recovery_s: float | None
     peak_rss_bytes: int
+    named: list[str]
+    """Whom the watchdog named, rightly."""
     notes: list[str]
 
 
@@ -99,13 +139,25 @@ ROWS: dict[str, Row] = {}
 
 
 def row(
-    number: str, title: str, *, is_random: bool = False, is_quick: bool = False, must_show: str = ""
+    number: str,
+    title: str,
+    *,
+    is_random: bool = False,
+    is_quick: bool = False,
+    is_alone: bool = False,
+    must_show: str = "",
 ) -> Callable[[Strike], Strike]:
     """Declare a function as a row of the matrix."""
 
     def declare(strike: Strike) -> Strike:
         ROWS[number] = Row(
-            number=number, title=title, strike=strike, is_random=is_random, is_quick=is_quick, must_show=must_show
+            number=number,
+            title=title,
+            strike=strike,
+            is_random=is_random,
+            is_quick=is_quick,
+            is_alone=is_alone,
+            must_show=must_show,
         )
         return strike
 
@@ -143,9 +195,28 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
         verdict=verdict,
         accounts=accounts,
         duration_s=time.monotonic() - started,
+        cpu_s=case.run.cpu_s if case.run is not None else 0.0,
         recovery_s=max(case.recoveries_s, default=None),
         peak_rss_bytes=case.run.peak_rss_bytes if case.run is not None else 0,
+        named=case.named,
         notes=case.notes,
+    )
+
+
+def failed(row: Row, seed: int, error: BaseException) -> Result:
+    """Return the line of a row that broke off by an error nobody thought of."""
+    return Result(
+        row=row.number,
+        title=row.title,
+        seed=seed,
+        verdict=FAIL,
+        accounts=Accounts(),
+        duration_s=0.0,
+        cpu_s=0.0,
+        recovery_s=None,
+        peak_rss_bytes=0,
+        named=[],
+        notes=[f"{type(error).__name__}: {error}"],
     )
 
 
@@ -174,7 +245,9 @@ def merge(results: list[Result]) -> Result:
         verdict=next((bad for bad in (FAIL, NOT_RUN) if bad in verdicts), PASS),
         accounts=total,
         duration_s=sum(result.duration_s for result in results),
+        cpu_s=sum(result.cpu_s for result in results),
         recovery_s=max(recoveries, default=None),
         peak_rss_bytes=max(result.peak_rss_bytes for result in results),
+        named=list(dict.fromkeys(name for result in results for name in result.named)),
         notes=list(dict.fromkeys(note for result in results for note in result.notes)),
     )

@@ -3,10 +3,12 @@
 import signal
 import subprocess
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 from areal_async.host import free_port
 from areal_async.settings import TICKET_ACK_WAIT_S
+from areal_async.waits import TRAINER, node
 from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, strike
 
@@ -16,7 +18,10 @@ CHECKPOINT_POINTS = ("trainer.after_checkpoint", "trainer.before_acks", "trainer
 CONTROLLER_POINTS = ("controller.before_tickets", "controller.before_cursor", "controller.after_cursor")
 SLOW_S = 25.0
 STALL_S = 5.0
-STOPPED_S = 5.0
+LEASE_WATCHDOG_S = 10.0
+"""Longer than the stall, which is to be survived, and shorter than the leases of a frozen node."""
+WATCHDOG_S = 5.0
+"""Of rows in which one process is stopped: long before anybody else does something about it."""
 ALL_STOPPED_S = 40.0
 WIDE_STEPS = 14
 """Beyond the bound on staleness: some groups come due while the stream is full."""
@@ -58,14 +63,8 @@ def _run_past_points(case: Case, faults: list[tuple[str, int]], **settings: Any)
             case.recovered(run.wait_for_progress())
     run.finish()
     case.check(all(run.has_fired(point) for point, _ in faults), "a fault point was never reached")
-    _check_steps(case, run)
+    case.check_steps()
     return run
-
-
-def _check_steps(case: Case, run: FaultRun) -> None:
-    steps = [line["step"] for line in run.steps]
-    wanted = list(range(1, run.settings().run.steps + 1))
-    case.check(steps == wanted, f"metrics.jsonl: got steps {steps}, need each of 1 to {wanted[-1]} once")
 
 
 @row("5", "rollout node: kill -9 in mid batch, at a point and at random", is_random=True, is_quick=True)
@@ -81,7 +80,7 @@ def node_killed(case: Case) -> None:
     strike(run.role_pid("node"), signal.SIGKILL)
     case.recovered(run.wait_for_progress())
     run.finish()
-    _check_steps(case, run)
+    case.check_steps()
 
 
 @row("5c", "controller: kill -9 around tickets and cursor", is_random=True)
@@ -118,7 +117,7 @@ def everything_killed(case: Case) -> None:
     run.wait_for_progress()
     case.recovered(time.monotonic() - started)
     run.finish()
-    _check_steps(case, run)
+    case.check_steps()
 
 
 @row("11", "trainer: SIGSTOP, another takes over, and the zombie comes back", is_random=True, is_quick=True)
@@ -126,10 +125,11 @@ def trainer_zombie(case: Case) -> None:
     point = ("trainer.after_step", "trainer.before_checkpoint", "trainer.before_acks", "trainer.before_announce")[
         case.seed % 4
     ]
-    run = case.new_run(faults=f"{point}:3:stop", run__steps=16)
+    run = case.new_run(faults=f"{point}:3:stop", run__steps=16, run__watchdog_s=WATCHDOG_S)
     case.note(f"stopped at {point} no. 3")
     run.start()
     run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
+    case.wait_named(TRAINER, since=datetime.now(UTC))
     zombie, steps = run.role_pid("trainer"), len(run.steps)
     second = run.start_role("trainer", environment={**TRAINER_RANK, "MASTER_PORT": str(free_port())})
     try:
@@ -141,7 +141,7 @@ def trainer_zombie(case: Case) -> None:
         second.wait()
     fenced = [event for event in run.events("launcher", "process.died") if event["process"].startswith("trainer")]
     case.check(bool(fenced), "nothing fenced the zombie")
-    _check_steps(case, run)
+    case.check_steps()
 
 
 @row("13", f"slow trainer: stopped nine tenths of {SLOW_S:g} s; the stream full")
@@ -165,10 +165,10 @@ def stream_full(case: Case) -> None:
     run = _wide_run(case)
     run.start()
     run.wait_for_step(1)
-    trainer = run.role_pid("trainer")
+    trainer, at = run.role_pid("trainer"), datetime.now(UTC)
     strike(trainer, signal.SIGSTOP)
     run.wait_until(lambda: bool(run.events("node", "stream.full")), "the stream to fill")
-    time.sleep(STOPPED_S)
+    case.wait_named(TRAINER, since=at)
     strike(trainer, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.wait_for_step(len(run.steps) + WIDE_STEPS)
@@ -183,7 +183,7 @@ def _wide_run(case: Case) -> FaultRun:
     workflow.write_text(WIDE)
     return case.new_run(
         workflow=str(workflow), run__steps=ENDLESS, rollout__group_size=4, rollout__min_group_size=2,
-        rollout__max_staleness=11, rollout__max_stream_bytes=1 << 20,
+        rollout__max_staleness=11, rollout__max_stream_bytes=1 << 20, run__watchdog_s=WATCHDOG_S,
     )  # fmt: skip
 
 
@@ -208,25 +208,27 @@ def started_twice(case: Case) -> None:
         for other in others:
             other.kill()
             other.wait()
-    _check_steps(case, run)
+    case.check_steps()
 
 
 @row("23", f"event loop stalled for {STALL_S:g} s by a workflow, a node frozen past its leases")
 def loop_stalled(case: Case) -> None:
     workflow = case.directory / "stalling.py"
     workflow.write_text(STALLING.format(seconds=STALL_S, mark=case.directory / "stalled"))
-    run = case.new_run(workflow=str(workflow), run__steps=ENDLESS)
+    run = case.new_run(workflow=str(workflow), run__steps=ENDLESS, run__watchdog_s=LEASE_WATCHDOG_S)
     run.start()
     run.wait_for_step(1)
     run.wait_until(lambda: bool(run.events("node", "loop.blocked")), "the stall to be noticed")
     case.recovered(run.wait_for_progress())
-    node = run.role_pid("node")
+    first = run.role_pid("node")
     second = run.start_role("node", "--node-id", "1")
     try:
         run.wait_until(lambda: len(run.events("node", "server.swapped")) > 0, "the second node")
-        strike(node, signal.SIGSTOP)
-        time.sleep(TICKET_ACK_WAIT_S + 5.0)
-        strike(node, signal.SIGCONT)
+        at, ends_at = datetime.now(UTC), time.monotonic() + TICKET_ACK_WAIT_S + 5.0
+        strike(first, signal.SIGSTOP)
+        case.wait_named(node("0"), since=at)
+        time.sleep(max(0.0, ends_at - time.monotonic()))
+        strike(first, signal.SIGCONT)
         case.recovered(run.wait_for_progress())
         run.wait_for_step(len(run.steps) + 3)
         run.stop()
@@ -241,7 +243,7 @@ def everything_stopped(case: Case) -> None:
     run.start()
     run.wait_for_step(case.rng.randint(1, 4))
     time.sleep(case.rng.uniform(0.0, 1.0))
-    pids = run.all_pids()
+    pids, at = run.all_pids(), datetime.now(UTC)
     for pid in pids:
         strike(pid, signal.SIGSTOP)
     time.sleep(ALL_STOPPED_S)
@@ -250,4 +252,5 @@ def everything_stopped(case: Case) -> None:
         strike(pid, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.finish()
-    _check_steps(case, run)
+    case.check_nobody_named(since=at)
+    case.check_steps()

@@ -11,12 +11,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from areal_async.fault_points import FIRED, SPECIFICATION
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import Settings
+from areal_async.waits import STALLED
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOOK_S = 0.1
@@ -65,6 +67,8 @@ class FaultRun:
         self._process: subprocess.Popen[bytes] | None = None
         self.peak_rss_bytes = 0
         """Of all its processes together."""
+        self._cpu_ticks: dict[tuple[int, str], int] = {}
+        """By process and start, up to when it was last seen."""
         self._closing = threading.Event()
         self._measuring = threading.Thread(target=self._measure, daemon=True)
         self._measuring.start()
@@ -180,13 +184,22 @@ class FaultRun:
 
     def _measure(self) -> None:
         while not self._closing.wait(MEASURE_S):
-            pages = sum(_resident_pages(pid) for pid in self.all_pids())
+            pids = self.all_pids()
+            pages = sum(_resident_pages(pid) for pid in pids)
             self.peak_rss_bytes = max(self.peak_rss_bytes, pages * os.sysconf("SC_PAGE_SIZE"))
+            for pid in pids:
+                since, ticks = _cpu_ticks(pid)
+                self._cpu_ticks[pid, since] = ticks
 
     def close(self) -> None:
         """Measure no more."""
         self._closing.set()
         self._measuring.join()
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor seconds of all its processes; short of what each did since it was last seen, a second at most."""
+        return sum(list(self._cpu_ticks.values())) / os.sysconf("SC_CLK_TCK")
 
     # what it has done
 
@@ -210,6 +223,11 @@ class FaultRun:
                 if f'"{name}"' in line:
                     found.append(json.loads(line))
         return [one for one in found if one.get("event") == name]
+
+    def culprits(self, *, since: datetime) -> list[str]:
+        """Return whom the watchdog has named since then, in the controller and in the launcher, as ``waits`` names."""
+        stalls = [*self.events("controller", STALLED), *self.events("launcher", STALLED)]
+        return [one["culprit"] for one in stalls if datetime.fromisoformat(one["timestamp"]) > since]
 
     def has_fired(self, point: str) -> bool:
         """Whether a fault point has struck."""
@@ -276,3 +294,12 @@ def _resident_pages(pid: int) -> int:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
     except (OSError, IndexError):
         return 0
+
+
+def _cpu_ticks(pid: int) -> tuple[str, int]:
+    """Return when a process was started, and its clock ticks on a processor."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[19], int(fields[11]) + int(fields[12])
+    except (OSError, IndexError):
+        return "", 0

@@ -4,10 +4,11 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any
 
 from areal_async.types import Version
+from areal_async.waits import BROKER
 from tools.faults_cases import Case, row
 from tools.faults_proxy import ANY_ROLE, Direction, Fate, Proxy
 from tools.faults_run import ENDLESS, FaultRun, strike
@@ -15,6 +16,7 @@ from tools.faults_server import running_server
 
 BOTH = tuple(Direction)
 PARTITION_S = 20.0
+WATCHDOG_S = 8.0
 RESUMED_S = 5.0
 LATEST_VERSION_S = 5.0
 LOST_S = 2.0
@@ -60,14 +62,16 @@ def acks_lost(case: Case) -> None:
             case.recovered(run.wait_until(lambda steps=steps: len(run.steps) > steps, "a step"))  # type: ignore[misc]
 
 
-@row("10", f"partition for {PARTITION_S:g} s: silent, lossy, half-open")
+@row("10", f"partition for {PARTITION_S:g} s: silent, lossy, half-open", is_alone=True)
 def partition(case: Case) -> None:
-    with run_behind_proxy(case) as (run, proxy):
+    with run_behind_proxy(case, run__watchdog_s=WATCHDOG_S) as (run, proxy):
         for fate in (Fate.HOLD, Fate.LOSE):
+            at = datetime.now(UTC)
             proxy.strike([ANY_ROLE], BOTH, fate)
             time.sleep(PARTITION_S / 2)
             if fate is Fate.LOSE:
                 time.sleep(PARTITION_S / 2)
+            case.wait_named(BROKER, since=at)
             _check_resumed(case, run, proxy)
         proxy.cut(half_open=True)
         _check_resumed(case, run, proxy, heals=False)
@@ -83,7 +87,7 @@ def _check_resumed(case: Case, run: FaultRun, proxy: Proxy, *, heals: bool = Tru
     case.check(seconds < allowed, f"resumed {seconds:.1f} s after the heal, need {allowed:g}")
 
 
-@row("20", "events of new weights lost, then late and out of order; connections cut, a server killed")
+@row("20", "events of new weights lost, then late and out of order; connections cut, a server killed", is_alone=True)
 def events_lost(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for delay_s in (None, 3.0):

@@ -1,6 +1,9 @@
 """A row passes when nothing is lost, twice or over age; a negative control when it shows what it must."""
 
+import json
 from collections import Counter
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -69,3 +72,55 @@ def test_one_failed_seed_fails_the_row_and_the_counts_add_up(tmp_path: Path) -> 
     assert merged.verdict == FAIL
     assert (merged.accounts.acked, merged.accounts.trained, merged.accounts.dropped) == (5, 2, {"late": 2})
     assert merged.accounts.lost == ["a"]
+
+
+STRUCK_AT = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+@pytest.fixture
+def case(tmp_path: Path) -> Iterator[Case]:
+    """A row whose run was never started: its logs are the test's to write."""
+    case = Case(1, tmp_path)
+    run = case.new_run()
+    (run.directory / "logs").mkdir(parents=True)
+    yield case
+    run.close()
+
+
+def note_stall(case: Case, role: str, culprit: str, *, after_s: float) -> None:
+    assert case.run is not None
+    at = (STRUCK_AT + timedelta(seconds=after_s)).isoformat()
+    with (case.run.directory / "logs" / f"{role}.jsonl").open("a") as log:
+        log.write(json.dumps({"event": "run.stalled", "timestamp": at, "culprit": culprit}) + "\n")
+
+
+@pytest.mark.parametrize("role", ["controller", "launcher"])
+def test_who_was_struck_is_to_be_named_by_whoever_watches_and_what_was_said_before_does_not_count(
+    case: Case, role: str
+) -> None:
+    note_stall(case, role, "trainer", after_s=-1)
+    note_stall(case, role, "node 0", after_s=5)
+
+    case.wait_named("node 0", since=STRUCK_AT)
+
+    assert case.named == ["node 0"]
+
+
+def test_a_watchdog_that_names_another_as_well_fails_the_row(case: Case) -> None:
+    note_stall(case, "launcher", "node 0", after_s=5)
+    note_stall(case, "controller", "trainer", after_s=6)
+
+    with pytest.raises(FaultFailed, match="trainer"):
+        case.wait_named("node 0", since=STRUCK_AT)
+
+    assert case.named == []
+
+
+def test_nobody_may_be_named_where_all_are_stopped_alike(case: Case) -> None:
+    case.check_nobody_named(since=STRUCK_AT)
+    note_stall(case, "controller", "trainer", after_s=5)
+
+    with pytest.raises(FaultFailed, match="trainer"):
+        case.check_nobody_named(since=STRUCK_AT)
+
+    assert case.named == ["nobody"]
