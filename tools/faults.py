@@ -29,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tools import (
+    faults_broadcast,
     faults_broker,
     faults_controls,
     faults_hosts,
@@ -42,6 +43,7 @@ from tools.faults_cases import FAIL, PASS, ROWS, Result, Row, carry_out, failed,
 NUM_SEEDS = 5
 NUM_LANES = 2
 MODULES = (
+    faults_broadcast,
     faults_broker,
     faults_controls,
     faults_hosts,

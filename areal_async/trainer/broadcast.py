@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import structlog
 from torch import Tensor
 
+from areal_async.fault_points import reach
 from areal_async.host import LOOPBACK
 from areal_async.types import ServerState, UpdateGroup
 from areal_async.weight_group import WeightGroup, WeightGroupError
@@ -81,6 +82,7 @@ class Broadcaster:
             if time.monotonic() > self._ends_at:
                 raise WeightGroupError(f"weight group {group.name}: not through within {self.deadline_s:g} s")
             group.broadcast(flat)
+            reach("trainer.during_broadcast")
         except WeightGroupError as exc:
             self.give_up(str(exc))
         if self._group is None:

@@ -1,0 +1,45 @@
+"""Faults of weights on their way by broadcast: who receives or sends them is killed when some buckets are through."""
+
+import signal
+import time
+
+from tools.faults_cases import Case, row
+from tools.faults_run import strike
+
+POINT = "trainer.during_broadcast"
+BUCKET_BYTES = 300_000
+"""A version takes several."""
+DEADLINE_S = 20
+RECEIVED_S = 0.3
+"""For what was sent before the stop to arrive."""
+SERVER = "areal_async.inference.embedded"
+
+
+@row("28", "broadcast of weights: a server killed in mid broadcast, then the trainer", is_random=True, is_quick=True)
+def broadcast_broken(case: Case) -> None:
+    first = case.rng.randint(8, 30)
+    second = first + case.rng.randint(10, 60)
+    run = case.new_run(
+        faults=f"{POINT}:{first}:stop {POINT}:{second}:kill", run__steps=24, inference__num_servers=2,
+        inference__weight_transfer="distributed", inference__bucket_bytes=BUCKET_BYTES,
+        inference__transfer_deadline_s=DEADLINE_S,
+    )  # fmt: skip
+    case.note(f"at buckets {first} and {second}")
+    run.start()
+    run.wait_until(lambda: run.has_fired(f"{POINT}-{first}") or not run.is_alive, "the first broadcast to be struck")
+    trainer = run.role_pid("trainer")
+    time.sleep(RECEIVED_S)
+    strike(case.rng.choice(sorted(run.pids(SERVER))), signal.SIGKILL)
+    run.wait_until(lambda: bool(run.events("node", "server.failed")), "the node to miss its server", deadline_s=30)
+    strike(trainer, signal.SIGCONT)
+    case.recovered(run.wait_for_progress())
+    run.wait_until(lambda: run.has_fired(f"{POINT}-{second}") or not run.is_alive, "the second broadcast to be struck")
+    num_before = len(run.events("trainer", "weights.broadcast"))
+    case.recovered(run.wait_for_progress())
+    run.finish()
+    case.check(run.has_fired(f"{POINT}-{second}"), "the trainer was never killed in a broadcast")
+    case.check(bool(run.events("trainer", "broadcast.failed")), "the server's end broke no broadcast")
+    sent = [one["is_whole"] for one in run.events("trainer", "weights.broadcast")]
+    case.check(any(sent[num_before:]), "no broadcast came through any more after the faults")
+    case.note(f"{sum(sent)} of {len(sent)} broadcasts whole")
+    case.check_steps()
