@@ -35,8 +35,9 @@ if "trainer" in sys.orig_argv:
         write = lineage.write_cut
 
         async def write_and_ack(entry):
-            await write(entry)
+            sequence = await write(entry)
             await bus.settle(self._inventory.release([group.group_id for group in entry.groups]))
+            return sequence
 
         lineage.write_cut = write_and_ack
 
