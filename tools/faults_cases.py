@@ -43,7 +43,8 @@ class Case:
 
     def new_run(self, *, parent: Path | None = None, **settings: Any) -> FaultRun:
         """Return the run that this row strikes; its seed is the row's."""
-        self.run = FaultRun(parent or self.directory, **{"run__seed": self.seed, "run__steps": 12, **settings})
+        settings = {"run__seed": self.seed, "run__steps": 12, **settings}
+        self.run = FaultRun(parent or self.directory, output=self.directory / "run.out", **settings)
         return self.run
 
     def settle_accounts(self) -> None:

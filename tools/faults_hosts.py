@@ -25,8 +25,10 @@ from tools.faults_cases import Case, NotRun, row
 from tools.faults_run import ENDLESS, FaultRun
 
 TMPFS_BYTES = 900 << 20
-STREAM_BYTES = 64 << 20
+STREAM_BYTES = 128 << 20
 FULL_S = 10.0
+ALARM_S = 30.0
+"""From full to an alarm; the broker notices with its next write."""
 HOUR_S = 3600
 HOSTILE_S = 300.0
 HOSTILE = '''"""Has hostile programs run where a model's would be, and rewards a secret that is outside."""
@@ -82,9 +84,10 @@ def disk_full(case: Case) -> None:
         run.start()
         run.wait_for_step(2)
         _fill(disk / "ballast")
-        alarm_s = run.wait_until(lambda: bool(run.events("launcher", "broker.frozen")), "an alarm", deadline_s=FULL_S)
+        # printed: the log lies on the full disk
+        alarm_s = run.wait_until(lambda: "broker.frozen" in run.output, "an alarm", deadline_s=ALARM_S)
         case.note(f"alarm after {alarm_s:.1f} s")
-        time.sleep(FULL_S - alarm_s)
+        time.sleep(max(0.0, FULL_S - alarm_s))
         (disk / "ballast").unlink()
         case.note("it ended" if not run.is_alive else "it went on")
         if run.is_alive:

@@ -183,7 +183,8 @@ def _wide_run(case: Case) -> FaultRun:
     workflow.write_text(WIDE)
     return case.new_run(
         workflow=str(workflow), run__steps=ENDLESS, rollout__group_size=4, rollout__min_group_size=2,
-        rollout__max_staleness=11, rollout__max_stream_bytes=1 << 20, run__watchdog_s=WATCHDOG_S,
+        rollout__max_staleness=11, rollout__max_trajectory_bytes=1 << 16, rollout__max_stream_bytes=1 << 20,
+        run__watchdog_s=WATCHDOG_S,
     )  # fmt: skip
 
 

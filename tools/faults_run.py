@@ -52,13 +52,20 @@ class FaultRun:
         workflow: str = "workflows/gsm8k.py",
         faults: str = "",
         environment: Mapping[str, str] | None = None,
+        output: Path | None = None,
         **settings: Any,
     ) -> None:
-        """``settings``: ``run__steps=12`` for ``--run.steps 12``; ``faults`` as ``areal_async.fault_points`` reads."""
+        """Prepare it.
+
+        Args:
+            faults: as ``areal_async.fault_points`` reads.
+            output: file for what it prints; ``None`` for one in ``parent``.
+            settings: ``run__steps=12`` for ``--run.steps 12``.
+        """
         self.directory = (parent / name).absolute()
         self.workflow = workflow
         self._fired = parent.absolute() / f"{name}.fired"
-        self._output = parent.absolute() / f"{name}.out"
+        self._output = output or parent.absolute() / f"{name}.out"
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
         self.environment |= {FIRED: str(self._fired), SPECIFICATION: faults}
         chosen = {"run.directory": parent.absolute(), "run.name": name, **SMALL}
@@ -241,9 +248,14 @@ class FaultRun:
         """Return the resolved settings."""
         return self.run_directory.read_settings()
 
+    @property
+    def output(self) -> str:
+        """What its processes printed, over all starts."""
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
+
     def last_words(self) -> str:
         """Return the end of what the launcher said."""
-        lines = self._output.read_text(errors="replace").splitlines() if self._output.exists() else []
+        lines = self.output.splitlines()
         return " | ".join(line for line in lines[-OUTPUT_LINES:] if line.strip() and not line.startswith("step "))
 
     # waiting
