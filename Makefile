@@ -21,10 +21,10 @@ test-sglang: $(STAMP)  ## the contract with the servers, against the real SGLang
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang $(ARGS)
 
-faults: $(STAMP)  ## every fault of the matrix against real runs; about an hour on two cores
+faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour on two cores
 	$(BIN)/python -m tools.faults $(ARGS)
 
-faults-quick: $(STAMP)  ## a selection of the faults, one seed each; some minutes
+faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
 
 check: $(STAMP)  ## format, lint, types
