@@ -11,7 +11,7 @@ import anyio
 import numpy as np
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus, take_trainer_consumer
-from areal_async.receipts import Receipts
+from areal_async.receipts import Receipts, read_receipts
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.trainer.payloads import fetch, place
@@ -164,20 +164,27 @@ def poison(case: Case) -> None:
     run = case.new_run(run__steps=14)
     run.start()
     run.wait_for_step(2)
-    count = anyio.run(_poison, run)
+    group_id = _last_stored_group(run)
+    count = anyio.run(_poison, run, group_id)
     run.finish()
-    found = run.events("trainer", "trajectory.undecodable")
+    stream = run.settings().names.trajectories_stream
+    found = {one["sequence"] for one in run.events("trainer", "message.buried") if one["stream"] == stream}
     case.check(len(found) == count, f"{count} poison messages, {len(found)} told of")
     case.check(not run.events("launcher", "process.died"), "a role died of poison")
-    case.note(f"{count} dead letters")
+    case.note(f"{count} dead letters, in group {group_id}")
 
 
-async def _poison(run: FaultRun) -> int:
-    """Publish messages that no producer of ours would; return how many."""
+def _last_stored_group(run: FaultRun) -> str:
+    receipts = [receipt for produced in read_receipts(run.directory).values() for receipt in produced.receipts]
+    return receipts[-1].group_id
+
+
+async def _poison(run: FaultRun, group_id: str) -> int:
+    """Publish messages that no producer of ours would, for a group that is under way; return how many."""
     settings, directory = run.settings(), run.run_directory
-    names, nobody = settings.names, {"group_id": "0-0-0", "workflow": "gsm8k", "ticket_version": "1-0"}
-    group = json.dumps({"schema": 1, **nobody, "num_failed_attempts": 0, "group_size": 8})
-    newer = json.dumps({"schema": 99, **nobody, "num_failed_attempts": 0, "group_size": 8})
+    names, known = settings.names, {"group_id": group_id, "workflow": "gsm8k", "ticket_version": "1-0"}
+    group = json.dumps({"schema": 1, **known, "num_failed_attempts": 0, "group_size": 8})
+    newer = json.dumps({"schema": 99, **known, "num_failed_attempts": 0, "group_size": 8})
     slot = {"sibling": 0, "sample_uid": "x", "status": "scored", "oldest": "1-0", "newest": "1-0"}
     headers: list[dict[str, str]] = [
         {},
@@ -196,5 +203,5 @@ async def _poison(run: FaultRun) -> int:
         credentials=credentials_for(settings, directory.path, Role.OPERATOR),
     ) as bus:
         for one in headers:
-            await bus.publish(names.trajectories("gsm8k", "0-0-0"), b"\xff" * 100, headers=one)
+            await bus.publish(names.trajectories("gsm8k", group_id), b"\xff" * 100, headers=one)
     return len(headers)
