@@ -15,7 +15,7 @@ from areal_async.receipts import Receipts, read_receipts
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.trainer.payloads import fetch, place
-from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.waits import BROKER
 from areal_async.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
 from tools.faults_accounts import Accounts
@@ -137,7 +137,10 @@ async def _publish_large(bus: Bus, receipts: Receipts, index: int) -> None:
     )  # fmt: skip
     tokens = np.zeros(LARGE_TOKENS, np.int32)
     sequence = Sequence(
-        token_ids=tokens, loss_mask=tokens == 0, logprobs=tokens.astype(np.float32), versions=tokens.astype(np.int64)
+        token_ids=tokens,
+        loss_mask=tokens == 0,
+        logprobs=tokens.astype(np.float32),
+        versions=np.full(LARGE_TOKENS, Version.parse(ticket.version).pack()),
     )
     uid = f"{ticket.group_id}.0.large"
     slot = Slot(
