@@ -1,13 +1,14 @@
 """Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from areal_async.contracts import Message
-from areal_async.errors import UserError
+from areal_async.errors import UserError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.messages import for_template
 
 ENCODE_CACHE_TEXTS = 1024
 """All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
@@ -23,21 +24,43 @@ class TextCodec:
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
 
-    def render(self, messages: Sequence[Message]) -> str:
-        """Write a conversation with the model's chat template, up to where the model answers."""
-        text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, tokenize=False
-        )
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, for_reply: bool = True
+    ) -> str:
+        """Write a conversation with the model's chat template, up to where the model answers.
+
+        Args:
+            tools: their schemas, as OpenAI writes them.
+            for_reply: ``False`` stops after the last message instead.
+
+        Raises:
+            WorkflowError: the template refuses it, or cannot write it.
+        """
+        with attributed_to(WorkflowError, "chat template"):
+            text: str = self._tokenizer.apply_chat_template(
+                [for_template(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                add_generation_prompt=for_reply,
+                tokenize=False,
+            )
         return text
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokenize; a rendered conversation holds its special tokens already."""
         return list(self._encode_once(text, add_special_tokens))
 
-    def decode(self, token_ids: list[int]) -> str:
-        """Return the text, without special tokens."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
+
+    def decode_reply(self, output_ids: list[int]) -> str:
+        """Return what the model wrote, special tokens too, without the one that ends its turn."""
+        return self.decode(output_ids[:-1] if self.ends_turn(output_ids) else output_ids, skip_special_tokens=False)
+
+    def ends_turn(self, output_ids: list[int]) -> bool:
+        """Say whether the model has said the end of its turn."""
+        return bool(output_ids) and output_ids[-1] in self.stop_token_ids
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))

@@ -1,7 +1,9 @@
 """A tokenizer of bytes and a model that says what a test tells it to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import anyio.lowlevel
 
 from areal_async.inference.pool import Server
 from areal_async.rollout.text import TextCodec
@@ -15,11 +17,11 @@ class ByteTokenizer:
     """Every byte is a token, and ``<end>`` is one more."""
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool, tokenize: bool
+        self, messages: Sequence[Mapping[str, str]], *, tools: object, add_generation_prompt: bool, tokenize: bool
     ) -> str:
-        assert add_generation_prompt
         assert not tokenize
-        return "".join(f"{message['role']}:{message['content']}{END_TEXT}" for message in messages) + "assistant:"
+        text = "".join(f"{message['role']}:{message['content']}{END_TEXT}" for message in messages)
+        return text + "assistant:" * add_generation_prompt
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int] = [0] if add_special_tokens else []
@@ -28,9 +30,9 @@ class ByteTokenizer:
         return ids
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
         # 200 and above are other ways to write a: what is said cannot be had back from its text.
-        return bytes(97 if 200 <= token < END else token for token in token_ids if token != END).decode()
+        end = b"" if skip_special_tokens else END_TEXT.encode()
+        return b"".join(end if token == END else bytes([97 if token >= 200 else token]) for token in token_ids).decode()
 
 
 class ScriptedModel:
@@ -45,11 +47,19 @@ class ScriptedModel:
         self.finish_reason = finish_reason
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], *, preferred: Server | None = None
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: Server | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> tuple[Turn, Server]:
         self.calls.append((prompt_ids, sampling_params))
         self.preferred.append(preferred)
         output_ids = self.answers.pop(0)
+        for token in output_ids if on_tokens else []:
+            await anyio.lowlevel.checkpoint()
+            on_tokens([token])
         turn = Turn(
             prompt_ids=prompt_ids,
             output_ids=output_ids,

@@ -1,0 +1,46 @@
+"""Messages as workflows hold them and as chat templates want them. Pure."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from areal_async.contracts import Message
+
+
+def are_same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
+    """Say whether two conversations say the same; what is None, empty or absent is one and the same."""
+    return len(messages) == len(others) and all(map(is_same, messages, others))
+
+
+def is_same(message: Message, other: Message) -> bool:
+    """Say whether two messages say the same, whoever copied them and whatever keys he filled with None."""
+    return message is other or _filled(message) == _filled(other)
+
+
+def for_template(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as objects: templates write them out as JSON.
+
+    In the form that travels (OpenAI's) they are a string of JSON; a string that holds no object stays one.
+    """
+    rendered = dict(message)
+    if message.get("content") is None:
+        rendered["content"] = ""
+    if message.get("tool_calls"):
+        rendered["tool_calls"] = [_with_objects(call) for call in message["tool_calls"]]
+    return rendered
+
+
+def _filled(message: Message) -> dict[str, Any]:
+    return {key: value for key, value in message.items() if value not in (None, "", [])}
+
+
+def _with_objects(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
