@@ -6,25 +6,45 @@ Importing this package is cheap; the names that workflows and rewards use are lo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_async.contracts import Message, Policy, Reply, Rewards, Workflow
-    from areal_async.errors import Reject
+    from areal_async.contracts import Act, Message, Policy, Reply, Rewards, ToolCall, ToolResult, Workflow
+    from areal_async.errors import Reject, ToolError
     from areal_async.rollout.rewards import reward
+    from areal_async.rollout.tools.schema import tool
     from areal_async.types import Prompt
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Act": "areal_async.contracts",
     "Message": "areal_async.contracts",
     "Policy": "areal_async.contracts",
     "Prompt": "areal_async.types",
     "Reject": "areal_async.errors",
     "Reply": "areal_async.contracts",
     "Rewards": "areal_async.contracts",
+    "ToolCall": "areal_async.contracts",
+    "ToolError": "areal_async.errors",
+    "ToolResult": "areal_async.contracts",
     "Workflow": "areal_async.contracts",
     "reward": "areal_async.rollout.rewards",
+    "tool": "areal_async.rollout.tools.schema",
 }
 
-__all__ = ["Message", "Policy", "Prompt", "Reject", "Reply", "Rewards", "Workflow", "reward"]
+__all__ = [
+    "Act",
+    "Message",
+    "Policy",
+    "Prompt",
+    "Reject",
+    "Reply",
+    "Rewards",
+    "ToolCall",
+    "ToolError",
+    "ToolResult",
+    "Workflow",
+    "reward",
+    "tool",
+]
 
 
 def __getattr__(name: str) -> Any:

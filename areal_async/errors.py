@@ -4,7 +4,8 @@
     ├── RolloutError            data: caught in one place, recorded on the trajectory, published
     │   ├── WorkflowError       the user's workflow raised, timed out or returned nonsense
     │   ├── RewardError         a reward raised, timed out or is not a finite number
-    │   └── GenerationError     no server could finish a completion
+    │   ├── GenerationError     no server could finish a completion
+    │   └── ToolError           a tool's call went wrong: told to the model, which may try again
     └── PipelineError           ends the process with a non-zero status, never swallowed
         ├── UserError           a mistake the user can mend: one sentence, no traceback
         ├── BusError            the broker refused, or did not answer within its deadline
@@ -37,6 +38,10 @@ class RewardError(RolloutError):
 
 class GenerationError(RolloutError):
     """No inference server could start or finish a completion."""
+
+
+class ToolError(RolloutError):
+    """A call of a tool went wrong. ``policy.act`` tells the model; a tool may raise it to say so in its own words."""
 
 
 class PipelineError(ArealError):

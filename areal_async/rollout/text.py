@@ -9,6 +9,7 @@ from areal_async.contracts import Message
 from areal_async.errors import UserError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.messages import for_template
+from areal_async.rollout.tools.parse import ToolFormat, guess_format
 
 ENCODE_CACHE_TEXTS = 1024
 """All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
@@ -19,6 +20,8 @@ class TextCodec:
 
     def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
         self._tokenizer = tokenizer
+        self.tool_format: ToolFormat = guess_format(str(getattr(tokenizer, "chat_template", "")))
+        """How the model writes calls."""
         self.vocab_size = vocab_size
         """Of the model, which may know more tokens than its tokenizer uses, or fewer."""
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)

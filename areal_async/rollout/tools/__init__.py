@@ -1,0 +1,6 @@
+"""Tools: plain functions that a model may call.
+
+``parse``   what the model wrote -> calls
+``schema``  a function -> what the model is told of it, and its arguments, checked
+``run``     a call -> what the model is told came of it
+"""

@@ -1,0 +1,160 @@
+"""A call -> what the model is told came of it. Whatever the function does, the model gets an answer in time.
+
+A coroutine runs on the loop and a plain function in a thread, each under its deadline. A thread cannot be ended:
+one whose call ran past its deadline is left behind, and only so many may be.
+"""
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import anyio
+import msgspec
+from anyio.lowlevel import RunVar
+
+from areal_async import waits
+from areal_async.contracts import ToolCall, ToolResult
+from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
+from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.tools.schema import Tool, describe_tool
+
+NUM_THREADS = 64
+"""Plain functions that run at once on a node."""
+MAX_LEFT_BEHIND = 256
+"""Threads that never came back."""
+MAX_OUTPUT_CHARACTERS = 20_000
+"""Of one answer; a model's context is not for more."""
+MAX_CALLS_PER_REPLY = 16
+
+
+class Toolbox:
+    """The tools of one ``act``."""
+
+    def __init__(self, tools: Sequence[Callable[..., Any]], *, timeout_s: float) -> None:
+        """Take plain functions; ``timeout_s`` holds for those that have no deadline of their own.
+
+        Raises:
+            WorkflowError: one cannot be a tool, or two have one name.
+        """
+        described = [describe_tool(function) for function in tools]
+        self._tools = {tool.name: tool for tool in described}
+        self._timeout_s = timeout_s
+        if len(self._tools) < len(described):
+            raise WorkflowError(f"tools: got {[tool.name for tool in described]}, need different names")
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """What the model is told."""
+        return [tool.schema for tool in self._tools.values()]
+
+    async def run(self, calls: Sequence[ToolCall]) -> list[ToolResult]:
+        """Run the calls of one reply, one after the other: what they share needs no lock.
+
+        Raises:
+            RolloutError: of ours, or ``Reject``, raised by a tool on purpose: it is not for the model.
+        """
+        results = []
+        for number, call in enumerate(calls):
+            try:
+                if number >= MAX_CALLS_PER_REPLY:
+                    raise ToolError(f"got call {number + 1} of one reply, need at most {MAX_CALLS_PER_REPLY}")
+                results.append(ToolResult(call=call, text=await self._answer(call), is_error=False))
+            except ToolError as exc:
+                results.append(ToolResult(call=call, text=_shortened(f"error: {exc}"), is_error=True))
+        return results
+
+    async def _answer(self, call: ToolCall) -> str:
+        if call.error:
+            raise ToolError(call.error)
+        tool = self._tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"there is no tool {call.name!r:.100}, only {', '.join(self._tools)}")
+        try:
+            arguments = tool.check(call.arguments)
+        except msgspec.ValidationError as exc:
+            raise ToolError(f"{tool.name}: {exc}") from exc
+        timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
+        with attributed_to(ToolError, tool.name):
+            with waits.on(f"tool {tool.name}"):
+                value = await _call(tool, arguments, timeout_s)
+            return _shortened(as_text(value))
+
+
+def as_text(value: Any) -> str:
+    """Write what a tool returned for a model: text as it is, anything else as JSON, or as Python would print it."""
+    if isinstance(value, str):
+        return value
+    try:
+        return msgspec.json.encode(value, enc_hook=str).decode()
+    except (TypeError, ValueError, OverflowError, RecursionError):
+        return str(value)
+
+
+async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
+    function = functools.partial(tool.function, **arguments)
+    if inspect.iscoroutinefunction(tool.function):
+        with anyio.move_on_after(timeout_s):
+            return await function()
+    else:
+        async with _threads():
+            with anyio.move_on_after(timeout_s):
+                value = await _call_in_thread(tool.name, function)
+                return await value if inspect.isawaitable(value) else value
+    raise ToolError(f"{tool.name}: no answer within {timeout_s:g} s")
+
+
+_places: RunVar[anyio.Semaphore] = RunVar("tool_threads")
+_left_behind: set[Future[Any]] = set()
+
+
+def _threads() -> anyio.Semaphore:
+    """Return this event loop's bound on calls in threads. To wait for a place costs nothing of a call's deadline."""
+    try:
+        return _places.get()
+    except LookupError:
+        _places.set(places := anyio.Semaphore(NUM_THREADS, fast_acquire=True))
+        return places
+
+
+async def _call_in_thread(name: str, function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, which nobody waits for: not the caller, once cancelled, nor the process.
+
+    Raises:
+        WorkflowError: too many threads were left behind.
+    """
+    if len(_left_behind) >= MAX_LEFT_BEHIND:
+        raise WorkflowError(
+            f"tool {name}: {len(_left_behind)} threads of earlier calls never came back; give what hangs a deadline "
+            "of its own, or make it async"
+        )
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()  # from here on a cancelled caller leaves it alone
+    work = functools.partial(contextvars.copy_context().run, _work, name, function, future)
+    threading.Thread(target=work, name=f"tool {name}", daemon=True).start()
+    try:
+        return await asyncio.wrap_future(future)
+    finally:
+        if not future.done():
+            _left_behind.add(future)
+            future.add_done_callback(_left_behind.discard)
+
+
+def _work(name: str, function: Callable[[], Any], future: Future[Any]) -> None:
+    try:
+        with attributed_to(ToolError, name):
+            future.set_result(function())
+    except (ArealError, Reject) as exc:
+        future.set_exception(exc)
+    except SystemExit as exc:
+        future.set_exception(ToolError(f"{name}: called sys.exit({exc.code!r})"))
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= MAX_OUTPUT_CHARACTERS:
+        return text
+    return f"{text[:MAX_OUTPUT_CHARACTERS]}\n[{len(text) - MAX_OUTPUT_CHARACTERS} characters more]"

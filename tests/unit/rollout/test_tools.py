@@ -1,0 +1,414 @@
+"""A plain function is a tool: the model is told its signature, its arguments are checked, and it always gets an answer.
+
+Whatever a model writes is a call, no call, or a call with a fault that it is told of.
+"""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import anyio
+import anyio.lowlevel
+import anyio.to_thread
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_async import tool
+from areal_async.contracts import ToolCall, ToolResult
+from areal_async.errors import GenerationError, Reject, ToolError, WorkflowError
+from areal_async.rollout.tools import run as running
+from areal_async.rollout.tools.parse import ToolFormat, WrittenCall, guess_format, parse_reply
+from areal_async.rollout.tools.run import MAX_CALLS_PER_REPLY, MAX_OUTPUT_CHARACTERS, Toolbox, as_text
+from areal_async.rollout.tools.schema import describe_tool, read_docstring
+
+pytestmark = pytest.mark.anyio
+
+ADD = WrittenCall("add", {"a": 2, "b": 3}, "")
+
+
+# What the model writes
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        ('<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>', "", [ADD]),
+        ('I add.<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>', "I add.", [ADD]),
+        ('<tool_call>{"name":"add","parameters":{"a":2,"b":3}}', "", [ADD]),
+        ('<tool_call>{"name":"add","arguments":"{\\"a\\":2,\\"b\\":3}"}</tool_call>', "", [ADD]),
+        (2 * '<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>\n', "", [ADD, ADD]),
+        (2 * '<tool_call>{"name":"add","arguments":{"a":2,"b":3}}', "", [ADD, ADD]),
+        ('<tool_call>{"name":"now"}</tool_call>', "", [WrittenCall("now", {}, "")]),
+        ('{"name":"add","arguments":{"a":2,"b":3}}', '{"name":"add","arguments":{"a":2,"b":3}}', []),
+        ("5", "5", []),
+    ],
+)
+def test_calls_between_tags_are_found_wherever_they_stand(text: str, content: str, calls: list[WrittenCall]) -> None:
+    assert parse_reply(text, "hermes") == (content, calls)
+
+
+@pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        ('{"name": "add", "parameters": {"a": 2, "b": 3}}', [ADD]),
+        ('\n<|python_tag|>{"name": "add", "arguments": {"a": 2, "b": 3}} ', [ADD]),
+        ('```json\n{"name": "add", "parameters": {"a": 2, "b": 3}}\n```', [ADD]),
+        ('[{"name":"add","parameters":{"a":2,"b":3}},{"name":"now"}]', [ADD, WrittenCall("now", {}, "")]),
+        ('{"name":"add","parameters":{"a":2,"b":3}}; {"name":"now"}', [ADD, WrittenCall("now", {}, "")]),
+        ('{"name":"add","parameters":{"a":2,"b":3}}\n{"name":"now"}', [ADD, WrittenCall("now", {}, "")]),
+    ],
+)
+def test_calls_that_are_the_whole_text_are_found(text: str, calls: list[WrittenCall]) -> None:
+    assert parse_reply(text, "json") == ("", calls)
+
+
+@pytest.mark.parametrize("text", ["5", "", "{1, 2}", '{"answer": 5}', 'Say {"name": "add"}', "[1, 2]"])
+def test_text_that_calls_nothing_stays_a_text(text: str) -> None:
+    assert parse_reply(text, "json") == (text, [])
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "json"])
+@pytest.mark.parametrize(
+    ("body", "name", "fault"),
+    [
+        ('{"name": "add", "arguments": {"a": 2', "", "not valid JSON"),
+        ('{"name": "add", "arguments": [2, 3]}', "add", "the arguments of 'add' are no object"),
+        ('{"name": "add", "arguments": "2, 3"}', "add", "the arguments of 'add' are no object"),
+        ('{"name": 5, "arguments": {}}', "", "a call without a name"),
+        ('{"name": "add", "arguments": {"a": 1e400}}', "", "not valid JSON"),
+        ('{"name": ' + "[" * 5000, "", "not valid JSON"),
+    ],
+)
+def test_call_with_a_fault_says_which(tool_format: ToolFormat, body: str, name: str, fault: str) -> None:
+    text = f"<tool_call>{body}</tool_call>" if tool_format == "hermes" else body
+
+    (call,) = parse_reply(text, tool_format).calls
+
+    assert call.name == name
+    assert call.error.startswith(fault)
+    assert call.error.endswith('need {"name": ..., "arguments": {...}}')
+
+
+@given(
+    st.text()
+    | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name"', ': "a"', "}", "[", "\n", ";"])).map("".join),
+    st.sampled_from(["hermes", "json"]),
+)
+def test_whatever_is_written_ends_in_calls_or_text(text: str, tool_format: ToolFormat) -> None:
+    parsed = parse_reply(text, tool_format)
+
+    assert parsed.content == text or parsed.calls
+    assert all(call.error or call.name or call.arguments == {} for call in parsed.calls)
+
+
+def test_format_is_the_one_that_the_template_teaches() -> None:
+    assert guess_format("... <tool_call> ...") == "hermes"
+    assert guess_format("{{ message.content }}") == "json"
+
+
+# What the model is told
+
+
+class Unit(Enum):
+    CM = "cm"
+    INCH = "inch"
+
+
+@dataclass
+class Point:
+    x: int
+    y: int = 0
+
+
+def measure(
+    length: float, unit: Unit = Unit.CM, *, digits: Literal[0, 1] = 0, points: list[Point] | None = None
+) -> str:
+    """Measure a length.
+
+    Twice, to be sure.
+
+    Args:
+        length: how long it is,
+            about.
+        unit (Unit): what it is written in.
+
+    Returns:
+        Text.
+    """
+    return f"{length:.{digits}f} {unit.value} {points}"
+
+
+def test_schema_is_read_off_signature_and_docstring() -> None:
+    schema = describe_tool(measure).schema
+
+    assert schema["type"] == "function"
+    function = schema["function"]
+    assert (function["name"], function["description"]) == ("measure", "Measure a length.\n\nTwice, to be sure.")
+    parameters = function["parameters"]
+    assert parameters["type"] == "object"
+    assert parameters["required"] == ["length"]
+    assert parameters["additionalProperties"] is False
+    length = parameters["properties"]["length"]
+    assert length == {"description": "how long it is, about.", "type": "number"}
+    assert parameters["properties"]["unit"]["description"] == "what it is written in."
+    assert parameters["properties"]["digits"]["enum"] == [0, 1]
+    assert set(parameters["$defs"]) == {"Point", "Unit"}
+    json.dumps(schema)
+
+
+def test_parameters_are_described_as_sphinx_writes_them_too() -> None:
+    text = "Add.\n\n:param int a: the first\n:param b: the second,\n    in full\n:returns: the sum"
+
+    assert read_docstring(text) == ("Add.", {"a": "the first", "b": "the second, in full"})
+
+
+def test_function_without_parameters_or_docstring_is_a_tool() -> None:
+    def now() -> str:
+        return "noon"
+
+    assert describe_tool(now).schema["function"]["parameters"] == {
+        "type": "object", "properties": {}, "required": [], "additionalProperties": False,
+    }  # fmt: skip
+
+
+def test_method_and_annotated_parameter_are_described() -> None:
+    class Game:
+        def move(self, to: Annotated[int, msgspec.Meta(ge=0, le=8)]) -> None:
+            """Move."""
+
+    properties = describe_tool(Game().move).schema["function"]["parameters"]["properties"]
+
+    assert properties == {"to": {"type": "integer", "minimum": 0, "maximum": 8}}
+
+
+def untyped(a) -> None: ...  # type: ignore[no-untyped-def]
+def starred(*values: int) -> None: ...
+def named(**values: int) -> None: ...
+def unwritable(a: complex) -> None: ...
+def unknown(a: "Missing") -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        (untyped, "tool untyped: parameter 'a' has no type; write one, a: int"),
+        (starred, r"tool starred: got parameter '\*values"),
+        (named, r"tool named: got parameter '\*\*values"),
+        (unwritable, "tool unwritable: a parameter's type does not fit into JSON: .*complex"),
+        (unknown, "tool unknown: cannot read its signature: .*Missing"),
+        (lambda: 1, "need a function with a name"),
+        (partial(print), "need a function with a name"),
+        (5, "need a function with a name"),
+    ],
+)
+def test_what_cannot_be_a_tool_is_refused_with_what_to_do(function: Any, reason: str) -> None:
+    with pytest.raises(WorkflowError, match=reason):
+        describe_tool(function)
+
+
+def test_two_tools_of_one_name_are_refused() -> None:
+    with pytest.raises(WorkflowError, match="need different names"):
+        Toolbox([measure, measure], timeout_s=1)
+
+
+# What comes of a call
+
+
+def call_of(name: str, error: str = "", **arguments: Any) -> ToolCall:
+    return ToolCall(id="call00001", name=name, arguments=arguments, error=error)
+
+
+async def come_of(*functions: Callable[..., Any], call: ToolCall, timeout_s: float = 5.0) -> ToolResult:
+    (result,) = await Toolbox(functions, timeout_s=timeout_s).run([call])
+    return result
+
+
+def add(a: int, b: int = 1) -> int:
+    return a + b
+
+
+async def add_async(a: int, b: int = 1) -> int:
+    await anyio.lowlevel.checkpoint()
+    return a + b
+
+
+@pytest.mark.parametrize("function", [add, add_async, measure])
+async def test_result_is_told_as_text(function: Callable[..., Any]) -> None:
+    arguments = {"length": 2, "unit": "inch", "points": [{"x": 1}]} if function is measure else {"a": "2", "b": 3}
+
+    result = await come_of(function, call=call_of(function.__name__, **arguments))
+
+    text = "2 inch [Point(x=1, y=0)]" if function is measure else "5"
+    assert (result.text, result.is_error) == (text, False)
+    name = function.__name__
+    assert result.message == {"role": "tool", "tool_call_id": "call00001", "name": name, "content": text}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (call_of("add", a="two"), "error: add: Expected `int`, got `str` - at `$.a`"),
+        (call_of("add"), "error: add: Object missing required field `a`"),
+        (call_of("add", a=1, c=2), "error: add: Object contains unknown field `c`"),
+        (call_of("sub", a=1), "error: there is no tool 'sub', only add"),
+        (call_of("", error="not valid JSON"), "error: not valid JSON"),
+    ],
+)
+async def test_call_that_does_not_fit_is_told_so_and_nothing_runs(call: ToolCall, text: str) -> None:
+    result = await come_of(add, call=call)
+
+    assert (result.text, result.is_error) == (text, True)
+
+
+def divide(a: int) -> float:
+    return 1 / a
+
+
+async def divide_async(a: int) -> float:
+    return 1 / a
+
+
+def leave(a: int) -> None:
+    raise SystemExit(a)
+
+
+def tell(a: int) -> None:
+    raise ToolError("try another number")
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (divide, "error: divide: ZeroDivisionError: division by zero"),
+        (divide_async, "error: divide_async: ZeroDivisionError: division by zero"),
+        (leave, "error: leave: called sys.exit(0)"),
+        (tell, "error: try another number"),
+    ],
+)
+async def test_what_a_tool_raises_is_told(function: Callable[..., Any], text: str) -> None:
+    assert (await come_of(function, call=call_of(function.__name__, a=0))).text == text
+
+
+@pytest.mark.parametrize("error", [Reject("why"), GenerationError("gone"), WorkflowError("mine")])
+async def test_errors_of_ours_are_not_for_the_model(error: Exception) -> None:
+    def give_up() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await come_of(give_up, call=call_of("give_up"))
+
+
+async def test_tool_past_its_deadline_is_told_so_and_its_thread_left_behind() -> None:
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(30)
+
+    result = await come_of(hang, call=call_of("hang"), timeout_s=0.05)
+
+    assert (result.text, result.is_error) == ("error: hang: no answer within 0.05 s", True)
+    assert len(running._left_behind) == 1
+    release.set()
+    (thread,) = (one for one in threading.enumerate() if one.name == "tool hang")
+    await anyio.to_thread.run_sync(thread.join, 5)
+    assert not running._left_behind
+
+
+async def test_async_tool_past_its_deadline_is_cancelled() -> None:
+    seen = []
+
+    async def hang() -> None:
+        try:
+            await anyio.sleep_forever()
+        finally:
+            seen.append("cancelled")
+
+    assert (await come_of(hang, call=call_of("hang"), timeout_s=0.05)).text == "error: hang: no answer within 0.05 s"
+    assert seen == ["cancelled"]
+
+
+async def test_deadline_of_its_own_goes_before_the_one_of_all() -> None:
+    @tool(timeout_s=0.05)
+    async def hang() -> None:
+        await anyio.sleep_forever()
+
+    assert "within 0.05 s" in (await come_of(hang, call=call_of("hang"), timeout_s=60)).text
+
+
+async def test_threads_that_never_come_back_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "MAX_LEFT_BEHIND", 1)
+    release = threading.Event()
+
+    def hang() -> None:
+        release.wait(30)
+
+    await come_of(hang, call=call_of("hang"), timeout_s=0.05)
+    try:
+        with pytest.raises(WorkflowError, match="tool hang: 1 threads of earlier calls never came back"):
+            await come_of(hang, call=call_of("hang"), timeout_s=0.05)
+    finally:
+        release.set()
+
+
+async def test_plain_tools_of_many_trajectories_run_side_by_side() -> None:
+    together = threading.Barrier(8)
+
+    def meet() -> str:
+        together.wait(10)
+        return "met"
+
+    results: list[ToolResult] = []
+
+    async def call() -> None:
+        results.append(await come_of(meet, call=call_of("meet"), timeout_s=20))
+
+    async with anyio.create_task_group() as trajectories:
+        for _ in range(8):
+            trajectories.start_soon(call)
+
+    assert [result.text for result in results] == ["met"] * 8
+
+
+async def test_calls_of_one_reply_run_in_their_order_and_only_so_many() -> None:
+    order: list[int] = []
+
+    def note(number: int) -> None:
+        order.append(number)
+
+    calls = [call_of("note", number=number) for number in range(MAX_CALLS_PER_REPLY + 1)]
+    results = await Toolbox([note], timeout_s=5).run(calls)
+
+    assert order == list(range(MAX_CALLS_PER_REPLY))
+    assert [result.is_error for result in results] == [False] * MAX_CALLS_PER_REPLY + [True]
+
+
+async def test_flood_of_text_is_cut() -> None:
+    def flood() -> str:
+        return "x" * (MAX_OUTPUT_CHARACTERS + 5)
+
+    text = (await come_of(flood, call=call_of("flood"))).text
+
+    assert text == "x" * MAX_OUTPUT_CHARACTERS + "\n[5 characters more]"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("as it is", "as it is"),
+        (None, "null"),
+        (True, "true"),
+        ({"a": [1, 2.5]}, '{"a":[1,2.5]}'),
+        (Point(1), '{"x":1,"y":0}'),
+        (1 + 2j, '"(1+2j)"'),
+        ({"1": object}, '{"1":"<class \'object\'>"}'),
+        ([[1], {2}], "[[1],[2]]"),
+    ],
+)
+def test_whatever_a_tool_returns_has_a_text(value: Any, text: str) -> None:
+    assert as_text(value) == text
