@@ -5,9 +5,9 @@
 A workflow needs nothing else of this package, and nothing here knows where or how generation runs.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, Self, overload
 
 from areal_async.types import Prompt
 
@@ -94,17 +94,91 @@ class Act:
         return not self.reply.tool_calls
 
 
+class ReplyStream(Protocol):
+    """A reply while it is being said: ``async for piece in stream``, then ``stream.reply``.
+
+    A reply that is not heard to its end is not recorded and never trained.
+    """
+
+    def __aiter__(self) -> AsyncIterator[str]: ...
+
+    @property
+    def reply(self) -> Reply:
+        """The whole reply, once the last piece was had."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop generating. ``async with`` does so too."""
+        ...
+
+    async def __aenter__(self) -> Self: ...
+
+    async def __aexit__(self, *exc_info: object) -> None: ...
+
+
 class Policy(Protocol):
     """The model under training, as one trajectory sees it. Every call is recorded token for token."""
 
-    async def chat(self, messages: Sequence[Message], **sampling: Any) -> Reply:
+    info: dict[str, float]
+    """Numbers of the workflow's own: each key is averaged over a step's trajectories as ``info/<key>`` in
+    ``metrics.jsonl``."""
+
+    @overload
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: None = None, **sampling: Any
+    ) -> Reply: ...
+    @overload
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int, **sampling: Any
+    ) -> list[Reply]: ...
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int | None = None, **sampling: Any
+    ) -> Reply | list[Reply]:
         """Answer a conversation, rendered by the model's chat template.
 
+        Where it goes on from a recorded reply (append ``reply.message``), the reply keeps its tokens. Where the
+        template writes earlier turns otherwise than before, or the workflow changed them, a new sequence starts
+        and is counted (``info/num_breaks``).
+
         Args:
+            tools: what the model may call; nothing is run, see ``reply.tool_calls``.
+            n: so many replies at once, side by side, as a list.
             sampling: overrides of ``rollout.sampling`` for this call, by the same names.
 
         Raises:
             GenerationError: no server could finish it. Let it pass: it is recorded on the trajectory.
+            WorkflowError: the template refuses the conversation, or an argument is none that can be.
+        """
+        ...
+
+    def stream(self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), **sampling: Any) -> ReplyStream:
+        """Answer a conversation piece by piece, otherwise as ``chat`` does."""
+        ...
+
+    async def act(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Callable[..., Any]],
+        *,
+        max_turns: int = 8,
+        tool_timeout_s: float = 30.0,
+        **sampling: Any,
+    ) -> Act:
+        """Let the model answer a conversation with the help of tools.
+
+        The calls of a reply are run one after the other and their results told to the model, until it calls nothing
+        more. What a tool raises, arguments that do not fit and calls that are none are told to it as text.
+
+        Args:
+            tools: plain typed functions, async or not; the model is told their signatures and docstrings. One that is
+                not async runs in a thread, and nothing of it may belong to the event loop.
+            max_turns: replies of the model, at the most; what the last of them calls is not run.
+            tool_timeout_s: for one call of a tool that has no deadline of its own (``@tool(timeout_s=...)``).
+
+        Raises:
+            GenerationError: no server could finish a reply.
+            WorkflowError: one of ``tools`` cannot be a tool.
+            Reject: a tool raised it.
         """
         ...
 

@@ -8,7 +8,7 @@ outside the vocabulary ends a real SGLang process, with everybody's requests.
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
 
@@ -71,12 +71,18 @@ class InferenceClient:
             await self._resources.aclose()
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], *, preferred: Server | None = None
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: Server | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> tuple[Turn, Server]:
         """Return one whole completion, and the server that ended it (its cache holds the prefix).
 
         Args:
             sampling_params: SGLang's, with ``max_new_tokens``; ``stop_token_ids`` as well where there are any.
+            on_tokens: called with the tokens as they come, each once, however many streams break.
 
         Raises:
             GenerationError: no server may be sent this prompt, one refused it, none got anywhere with it, or
@@ -88,6 +94,7 @@ class InferenceClient:
             prompt_ids,
             max_new_tokens=sampling_params["max_new_tokens"],
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
+            on_tokens=on_tokens,
         )
         with anyio.move_on_after(self._settings.total_deadline_s):
             return await self._complete(completion, sampling_params, preferred)

@@ -6,6 +6,7 @@ stream that broke has only the stamp of each event, which names the version at t
 tokens then get the older of that stamp and the one before.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 
 from areal_async.errors import GenerationError
@@ -19,7 +20,16 @@ parse_version = lru_cache(maxsize=1024)(Version.parse)
 class Completion:
     """Collects tokens. ``begin_stream``, ``add`` per event, ``end_stream``; again until ``finish_reason`` is set."""
 
-    def __init__(self, prompt_ids: list[int], *, max_new_tokens: int, stop_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_new_tokens: int,
+        stop_token_ids: frozenset[int],
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> None:
+        """Take ``on_tokens``, called with the new tokens of each event, for whoever wants them as they come."""
+        self._on_tokens = on_tokens
         self.prompt_ids = prompt_ids
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
@@ -79,6 +89,8 @@ class Completion:
             self.logprobs += [entry[0] for entry in logprobs]
             older = stamp if stamp is self._stamp else min(stamp, self._stamp)
             self._stamped.append((older, start, len(self.output_ids)))
+            if self._on_tokens is not None:
+                self._on_tokens(output_ids)
         self._stamp = stamp
         self._last_meta = meta
 

@@ -7,6 +7,7 @@ cancellation and errors that end the process.
 import asyncio
 import math
 import numbers
+import re
 import time
 from collections.abc import Mapping
 
@@ -19,6 +20,22 @@ from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.types import Prompt, Sequence, Slot, SlotStatus, Trajectory, Turn, Version, mean
 from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory
+
+MAX_INFO_KEYS = 64
+MAX_INFO = 1e30
+OWN_INFO = frozenset(
+    (
+        "num_turns",
+        "num_sequences",
+        "num_breaks",
+        "num_tool_calls",
+        "num_tool_errors",
+        "share_valid_tool_calls",
+        "duration_s",
+    )
+)
+"""Metrics that every trajectory brings along by itself."""
+_INFO_KEY = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 
 MAX_REASON_CHARACTERS = 1000
 """The reasons of a whole group travel in the headers of one message, which hold 64 KB."""
@@ -44,6 +61,8 @@ async def call_workflow(
             raise WorkflowError(f"workflow {name}: let the CancelledError of a task of its own escape") from None
         except SystemExit as exc:
             raise WorkflowError(f"workflow {name}: called sys.exit({exc.code!r})") from exc
+        finally:
+            policy.close()
     if scope.cancelled_caught:
         raise WorkflowError(f"workflow {name}: ran past rollout.episode_deadline_s = {deadline_s:g} s")
     reward = checked_reward(returned, policy.reply_ids, name)
@@ -71,9 +90,11 @@ async def run_episode(
     started = time.monotonic()
     status, reward, reason = SlotStatus.SCORED, 0.0, ""
     sequences: list[Sequence] = []
+    info: dict[str, float] = {}
     try:
         reward = await call_workflow(workflow, prompt, policy, name=name, deadline_s=deadline_s)
         check_size(policy.turns, max_bytes=max_bytes, max_sequence_tokens=max_sequence_tokens)
+        info = checked_info(policy.info, name)
         sequences = merge_turns(policy.turns)
     except Reject as exc:
         status, reason = SlotStatus.REJECTED, str(exc) or "rejected"
@@ -94,11 +115,7 @@ async def run_episode(
             num_truncated=sum(turn.finish_reason == "length" for turn in policy.turns),
         ),
         sequences=sequences,
-        info={
-            "num_turns": float(len(policy.turns)),
-            "num_breaks": float(max(0, len(sequences) - 1)),
-            "duration_s": time.monotonic() - started,
-        },
+        info={**info, **_own_info(policy, sequences), "duration_s": time.monotonic() - started},
     )
     num_bytes = len(encode_trajectory(trajectory))
     if num_bytes > max_bytes:
@@ -127,6 +144,19 @@ def check_size(turns: list[Turn], *, max_bytes: int, max_sequence_tokens: int) -
         raise WorkflowError(
             f"trajectory: got {num_bytes} bytes or more, need at most rollout.max_trajectory_bytes = {max_bytes}"
         )
+
+
+def _own_info(policy: RecordingPolicy, sequences: list[Sequence]) -> dict[str, float]:
+    info = {
+        "num_turns": float(len(policy.turns)),
+        "num_sequences": float(len(sequences)),
+        "num_breaks": float(policy.num_breaks),
+    }
+    if policy.num_tool_calls is not None:
+        info |= {"num_tool_calls": float(policy.num_tool_calls), "num_tool_errors": float(policy.num_tool_errors)}
+    if policy.num_tool_calls:
+        info["share_valid_tool_calls"] = 1.0 - policy.num_tool_errors / policy.num_tool_calls
+    return info
 
 
 def failed_trajectory(slot: Slot, reason: str) -> Trajectory:
@@ -161,12 +191,40 @@ def checked_reward(returned: object, reply_ids: list[str], name: str) -> float:
     return _finite(returned, name)
 
 
-def _finite(value: object, name: str) -> float:
+def checked_info(info: object, name: str) -> dict[str, float]:
+    """Return the workflow's own metrics.
+
+    Raises:
+        WorkflowError: too many, a name that is none, or a value that is no finite number.
+    """
+    if not isinstance(info, Mapping) or len(info) > MAX_INFO_KEYS:
+        raise WorkflowError(f"workflow {name}: got policy.info {info!r:.100}, need a dict of up to {MAX_INFO_KEYS}")
+    bad = [key for key in info if not isinstance(key, str) or not _INFO_KEY.fullmatch(key) or key in OWN_INFO]
+    if bad:
+        raise WorkflowError(
+            f"workflow {name}: got policy.info[{bad[0]!r:.100}], need a name of at most 64 letters, digits and ._/-, "
+            f"none of {', '.join(sorted(OWN_INFO))}"
+        )
+    checked = {key: _finite(value, name, f"policy.info[{key!r}]") for key, value in info.items()}
+    large = [key for key, value in checked.items() if abs(value) > MAX_INFO]
+    if large:  # the sum over a batch has to be finite too
+        raise WorkflowError(
+            f"workflow {name}: got policy.info[{large[0]!r}] {checked[large[0]]}, need at most {MAX_INFO}"
+        )
+    return checked
+
+
+def _finite(value: object, name: str, what: str = "") -> float:
+    got = f"workflow {name}: got {what} {value!r:.100}" if what else f"workflow {name}: returned {value!r:.100}"
     if not isinstance(value, numbers.Real):  # bool and int are
-        raise WorkflowError(f"workflow {name}: returned {value!r:.100}, need a float, or {{reply.id: reward}}")
-    if not math.isfinite(value):
-        raise WorkflowError(f"workflow {name}: returned {value!r}, need a finite number")
-    return float(value)
+        raise WorkflowError(f"{got}, need a {'number' if what else 'float, or {reply.id: reward}'}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise WorkflowError(f"{got}, need a finite number")
+    return number
 
 
 def version_range(turns: list[Turn], without_turns: str) -> tuple[str, str]:

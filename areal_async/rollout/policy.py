@@ -1,38 +1,44 @@
 """The policy that a workflow talks to: every call is streamed from a server and recorded token for token.
 
 Invariant: what the model said is never tokenized again. Where a conversation goes on from a recorded
-reply, the recorded tokens are the prompt, and only what was added since is tokenized.
+reply, the recorded tokens are the prompt, and only what was added since is tokenized (``conversation``).
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, overload
 
+import anyio
+import msgspec
 from pydantic import ValidationError
 
-from areal_async.contracts import Message, Reply
+from areal_async.contracts import Act, Message, Reply, ToolCall, ToolLike, ToolResult
 from areal_async.errors import WorkflowError
 from areal_async.inference.pool import Server
+from areal_async.rollout.conversation import Conversations, Opening
+from areal_async.rollout.stream import RecordingStream
 from areal_async.rollout.text import TextCodec
+from areal_async.rollout.tools.parse import Parsed, parse_reply
+from areal_async.rollout.tools.run import Toolbox
+from areal_async.rollout.tools.schema import describe_tool
 from areal_async.settings import SamplingSettings
 from areal_async.types import Turn
+
+MAX_REPLIES = 256
+"""To one question, asked at once with ``n=``."""
+TOOL_TIMEOUT_S = 30.0
 
 
 class Generator(Protocol):
     """What a policy needs of the inference client."""
 
     async def generate(
-        self, prompt_ids: list[int], sampling_params: Mapping[str, Any], *, preferred: Server | None = None
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: Server | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
     ) -> tuple[Turn, Server]: ...
-
-
-class _Recorded(NamedTuple):
-    """A chat turn, with what is needed to recognise a conversation that goes on from it."""
-
-    messages: list[Message]
-    """Up to and with the reply."""
-    text: str
-    """The prompt, rendered, and the reply's text."""
-    turn: Turn
 
 
 class RecordingPolicy:
@@ -44,54 +50,147 @@ class RecordingPolicy:
         self._sampling = sampling
         self._name = name
         self._server: Server | None = None
-        self._recorded: list[_Recorded] = []
+        self._conversations = Conversations(codec)
+        self._streams: list[RecordingStream] = []
+        self._num_calls_written = 0
         self.turns: list[Turn] = []
         self.reply_ids: list[str] = []
+        self.info: dict[str, float] = {}
+        self.num_breaks = 0
+        """Calls that went on from something recorded and could not keep its tokens as their beginning."""
+        self.num_tool_calls: int | None = None
+        """Calls that ``act`` was asked to run, good ones and bad ones; None where no model was given tools to act."""
+        self.num_tool_errors = 0
 
-    async def chat(self, messages: Sequence[Message], **sampling: Any) -> Reply:
+    @overload
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: None = None, **sampling: Any
+    ) -> Reply: ...
+    @overload
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int, **sampling: Any
+    ) -> list[Reply]: ...
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int | None = None, **sampling: Any
+    ) -> Reply | list[Reply]:
         """Answer a conversation."""
         params = self._sampling_params(sampling)
-        messages = list(messages)
-        text = self._codec.render(messages)
-        turn, reply = await self._generate(self._prompt_ids(messages, text), params)
-        self._recorded.append(_Recorded([*messages, reply.message], text + reply.text, turn))
-        return reply
+        if n is not None and not 1 <= n <= MAX_REPLIES:
+            raise WorkflowError(f"policy call: got n={n!r}, need 1 to {MAX_REPLIES}, or none for a single reply")
+        opening = self._open(messages, tools)
+        turns = await self._generate(opening.prompt_ids, params, 1 if n is None else n)
+        replies = [self._record(turn, opening) for turn in turns]
+        return replies[0] if n is None else replies
+
+    def stream(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), **sampling: Any
+    ) -> RecordingStream:
+        """Answer a conversation piece by piece."""
+        params = self._sampling_params(sampling)
+        opening = self._open(messages, tools)
+
+        async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
+            turn, self._server = await self._generator.generate(
+                opening.prompt_ids, params, preferred=self._server, on_tokens=on_tokens
+            )
+            return self._record(turn, opening)
+
+        self._streams.append(stream := RecordingStream(generate, self._codec))
+        return stream
 
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
         """Go on from a text or from token ids."""
         params = self._sampling_params(sampling)
         ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        return (await self._generate(ids, params))[1]
+        (turn,) = await self._generate(ids, params, 1)
+        return self._record(turn, None)
 
-    async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any]) -> tuple[Turn, Reply]:
-        turn, self._server = await self._generator.generate(prompt_ids, params, preferred=self._server)
+    async def act(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Callable[..., Any]],
+        *,
+        max_turns: int = 8,
+        tool_timeout_s: float = TOOL_TIMEOUT_S,
+        **sampling: Any,
+    ) -> Act:
+        """Let the model answer a conversation with the help of tools."""
+        if max_turns < 1:
+            raise WorkflowError(f"policy.act: got max_turns={max_turns}, need at least 1")
+        toolbox = Toolbox(tools, timeout_s=tool_timeout_s)
+        said = list(messages)
+        replies: list[Reply] = []
+        results: list[ToolResult] = []
+        self.num_tool_calls = self.num_tool_calls or 0
+        while True:
+            reply = await self.chat(said, tools=toolbox.schemas, **sampling)
+            replies.append(reply)
+            said.append(reply.message)
+            if not reply.tool_calls or len(replies) == max_turns:
+                return Act(messages=said, replies=replies, results=results)
+            came = await toolbox.run(reply.tool_calls)
+            self.num_tool_calls += len(came)
+            self.num_tool_errors += sum(result.is_error for result in came)
+            results += came
+            said += [result.message for result in came]
+
+    def close(self) -> None:
+        """End what the workflow has left running."""
+        for stream in self._streams:
+            stream.cancel()
+
+    def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
+        schemas = [tool if isinstance(tool, Mapping) else describe_tool(tool).schema for tool in tools]
+        opening = self._conversations.open(messages, schemas)
+        self.num_breaks += opening.is_break
+        return opening
+
+    async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any], num_turns: int) -> list[Turn]:
+        """Return ``num_turns`` completions of one prompt, generated side by side."""
+        turns: dict[int, Turn] = {}
+        preferred = self._server
+
+        async def generate_one(number: int) -> None:
+            turns[number], self._server = await self._generator.generate(prompt_ids, params, preferred=preferred)
+
+        if num_turns == 1:
+            await generate_one(0)
+        else:
+            async with anyio.create_task_group() as generating:
+                for number in range(num_turns):
+                    generating.start_soon(generate_one, number)
+        return [turns[number] for number in range(num_turns)]
+
+    def _record(self, turn: Turn, opening: Opening | None) -> Reply:
+        """Keep a turn; one that ended a conversation can be gone on from."""
         self.turns.append(turn)
-        text = self._codec.decode(turn.output_ids)
         reply_id = f"{self._name}.{len(self.turns)}"
         self.reply_ids.append(reply_id)
-        return turn, Reply(
+        text = self._codec.decode(turn.output_ids)
+        parsed = Parsed(text, [])
+        if opening is not None and opening.tools:
+            parsed = parse_reply(self._codec.decode_reply(turn.output_ids), self._codec.tool_format)
+        calls = [
+            ToolCall(id=self._next_call_id(), name=call.name, arguments=call.arguments, error=call.error)
+            for call in parsed.calls
+        ]
+        message = _message(text, parsed.content, calls)
+        if opening is not None:
+            self._conversations.record(opening, message, turn)
+        return Reply(
             id=reply_id,
             text=text,
-            message={"role": "assistant", "content": text},
+            message=message,
             token_ids=turn.output_ids,
             logprobs=turn.logprobs,
             finish_reason=turn.finish_reason,
+            tool_calls=calls,
         )
 
-    def _prompt_ids(self, messages: list[Message], text: str) -> list[int]:
-        """Tokenize a rendered conversation, keeping the tokens of the newest recorded reply that it goes on from.
-
-        A template that rewrites what was said (drops the reasoning of earlier turns, say) does not extend the
-        recorded text; then the whole is tokenized, and the trajectory gets one more sequence.
-        """
-        for recorded in reversed(self._recorded):
-            if messages[: len(recorded.messages)] == recorded.messages and text.startswith(recorded.text):
-                said = recorded.turn.output_ids
-                added = self._codec.encode(text[len(recorded.text) :])
-                if said and added and said[-1] == added[0] and said[-1] in self._codec.stop_token_ids:
-                    added = added[1:]  # the template writes the end of turn that the model has said already
-                return recorded.turn.prompt_ids + said + added
-        return self._codec.encode(text)
+    def _next_call_id(self) -> str:
+        """Return nine letters and digits, which is what the strictest templates take."""
+        self._num_calls_written += 1
+        return f"call{self._num_calls_written:05d}"
 
     def _sampling_params(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
         sampling = self._sampling
@@ -112,3 +211,21 @@ def sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> di
         params["stop"] = list(sampling.stop)
     params["stop_token_ids"] = [] if sampling.ignore_eos else stop_token_ids
     return params
+
+
+def _message(text: str, content: str, calls: list[ToolCall]) -> dict[str, Any]:
+    """Return what goes on with the conversation; calls that are none stay in its text, as they were written."""
+    if not calls or any(call.error for call in calls):
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
+            }
+            for call in calls
+        ],
+    }

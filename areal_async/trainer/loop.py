@@ -35,10 +35,18 @@ from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.payloads import AgeStats, Placed, SlotKey, build_rows, fetch, place, share
+from areal_async.trainer.payloads import Placed, SlotKey, build_rows, fetch, place, share
 from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
-from areal_async.trainer.step import Report, StepResult, agree_on_batch, batch_metrics, metrics_line
+from areal_async.trainer.step import (
+    Report,
+    ShareStats,
+    StepResult,
+    add_up_info,
+    agree_on_batch,
+    batch_metrics,
+    metrics_line,
+)
 from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.types import CheckpointRecord, Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
 from areal_async.wire import decode_json
@@ -282,14 +290,15 @@ class Trainer:
             advantages=batch.advantages,
         )
         await self._archiving.start(lambda: anyio.to_thread.run_sync(archive))
-        every_age = await self._gather(msgspec.json.encode(ages))
+        own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
+        shares = await self._gather(msgspec.json.encode(own))
         self.step = step
         self._reader.journal.forget_slots(through_step=self._checkpointed_step)
         self._ledger.version = str(made)
         self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
         return StepResult(
             version=made,
-            batch=batch_metrics(batch, [msgspec.json.decode(one, type=AgeStats) for one in every_age]),
+            batch=batch_metrics(batch, [msgspec.json.decode(one, type=ShareStats) for one in shares]),
             stats=stats,
             started=started - waited_s,
             wait_s=waited_s,

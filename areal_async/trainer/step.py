@@ -5,7 +5,7 @@ Pure. Ranks exchange a ``Report`` before the first collective, so that all of th
 
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -15,6 +15,24 @@ from areal_async.algorithms.advantages import group_advantages
 from areal_async.trainer.payloads import AgeStats, Placed, SlotKey
 from areal_async.trainer.stats import StepStats
 from areal_async.types import Metrics, Version
+
+
+class ShareStats(msgspec.Struct):
+    """What a rank says of the trajectories it has trained in a step."""
+
+    ages: AgeStats
+    info: dict[str, tuple[float, int]]
+    """Metric of the workflows -> sum, and number of the trajectories that have it."""
+
+
+def add_up_info(infos: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
+    """Return each metric's sum and how many have it: sums of shares add up to those of the batch."""
+    sums: dict[str, tuple[float, int]] = {}
+    for info in infos:
+        for key, value in info.items():
+            total, count = sums.get(key, (0.0, 0))
+            sums[key] = total + value, count + 1
+    return sums
 
 
 class Report(msgspec.Struct):
@@ -73,12 +91,13 @@ def agree_on_batch(
     )
 
 
-def batch_metrics(batch: AgreedBatch, ages: Sequence[AgeStats]) -> dict[str, float | int | str]:
+def batch_metrics(batch: AgreedBatch, shares: Sequence[ShareStats]) -> dict[str, float | int | str]:
     """Return the part of a metrics line that the batch alone decides.
 
     Args:
-        ages: one per rank.
+        shares: one per rank.
     """
+    ages = [share.ages for share in shares]
     rewards = np.array(batch.rewards, dtype=np.float64)
     num_tokens = sum(one.num_tokens for one in ages)
     slots = [placed.item.slot for placed in batch.slots]
@@ -94,6 +113,17 @@ def batch_metrics(batch: AgreedBatch, ages: Sequence[AgeStats]) -> dict[str, flo
         "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
         "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,
         "groups_all_equal": _num_all_equal(batch),
+        **_info_means([share.info for share in shares]),
+    }
+
+
+def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
+    """Return ``info/<key>`` for every key, averaged over the trajectories that have it."""
+    names = sorted({key for info in infos for key in info})
+    found = {name: [info[name] for info in infos if name in info] for name in names}
+    return {
+        f"info/{name}": sum(total for total, _ in parts) / sum(count for _, count in parts)
+        for name, parts in found.items()
     }
 
 

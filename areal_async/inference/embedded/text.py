@@ -16,14 +16,18 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """The part of a tokenizer that text is had from."""
+
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str: ...
+
+
+class Tokenizer(Decoder, Protocol):
     """The part of a tokenizer the engine needs."""
 
     eos_token_id: int | None
 
     def encode(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class HuggingFaceTokenizer:
@@ -66,7 +70,7 @@ def load_tokenizer(path: Path) -> Tokenizer | None:
 class TextStream:
     """The text of one growing answer, handed out piece by piece."""
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool, no_stop_trim: bool) -> None:
+    def __init__(self, tokenizer: Decoder, *, skip_special_tokens: bool, no_stop_trim: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._no_stop_trim = no_stop_trim

@@ -182,3 +182,47 @@ async def test_cancellation_is_not_swallowed() -> None:
 
 def test_rewards_per_reply_are_averaged() -> None:
     assert checked_reward({"a": 1.0, "b": False}, ["a", "b", "c"], "w") == 0.5
+
+
+async def test_numbers_of_the_workflow_travel_beside_those_of_the_system() -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        policy.info["num_hints"] = 2
+        policy.info["is_short"] = True
+        return 1.0
+
+    info = (await play(workflow)).info
+
+    assert info.pop("duration_s") >= 0
+    assert info == {"num_turns": 1.0, "num_sequences": 1.0, "num_breaks": 0.0, "num_hints": 2.0, "is_short": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("info", "reason"),
+    [
+        ({"x": math.nan}, "workflow w: got policy.info['x'] nan, need a finite number"),
+        ({"x": 10**400}, "workflow w: got policy.info['x'] 1000"),
+        ({"x": 1e31}, "workflow w: got policy.info['x'] 1e+31, need at most 1e+30"),
+        ({"x": "1"}, "workflow w: got policy.info['x'] '1', need a number"),
+        ({"x": None}, "workflow w: got policy.info['x'] None, need a number"),
+        ({3: 1.0}, "workflow w: got policy.info[3], need a name"),
+        ({"a b": 1.0}, "workflow w: got policy.info['a b'], need a name"),
+        ({"num_turns": 1.0}, "workflow w: got policy.info['num_turns'], need a name"),
+        ({f"x{number}": 1.0 for number in range(65)}, "workflow w: got policy.info {"),
+        (None, "workflow w: got policy.info None"),
+    ],
+)
+async def test_numbers_that_are_none_fail_the_slot_with_their_name(info: Any, reason: str) -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        policy.info = info
+        return 1.0
+
+    trajectory = await play(workflow)
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert trajectory.slot.reason.startswith(reason)
+
+
+async def test_reward_beyond_all_floats_is_no_reward() -> None:
+    assert (await play(ending(10**400))).slot.reason.endswith("need a finite number")

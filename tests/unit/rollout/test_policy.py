@@ -1,12 +1,17 @@
 """The policy records every call token for token; what the model said is never tokenized again."""
 
+import json
+
+import anyio
 import pytest
 
-from areal_async.errors import WorkflowError
+from areal_async.contracts import Reply
+from areal_async.errors import GenerationError, WorkflowError
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.settings import SamplingSettings
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+from tests.unit.rollout.chat_templates import codec_with
 
 pytestmark = pytest.mark.anyio
 
@@ -95,3 +100,186 @@ async def test_unknown_or_impossible_sampling_is_refused_before_a_call(bad: dict
         await policy.chat(QUESTION, **bad)
 
     assert not model.calls
+
+
+async def test_replies_to_one_question_are_said_side_by_side_and_each_can_be_gone_on_from() -> None:
+    policy = policy_of(model := ScriptedModel([97, END], [201, END], [98, END], [99, END]))
+
+    replies = await policy.chat(QUESTION, n=3)
+    await policy.chat([*QUESTION, replies[1].message, {"role": "user", "content": "x"}])
+
+    assert [reply.id for reply in replies] == ["uid.1", "uid.2", "uid.3"]
+    assert [reply.text for reply in replies] == ["a", "a", "b"]
+    assert model.calls[0] == model.calls[1] == model.calls[2]
+    assert model.calls[3][0] == [*model.calls[0][0], 201, END, *b"user:x", END, *b"assistant:"]
+    assert len(merge_turns(policy.turns)) == 3
+    assert policy.num_breaks == 0
+
+
+async def test_single_reply_asked_for_by_number_comes_in_a_list() -> None:
+    replies = await policy_of(ScriptedModel([98, END])).chat(QUESTION, n=1)
+
+    assert [reply.text for reply in replies] == ["b"]
+
+
+async def test_no_replies_at_once_are_refused() -> None:
+    with pytest.raises(WorkflowError, match="got n=0, need 1 to"):
+        await policy_of(ScriptedModel()).chat(QUESTION, n=0)
+
+
+async def test_conversation_that_was_changed_is_counted_as_a_break() -> None:
+    policy = policy_of(ScriptedModel([98, END], [99, END]))
+
+    await policy.chat(QUESTION)
+    await policy.chat([*QUESTION, {"role": "assistant", "content": "mine"}, {"role": "user", "content": "x"}])
+
+    assert policy.num_breaks == 1
+
+
+# Streams
+
+
+async def test_stream_gives_the_text_in_pieces_and_the_recorded_reply_at_their_end() -> None:
+    policy, model = actor("a€b", "c")
+    assert len(model.answers[0]) == 6  # the one character is three tokens
+
+    stream = policy.stream(QUESTION, temperature=0.5)
+    pieces = [piece async for piece in stream]
+
+    assert (pieces, stream.reply.text) == (["a", "€", "b"], "a€b")
+    assert model.calls[0][1]["temperature"] == 0.5
+    assert policy.turns[0].output_ids == stream.reply.token_ids
+    await policy.chat([*QUESTION, stream.reply.message, {"role": "user", "content": "x"}])
+    assert len(merge_turns(policy.turns)) == 1
+
+
+async def test_stream_that_is_left_is_not_recorded() -> None:
+    policy = policy_of(ScriptedModel([97, 98, 99, END]))
+
+    async with policy.stream(QUESTION) as stream:
+        async for _ in stream:
+            break
+
+    with pytest.raises(WorkflowError, match="asked for the reply before its end"):
+        _ = stream.reply
+    assert policy.turns == []
+
+
+async def test_streams_a_workflow_left_open_end_with_it() -> None:
+    policy = policy_of(ScriptedModel([97, 98, 99, END]))
+    stream = policy.stream(QUESTION)
+    await anext(stream)
+
+    policy.close()
+    await anyio.wait_all_tasks_blocked()
+
+    assert policy.turns == []
+
+
+async def test_error_of_a_stream_is_raised_where_it_is_heard() -> None:
+    class Broken(ScriptedModel):
+        async def generate(self, *args: object, **kwargs: object) -> object:
+            raise GenerationError("gone")
+
+    with pytest.raises(GenerationError, match="gone"):
+        async for _ in policy_of(Broken()).stream(QUESTION):
+            pass
+
+
+async def test_empty_reply_is_a_stream_without_pieces() -> None:
+    stream = policy_of(ScriptedModel([END])).stream(QUESTION)
+
+    assert [piece async for piece in stream] == []
+    assert stream.reply.text == ""
+
+
+# Tools
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+CALL = '<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>'
+
+
+def actor(*texts: str) -> tuple[RecordingPolicy, ScriptedModel]:
+    """A policy on a real chat template, and the model that says these texts, a letter a token."""
+    hermes = codec_with("hermes")
+    answers = [[*(token for letter in text for token in hermes.encode(letter)), 2] for text in texts]
+    model = ScriptedModel(*answers)
+    return RecordingPolicy(model, hermes, SamplingSettings(max_new_tokens=99), name="uid"), model
+
+
+async def test_reply_to_a_question_with_tools_tells_its_calls() -> None:
+    policy, _ = actor(f"I add.{CALL}")
+
+    reply = await policy.chat(QUESTION, tools=[add])
+
+    (call,) = reply.tool_calls
+    assert (call.id, call.name, call.arguments, call.error) == ("call00001", "add", {"a": 2, "b": 3}, "")
+    function = {"name": "add", "arguments": '{"a":2,"b":3}'}
+    calls = [{"id": "call00001", "type": "function", "function": function}]
+    assert reply.message == {"role": "assistant", "content": "I add.", "tool_calls": calls}
+    assert reply.text == f"I add.{CALL}"
+
+
+async def test_what_looks_like_a_call_is_text_where_there_are_no_tools() -> None:
+    policy, _ = actor(CALL)
+
+    reply = await policy.chat(QUESTION)
+
+    assert (reply.tool_calls, reply.message) == ([], {"role": "assistant", "content": CALL})
+
+
+async def test_act_runs_tools_until_the_model_calls_none_and_keeps_one_sequence() -> None:
+    policy, model = actor(CALL, "It is 5.")
+
+    done = await policy.act(QUESTION, [add])
+
+    assert (done.text, done.is_finished, len(done.replies)) == ("It is 5.", True, 2)
+    assert [result.text for result in done.results] == ["5"]
+    assert [message["role"] for message in done.messages] == ["user", "assistant", "tool", "assistant"]
+    (row,) = merge_turns(policy.turns)
+    sampled = policy.turns[0].output_ids + policy.turns[1].output_ids
+    assert row.token_ids[row.loss_mask].tolist() == sampled
+    text = codec_with("hermes").decode(model.calls[1][0], skip_special_tokens=False)
+    assert text.endswith(
+        f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert (policy.num_tool_calls, policy.num_tool_errors, policy.num_breaks) == (1, 0, 0)
+
+
+async def test_bad_calls_are_told_to_the_model_which_may_try_again() -> None:
+    policy, model = actor("<tool_call>add 2 3</tool_call>", CALL.replace("add", "sum"), CALL, "5")
+
+    done = await policy.act(QUESTION, [add])
+
+    assert [(result.is_error, result.text[:13]) for result in done.results] == [
+        (True, "error: not va"), (True, "error: there "), (False, "5"),
+    ]  # fmt: skip
+    assert done.messages[1] == {"role": "assistant", "content": "<tool_call>add 2 3</tool_call>"}
+    assert len(merge_turns(policy.turns)) == 1
+    assert (policy.num_tool_calls, policy.num_tool_errors) == (3, 2)
+
+
+async def test_act_ends_after_its_turns_and_does_not_run_what_the_last_one_calls() -> None:
+    policy, _ = actor(CALL, CALL)
+
+    done = await policy.act(QUESTION, [add], max_turns=2)
+
+    assert (done.is_finished, len(done.replies), len(done.results)) == (False, 2, 1)
+
+
+async def test_workflow_may_run_tools_itself_and_name_them_by_schema() -> None:
+    policy, _ = actor(CALL, "5")
+    schema = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    reply = await policy.chat(QUESTION, tools=[schema])
+    answer = {"role": "tool", "tool_call_id": reply.tool_calls[0].id, "content": "5"}
+    messages = json.loads(json.dumps([*QUESTION, reply.message, answer]))
+    last: Reply = await policy.chat(messages, tools=[schema])
+
+    assert last.text == "5"
+    assert len(merge_turns(policy.turns)) == 1

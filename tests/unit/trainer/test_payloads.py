@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from areal_async.errors import StalenessError
 from areal_async.trainer.payloads import AgeStats, build_rows, place, share
 from areal_async.trainer.rows import TrainRow
-from areal_async.trainer.step import agree_on_batch, batch_metrics
+from areal_async.trainer.step import ShareStats, add_up_info, agree_on_batch, batch_metrics
 from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 
 
@@ -118,7 +118,17 @@ def test_a_group_left_too_small_falls_out_whole() -> None:
 def test_batch_metrics_are_over_all_ranks_tokens() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, divides_by_std=True)
 
-    line = batch_metrics(batch, [AgeStats(num_tokens=6, total=6, max=1), AgeStats(num_tokens=2, total=4, max=2)])
+    ages = [AgeStats(num_tokens=6, total=6, max=1), AgeStats(num_tokens=2, total=4, max=2)]
+    line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])
 
     assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
+
+
+def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_on_any_rank() -> None:
+    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, divides_by_std=True)
+    shares = [[{"tries": 1.0, "ok": 1.0}, {"tries": 4.0}], [{"tries": 1.0}], []]
+
+    line = batch_metrics(batch, [ShareStats(ages=AgeStats(), info=add_up_info(infos)) for infos in shares])
+
+    assert {key: value for key, value in line.items() if key.startswith("info/")} == {"info/ok": 1.0, "info/tries": 2.0}
