@@ -120,6 +120,23 @@ async def test_broken_stream_goes_on_elsewhere_without_losing_or_repeating_a_tok
     assert [(s.version, s.start, s.end) for s in turn.spans] == [("1-3", 0, 5), ("1-4", 5, 8)]
 
 
+async def test_tokens_are_heard_as_they_come_each_once_however_many_streams_break() -> None:
+    async def break_after_three(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10, 11], "1-3")
+        await stream.send([12], "1-3")
+        await stream.send_bytes(event([13, 14], "1-3")[:40])
+        stream.break_off()
+
+    rest = event([13, 2], "1-3", finish_reason=STOP, weight_versions=[span("1-3", 0, 2)])
+    first, second = FakeSglang(break_after_three, version="1-3"), FakeSglang(streaming(rest), version="1-3")
+    heard: list[list[int]] = []
+    async with client_of(first, second) as client:
+        turn, _ = await client.generate([1], PARAMS, on_tokens=heard.append)
+
+    assert heard == [[10, 11], [12], [13, 2]]
+    assert turn.output_ids == [10, 11, 12, 13, 2]
+
+
 async def test_stream_that_ends_without_its_last_event_goes_on_and_its_server_is_doubted() -> None:
     half = event([10, 11], "1-0")
     rest = event([2], "1-0", finish_reason=STOP, weight_versions=[span("1-0", 0, 1)])
