@@ -3,7 +3,8 @@
 A broker mends, compacts and rewrites what it opens. So it is given a copy, in a directory that goes away again;
 while that is made the run is held, shared with other readers, against a launcher or a broker that would write.
 A damaged store can keep a broker from ever coming up (2.15.1 counts through the gap to a garbled sequence number):
-a stream on which it hangs is tried without its index, which has the broker verify every record, then left out.
+a stream on which it hangs is tried without its index, which has the broker verify every record, then left out. So is
+one that it gives up: a power cut may leave its metadata empty. What is left out is absent, and what it held is lost.
 """
 
 import fcntl
@@ -67,41 +68,47 @@ async def copied_broker(settings: Settings, run_directory: Path) -> AsyncIterato
 
 async def _serve(copy: Settings) -> StoreCopy:
     notes: list[str] = []
-    for remedy in (_without_index, _left_out):
+    without_index: set[Path] = set()
+    while True:
         broker = EmbeddedBroker(copy)
         try:
             await broker.start()
         except BusError as exc:
-            hung = _hung_streams(copy.run_directory)
-            log.info("copy.not_served", streams=[path.name for path in hung], error=str(exc))
-            if not hung:
+            unrecoverable, hung = _damaged_streams(copy.run_directory)
+            log.info("copy.not_served", unrecoverable=len(unrecoverable), hung=len(hung), error=str(exc))
+            if not unrecoverable and not hung:
                 raise
-            notes += [f"stream {path.name}: the broker hangs on its files; {remedy(path)}" for path in hung]
+            for stream in unrecoverable:
+                notes.append(f"stream {stream.name}: the broker cannot recover its files; left out")
+                shutil.rmtree(stream)
+            for stream in hung:
+                remedy = "left out" if stream in without_index else "read without its index"
+                notes.append(f"stream {stream.name}: the broker hangs on its files; {remedy}")
+                if stream in without_index:
+                    shutil.rmtree(stream)
+                else:
+                    (stream / "msgs" / "index.db").unlink(missing_ok=True)
+                    without_index.add(stream)
         else:
             return StoreCopy(broker, notes)
-    broker = EmbeddedBroker(copy)
-    await broker.start()
-    return StoreCopy(broker, notes)
 
 
-def _hung_streams(run_directory: Path) -> list[Path]:
-    """Return the folders of the streams whose restoring began, by the broker's last log, and did not end."""
+def _damaged_streams(run_directory: Path) -> tuple[list[Path], list[Path]]:
+    """Return the folders of the streams that the broker gave up, and of those it began to restore and did not end.
+
+    By its last log, which is removed: the next start begins its own.
+    """
     log_path = run_directory / "logs" / "nats.log"
     text = log_path.read_text(errors="replace")
-    log_path.unlink()  # the next start begins its own
+    log_path.unlink()
+    given_up = set(re.findall(r"stream '\S+ > (\S+)' could not be recovered", text))
     begun = set(re.findall(r"Starting restore for stream '\S+ > (\S+)'", text))
-    hung = begun - set(re.findall(r"Restored [\d,]+ messages for stream '\S+ > (\S+)'", text))
-    return sorted(path for path in (run_directory / "bus" / "jetstream").rglob("streams/*") if path.name in hung)
-
-
-def _without_index(stream: Path) -> str:
-    (stream / "msgs" / "index.db").unlink(missing_ok=True)
-    return "read without its index"
-
-
-def _left_out(stream: Path) -> str:
-    shutil.rmtree(stream)
-    return "left out"
+    restored = set(re.findall(r"Restored [\d,]+ messages for stream '\S+ > (\S+)'", text))
+    folders = sorted((run_directory / "bus" / "jetstream").rglob("streams/*"))
+    return (
+        [folder for folder in folders if folder.name in given_up],
+        [folder for folder in folders if folder.name in begun - restored - given_up],
+    )
 
 
 def _copy_store(bus: Path, to: Path) -> None:

@@ -241,6 +241,22 @@ async def test_what_the_brokers_files_have_lost_is_counted_and_named_exactly(
     assert digest(settings.run_directory) == before, "the run's own files were touched"
 
 
+async def test_a_stream_that_the_broker_cannot_recover_is_left_out_and_all_in_it_is_lost(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.bus.server.START_DEADLINE_S", 4.0)
+    stored = await make_dead_run(settings, num_groups=NUM_GROUPS)
+    for stream in (settings.names.trajectories_stream, settings.names.dead_stream):
+        (metadata,) = (settings.run_directory / "bus").rglob(f"{stream}/meta.inf")
+        metadata.write_bytes(b"")
+
+    diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+
+    assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored)
+    for stream in (settings.names.trajectories_stream, settings.names.dead_stream):
+        assert any(stream in note and "cannot recover" in note for note in diagnosis.notes)
+
+
 async def test_a_payload_that_differs_from_what_its_producer_noted_is_lost(
     broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
 ) -> None:
