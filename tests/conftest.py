@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 import structlog
 
@@ -14,6 +15,10 @@ from tests.brokers import OpenRole, running_broker
 
 if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
+
+# How long an example takes says how busy the machine is.
+hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)
