@@ -1,11 +1,12 @@
 """A few warm sandboxes, shared by all who have a program to run."""
 
+from contextlib import AsyncExitStack
 from types import TracebackType
 
 import anyio
 import structlog
 
-from areal_async.errors import UserError
+from areal_async.errors import UserError, leaves_of
 from areal_async.sandbox.corpus import ESCAPES
 from areal_async.sandbox.limits import End, Execution, Limits
 from areal_async.sandbox.warm import SandboxGone, Warm
@@ -32,14 +33,16 @@ class Sandbox:
         Raises:
             UserError: programs cannot be isolated here, or one came through the walls.
         """
-        try:
-            async with anyio.create_task_group() as starting:
-                for warm in self._all:
-                    starting.start_soon(warm.start)
+        async with AsyncExitStack() as unless_started:
+            unless_started.push_async_callback(self._stop)
+            try:
+                async with anyio.create_task_group() as starting:
+                    for warm in self._all:
+                        starting.start_soon(warm.start)
+            except ExceptionGroup as errors:
+                raise leaves_of(errors)[0] from None  # raised in an except*, Python before 3.11.4 would wrap it again
             await self._try_walls()
-        except* UserError as errors:
-            await self._stop()
-            raise errors.exceptions[0] from None
+            unless_started.pop_all()
         return self
 
     async def __aexit__(
