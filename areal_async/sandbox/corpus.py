@@ -14,7 +14,7 @@ def held(result):
     print("held" if result == -1 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS) else f"result {result}")
 """
 _RAISES: Final = """
-import os, socket
+import mmap, os, socket
 def held(action, *arguments):
     try:
         result = action(*arguments)
@@ -25,7 +25,7 @@ def held(action, *arguments):
 """
 
 
-def _calls(number_x86_64: int, number_aarch64: int, *arguments: object) -> str:
+def _calls(number_x86_64: int | str, number_aarch64: int | str, *arguments: object) -> str:
     rest = "".join(f", {argument}" for argument in arguments)
     return f"{_CALL}\nheld(libc.syscall({number_x86_64} if os.uname().machine == 'x86_64' else {number_aarch64}{rest}))"
 
@@ -56,6 +56,45 @@ ESCAPES: Final[dict[str, str]] = {
     "the machine's clock": _CALL + "\nheld(libc.clock_settime(0, ctypes.create_string_buffer(16)))",
     "the machine's name": _CALL + "\nheld(libc.sethostname(b'mine', 4))",
     "typing into the terminal": _CALL + "\nheld(libc.ioctl(0, 0x5412, b'x'))",
+    "be traced": _calls(101, 117, 0, 0, 0, 0),
+    "another process's files": _calls(438, 438, 0, 0, 0),
+    "a file by its handle": _calls(304, 265, -100, "ctypes.create_string_buffer(64)", 0),
+    "the handle of a file": _calls(303, 264, -100, "b'/usr'", "ctypes.create_string_buffer(64)", 0, 0),
+    "a module for the kernel": _calls(313, 273, 0, "b''", 0),
+    "another kernel": _calls(246, 104, 0, 0, 0, 0),
+    "restart the machine": _calls(169, 142, "0xfee1dead", "0x28121969", "0x1234567", 0),
+    "flush the machine's disks": _calls(162, 81),
+    "flush one of the machine's disks": _calls(306, 267, 0),
+    "system calls of another size": _calls("0x40000000 | 39", "0x40000000 | 172"),
+    "system calls of 32 bits": """
+import ctypes, mmap, os
+if os.uname().machine != "x86_64":
+    print("held")
+    raise SystemExit
+page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=7)
+page.write(bytes.fromhex("b814000000 cd80 c3"))  # getpid by the old way
+child = os.fork()
+if not child:
+    ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()
+    os._exit(0)
+print("held" if os.WIFSIGNALED(os.waitpid(child, 0)[1]) else "came through")
+""",
+    # memory that is in no process, and that nobody would count
+    "files in memory": _calls(319, 279, "b'mine'", 0),
+    "shared memory of System V": _calls(29, 194, 0, 4096, "0o1600"),
+    "semaphores of System V": _calls(64, 190, 0, 1, "0o1600"),
+    "messages of System V": _calls(68, 186, 0, "0o1600"),
+    "shared memory without a file": _calls(9, 222, 0, 4096, 3, "0x21", -1, 0),
+    "shared memory by a device": _raises("mmap.mmap", "os.open('/dev/zero', os.O_RDWR)", "4096"),
+    "large buffers of a socket": _raises("socket.socketpair()[0].setsockopt", "1", "7", "1 << 30"),
+    "contexts of asynchronous I/O": _calls(206, 0, 1, "ctypes.byref(ctypes.c_ulong())"),
+    "a core file": """
+import os
+child = os.fork()
+if not child:
+    os.abort()
+print("came through" if os.WCOREDUMP(os.waitpid(child, 0)[1]) else "held")
+""",
     "capabilities": """
 import ctypes
 libc = ctypes.CDLL(None)
@@ -64,14 +103,41 @@ libc.capget((ctypes.c_uint32 * 2)(0x20080522, 0), data)
 print("held" if not any(data) else list(data))
 """,
     "no new privileges": "import ctypes\nprint('held' if ctypes.CDLL(None).prctl(39, 0, 0, 0, 0) == 1 else 'may gain')",
+    "capabilities for its children": _CALL + "\nheld(libc.prctl(47, 2, 21, 0, 0))",
     "another user": _raises("os.setuid", "0"),
+    "other groups": _raises("os.setgroups", "[0]"),
+    "go before others": _raises("os.nice", "-5"),
+    "run in real time": _raises("os.sched_setscheduler", "0", "os.SCHED_FIFO", "os.sched_param(1)"),
+    "higher limits": """
+import resource
+found = []
+for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE", "MEMLOCK"):
+    kind = getattr(resource, f"RLIMIT_{name}")
+    _, most = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (most, most + 1))
+    except (OSError, ValueError):
+        continue
+    found.append(kind)
+print("held" if not found else found)
+""",
     # processes
     "see processes": "import os\nprint('held' if os.getpid() == 2 and not os.path.exists('/proc/self') else 'sees')",
     "signal a process outside": _raises("os.kill", "3", "9"),
     "end its own keeper": """
 import os, signal, time
-for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGSTOP):
+for number in range(1, 65):
     os.kill(1, number)
+time.sleep(0.05)
+print("held")
+""",
+    "end its own keeper by a file's signal": """
+import fcntl, os, signal, time
+reader, writer = os.pipe()
+fcntl.fcntl(reader, fcntl.F_SETOWN, 1)
+fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+os.write(writer, b"x")
 time.sleep(0.05)
 print("held")
 """,
@@ -107,6 +173,12 @@ print("held" if not any(map(is_socket, range(1024))) else found)
     "kernel settings": _raises("open", "'/proc/sys/kernel/core_pattern'", "'w'"),
     "system devices": _raises("open", "'/dev/mem'"),
     "sysfs": _raises("os.listdir", "'/sys/kernel'"),
+    "control groups": _raises("open", "'/sys/fs/cgroup/cgroup.procs'", "'w'"),
+    "a trace among the terminals": _raises("os.utime", "'/dev/pts'"),
+    "a trace on a terminal's maker": _raises("os.chmod", "'/dev/pts/ptmx'", "0o600"),
+    "a trace on a device": _raises("os.utime", "'/dev/null'"),
+    "a trace on the root": _raises("os.chmod", "'/'", "0o777"),
+    "a trace below its temporary folder": _raises("os.mkdir", "'/tmp/../mine'"),
     "write beside the root": _raises("open", "'/mine'", "'w'"),
     "write into the interpreter": _raises("open", "'/python/lib/mine.py'", "'w'"),
     "write into devices": _raises("open", "'/dev/mine'", "'w'"),
@@ -131,6 +203,9 @@ print("held" if not found else found)
     "the network": _raises("socket.create_connection", "('1.1.1.1', 53)", "1"),
     "datagrams": _raises("socket.socket", "socket.AF_INET", "socket.SOCK_DGRAM"),
     "the kernel's sockets": _raises("socket.socket", "16", "socket.SOCK_RAW"),
+    "sockets of virtual machines": _calls(41, 198, 40, 1, 0),
+    "packets": _calls(41, 198, 17, 3, 0),
+    "a pair of sockets of another family": _calls(53, 199, 30, 1, 0, "ctypes.create_string_buffer(8)"),
     "a UNIX socket by an abstract name": _raises("socket.socket(socket.AF_UNIX).connect", "'\\0/tmp/.X11-unix/X0'"),
     "network interfaces": _raises("socket.if_nameindex"),
 }
@@ -184,6 +259,92 @@ print("left")
     "output flood": "while True: print('x' * 10000)",
     "error flood": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
     "fill the disk": "block = bytes(1 << 20)\nfile = open('/tmp/large', 'wb')\nwhile True: file.write(block)",
+    "memory in pipes": """
+import fcntl, os
+pipes = []
+try:
+    while True:
+        pipes.append(os.pipe())
+        try:
+            fcntl.fcntl(pipes[-1][1], 1031, 1 << 20)
+        except OSError:
+            pass
+        os.set_blocking(pipes[-1][1], False)
+        try:
+            while os.write(pipes[-1][1], bytes(1 << 16)):
+                pass
+        except BlockingIOError:
+            pass
+except OSError:
+    print(len(pipes))
+""",
+    "memory in sockets": """
+import socket
+pairs = []
+try:
+    while True:
+        pairs.append(socket.socketpair())
+        for one in pairs[-1]:
+            try:
+                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+            except OSError:
+                pass
+            one.setblocking(False)
+            try:
+                while one.send(bytes(1 << 16)):
+                    pass
+            except BlockingIOError:
+                pass
+except OSError:
+    print(len(pairs))
+""",
+    "files without content": """
+import os
+count = 0
+try:
+    while True:
+        os.close(os.open(f"/tmp/{count}", os.O_CREAT))
+        count += 1
+except OSError:
+    print("left", count)
+""",
+    "folders in folders": """
+import os
+try:
+    while True:
+        os.mkdir("d")
+        os.chdir("d")
+except OSError:
+    print("left")
+""",
+    "memory that moves from child to child": """
+import os, time
+for _ in range(4):
+    if not os.fork():
+        block = bytearray(os.urandom(1 << 20)) * 100
+        while True:
+            if os.fork():
+                os._exit(0)
+            block[0] = 1
+time.sleep(60)
+""",
+    "starve its keeper": """
+import resource, time
+for kind in range(16):
+    try:
+        resource.prlimit(1, kind, (0, 0))
+    except OSError:
+        pass
+time.sleep(0.1)
+print("left")
+""",
+    "an endless output by one byte": "import os\nos.pwrite(1, b'x', 15 << 20)",
+    "an output beyond any limit": "import os\nos.ftruncate(1, 1 << 40)",
+    "stop itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
+    "close everything": "import os\nos.closerange(0, 64)\nprint('left')",
+    "an alarm": "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.01, 1e-6)\nsignal.pause()",
+    "an expression without end": "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
+    "a number without end": "print(9 ** 9 ** 9)",
     "many files": "n = 0\nwhile True:\n    open(f'/tmp/{n}', 'w').close()\n    n += 1",
     "exit without a word": "import os\nos._exit(0)",
     "claim to have passed": "print('PASSED 100 tests')\nimport sys\nsys.exit(0)",
@@ -198,6 +359,16 @@ sys.modules.clear()
 raise SystemExit(object())
 """,
     "raise what is no error": "class Odd(BaseException):\n    def __str__(self): raise Odd\nraise Odd",
-    "no program": "this is not Python",
+    "no program": "def no program",
+    "nested without end": "(" * 100_000,
+    "a program of megabytes": "x = 1\n" * 300_000,
+    "a verdict for whoever listens": """
+import os
+for number in range(3, 1024):
+    try:
+        os.write(number, b'{"was_ended": false, "status": 0, "duration_s": 0}')
+    except OSError:
+        pass
+""",
     "zero bytes": "print(1)\0",
 }

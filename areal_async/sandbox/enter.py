@@ -6,6 +6,7 @@ Root's own files may be closed to others (an interpreter under ``/root``), so wh
 a place that is open, in a mount namespace that ends with this process, before the privileges are given away.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -21,6 +22,8 @@ NOT_SUID_NOT_DEVICES = 0x6
 def main() -> None:
     """Replace this process by the sandbox."""
     config = json.loads(sys.argv[1])
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")  # where memory is short all the same, a program goes first
     prefix, bubblewrap, libraries = config["prefix"], config["bubblewrap"], config["libraries"]
     warden = os.open(config["warden"], os.O_RDONLY)
     os.set_inheritable(warden, True)
@@ -47,7 +50,8 @@ def _arguments(prefix: str, warden: int, interpreter: str) -> list[str]:
             arguments += ["--symlink", os.readlink(folder), folder]
         elif os.path.isdir(folder):
             arguments += ["--ro-bind", folder, folder]
-    arguments += ["--dev", "/dev", "--perms", "0777", "--dir", "/tmp"]
+    # a shared mapping of /dev/zero is memory that no limit counts
+    arguments += ["--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero", "--perms", "0777", "--dir", "/tmp"]
     arguments += ["--ro-bind-data", str(warden), "/warden.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     arguments += ["--chdir", "/", "--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", "/warden.py"]

@@ -21,6 +21,8 @@ class Limits:
     """Size of any one file, the two outputs among them."""
     tmp_bytes: int = 64 * MIB
     """All that is in ``/tmp`` and ``/dev/shm``, each."""
+    num_files: int = 4096
+    """Files and folders in ``/tmp`` and ``/dev/shm``, each: empty ones take the kernel's memory too."""
     output_bytes: int = 64 * 1024
     """How much of each output is kept; the rest is cut."""
 

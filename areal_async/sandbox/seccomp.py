@@ -1,8 +1,10 @@
 """The filter of system calls, as the kernel reads it: a classic BPF program over ``struct seccomp_data``.
 
 What is refused: everything that reaches into other processes, mounts, namespaces, keys, kernel modules, performance
-counters, BPF, io_uring, clocks of the machine; all sockets but UNIX ones; and, unheard, every call that is newer than
-this file. The namespaces make most of these harmless already; the filter keeps programs away from the code behind them.
+counters, BPF, io_uring, clocks of the machine, its disks as a whole; all sockets but UNIX ones; memory that belongs to
+no process and that no limit counts (files in memory, System V, shared memory without a file); and, unheard, every call
+that is newer than this file. The namespaces make most of these harmless already; the filter keeps programs away from
+the code behind them.
 
 Sources: ``include/uapi/linux/{seccomp,filter,audit}.h``, and the kernel's tables of system calls.
 """
@@ -14,12 +16,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 _LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT = 0, 4, 16, 24
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 32, 40
 """Offsets in ``seccomp_data``; of the arguments the lower half, on little-endian machines."""
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _NEW_NAMESPACES = 0x7E020000
 """``CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}``."""
 _AF_UNIX = 1
+_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_BUFFER_SIZES = (7, 8)
+"""``SO_SNDBUF`` and ``SO_RCVBUF``: what waits in a socket is the kernel's memory."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
 """``TIOCSTI`` and ``TIOCLINUX``: typing into a terminal."""
 _NEWEST_KNOWN = 448
@@ -51,7 +56,10 @@ class Architecture:
     audit: int
     clone: int
     ioctl: int
+    mmap: int
+    setsockopt: int
     socket: int
+    socketpair: int
     refused: dict[str, int]
 
 
@@ -60,8 +68,14 @@ ARCHITECTURES = {
         audit=0xC000003E,
         clone=56,
         ioctl=16,
+        mmap=9,
+        setsockopt=54,
         socket=41,
+        socketpair=53,
         refused={
+            "shmget": 29,
+            "semget": 64,
+            "msgget": 68,
             "ptrace": 101,
             "syslog": 103,
             "uselib": 134,
@@ -71,6 +85,7 @@ ARCHITECTURES = {
             "pivot_root": 155,
             "adjtimex": 159,
             "chroot": 161,
+            "sync": 162,
             "acct": 163,
             "settimeofday": 164,
             "mount": 165,
@@ -86,6 +101,7 @@ ARCHITECTURES = {
             "delete_module": 176,
             "quotactl": 179,
             "nfsservctl": 180,
+            "io_setup": 206,
             "lookup_dcookie": 212,
             "clock_settime": 227,
             "mbind": 237,
@@ -103,11 +119,13 @@ ARCHITECTURES = {
             "name_to_handle_at": 303,
             "open_by_handle_at": 304,
             "clock_adjtime": 305,
+            "syncfs": 306,
             "setns": 308,
             "process_vm_readv": 310,
             "process_vm_writev": 311,
             "kcmp": 312,
             "finit_module": 313,
+            "memfd_create": 319,
             "kexec_file_load": 320,
             "bpf": 321,
             "userfaultfd": 323,
@@ -117,8 +135,12 @@ ARCHITECTURES = {
         audit=0xC00000B7,
         clone=220,
         ioctl=29,
+        mmap=222,
+        setsockopt=208,
         socket=198,
+        socketpair=199,
         refused={
+            "io_setup": 0,
             "lookup_dcookie": 18,
             "umount2": 39,
             "mount": 40,
@@ -127,6 +149,7 @@ ARCHITECTURES = {
             "chroot": 51,
             "vhangup": 58,
             "quotactl": 60,
+            "sync": 81,
             "acct": 89,
             "personality": 92,
             "unshare": 97,
@@ -141,6 +164,9 @@ ARCHITECTURES = {
             "setdomainname": 162,
             "settimeofday": 170,
             "adjtimex": 171,
+            "msgget": 186,
+            "semget": 190,
+            "shmget": 194,
             "add_key": 217,
             "request_key": 218,
             "keyctl": 219,
@@ -156,11 +182,13 @@ ARCHITECTURES = {
             "name_to_handle_at": 264,
             "open_by_handle_at": 265,
             "clock_adjtime": 266,
+            "syncfs": 267,
             "setns": 268,
             "process_vm_readv": 270,
             "process_vm_writev": 271,
             "kcmp": 272,
             "finit_module": 273,
+            "memfd_create": 279,
             "bpf": 280,
             "userfaultfd": 282,
             "kexec_file_load": 294,
@@ -203,9 +231,22 @@ def _instructions(machine: Architecture) -> Iterator[tuple[int, int, int, int]]:
     yield _ANY_BIT, 0, 1, _NEW_NAMESPACES
     yield refuse
     yield give(_ALLOW)
-    yield _EQUAL, 0, 4, machine.socket
-    yield load(_FIRST_ARGUMENT)
-    yield _EQUAL, 1, 0, _AF_UNIX
+    for number in (machine.socket, machine.socketpair):
+        yield _EQUAL, 0, 4, number
+        yield load(_FIRST_ARGUMENT)
+        yield _EQUAL, 1, 0, _AF_UNIX
+        yield refuse
+        yield give(_ALLOW)
+    yield _EQUAL, 0, 5, machine.setsockopt
+    yield load(_THIRD_ARGUMENT)
+    yield _EQUAL, 1, 0, _BUFFER_SIZES[0]
+    yield _EQUAL, 0, 1, _BUFFER_SIZES[1]
+    yield refuse
+    yield give(_ALLOW)
+    yield _EQUAL, 0, 5, machine.mmap
+    yield load(_FOURTH_ARGUMENT)
+    yield _ANY_BIT, 0, 2, _MAP_ANONYMOUS
+    yield _ANY_BIT, 0, 1, _MAP_SHARED
     yield refuse
     yield give(_ALLOW)
     yield _EQUAL, 0, 5, machine.ioctl

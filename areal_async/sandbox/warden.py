@@ -24,8 +24,12 @@ import time
 import traceback
 import types
 
-NEW_NAMESPACES = 0x20000 | 0x08000000 | 0x20000000
+NEW_MOUNT_NAMESPACE = 0x20000
+NEW_NAMESPACES = NEW_MOUNT_NAMESPACE | 0x08000000 | 0x20000000
 """Mounts, IPC, processes."""
+READ_ONLY_FROM_NOW_ON = 0x1 | 0x20 | 0x1000
+RELATIVE_TIMES = 0x200000
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "pts")
 PRIVATE_BELOW = 0x44000
 NO_SUID_NO_DEVICES = 0x6
 SET_NO_NEW_PRIVILEGES, SET_SECCOMP, SECCOMP_FILTER, SET_DEATH_SIGNAL = 38, 22, 2, 1
@@ -51,6 +55,8 @@ def main() -> None:
     """Serve until the outside hangs up."""
     for name in PRELOADED:
         importlib.import_module(name)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a program may send it to its keeper, who inherits the handler
+    close_devices()
     gc.freeze()  # what is here now is shared with every program; a collection would copy it
     outside = socket.socket(fileno=os.dup(0))
     os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
@@ -65,6 +71,21 @@ def main() -> None:
             continue
         answer = run(request, files, instructions, outside)
         outside.send(json.dumps(answer).encode())
+
+
+def close_devices() -> None:
+    """Forbid changes to the devices' own times and modes: programs after each other share them, and so does the host.
+
+    Each is a mount of its own. To read and write a device stays allowed.
+    """
+    check(LIBC.unshare(NEW_MOUNT_NAMESPACE), "a mount namespace")
+    check(LIBC.mount(b"none", b"/", None, PRIVATE_BELOW, None), "private mounts")
+    for name in DEVICES:
+        place = f"/dev/{name}"
+        flags = os.statvfs(place).f_flag  # these have the numbers of a mount's
+        kept = flags & (os.ST_NOSUID | os.ST_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME)
+        kept |= RELATIVE_TIMES if flags & os.ST_RELATIME else 0
+        check(LIBC.mount(b"none", place.encode(), None, kept | READ_ONLY_FROM_NOW_ON, None), place)
 
 
 def run(limits: dict[str, int], files: list[int], instructions: bytes, outside: socket.socket) -> dict[str, object]:
@@ -130,7 +151,7 @@ def be_init(limits: dict[str, int], files: list[int], instructions: bytes, write
     """Be process 1: make an empty place, collect whatever ends, and end with the program."""
     check(LIBC.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "death signal")
     check(LIBC.mount(b"none", b"/", None, PRIVATE_BELOW, None), "private mounts")
-    options = f"size={limits['tmp_bytes']},mode=0777".encode()
+    options = f"size={limits['tmp_bytes']},nr_inodes={limits['num_files']},mode=0777".encode()
     for folder in (b"/tmp", b"/dev/shm"):
         check(LIBC.mount(b"tmpfs", folder, b"tmpfs", NO_SUID_NO_DEVICES, options), folder.decode())
     program = os.fork()
@@ -166,6 +187,7 @@ def be_program(limits: dict[str, int], files: list[int], instructions: bytes) ->
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
     sys.modules["random"].seed()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     bound(limits)
     lock(instructions)
     os._exit(run_program(source))
@@ -181,7 +203,7 @@ def bound(limits: dict[str, int]) -> None:
         (resource.RLIMIT_FSIZE, files),
         (resource.RLIMIT_NPROC, processes + limits["num_besides"]),
         (resource.RLIMIT_NOFILE, NUM_OPEN_FILES),
-        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_CORE, 1),  # 0 stops a file only; 1 is too little for one, and stops a program of the machine's
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ):

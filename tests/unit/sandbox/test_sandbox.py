@@ -64,6 +64,10 @@ def user_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().split("Uid:")[1].split()[0])
 
 
+def score_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
 async def test_a_program_reads_its_input_and_its_outputs_come_back(sandbox: Sandbox) -> None:
     source = "import sys\nprint(sum(map(int, input().split())))\nprint('done', file=sys.stderr)"
     execution = await sandbox.run(source, stdin=b"1 2\n")
@@ -154,6 +158,54 @@ async def test_a_program_does_not_reach_what_listens_in_the_network_outside(sand
         listening.listen()
         execution = await sandbox.run(CONNECT.format(name))
     assert execution.stdout == b"held\n"
+
+
+async def test_a_program_reads_no_roles_credentials(sandbox: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "credentials" / "trainer.nk"
+    secret.parent.mkdir()
+    secret.write_text("SUANOTAKEY")
+    for path in (*tmp_path.parents, tmp_path, secret.parent, secret):
+        if path.stat().st_uid == os.geteuid() and path != Path("/"):
+            path.chmod(path.stat().st_mode | 0o055)  # the walls hold it back, not its mode
+
+    source = f"""
+import os
+found = []
+for path in {[str(secret), f"/proc/1/root{secret}", f"/python/../..{secret}"]!r}:
+    try:
+        found.append(open(path).read())
+    except OSError:
+        pass
+for folder, below, names in os.walk("/"):
+    below[:] = set(below) - {{"usr", "python"}}  # the interpreter's and the system's, and large
+    found += [f"{{folder}}/{{name}}" for name in names if name.endswith(".nk")]
+print(found or "held")
+"""
+    execution = await sandbox.run(source, limits=PATIENT)
+    assert execution.stdout == b"held\n", execution
+
+
+async def test_empty_files_are_counted_as_the_kernels_memory_is_not(sandbox: Sandbox) -> None:
+    execution = await sandbox.run(ABUSES["files without content"], limits=Limits(num_files=100))
+    assert execution.stdout in (b"left 98\n", b"left 99\n"), "the folder itself is one"
+
+
+async def test_a_program_goes_before_its_host_where_memory_is_short(sandbox: Sandbox) -> None:
+    await sandbox.run("print(1)")
+    assert {score_of(pid) for pid in sandboxed()} == {1000}
+
+
+async def test_no_program_has_memory_that_is_in_no_process(sandbox: Sandbox) -> None:
+    """Every way to hold memory that a look at the processes does not see is refused, or small."""
+    before = shared_bytes()
+    for name in ("memory in files", "memory in pipes", "memory in sockets", "files without content"):
+        await sandbox.run(ABUSES[name], limits=LIMITS)
+    assert shared_bytes() - before < 32 << 20, "and nothing of it stays"
+
+
+def shared_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Shmem:"))
 
 
 async def test_input_cannot_be_changed_for_whoever_reads_it_next(sandbox: Sandbox) -> None:
