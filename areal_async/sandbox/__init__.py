@@ -21,5 +21,6 @@ the caller compares. ``Sandbox`` refuses to start where the walls do not hold: i
 from areal_async.sandbox.limits import End, Execution, Limits
 from areal_async.sandbox.sandbox import Sandbox
 from areal_async.sandbox.shared import shared_sandbox
+from areal_async.sandbox.tool import python
 
-__all__ = ["End", "Execution", "Limits", "Sandbox", "shared_sandbox"]
+__all__ = ["End", "Execution", "Limits", "Sandbox", "python", "shared_sandbox"]
