@@ -44,7 +44,7 @@ class RewardProcess:
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(struct.pack(FRAME, len(request)) + request)
-            # The first answer says that the function is imported: from here on the time is the reward's own.
+            # The first answer says that the function is imported and prepared: from here on the time is the reward's.
             answer = self._read_answer(START_DEADLINE_S)
             if not answer.error:
                 answer = self._read_answer(timeout_s)

@@ -3,7 +3,7 @@
     python -m areal_async.rollout.reward_worker PARENT_PID
 
 Frames on the pipes are a length and msgpack; nothing is pickled, in either direction. Each call is answered
-twice: once when the function is imported, once with its value. Imports neither torch nor transformers.
+twice: once when the function is imported and prepared, once with its value. Imports neither torch nor transformers.
 """
 
 import importlib
@@ -73,6 +73,10 @@ def _find(call: Call) -> Callable[..., Any]:
         function = getattr(function, name, None)
     if function is None:
         raise RewardError(f"there is no {call.qualname} at the top level of {call.file}")
+    prepare = getattr(function, "__areal_prepare__", None)
+    if prepare is not None:
+        with attributed_to(RewardError, f"preparing {call.qualname}"):
+            prepare()  # at every call, and does it once
     found: Callable[..., Any] = getattr(function, "__areal_reward__", function)
     return found
 

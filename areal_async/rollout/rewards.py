@@ -37,12 +37,25 @@ NUM_WORKERS = max(2, (os.cpu_count() or 1) // 4)
 @overload
 def reward(function: Callable[P, Any], /) -> Callable[P, Awaitable[float]]: ...
 @overload
-def reward(*, timeout_s: float = DEFAULT_TIMEOUT_S) -> Callable[[Callable[P, Any]], Callable[P, Awaitable[float]]]: ...
-def reward(function: Callable[..., Any] | None = None, /, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> Any:
+def reward(
+    *, timeout_s: float = DEFAULT_TIMEOUT_S, prepare: Callable[[], object] | None = None
+) -> Callable[[Callable[P, Any]], Callable[P, Awaitable[float]]]: ...
+def reward(
+    function: Callable[..., Any] | None = None,
+    /,
+    *,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+    prepare: Callable[[], object] | None = None,
+) -> Any:
     """Run a plain function in a worker process, killed after ``timeout_s`` seconds.
 
     Arguments travel as text, numbers, bytes, lists, tuples (as lists) and dicts of these. The function must
     return a finite number (bool and int count) and stand at the top level of a file.
+
+    Args:
+        timeout_s: for one call; importing the file, and ``prepare``, are not counted.
+        prepare: called once in every worker before its first call: for imports that take long and that only a worker
+            needs.
 
     Raises:
         UserError: at decoration, for a function that a worker could not find.
@@ -50,11 +63,13 @@ def reward(function: Callable[..., Any] | None = None, /, *, timeout_s: float = 
             finite number.
     """
     if function is None:
-        return functools.partial(_decorate, timeout_s=timeout_s)
-    return _decorate(function, timeout_s=timeout_s)
+        return functools.partial(_decorate, timeout_s=timeout_s, prepare=prepare)
+    return _decorate(function, timeout_s=timeout_s, prepare=prepare)
 
 
-def _decorate(function: Callable[..., Any], *, timeout_s: float) -> Callable[..., Awaitable[float]]:
+def _decorate(
+    function: Callable[..., Any], *, timeout_s: float, prepare: Callable[[], object] | None
+) -> Callable[..., Awaitable[float]]:
     name = getattr(function, "__name__", repr(function))
     if inspect.iscoroutinefunction(function):
         raise UserError(f"reward {name}: got an async function, need a plain one; await an async one without @reward")
@@ -86,6 +101,7 @@ def _decorate(function: Callable[..., Any], *, timeout_s: float) -> Callable[...
 
     # Where the worker finds the function itself under the decorated name.
     call.__dict__["__areal_reward__"] = function
+    call.__dict__["__areal_prepare__"] = None if prepare is None else functools.cache(prepare)
     return call
 
 

@@ -28,6 +28,28 @@ def hang(pid_file: str) -> float:
     return 1.0
 
 
+def slow_start() -> None:
+    time.sleep(1.5)
+    PREPARED.append(os.getpid())
+
+
+PREPARED: list[int] = []
+
+
+@reward(timeout_s=1.0, prepare=slow_start)
+def times_prepared() -> int:
+    return len(PREPARED)
+
+
+def cannot_start() -> None:
+    raise ImportError("no such module")
+
+
+@reward(prepare=cannot_start)
+def unprepared() -> float:
+    return 1.0
+
+
 @reward
 def fail(text: str) -> float:
     raise ValueError(f"cannot read {text}")

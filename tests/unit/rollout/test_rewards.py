@@ -72,6 +72,17 @@ async def test_workers_stay_warm() -> None:
     assert len(processes) <= 2
 
 
+async def test_preparing_is_done_once_and_not_counted() -> None:
+    """Preparing takes longer than a call may."""
+    assert [await sample_rewards.times_prepared() for _ in range(5)] == [1.0] * 5
+    assert not sample_rewards.PREPARED, "not here"
+
+
+async def test_a_reward_that_cannot_be_prepared_is_an_error() -> None:
+    with pytest.raises(RewardError, match="reward unprepared: preparing unprepared: ImportError: no such module"):
+        await sample_rewards.unprepared()
+
+
 async def test_cancelled_call_returns_at_once_and_breaks_nothing(tmp_path: Path) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(sample_rewards.hang, str(tmp_path / "pids"))
