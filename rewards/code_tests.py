@@ -12,17 +12,14 @@ at all, for want of a sandbox, is an error of the run.
 
 import json
 import math
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from areal_async.sandbox import End, Limits, shared_sandbox
+from rewards.fenced import last_block
 
 LIMITS: Final = Limits(wall_s=5.0, cpu_s=5)
-_BLOCK: Final = re.compile(
-    r"^[ \t]*```[ \t]*(?P<language>[\w+-]*)[^\n]*\n(?P<code>.*?)^[ \t]*```", re.DOTALL | re.MULTILINE
-)
 _LANGUAGES: Final = ("python", "py", "python3", "")
 _RELATIVE_TOLERANCE: Final = 1e-9
 _HARNESS: Final = """
@@ -63,8 +60,8 @@ async def share_passed(text: str, tests: Sequence[Mapping[str, Any]], *, limits:
 
 def program_in(text: str) -> str:
     """Return the last fenced block of Python in an answer; the whole answer when it has no block."""
-    blocks = [match["code"] for match in _BLOCK.finditer(text) if match["language"].lower() in _LANGUAGES]
-    return blocks[-1] if blocks else text
+    block = last_block(text, _LANGUAGES)
+    return text if block is None else block
 
 
 def _checked(tests: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
@@ -107,9 +104,16 @@ def _equal(said: Any, expected: Any) -> bool:
     if isinstance(said, bool) or isinstance(expected, bool):
         return said is expected
     if isinstance(said, int | float) and isinstance(expected, int | float):
-        return said == expected or math.isclose(said, expected, rel_tol=_RELATIVE_TOLERANCE)
+        return said == expected or _is_close(said, expected)
     if isinstance(said, list) and isinstance(expected, list):
         return len(said) == len(expected) and all(map(_equal, said, expected))
     if isinstance(said, dict) and isinstance(expected, dict):
         return said.keys() == expected.keys() and all(_equal(said[key], expected[key]) for key in expected)
     return type(said) is type(expected) and bool(said == expected)
+
+
+def _is_close(said: float, expected: float) -> bool:
+    try:
+        return math.isclose(said, expected, rel_tol=_RELATIVE_TOLERANCE)
+    except OverflowError:  # a whole number beyond any float is close to none
+        return False

@@ -57,6 +57,11 @@ async def test_the_share_counts_each_test() -> None:
         "def add(a, b):\n    return float('nan')",
         "def add(a, b):\n    return [a + b]",
         "def add(a, b):\n    return str(a + b)",
+        "def add(a, b):\n    return 10 ** 400",
+        "def add(a, b):\n    return 10 ** 10_000",
+        "def add(a, b):\n    return 1e400",
+        "def add(a, b):\n    return {a: {b: [None] * 3}}",
+        "def add(a, b):\n    deep = []\n    for _ in range(900): deep = [deep]\n    return deep",
         "add = None",
         "",
         "\0",
@@ -82,6 +87,8 @@ async def test_no_program_passes_without_the_answer(program: str) -> None:
         ("None", None, True),
         ("'3'", 3, False),
         ("10**30", 10**30, True),
+        ("10**400", 3.5, False),
+        ("10**400", 10**400, True),
     ],
 )
 async def test_what_is_returned_is_compared_as_data(returns: str, expected: Any, *, passes: bool) -> None:
