@@ -20,6 +20,7 @@ from rewards import plain_number as plain
 from rewards.math_algebra import load
 from rewards.math_structure import same_answer
 
+MARK: Final = "####"
 _EQUALS: Final = re.compile(r"(?<![<>!])=")
 
 
@@ -66,7 +67,7 @@ def numbers_match(text: str, answer: str) -> bool | None:
 
 def marked_answer(text: str) -> str | None:
     r"""Return what follows the last `####` on its line, else the inside of the last `\boxed{}`, else None."""
-    _, mark, after = text.rpartition("####")
+    _, mark, after = text.rpartition(MARK)
     if mark:
         return after.strip().partition("\n")[0].strip()
     _, mark, after = text.rpartition(r"\boxed{")

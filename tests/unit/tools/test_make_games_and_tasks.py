@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rewards.code_tests import passes_all
 from rewards.countdown import target_reached
 from tools import make_coding, make_countdown
 
@@ -64,3 +66,32 @@ def test_every_task_has_tests_of_one_style() -> None:
         assert len(tests) == make_coding.NUM_TESTS
         assert len({tuple(test) for test in tests}) == 1
         assert ("function" in tests[0]) == row["task"].startswith("Write a function")
+
+
+SOLUTIONS = {
+    "the largest of the numbers, minus": "max({}) - {}",
+    "every number multiplied by": "[value * {1} for value in {0}]",
+}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("wording", SOLUTIONS)
+async def test_a_task_is_solved_by_who_reads_it(wording: str) -> None:
+    found = [row for row in rows("coding_train") if wording in row["task"]]
+    for row in (
+        min(found, key=lambda one: "function" in one["task"]),
+        max(found, key=lambda one: "function" in one["task"]),
+    ):
+        k = int(re.findall(r"\d+", row["task"])[-1])
+        for number, score in ((k, 1.0), (k + 1, 0.0)):
+            solution = SOLUTIONS[wording].format("given", number)
+            name = re.search(r"function (\w+)", row["task"])
+            if name is not None:
+                program = f"def {name[1]}(given):\n    return {solution}"
+            else:
+                program = (
+                    f"given = list(map(int, input().split()))\nfound = {solution}\n"
+                    "print(*(found if isinstance(found, list) else [found]), sep='\\n')"
+                )
+
+            assert await passes_all(f"```python\n{program}\n```", json.loads(row["tests"])) == score, row["task"]
