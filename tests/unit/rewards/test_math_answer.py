@@ -146,6 +146,7 @@ def test_a_plain_number_is_read_however_it_is_written(text: str, answer: str) ->
         ("#### 500 cm", "5 m", True),
         ("#### 5 m", "5 cm", False),
         ("#### 5 kg", "5 m", False),
+        ("#### 5 g", "5 m", False),
         ("#### 2 hours", "120 minutes", True),
         ("#### 2 hours", "2 minutes", False),
         ("#### 12 cm^2", r"12\text{ cm}^2", True),
