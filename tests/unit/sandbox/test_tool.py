@@ -1,10 +1,10 @@
 """The tool tells a model what its program printed, and in words how it failed."""
 
-import inspect
-
 import pytest
 
+from areal_async.contracts import ToolCall
 from areal_async.errors import UserError
+from areal_async.rollout.tools.run import Toolbox
 from areal_async.sandbox import Limits, python
 from areal_async.sandbox.tool import MOST_CHARACTERS
 
@@ -73,7 +73,17 @@ async def test_where_programs_cannot_be_isolated_it_is_no_answer_to_the_model(mo
         await python("print(1)")
 
 
-def test_it_tells_a_model_what_it_is() -> None:
-    """Schemas of tools are made from the signature and the docstring."""
-    assert list(inspect.signature(python).parameters) == ["code"]
-    assert "Run a Python program" in (python.__doc__ or "")
+async def test_a_model_calls_it_as_it_calls_any_tool() -> None:
+    box = Toolbox([python], timeout_s=30)
+    calls = [ToolCall(id="1", name="python", arguments={"code": "print(6 * 7)"})]
+    calls += [ToolCall(id="2", name="python", arguments={"code": 7}), ToolCall(id="3", name="python", arguments={})]
+
+    results = await box.run(calls)
+
+    assert [(result.text.partition(":")[0], result.is_error) for result in results] == [
+        ("42", False),
+        ("error", True),
+        ("error", True),
+    ]
+    (schema,) = box.schemas
+    assert schema["function"]["parameters"]["properties"]["code"]["type"] == "string"
