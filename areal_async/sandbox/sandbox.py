@@ -6,7 +6,7 @@ from types import TracebackType
 import anyio
 import structlog
 
-from areal_async.errors import UserError, leaves_of
+from areal_async.errors import RewardError, UserError, leaves_of
 from areal_async.sandbox.corpus import ESCAPES
 from areal_async.sandbox.limits import End, Execution, Limits
 from areal_async.sandbox.warm import SandboxGone, Warm
@@ -55,6 +55,8 @@ class Sandbox:
 
         Raises:
             UserError: no sandbox can be started any more.
+            RewardError: several ended under this program, which nobody has seen a program do: the program's trajectory
+                fails, and the run goes on.
         """
         async with self._turns:
             warm = self._free.pop()
@@ -69,7 +71,7 @@ class Sandbox:
                         log.warning("sandbox.gone", cause=str(exc))
             finally:
                 self._free.append(warm)
-        raise UserError(
+        raise RewardError(
             f"sandbox: got {MAX_STARTS} sandboxes that ended under one program, need one that lasts; see the log"
         )
 

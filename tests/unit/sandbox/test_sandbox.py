@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async.errors import UserError
+from areal_async.errors import RewardError, UserError
 from areal_async.sandbox import End, Execution, Limits, Sandbox
 from areal_async.sandbox.corpus import ABUSES, ESCAPES
 from areal_async.sandbox.warm import NUM_BESIDES
@@ -233,6 +233,25 @@ async def test_a_sandbox_that_is_killed_is_replaced_and_the_program_runs_again(s
         await anyio.sleep(0.1)
         os.kill(sandboxed()[0], signal.SIGKILL)
     assert executions[0].stdout == b"1\n"
+
+
+async def test_a_program_under_which_every_sandbox_ends_fails_alone(sandbox: Sandbox) -> None:
+    await sandbox.run("print(1)")
+    num_idle = len(sandboxed())
+
+    async def kill_again_and_again() -> None:
+        while True:
+            await anyio.sleep(0.02)
+            running = sandboxed()
+            if len(running) > num_idle:
+                os.kill(running[0], signal.SIGKILL)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(kill_again_and_again)
+        with pytest.raises(RewardError, match="got 3 sandboxes that ended under one program"):
+            await sandbox.run("import time\ntime.sleep(30)", limits=PATIENT)
+        tasks.cancel_scope.cancel()
+    assert (await sandbox.run("print(1)")).stdout == b"1\n"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to give away")
