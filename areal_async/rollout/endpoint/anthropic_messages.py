@@ -1,0 +1,284 @@
+"""Anthropic's Messages: a request -> a call, and a reply -> its objects and events. Pure.
+
+Hints are left out of account (``thinking``, ``metadata``, ``cache_control``, ``service_tier`` and what is not named
+here); blocks of thinking are dropped from a conversation, for the model never said any. What would change the answer
+and cannot be had is refused: forced calls, tools that the service runs itself, a beginning of the answer, images.
+"""
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from areal_async.rollout.endpoint.calls import Call, Finish, Refusal, RefusalKind, Said, named_event, read
+from areal_async.rollout.endpoint.content import (
+    AtLeastZero,
+    Count,
+    Name,
+    Probability,
+    StopString,
+    cannot_force,
+    function_call,
+    function_tool,
+    refuse_if,
+    text_of,
+    tool_result,
+)
+
+_STOP_REASON: dict[Finish, str] = {
+    "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
+}  # fmt: skip
+_ERRORS: dict[RefusalKind, tuple[int, str]] = {
+    "bad_request": (400, "invalid_request_error"),
+    "too_long": (400, "invalid_request_error"),
+    "unauthorized": (401, "authentication_error"),
+    "not_found": (404, "not_found_error"),
+    "not_allowed": (405, "invalid_request_error"),
+    "too_large": (413, "request_too_large"),
+    "unavailable": (529, "overloaded_error"),
+    "internal": (500, "api_error"),
+}
+_UNSAID = ("thinking", "redacted_thinking")
+
+
+class _ResultPart(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Block(msgspec.Struct):
+    type: str
+    text: str | None = None
+    id: str = ""
+    name: str = ""
+    input: dict[str, Any] | None = None
+    tool_use_id: str = ""
+    content: str | list[_ResultPart] | None = None
+
+
+class _Message(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[_Block]
+
+
+class _Tool(msgspec.Struct):
+    name: Name
+    type: str | None = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+
+
+class _ToolChoice(msgspec.Struct):
+    type: str
+    disable_parallel_tool_use: bool | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+    max_tokens: Count
+    model: str = ""
+    system: str | list[_ResultPart] | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: _ToolChoice | None = None
+    stop_sequences: list[StopString] | None = None
+    stream: bool | None = None
+    temperature: AtLeastZero | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+
+def parse(body: bytes) -> "MessagesExchange":
+    """Read a request.
+
+    Raises:
+        Refusal: it is malformed, or wants what cannot be had here.
+    """
+    request = read(body, _Request)
+    system = text_of(request.system, types=("text",), param="system")
+    messages = [{"role": "system", "content": system}] if system else []
+    for number, message in enumerate(request.messages):
+        _add(messages, message, f"messages[{number}]")
+    refuse_if(
+        request.messages[-1].role == "assistant",
+        "messages",
+        "the last one is the assistant's, but no beginning can be put into the model's mouth here: end with the user's",
+    )
+    wanted = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": request.top_k,
+        "max_new_tokens": request.max_tokens,
+        "stop": tuple(request.stop_sequences) if request.stop_sequences else None,
+    }
+    call = Call(
+        messages=messages,
+        tools=_tools(request),
+        sampling={name: value for name, value in wanted.items() if value is not None},
+        is_streamed=bool(request.stream),
+    )
+    return MessagesExchange(call, request.model)
+
+
+def _tools(request: _Request) -> list[dict[str, Any]]:
+    tools = request.tools or []
+    for number, tool in enumerate(tools):
+        is_custom = tool.type in (None, "custom") and tool.input_schema is not None
+        refuse_if(
+            not is_custom,
+            f"tools[{number}]",
+            f"got {tool.name!r:.80} of type {tool.type!r:.50}, need the client's own tool with an input_schema",
+        )
+    choice = request.tool_choice
+    if choice is not None and choice.type not in ("auto", "none"):
+        raise cannot_force("tool_choice", choice.type)
+    refuse_if(
+        choice is not None and bool(choice.disable_parallel_tool_use) and bool(tools),
+        "tool_choice.disable_parallel_tool_use",
+        "got true, but the model says how many calls it makes; leave it out",
+    )
+    if choice is not None and choice.type == "none":
+        return []
+    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools]
+
+
+def _add(messages: list[dict[str, Any]], message: _Message, where: str) -> None:
+    """Append what one message of this API says, which may be several of OpenAI's."""
+    if isinstance(message.content, str):
+        messages.append({"role": message.role, "content": message.content})
+        return
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    num_before = len(messages)
+
+    def add_text() -> None:
+        if texts:
+            messages.append({"role": message.role, "content": "\n".join(texts)})
+            texts.clear()
+
+    for number, block in enumerate(message.content):
+        place = f"{where}.content[{number}]"
+        match message.role, block.type:
+            case _, "text":
+                texts.append(text_of([block], types=("text",), param=f"{where}.content"))
+            case "assistant", "tool_use":
+                refuse_if(not block.id or not block.name, place, "need the id and the name of the call")
+                arguments = msgspec.json.encode(block.input or {}).decode()
+                calls.append(function_call(block.id, block.name, arguments))
+            case "assistant", kind if kind in _UNSAID:
+                pass
+            case "user", "tool_result":
+                refuse_if(not block.tool_use_id, place, "need the tool_use_id that this answers")
+                add_text()
+                text = text_of(block.content, types=("text",), param=f"{place}.content")
+                messages.append(tool_result(block.tool_use_id, text, messages))
+            case _:
+                refuse_if(
+                    True, place, f"got {block.type!r:.50} from {message.role}, this model takes text, calls and results"
+                )
+    if message.role == "assistant":
+        more = {"tool_calls": calls} if calls else {}
+        messages.append({"role": "assistant", "content": "\n".join(texts), **more})
+    else:
+        add_text()
+        refuse_if(len(messages) == num_before, f"{where}.content", "got no blocks, need at least one")
+
+
+class MessagesExchange:
+    """One request and its answers."""
+
+    def __init__(self, call: Call, model: str) -> None:
+        self.call = call
+        self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+
+    def answer(self, said: Sequence[Said]) -> dict[str, Any]:
+        """Return a ``message``."""
+        (one,) = said
+        content: list[dict[str, Any]] = [{"type": "text", "text": one.content}] if one.content else []
+        content += [{**_block_start(call), "input": msgspec.json.decode(_arguments(call))} for call in one.tool_calls]
+        return {**self._head, "content": content, **_end(one), "usage": _usage(one)}
+
+    def writer(self) -> "MessagesWriter":
+        return MessagesWriter(self._head)
+
+    def conclude(self, said: Sequence[Said]) -> None:
+        """There is nothing to go on from: every request brings its whole conversation."""
+
+
+class MessagesWriter:
+    """Writes ``message_start`` to ``message_stop``. How long the prompt is is told at the end."""
+
+    def __init__(self, head: dict[str, Any]) -> None:
+        self._head = head
+        self._num_blocks = 0
+        self._is_in_text = False
+
+    def begin(self) -> bytes:
+        usage = {"input_tokens": 0, "output_tokens": 0}
+        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        return named_event({"type": "message_start", "message": message})
+
+    def piece(self, index: int, text: str) -> bytes:
+        start = b""
+        if not self._is_in_text:
+            self._is_in_text = True
+            start = self._start({"type": "text", "text": ""})
+        return start + self._delta({"type": "text_delta", "text": text})
+
+    def end(self, index: int, said: Said, rest: str) -> bytes:
+        events = self.piece(index, rest) if rest else b""
+        if self._is_in_text:
+            events += self._stop()
+        for call in said.tool_calls:
+            events += self._start({**_block_start(call), "input": {}})
+            events += self._delta({"type": "input_json_delta", "partial_json": _arguments(call)}) + self._stop()
+        return events + named_event({"type": "message_delta", "delta": _end(said), "usage": _usage(said)})
+
+    def finish(self, said: Sequence[Said]) -> bytes:
+        return named_event({"type": "message_stop"})
+
+    def fail(self, refusal: Refusal) -> bytes:
+        return named_event(error(refusal))
+
+    def _start(self, block: dict[str, Any]) -> bytes:
+        return named_event({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
+
+    def _delta(self, delta: dict[str, Any]) -> bytes:
+        return named_event({"type": "content_block_delta", "index": self._num_blocks, "delta": delta})
+
+    def _stop(self) -> bytes:
+        self._num_blocks += 1
+        return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
+
+
+def status(refusal: Refusal) -> int:
+    """Return the HTTP status of an error."""
+    return _ERRORS[refusal.kind][0]
+
+
+def error(refusal: Refusal) -> dict[str, Any]:
+    """Return the JSON object of an error."""
+    kind = _ERRORS[refusal.kind][1]
+    return {"type": "error", "error": {"type": kind, "message": refusal.message}, "request_id": None}
+
+
+def _block_start(call: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "tool_use", "id": call["id"], "name": call["function"]["name"]}
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    arguments: str = call["function"]["arguments"]
+    return arguments
+
+
+def _end(said: Said) -> dict[str, Any]:
+    return {"stop_reason": _STOP_REASON[said.finish], "stop_sequence": said.stop_sequence}
+
+
+def _usage(said: Said) -> dict[str, Any]:
+    return {
+        "input_tokens": said.num_prompt_tokens,
+        "output_tokens": said.num_output_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": 0,
+    }

@@ -1,0 +1,164 @@
+"""What a request asks of the policy and what comes back, whatever API it was written in."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+import msgspec
+
+from areal_async.errors import ArealError
+
+T = TypeVar("T")
+
+RefusalKind = Literal[
+    "bad_request", "unauthorized", "not_found", "not_allowed", "too_large", "too_long", "unavailable", "internal"
+]
+Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
+
+MAX_REPLIES = 64
+"""To one request."""
+
+
+class Refusal(ArealError):
+    """A request that is answered with an error of its API."""
+
+    def __init__(self, kind: RefusalKind, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.kind: RefusalKind = kind
+        self.message = message
+        self.param = param
+        """The field at fault, where one is."""
+        self.code = code
+        """The API's own word for this error, where it has one."""
+
+
+class Unexpected(Refusal):
+    """A mistake of ours, found while a request was answered."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__("internal", message)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """What a request asks for. Messages and tools are written as OpenAI's chat API writes them."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    sampling: dict[str, Any] = field(default_factory=dict)
+    """Overrides, by the names of ``rollout.sampling``; ``max_new_tokens`` is an upper bound, never a wish for more."""
+    n: int = 1
+    is_streamed: bool = False
+    wants_logprobs: bool = False
+
+    @property
+    def stop(self) -> Sequence[str]:
+        """The strings that the agent wants its answer to end before."""
+        stop: Sequence[str] = self.sampling.get("stop", ())
+        return stop
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """One sampled token."""
+
+    text: str
+    """As it reads alone: half a character reads as a replacement character."""
+    logprob: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """A recorded reply, as an agent is told it."""
+
+    content: str
+    """Without the stop string that ended it, which the recorded tokens hold."""
+    tool_calls: list[dict[str, Any]]
+    """As OpenAI's chat API writes them."""
+    finish: Finish
+    stop_sequence: str | None
+    num_prompt_tokens: int
+    num_output_tokens: int
+    logprobs: list[TokenLogprob] | None
+    """Of every sampled token, the end of turn too; None where they were not asked for."""
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Return it as a message of OpenAI's chat API."""
+        calls = {"tool_calls": self.tool_calls} if self.tool_calls else {}
+        return {"role": "assistant", "content": self.content, **calls}
+
+
+class Writer(Protocol):
+    """Writes one answer as server-sent events. Each method returns the bytes to send, possibly none."""
+
+    def begin(self) -> bytes: ...
+
+    def piece(self, index: int, text: str) -> bytes:
+        """Write a piece of the content of reply ``index``."""
+        ...
+
+    def end(self, index: int, said: Said, rest: str) -> bytes:
+        """Write what is left of reply ``index``: ``rest`` of its content, its calls, why it ended."""
+        ...
+
+    def finish(self, said: Sequence[Said]) -> bytes:
+        """Write the end of the answer, once every reply has ended."""
+        ...
+
+    def fail(self, refusal: Refusal) -> bytes:
+        """Write that there will be no more."""
+        ...
+
+
+class Exchange(Protocol):
+    """One request, read, and the ways to answer it."""
+
+    call: Call
+
+    def answer(self, said: Sequence[Said]) -> Any:
+        """Return the JSON object that answers it whole."""
+        ...
+
+    def writer(self) -> Writer: ...
+
+    def conclude(self, said: Sequence[Said]) -> None:
+        """Note that it has been answered."""
+        ...
+
+
+class Dialect(Protocol):
+    """One API."""
+
+    def status(self, refusal: Refusal) -> int: ...
+
+    def error(self, refusal: Refusal) -> Any:
+        """Return the JSON object of an error."""
+        ...
+
+
+def read(body: bytes, kind: type[T]) -> T:
+    """Decode a request.
+
+    Raises:
+        Refusal: it is no JSON, or not of this kind.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as exc:
+        problem, _, place = str(exc).partition(" - at `$")
+        param = place.rstrip("`").lstrip(".") or None
+        raise Refusal("bad_request", f"{param or 'request'}: {problem}", param=param) from exc
+    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
+        raise Refusal("bad_request", f"request: not valid JSON ({exc})") from exc
+
+
+def data_event(value: Any) -> bytes:
+    """Write a server-sent event that has no name."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+def named_event(value: Mapping[str, Any]) -> bytes:
+    """Write a server-sent event that is named like its ``type``."""
+    name: str = value["type"]
+    return b"event: " + name.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

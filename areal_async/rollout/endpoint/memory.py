@@ -1,0 +1,89 @@
+"""A conversation that comes back from an agent -> the recorded replies that it is made of. Pure.
+
+An agent holds its API's copies of what the model said: other keys, arguments written again, white space cut off at
+the edges, the stop string missing. A message that says the same as a recorded reply *is* that reply, so that the policy
+keeps its tokens; any other message of the assistant is the agent's own. Where several replies say the same, one that
+answered the same conversation goes first, and of those the latest.
+"""
+
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+import msgspec
+
+from areal_async.contracts import Message, Reply
+from areal_async.rollout.endpoint.calls import Said
+
+_KEY_BYTES = 16
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+class _Recorded(NamedTuple):
+    before: bytes
+    """The key of the conversation that it answered."""
+    content: str
+    message: Message
+
+
+class Memory:
+    """The replies of one trajectory, by what an agent was told of them."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[bytes, list[_Recorded]] = {}
+
+    def remember(self, messages: Sequence[Message], said: Said, reply: Reply) -> None:
+        """Take in a reply to ``messages``, which are as the agent wrote them."""
+        before = b""
+        for message in messages:
+            before = _key(before, message)
+        recorded = _Recorded(before, said.content, reply.message)
+        self._recorded.setdefault(_key(b"", said.message), []).append(recorded)
+
+    def recall(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the conversation with recorded replies in the place of their copies."""
+        recalled: list[Message] = []
+        before = b""
+        for message in messages:
+            recalled.append(self._find(before, message) or message)
+            before = _key(before, message)
+        return recalled
+
+    def _find(self, before: bytes, message: Message) -> Message | None:
+        if message["role"] != "assistant":
+            return None
+        best: _Recorded | None = None
+        best_fit = (False, False)
+        for recorded in self._recorded.get(_key(b"", message), ()):
+            fit = (recorded.before == before, recorded.content == message["content"])
+            if best is None or fit >= best_fit:
+                best, best_fit = recorded, fit
+        return best.message if best else None
+
+
+def call_key(messages: Sequence[Message]) -> bytes:
+    """Return what stands for a whole conversation."""
+    key = b""
+    for message in messages:
+        key = _key(key, message)
+    return key
+
+
+def _key(before: bytes, message: Message) -> bytes:
+    said = _essence(message) if message["role"] == "assistant" else message
+    return blake2b(before + _encoder.encode(said), digest_size=_KEY_BYTES).digest()
+
+
+def _essence(message: Message) -> list[Any]:
+    calls = [_call_essence(call) for call in message.get("tool_calls") or ()]
+    return [message["content"].strip(), *calls]
+
+
+def _call_essence(call: Mapping[str, Any]) -> list[Any]:
+    function = call["function"]
+    arguments = function["arguments"]
+    try:
+        arguments = _encoder.encode(msgspec.json.decode(arguments)).decode()
+    except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError):
+        pass  # no JSON: compared as it is written
+    return [call["id"], function["name"], arguments]

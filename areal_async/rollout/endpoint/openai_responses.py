@@ -1,0 +1,402 @@
+"""OpenAI's Responses: a request -> a call, and a reply -> its objects and events. Pure.
+
+A reply is one ``message`` item, where it says anything, and a ``function_call`` item per call; all have ids that end
+alike, by which they are put together again when they come back. ``previous_response_id`` goes on from what is
+remembered of this trajectory. Hints are left out of account (``reasoning``, ``truncation``, ``metadata`` and what
+is not named here); what would change the answer and cannot be had is refused.
+"""
+
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from areal_async.rollout.endpoint.calls import Call, Refusal, Said, named_event, read
+from areal_async.rollout.endpoint.content import (
+    AtLeastZero,
+    Count,
+    Name,
+    Probability,
+    cannot_force,
+    function_call,
+    function_tool,
+    refuse_if,
+    text_of,
+    tool_result,
+)
+from areal_async.rollout.endpoint.openai_chat import error, logprob_items, status
+
+__all__ = ["History", "ResponsesExchange", "error", "parse", "status"]
+
+_LOGPROBS = "message.output_text.logprobs"
+_TEXTS = ("input_text", "output_text", "text")
+
+History = dict[str, list[dict[str, Any]]]
+"""Response id -> the conversation that it ended, without instructions, as the agent knows it."""
+
+
+class _Part(msgspec.Struct):
+    type: str
+    text: str | None = None
+
+
+class _Item(msgspec.Struct):
+    type: str = "message"
+    role: str | None = None
+    content: str | list[_Part] | None = None
+    id: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[_Part] | None = None
+
+
+class _Tool(msgspec.Struct):
+    type: str
+    name: Name | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class _Format(msgspec.Struct):
+    type: str = "text"
+
+
+class _Text(msgspec.Struct):
+    format: _Format | None = None
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    input: str | list[_Item] = msgspec.field(default_factory=list)
+    model: str = ""
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[_Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    temperature: AtLeastZero | None = None
+    top_p: Probability | None = None
+    max_output_tokens: Count | None = None
+    top_logprobs: int | None = None
+    include: list[str] | None = None
+    text: _Text | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _About:
+    """What an answer repeats of its request."""
+
+    model: str
+    instructions: str | None
+    previous_response_id: str | None
+    tools: list[dict[str, Any]]
+    tool_choice: str
+    temperature: float | None
+    top_p: float | None
+    max_output_tokens: int | None
+    metadata: dict[str, Any]
+    store: bool
+
+
+def parse(body: bytes, history: History) -> "ResponsesExchange":
+    """Read a request.
+
+    Raises:
+        Refusal: it is malformed, goes on from no response of this trajectory, or wants what cannot be had here.
+    """
+    request = read(body, _Request)
+    _check(request)
+    conversation = _before(request.previous_response_id, history)
+    if isinstance(request.input, str):
+        conversation.append({"role": "user", "content": request.input})
+    else:
+        _add_items(conversation, request.input)
+    refuse_if(not conversation, "input", "got nothing, need at least one message")
+    wanted = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_new_tokens": request.max_output_tokens,
+    }
+    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    call = Call(
+        messages=[*instructions, *conversation],
+        tools=_tools(request),
+        sampling={name: value for name, value in wanted.items() if value is not None},
+        is_streamed=bool(request.stream),
+        wants_logprobs=_LOGPROBS in (request.include or ()),
+    )
+    about = _About(
+        model=request.model,
+        instructions=request.instructions,
+        previous_response_id=request.previous_response_id,
+        tools=[{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
+        tool_choice="none" if request.tool_choice == "none" else "auto",
+        temperature=request.temperature,
+        top_p=request.top_p,
+        max_output_tokens=request.max_output_tokens,
+        metadata=request.metadata or {},
+        store=request.store is not False,
+    )
+    return ResponsesExchange(call, conversation, about, history)
+
+
+def _check(request: _Request) -> None:
+    for name in ("background", "conversation", "prompt"):
+        refuse_if(bool(getattr(request, name)), name, "cannot be had here, leave it out")
+    refuse_if(bool(request.top_logprobs), "top_logprobs", "only sampled tokens have logprobs here, need 0")
+    format_type = request.text.format.type if request.text and request.text.format else "text"
+    refuse_if(format_type != "text", "text.format", f"got type {format_type!r:.50}, only 'text' can be had here")
+    refuse_if(
+        request.parallel_tool_calls is False and bool(request.tools),
+        "parallel_tool_calls",
+        "got false, but the model says how many calls it makes; leave it out",
+    )
+
+
+def _before(previous_id: str | None, history: History) -> list[dict[str, Any]]:
+    if previous_id is None:
+        return []
+    if previous_id not in history:
+        raise Refusal(
+            "bad_request",
+            f"previous_response_id: there is no response {previous_id!r:.80} that was to be stored",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return list(history[previous_id])
+
+
+def _tools(request: _Request) -> list[dict[str, Any]]:
+    choice = request.tool_choice
+    if choice not in (None, "auto", "none"):
+        raise cannot_force("tool_choice", choice if isinstance(choice, str) else str(choice.get("type", "")))
+    tools = []
+    for number, tool in enumerate(request.tools or ()):
+        if tool.type != "function" or tool.name is None:
+            where = f"tools[{number}]"
+            raise Refusal("bad_request", f"{where}: got type {tool.type!r:.50}, need a named function", param=where)
+        tools.append(function_tool(tool.name, tool.description, tool.parameters))
+    return [] if choice == "none" else tools
+
+
+def _add_items(messages: list[dict[str, Any]], items: Sequence[_Item]) -> None:
+    """Append what items say: calls belong to the message before them that came in the same reply."""
+    source: str | None = None
+    is_open = False
+    for number, item in enumerate(items):
+        where = f"input[{number}]"
+        match item.type:
+            case "message":
+                messages.append(_message(item, where))
+                source, is_open = _source(item), messages[-1]["role"] == "assistant"
+            case "function_call":
+                refuse_if(not item.call_id or not item.name, where, "need the call_id and the name of the call")
+                call = function_call(item.call_id or "", item.name or "", item.arguments or "")
+                if not is_open or _source(item) not in (source, None):
+                    messages.append({"role": "assistant", "content": ""})
+                messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+                source, is_open = _source(item), True
+            case "function_call_output":
+                refuse_if(not item.call_id, where, "need the call_id that this answers")
+                text = text_of(item.output, types=_TEXTS, param=f"{where}.output")
+                messages.append(tool_result(item.call_id or "", text, messages))
+                is_open = False
+            case "reasoning":
+                pass  # the model never said any
+            case _:
+                refuse_if(True, where, f"got an item of type {item.type!r:.50}, need messages, calls and their outputs")
+
+
+def _message(item: _Item, where: str) -> dict[str, Any]:
+    role = "system" if item.role == "developer" else item.role
+    refuse_if(
+        role not in ("system", "user", "assistant"),
+        f"{where}.role",
+        f"got {role!r:.50}, need system, user or assistant",
+    )
+    return {"role": role, "content": text_of(item.content, types=_TEXTS, param=f"{where}.content")}
+
+
+def _source(item: _Item) -> str | None:
+    """Return which reply an item was part of, where its id says so."""
+    return item.id.partition("_")[2].partition("_")[0] if item.id else None
+
+
+class ResponsesExchange:
+    """One request and its answers."""
+
+    def __init__(self, call: Call, conversation: list[dict[str, Any]], about: _About, history: History) -> None:
+        self.call = call
+        self._history = history
+        self._conversation = conversation
+        self._about = about
+        self._number = secrets.token_hex(12)
+        self._id = f"resp_{self._number}"
+        self._created_at = int(time.time())
+
+    def answer(self, said: Sequence[Said]) -> dict[str, Any]:
+        """Return a ``response``."""
+        (one,) = said
+        is_cut = one.finish == "length"
+        return {
+            **self.response("incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "output": self.items(one),
+            "usage": _usage(one),
+        }
+
+    def writer(self) -> "ResponsesWriter":
+        return ResponsesWriter(self)
+
+    def conclude(self, said: Sequence[Said]) -> None:
+        """Remember the conversation that the next response may go on from."""
+        if self._about.store:
+            self._history[self._id] = [*self._conversation, said[0].message]
+
+    def response(self, status: str) -> dict[str, Any]:
+        """Return a response that has said nothing yet."""
+        about = self._about
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "status": status,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": about.instructions,
+            "max_output_tokens": about.max_output_tokens,
+            "metadata": about.metadata,
+            "model": about.model,
+            "output": [],
+            "parallel_tool_calls": True,
+            "previous_response_id": about.previous_response_id,
+            "store": about.store,
+            "temperature": about.temperature,
+            "text": {"format": {"type": "text"}},
+            "tool_choice": about.tool_choice,
+            "tools": about.tools,
+            "top_p": about.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+    def items(self, said: Said) -> list[dict[str, Any]]:
+        """Return what was said as output items."""
+        status = "incomplete" if said.finish == "length" else "completed"
+        says_something = bool(said.content) or not said.tool_calls
+        message = [{**self.message_item(status), "content": [text_part(said)]}] if says_something else []
+        calls = [self.call_item(number, call, "completed") for number, call in enumerate(said.tool_calls)]
+        return message + calls
+
+    def message_item(self, status: str) -> dict[str, Any]:
+        """Return a message that has said nothing yet."""
+        return {"id": f"msg_{self._number}", "type": "message", "role": "assistant", "status": status, "content": []}
+
+    def call_item(self, number: int, call: Mapping[str, Any], status: str) -> dict[str, Any]:
+        function = call["function"]
+        return {
+            "id": f"fc_{self._number}_{number}",
+            "type": "function_call",
+            "status": status,
+            "call_id": call["id"],
+            "name": function["name"],
+            "arguments": function["arguments"],
+        }
+
+
+class ResponsesWriter:
+    """Writes ``response.created`` to ``response.completed``."""
+
+    def __init__(self, exchange: ResponsesExchange) -> None:
+        self._exchange = exchange
+        self._num_events = 0
+        self._num_items = 0
+        self._is_in_text = False
+
+    def begin(self) -> bytes:
+        response = self._exchange.response("in_progress")
+        return self._event("response.created", response=response) + self._event(
+            "response.in_progress", response=response
+        )
+
+    def piece(self, index: int, text: str) -> bytes:
+        start = b"" if self._is_in_text else self._open_text()
+        return start + self._text_event("delta", delta=text, logprobs=[])
+
+    def end(self, index: int, said: Said, rest: str) -> bytes:
+        items = self._exchange.items(said)
+        events = self.piece(0, rest) if rest else b""
+        if items[0]["type"] == "message":
+            if not self._is_in_text:
+                events += self._open_text()
+            (part,) = items[0]["content"]
+            events += self._text_event("done", text=said.content, logprobs=part["logprobs"])
+            events += self._event("response.content_part.done", **self._in_text(), part=part)
+            events += self._close(items.pop(0))
+        return events + b"".join(self._call(item) for item in items)
+
+    def finish(self, said: Sequence[Said]) -> bytes:
+        response = self._exchange.answer(said)
+        return self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, refusal: Refusal) -> bytes:
+        problem = {"code": "server_error", "message": refusal.message}
+        response = {**self._exchange.response("failed"), "error": problem}
+        return self._event("response.failed", response=response)
+
+    def _open_text(self) -> bytes:
+        self._is_in_text = True
+        item = self._exchange.message_item("in_progress")
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        added = self._event("response.output_item.added", output_index=self._num_items, item=item)
+        return added + self._event("response.content_part.added", **self._in_text(), part=part)
+
+    def _call(self, item: dict[str, Any]) -> bytes:
+        start = {**item, "arguments": "", "status": "in_progress"}
+        place = {"item_id": item["id"], "output_index": self._num_items}
+        arguments = "response.function_call_arguments"
+        return (
+            self._event("response.output_item.added", output_index=self._num_items, item=start)
+            + self._event(f"{arguments}.delta", **place, delta=item["arguments"])
+            + self._event(f"{arguments}.done", **place, name=item["name"], arguments=item["arguments"])
+            + self._close(item)
+        )
+
+    def _close(self, item: dict[str, Any]) -> bytes:
+        self._num_items += 1
+        return self._event("response.output_item.done", output_index=self._num_items - 1, item=item)
+
+    def _in_text(self) -> dict[str, Any]:
+        item_id = self._exchange.message_item("")["id"]
+        return {"item_id": item_id, "output_index": self._num_items, "content_index": 0}
+
+    def _text_event(self, kind: str, **fields: Any) -> bytes:
+        return self._event(f"response.output_text.{kind}", **self._in_text(), **fields)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._num_events += 1
+        return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
+
+
+def text_part(said: Said) -> dict[str, Any]:
+    """Return what was said as a part of a message."""
+    return {"type": "output_text", "text": said.content, "annotations": [], "logprobs": logprob_items(said)}
+
+
+def _usage(said: Said) -> dict[str, Any]:
+    return {
+        "input_tokens": said.num_prompt_tokens,
+        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "output_tokens": said.num_output_tokens,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": said.num_prompt_tokens + said.num_output_tokens,
+    }
