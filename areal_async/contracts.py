@@ -123,6 +123,20 @@ class Policy(Protocol):
     """Numbers of the workflow's own: each key is averaged over a step's trajectories as ``info/<key>`` in
     ``metrics.jsonl``."""
 
+    @property
+    def base_url(self) -> str:
+        """Where any program that speaks OpenAI's or Anthropic's API finds this policy, with ``api_key``.
+
+        What it is told is recorded like a call of ``chat``. Both end with the trajectory. The first use on a node
+        starts its server.
+        """
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """A secret of this trajectory."""
+        ...
+
     @overload
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: None = None, **sampling: Any

@@ -62,6 +62,16 @@ class RecordingPolicy:
         """Calls that ``act`` was asked to run, good ones and bad ones; None where no model was given tools to act."""
         self.num_tool_errors = 0
 
+    @property
+    def base_url(self) -> str:
+        """A policy has an address on a node (``endpoint``)."""
+        raise WorkflowError("policy.base_url: got a policy without an endpoint, need one on a node")
+
+    @property
+    def api_key(self) -> str:
+        """As ``base_url``."""
+        raise WorkflowError("policy.api_key: got a policy without an endpoint, need one on a node")
+
     @overload
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: None = None, **sampling: Any
