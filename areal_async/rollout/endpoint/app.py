@@ -1,0 +1,192 @@
+"""HTTP around the sessions: which API a path speaks, whose key it is, and who has gone away meanwhile.
+
+A request runs as a task in the name of its workflow; here it is only waited for, beside the client's leaving, which
+cancels it. Every answer is in the shape of the API that was asked, errors too; both SDKs are told not to try again,
+since the policy has.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from contextlib import aclosing
+from typing import Any, NamedTuple
+
+import msgspec
+import structlog
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
+from areal_async.rollout.endpoint.calls import Dialect, Exchange, Refusal, Unexpected
+from areal_async.rollout.endpoint.session import Session, ended
+
+MAX_BODY_BYTES = 64 << 20
+MODEL = "policy"
+"""What the model is called where an agent asks; a request may call it as it likes."""
+_ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")
+
+log = structlog.get_logger()
+
+
+class Api(NamedTuple):
+    """What answers a POST to one path."""
+
+    dialect: Dialect
+    parse: Callable[[bytes, Session], Exchange]
+
+
+_APIS: Mapping[str, Api] = {
+    "chat/completions": Api(openai_chat, lambda body, session: openai_chat.parse(body)),
+    "responses": Api(openai_responses, lambda body, session: openai_responses.parse(body, session.history)),
+    "messages": Api(anthropic_messages, lambda body, session: anthropic_messages.parse(body)),
+}
+
+
+class App:
+    """The application of a node's endpoint: ``/<session>/[v1/]<path>``."""
+
+    def __init__(self, sessions: Mapping[str, Session]) -> None:
+        """Take the sessions by id; they come and go."""
+        self._sessions = sessions
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return
+        _, path = _split(scope["path"])
+        api = _APIS.get(path)
+        try:
+            with attributed_to(Unexpected, "endpoint"):
+                await self._answer(api, path, scope, receive, send)
+        except Refusal as refusal:
+            if refusal.kind == "internal":
+                log.exception("endpoint.unexpected", cause=refusal.message)
+            dialect = api.dialect if api else _guess_dialect(scope)
+            await _error(dialect, refusal)(scope, receive, send)
+
+    async def _answer(self, api: Api | None, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        session = self._authenticated(_split(scope["path"])[0], scope)
+        if path == "models":
+            _check_method(scope, "GET")
+            await _models()(scope, receive, send)
+            return
+        if api is None:
+            raise Refusal("not_found", f"path: got {scope['path']!r:.200}, need one of {', '.join(_APIS)}, models")
+        _check_method(scope, "POST")
+        body = await _body(receive)
+        if body is not None:
+            await _Answering(session, scope, receive, send).run(api.parse(body, session))
+
+    def _authenticated(self, session_id: str, scope: Scope) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None or not session.owns(_key(scope)):
+            raise ended()
+        return session
+
+
+class _Answering:
+    """One request that may be answered."""
+
+    def __init__(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+        self._session = session
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._has_begun = False
+
+    async def run(self, exchange: Exchange) -> None:
+        """Answer it, unless the client leaves or the trajectory ends before.
+
+        Raises:
+            Refusal: it is not answered.
+        """
+        task = self._session.start(self._answer(exchange))
+        leaving = asyncio.create_task(self._left())
+        try:
+            await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
+            has_left = leaving.done()
+        finally:
+            task.cancel()
+            leaving.cancel()
+            await asyncio.wait([task, leaving])
+        error = ended() if task.cancelled() else task.exception()
+        if error is not None and not has_left and not self._has_begun:
+            raise error
+        # What has begun and is not to be ended well is left without its end: the connection closes.
+
+    async def _answer(self, exchange: Exchange) -> None:
+        if not exchange.call.is_streamed:
+            said = await self._session.answer(exchange)
+            response = _json(exchange.answer(said))
+            self._has_begun = True
+            await response(self._scope, self._receive, self._send)
+            return
+        async with aclosing(self._session.stream(exchange)) as stream:
+            async for events in stream:
+                if not self._has_begun:
+                    self._has_begun = True
+                    headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+                    await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+                await self._send({"type": "http.response.body", "body": events, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _left(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def _split(path: str) -> tuple[str, str]:
+    """Return the session's id and the API's path; both SDKs are content with one base URL, with ``/v1`` and without."""
+    session_id, _, rest = path.lstrip("/").partition("/")
+    while rest.startswith("v1/"):
+        rest = rest.removeprefix("v1/")
+    return session_id, rest.strip("/")
+
+
+def _key(scope: Scope) -> str:
+    headers = dict(scope["headers"])
+    kind, _, token = headers.get(b"authorization", b"").partition(b" ")
+    bearer = token.strip() if kind.lower() == b"bearer" else b""
+    key: bytes = headers.get(b"x-api-key") or bearer
+    return key.decode("latin-1")
+
+
+def _guess_dialect(scope: Scope) -> Dialect:
+    """Return the API of a client that asks for what neither has, or both."""
+    names = {name for name, _ in scope["headers"]}
+    return anthropic_messages if any(name in names for name in _ANTHROPIC_HEADERS) else openai_chat
+
+
+def _check_method(scope: Scope, method: str) -> None:
+    if scope["method"] != method:
+        raise Refusal("not_allowed", f"method: got {scope['method']:.20}, need {method}")
+
+
+async def _body(receive: Receive) -> bytes | None:
+    """Return the body of a request; None where the client has left."""
+    chunks: list[bytes] = []
+    num_bytes = 0
+    while (message := await receive())["type"] != "http.disconnect":
+        chunks.append(message.get("body", b""))
+        num_bytes += len(chunks[-1])
+        if num_bytes > MAX_BODY_BYTES:
+            raise Refusal("too_large", f"request: got more than {MAX_BODY_BYTES >> 20} MiB")
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+    return None
+
+
+def _models() -> Response:
+    about = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_async"}
+    also = {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
+    models = {"object": "list", "data": [{**about, **also}], "has_more": False, "first_id": MODEL, "last_id": MODEL}
+    return _json(models)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+def _error(dialect: Dialect, refusal: Refusal) -> Response:
+    body = msgspec.json.encode(dialect.error(refusal))
+    headers = {"x-should-retry": "false"}
+    return Response(body, status_code=dialect.status(refusal), headers=headers, media_type="application/json")

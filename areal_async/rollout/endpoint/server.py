@@ -1,0 +1,101 @@
+"""A node's endpoint: one HTTP server for all its trajectories, on the node's own event loop.
+
+It listens from the first ``open`` on, at 127.0.0.1 and a free port; a node none of whose workflows asks for it runs
+nothing. Signals are the node's own affair: the server never takes hold of them.
+"""
+
+import asyncio
+import contextvars
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import anyio
+import structlog
+import uvicorn
+
+from areal_async.rollout.endpoint.app import App
+from areal_async.rollout.endpoint.session import Session
+
+KEEP_ALIVE_S = 120
+"""Longer than clients keep a connection that they do not use: none is closed under a request."""
+BACKLOG = 2048
+SHUTDOWN_GRACE_S = 1
+SHUTDOWN_DEADLINE_S = 3.0
+
+log = structlog.get_logger()
+
+
+class Endpoint:
+    """The sessions of a node and their server. An async context manager that ends both."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, Session] = {}
+        self._server: _Server | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._address = ""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        for session in list(self._sessions.values()):
+            self.close(session)
+        if self._server is None or self._serving is None:
+            return
+        self._server.should_exit = True
+        with anyio.move_on_after(SHUTDOWN_DEADLINE_S, shield=True):
+            await asyncio.wait([self._serving])
+        self._serving.cancel()
+        self._server = self._serving = None
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether anything has been started."""
+        return self._serving is not None
+
+    def open(self, session: Session) -> str:
+        """Serve a session from now on; return its base URL."""
+        if self._serving is None:
+            self._start()
+        self._sessions[session.id] = session
+        return f"{self._address}/{session.id}"
+
+    def close(self, session: Session) -> None:
+        """End a session's key and cancel its requests."""
+        session.close()
+        self._sessions.pop(session.id, None)
+
+    def _start(self) -> None:
+        listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+        self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        config = uvicorn.Config(
+            App(self._sessions),
+            access_log=False,
+            log_config=None,
+            log_level="warning",
+            lifespan="off",
+            loop="none",
+            ws="none",
+            backlog=BACKLOG,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
+        )
+        self._server = _Server(config)
+        # The workflow that happens to be the first must not lend its name to what all of them use.
+        serving = self._server.serve(sockets=[listening])
+        self._serving = asyncio.get_running_loop().create_task(serving, context=contextvars.Context())
+        self._serving.add_done_callback(_report)
+        log.info("endpoint.started", url=self._address)
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _report(serving: "asyncio.Task[None]") -> None:
+    if not serving.cancelled() and (error := serving.exception()) is not None:
+        log.error("endpoint.ended", cause=f"{type(error).__name__}: {error}")

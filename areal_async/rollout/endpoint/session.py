@@ -1,0 +1,261 @@
+"""One trajectory at the endpoint: its key, its running requests, and what became of them.
+
+A request is a call of the policy and nothing more, made in the name of its workflow (its waits, its log fields). What
+it says is recorded by the policy; what an agent is told of it is remembered here, to be known when it comes back.
+Invariant: after ``close`` no request generates, and nothing is recorded any more.
+"""
+
+import asyncio
+import contextvars
+import hmac
+import secrets
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import structlog
+
+from areal_async.contracts import Message, Reply, ReplyStream, ToolLike
+from areal_async.errors import GenerationError, RolloutError, WorkflowError
+from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
+from areal_async.rollout.endpoint.held_text import HeldText
+from areal_async.rollout.endpoint.memory import Memory
+from areal_async.rollout.endpoint.openai_responses import History
+from areal_async.rollout.text import TextCodec
+from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG
+from areal_async.types import Turn
+
+MAX_RUNNING = 256
+"""Requests of one trajectory at once."""
+
+log = structlog.get_logger()
+
+
+class Recorder(Protocol):
+    """What a session needs of the policy."""
+
+    turns: list[Turn]
+    reply_ids: list[str]
+    """One per turn, in their order."""
+
+    async def chat(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int, **sampling: Any
+    ) -> list[Reply]: ...
+
+    def stream(
+        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), **sampling: Any
+    ) -> ReplyStream: ...
+
+
+class Session:
+    """What the endpoint knows of one trajectory."""
+
+    def __init__(self, policy: Recorder, codec: TextCodec, *, max_new_tokens: int) -> None:
+        """Take the run's own bound on a reply: agents ask for less than it, or get it."""
+        self.id = secrets.token_hex(8)
+        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.history: History = {}
+        self.failure: RolloutError | None = None
+        """Of the last request, where it failed; one that is answered after it makes it good."""
+        self._policy = policy
+        self._codec = codec
+        self._max_new_tokens = max_new_tokens
+        self._memory = Memory()
+        self._context = contextvars.copy_context()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        tag = f"{OPEN_TAG}{CLOSE_TAG}"
+        self._tags_are_seen = codec.decode(codec.encode(tag)) == tag
+
+    def owns(self, key: str) -> bool:
+        """Say whether this is the session's key, in a time that tells nothing; none is, once closed."""
+        return hmac.compare_digest(key.encode(), self.key.encode()) and not self._is_closed
+
+    def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        """Run a request in the name of the workflow.
+
+        Raises:
+            Refusal: too many run already, or the trajectory has ended.
+        """
+        if self._is_closed or len(self._tasks) >= MAX_RUNNING:
+            work.close()
+            if self._is_closed:
+                raise ended()
+            raise Refusal("unavailable", f"requests: {MAX_RUNNING} of this trajectory run already; wait for one")
+        task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def close(self) -> None:
+        """End the key, and cancel what still runs."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def answer(self, exchange: Exchange) -> list[Said]:
+        """Answer a request whole.
+
+        Raises:
+            Refusal: it failed.
+        """
+        call = exchange.call
+        with self._answering():
+            replies = await self._policy.chat(
+                self._memory.recall(call.messages), tools=call.tools, n=call.n, **self._sampling(call)
+            )
+            said = [self._take(call, reply) for reply in replies]
+            exchange.conclude(said)
+            return said
+
+    async def stream(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+        """Answer a request as server-sent events. Nothing comes before something is said.
+
+        Raises:
+            Refusal: it failed before anything was said.
+        """
+        call, writer = exchange.call, exchange.writer()
+        speakers: list[_Speaker] = []
+        beginning = writer.begin()
+        try:
+            with self._answering():
+                messages = self._memory.recall(call.messages)
+                ready: asyncio.Queue[_Speaker | bytes] = asyncio.Queue()
+                for index in range(call.n):
+                    stream = self._policy.stream(messages, tools=call.tools, **self._sampling(call))
+                    speakers.append(_Speaker(index, stream, self._held_text(call)))
+                for speaker in speakers:
+                    speaker.start(writer, ready, lambda reply: self._take(call, reply))
+                num_left = len(speakers)
+                while num_left:
+                    one = await ready.get()
+                    if isinstance(one, _Speaker):
+                        one.check()
+                        num_left -= 1
+                    else:
+                        yield beginning + one
+                        beginning = b""
+        except Refusal as refusal:
+            if beginning:
+                raise
+            yield writer.fail(refusal)
+            return
+        finally:
+            for speaker in speakers:
+                speaker.cancel()
+        said = [speaker.said for speaker in speakers]
+        exchange.conclude(said)
+        yield writer.finish(said)
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Note what becomes of a request, as the policy would have the workflow know it."""
+        try:
+            with attributed_to(RolloutError, "endpoint"):
+                yield
+        except RolloutError as exc:
+            self.failure = exc
+            log.info("endpoint.failed", cause=str(exc))
+            raise Refusal(_kind_of(exc), str(exc)) from exc
+        self.failure = None
+
+    def _sampling(self, call: Call) -> dict[str, Any]:
+        wanted = call.sampling.get("max_new_tokens", self._max_new_tokens)
+        return {**call.sampling, "max_new_tokens": min(wanted, self._max_new_tokens)}
+
+    def _held_text(self, call: Call) -> HeldText:
+        tool_format = self._codec.tool_format if call.tools else None
+        holds_all = tool_format == "hermes" and not self._tags_are_seen
+        return HeldText(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
+
+    def _take(self, call: Call, reply: Reply) -> Said:
+        """Return what the agent is told of a reply, and remember it."""
+        turn = self._policy.turns[self._policy.reply_ids.index(reply.id)]
+        said = self._said(call, reply, len(turn.prompt_ids))
+        self._memory.remember(call.messages, said, reply)
+        return said
+
+    def _said(self, call: Call, reply: Reply, num_prompt_tokens: int) -> Said:
+        content: str = reply.message["content"]
+        tool_calls = reply.message.get("tool_calls", [])
+        stops = [(at, stop) for stop in call.stop if (at := content.find(stop)) >= 0]
+        stop_sequence = None
+        finish: Finish = "length" if reply.finish_reason == "length" else "tool_calls" if tool_calls else "stop"
+        if stops:
+            at, stop_sequence = min(stops)
+            content = content[:at]
+            finish = finish if tool_calls else "stop_sequence"
+        logprobs = None
+        if call.wants_logprobs:
+            logprobs = [
+                TokenLogprob(self._codec.decode([token], skip_special_tokens=False), logprob)
+                for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True)
+            ]
+        return Said(
+            content=content,
+            tool_calls=tool_calls,
+            finish=finish,
+            stop_sequence=stop_sequence,
+            num_prompt_tokens=num_prompt_tokens,
+            num_output_tokens=len(reply.token_ids),
+            logprobs=logprobs,
+        )
+
+
+class _Speaker:
+    """Writes one reply while it is said."""
+
+    def __init__(self, index: int, stream: ReplyStream, held: HeldText) -> None:
+        self._index = index
+        self._stream = stream
+        self._held = held
+        self._task: asyncio.Task[Said] | None = None
+
+    @property
+    def said(self) -> Said:
+        """The whole of it, once it has ended."""
+        assert self._task is not None
+        return self._task.result()
+
+    def start(self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], Said]) -> None:
+        """Put events into ``ready`` as they come, and itself at the end."""
+        self._task = asyncio.create_task(self._say(writer, ready, take))
+        self._task.add_done_callback(lambda _: ready.put_nowait(self))
+
+    def check(self) -> None:
+        """Raise what has ended it."""
+        assert self._task is not None
+        self._task.result()
+
+    def cancel(self) -> None:
+        """Stop it; a reply that is not whole is not recorded."""
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _say(
+        self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], Said]
+    ) -> Said:
+        async with self._stream:
+            async for piece in self._stream:
+                if told := self._held.push(piece):
+                    ready.put_nowait(writer.piece(self._index, told))
+            said = take(self._stream.reply)
+        ready.put_nowait(writer.end(self._index, said, self._held.rest(said.content)))
+        return said
+
+
+def ended() -> Refusal:
+    """Return the refusal of a key whose trajectory is over."""
+    return Refusal("unauthorized", "key: unknown here, or its trajectory has ended")
+
+
+def _kind_of(error: RolloutError) -> RefusalKind:
+    text = str(error)
+    if isinstance(error, WorkflowError):
+        return "bad_request"
+    if not isinstance(error, GenerationError):
+        return "internal"
+    if "refused" not in text and not text.startswith("prompt:"):
+        return "unavailable"
+    return "too_long" if "context" in text or "too long" in text else "bad_request"

@@ -1,0 +1,54 @@
+"""An endpoint with policies behind it whose model says what a test tells it to."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+
+from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.policy import Generator
+from areal_async.settings import SamplingSettings
+from tests.unit.rollout.byte_model import ScriptedModel
+from tests.unit.rollout.chat_templates import codec_with
+
+END = 2
+CALL = '<tool_call>{"name":"add","arguments":{"a":2,"b":3}}</tool_call>'
+PARAMETERS = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+    "required": ["a", "b"],
+}
+QUESTION = [{"role": "user", "content": "2 and 3?"}]
+
+
+def said(text: str, template: str = "hermes") -> list[int]:
+    """A letter a token: what is said cannot be had back by tokenizing it again."""
+    return [*(token for letter in text for token in codec_with(template).encode(letter)), END]
+
+
+def speaker(*texts: str) -> ScriptedModel:
+    return ScriptedModel(*(said(text) for text in texts))
+
+
+@asynccontextmanager
+async def served(
+    model: Generator, *, template: str = "hermes", name: str = "uid", max_new_tokens: int = 99
+) -> AsyncIterator[ServedPolicy]:
+    """A policy with an address, at an endpoint of its own."""
+    async with Endpoint() as endpoint:
+        sampling = SamplingSettings(max_new_tokens=max_new_tokens)
+        yield ServedPolicy(model, codec_with(template), sampling, name=name, endpoint=endpoint)
+
+
+@asynccontextmanager
+async def client(policy: ServedPolicy, **headers: str | bytes) -> AsyncIterator[httpx.AsyncClient]:
+    """A client without an SDK."""
+    given = headers or {"authorization": f"Bearer {policy.api_key}"}
+    async with httpx.AsyncClient(base_url=policy.base_url, headers=given, trust_env=False, timeout=30) as http:
+        yield http
+
+
+def chat(**fields: Any) -> dict[str, Any]:
+    return {"model": "m", "messages": QUESTION, **fields}

@@ -1,0 +1,329 @@
+"""A key is good for its own trajectory, for as long as that lives, and every error has the shape of its API."""
+
+import json
+import signal
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import anyio.lowlevel
+import httpx
+import pytest
+import structlog
+
+from areal_async.errors import GenerationError, Reject, RolloutError, WorkflowError
+from areal_async.inference.pool import Server
+from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.settings import SamplingSettings
+from areal_async.types import Prompt, Turn
+from tests.unit.rollout.byte_model import ScriptedModel
+from tests.unit.rollout.chat_templates import codec_with
+from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = Prompt(epoch=0, index=0, row={})
+CHAT, RESPONSES, MESSAGES = "/chat/completions", "/v1/responses", "/v1/messages"
+BODIES = {
+    CHAT: chat(),
+    RESPONSES: {"model": "m", "input": "hi"},
+    MESSAGES: {"model": "m", "max_tokens": 9, "messages": QUESTION},
+}
+
+
+class Waiting(ScriptedModel):
+    """Says one letter and then nothing; tells of being asked and of being left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_asked = anyio.Event()
+        self.is_left = anyio.Event()
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: Server | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> tuple[Turn, Server]:
+        self.is_asked.set()
+        if on_tokens:
+            on_tokens(said("a")[:1])
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.is_left.set()
+        raise AssertionError
+
+
+class Failing(ScriptedModel):
+    """Raises what it is given, one after the other, before it answers."""
+
+    def __init__(self, *errors: str, answers: tuple[str, ...] = ()) -> None:
+        super().__init__(*(said(text) for text in answers))
+        self.errors = list(errors)
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: Server | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> tuple[Turn, Server]:
+        await anyio.lowlevel.checkpoint()
+        if self.errors:
+            raise GenerationError(self.errors.pop(0))
+        return await super().generate(prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens)
+
+
+async def test_nothing_runs_until_a_workflow_asks_for_the_address() -> None:
+    async with Endpoint() as endpoint:
+        policy = ServedPolicy(speaker(), codec_with("hermes"), SamplingSettings(), name="uid", endpoint=endpoint)
+
+        assert not endpoint.is_serving
+        assert policy.base_url.startswith("http://127.0.0.1:")
+        assert endpoint.is_serving
+    assert not endpoint.is_serving
+
+
+async def test_signals_stay_with_the_node_and_the_port_is_free_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+
+    async with served(speaker("hi")) as policy, client(policy) as http:
+        assert (await http.post(CHAT, json=chat())).status_code == 200
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+        url = policy.base_url
+
+    with pytest.raises(httpx.ConnectError):
+        async with httpx.AsyncClient(trust_env=False) as http:
+            await http.get(f"{url}/models")
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/chat/completions", "/responses", RESPONSES, "/messages", MESSAGES])
+async def test_both_sdks_find_their_paths_below_one_base_url(path: str) -> None:
+    body = BODIES[path if path in BODIES else f"/v1{path}" if f"/v1{path}" in BODIES else CHAT]
+
+    async with served(speaker("hi")) as policy, client(policy) as http:
+        assert (await http.post(path, json=body)).status_code == 200
+        assert len(policy.turns) == 1
+
+
+async def test_models_are_listed() -> None:
+    async with served(speaker()) as policy, client(policy) as http:
+        for path in ("/models", "/v1/models"):
+            assert [model["id"] for model in (await http.get(path)).json()["data"]] == ["policy"]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_key_is_good_for_its_own_trajectory_alone_and_ends_with_it(path: str) -> None:
+    async with Endpoint() as endpoint:
+        mine, other = (
+            ServedPolicy(speaker("hi"), codec_with("hermes"), SamplingSettings(), name=name, endpoint=endpoint)
+            for name in ("mine", "other")
+        )
+        assert (mine.api_key, mine.base_url) != (other.api_key, other.base_url)
+        for headers in (
+            {"authorization": f"Bearer {other.api_key}"},
+            {"x-api-key": other.api_key},
+            {"authorization": mine.api_key},
+            {"authorization": "Bearer"},
+            {"x-api-key": b"\xe9"},
+            {"accept": "*/*"},
+        ):
+            async with client(mine, **headers) as http:
+                assert_unauthorized(await http.post(path, json=BODIES[path]), path)
+        for headers in ({"authorization": f"bearer {mine.api_key}"}, {"x-api-key": mine.api_key}):
+            async with client(mine, **headers) as http:
+                assert (await http.get("/models")).status_code == 200
+        async with client(mine) as http:
+            mine.close()
+            assert_unauthorized(await http.post(path, json=BODIES[path]), path)
+        assert mine.turns == other.turns == []
+
+
+def assert_unauthorized(response: httpx.Response, path: str) -> None:
+    assert response.status_code == 401
+    assert response.headers["x-should-retry"] == "false"
+    error = response.json()["error"]
+    assert (error["type"] if path == MESSAGES else error["code"]) == (
+        "authentication_error" if path == MESSAGES else "invalid_api_key"
+    )
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_generation_ends_with_the_trajectory(path: str, is_streamed: bool) -> None:
+    model = Waiting()
+    responses: list[httpx.Response] = []
+    async with served(model) as policy, client(policy) as http:
+
+        async def ask() -> None:
+            try:
+                responses.append(await http.post(path, json=BODIES[path] | {"stream": is_streamed}))
+            except httpx.RemoteProtocolError:
+                pass  # what had begun is left without its end
+
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask)
+                await model.is_asked.wait()
+                await anyio.wait_all_tasks_blocked()
+                policy.close()
+                await model.is_left.wait()
+    assert policy.turns == []
+    for response in responses:
+        assert_unauthorized(response, path)
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+async def test_generation_ends_when_its_client_leaves(is_streamed: bool) -> None:
+    model = Waiting()
+    async with served(model) as policy, client(policy) as http:
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as tasks:
+
+                async def ask() -> None:
+                    await http.post(CHAT, json=chat(stream=is_streamed))
+
+                tasks.start_soon(ask)
+                await model.is_asked.wait()
+                tasks.cancel_scope.cancel()
+            await model.is_left.wait()
+        assert policy.turns == []
+        assert policy.failure is None
+
+
+@pytest.mark.parametrize(
+    ("reason", "status", "code"),
+    [
+        ("generation: 6 streams in a row gave no token", {CHAT: 503, RESPONSES: 503, MESSAGES: 529}, None),
+        (
+            "generation: refused with status 400: longer than the context length of 512",
+            {CHAT: 400, RESPONSES: 400, MESSAGES: 400},
+            "context_length_exceeded",
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("path", BODIES)
+async def test_failure_of_the_policy_is_an_error_of_the_api(
+    path: str, is_streamed: bool, reason: str, status: Mapping[str, int], code: str | None
+) -> None:
+    async with served(Failing(reason)) as policy, client(policy) as http:
+        response = await http.post(path, json=BODIES[path] | {"stream": is_streamed})
+
+        assert response.status_code == status[path]
+        assert response.json()["error"]["message"] == reason
+        if path != MESSAGES:
+            assert response.json()["error"]["code"] == code
+        assert str(policy.failure) == reason
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_stream_that_breaks_ends_with_an_error_of_the_api(path: str) -> None:
+    class Breaking(Failing):
+        async def generate(self, *args: Any, on_tokens: Any = None, **kwargs: Any) -> tuple[Turn, Server]:
+            on_tokens(said("ab")[:2])
+            await anyio.wait_all_tasks_blocked()
+            raise GenerationError("gone")
+
+    async with served(Breaking()) as policy, client(policy) as http:
+        response = await http.post(path, json=BODIES[path] | {"stream": True})
+
+        assert response.status_code == 200
+        last = [line for line in response.text.splitlines() if line.startswith("data: {")][-1]
+        event = json.loads(last.removeprefix("data: "))
+        error = event["response"]["error"] if path == RESPONSES else event["error"]
+        assert error["message"] == "gone"
+        assert policy.turns == []
+
+
+async def test_trajectory_fails_with_what_its_agent_was_denied_last() -> None:
+    async with served(Failing("gone", answers=("hi",))) as policy, client(policy) as http:
+
+        async def agent(prompt: Prompt, policy: object) -> float:
+            await http.post(CHAT, json=chat())
+            return 1.0
+
+        async def stubborn(prompt: Prompt, policy: object) -> float:
+            await agent(prompt, policy)
+            raise ValueError("the agent ended with status 1")
+
+        async def withdrawn(prompt: Prompt, policy: object) -> float:
+            raise Reject("no")
+
+        with pytest.raises(GenerationError, match="gone"):
+            await heeding(agent, policy, name="w")(PROMPT, policy)
+        with pytest.raises(Reject):
+            await heeding(withdrawn, policy, name="w")(PROMPT, policy)
+        assert await heeding(agent, policy, name="w")(PROMPT, policy) == 1.0, "what was answered after it makes it good"
+        with pytest.raises(IndexError):
+            await policy.chat(QUESTION)
+        policy._generator = Failing("gone again")  # type: ignore[attr-defined]
+        with pytest.raises(RolloutError, match="gone again"):
+            await heeding(stubborn, policy, name="w")(PROMPT, policy)
+
+
+async def test_workflow_that_raises_by_itself_keeps_its_own_cause() -> None:
+    async def broken(prompt: Prompt, policy: object) -> float:
+        raise ValueError("mine")
+
+    async with served(speaker()) as policy:
+        with pytest.raises(WorkflowError, match="workflow w: ValueError: mine"):
+            await heeding(broken, policy, name="w")(PROMPT, policy)
+
+
+async def test_request_runs_in_the_name_of_its_workflow() -> None:
+    seen: list[dict[str, Any]] = []
+
+    class Watched(ScriptedModel):
+        async def generate(self, *args: Any, **kwargs: Any) -> tuple[Turn, Server]:
+            seen.append(structlog.contextvars.get_contextvars())
+            return await super().generate(*args, **kwargs)
+
+    async with served(Watched(said("a"), said("b"))) as policy:
+        with structlog.contextvars.bound_contextvars(sample_uid="uid"):
+            async with client(policy) as http:
+                await http.post(CHAT, json=chat())
+        async with client(policy) as http:
+            await http.post(CHAT, json=chat(stream=True))
+
+    assert seen == [{"sample_uid": "uid"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", CHAT, 405),
+        ("POST", "/models", 405),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/", 404),
+        ("POST", "/v1/messages/count_tokens", 404),
+    ],
+)
+async def test_what_is_not_served_is_said_so(method: str, path: str, status: int) -> None:
+    async with served(speaker()) as policy, client(policy) as http:
+        response = await http.request(method, path)
+
+        assert response.status_code == status
+        assert response.json()["error"]["message"]
+
+
+async def test_mistake_of_ours_is_told_in_the_shape_of_the_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(speaker("hi")) as policy, client(policy) as http:
+        monkeypatch.setattr(policy, "chat", None)
+        response = await http.post(MESSAGES, json=BODIES[MESSAGES])
+
+        assert (response.status_code, response.json()["error"]["type"]) == (500, "api_error")
+
+
+async def test_asking_for_more_tokens_than_the_run_allows_is_asking_for_as_many_as_it_does() -> None:
+    model = speaker("a", "b", "c")
+    async with served(model, max_new_tokens=50) as policy, client(policy) as http:
+        for max_tokens in (8192, 7, None):
+            await http.post(CHAT, json=chat(max_tokens=max_tokens))
+
+    assert [params["max_new_tokens"] for _, params in model.calls] == [50, 7, 50]
