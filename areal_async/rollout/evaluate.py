@@ -6,8 +6,8 @@ import structlog
 from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
+from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.episode import call_workflow, version_range
-from areal_async.rollout.policy import RecordingPolicy
 from areal_async.rollout.runner import Workplace, returned_unless_done, run_heartbeats
 from areal_async.types import EvalResult, EvalTicket, Prompt
 
@@ -31,11 +31,11 @@ async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delive
 async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
     greedy = place.settings.rollout.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
     name = f"eval.{ticket.eval_id}.{ticket.index}"
-    policy = RecordingPolicy(place.generator, place.codec, greedy, name=name)
+    policy = place.policy(greedy, name=name)
     reward, error = 0.0, ""
     try:
         reward = await call_workflow(
-            place.workflow(ticket.workflow),
+            heeding(place.workflow(ticket.workflow), policy, name=ticket.workflow),
             Prompt(epoch=0, index=ticket.index, row=ticket.row),
             policy,
             name=ticket.workflow,

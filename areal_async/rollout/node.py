@@ -16,6 +16,7 @@ from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
 from areal_async.rollout.collector import spare_pauses
+from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import run_metrics
@@ -91,9 +92,12 @@ class _Node:
                     services.start_soon(service)
                 codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
                 spare_pauses()
-                async with InferenceClient(
-                    self._fleet.pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
-                ) as client:
+                async with (
+                    InferenceClient(
+                        self._fleet.pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
+                    ) as client,
+                    Endpoint() as endpoint,
+                ):
                     place = Workplace(
                         settings=settings,
                         bus=self._bus,
@@ -101,6 +105,7 @@ class _Node:
                         generator=client,
                         codec=codec,
                         workflows=workflows,
+                        endpoint=endpoint,
                     )
                     services.start_soon(self._watch.run_beats)
                     services.start_soon(run_metrics, place, self._fleet.pool, self._watch)

@@ -19,11 +19,13 @@ from areal_async.errors import PipelineError, UserError, WireError
 from areal_async.fault_points import reach
 from areal_async.receipts import Receipts
 from areal_async.rollout.duties import missing_siblings
+from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
+from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.episode import run_episode
-from areal_async.rollout.policy import Generator, RecordingPolicy
+from areal_async.rollout.policy import Generator
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.rollout.text import TextCodec
-from areal_async.settings import Settings
+from areal_async.settings import SamplingSettings, Settings
 from areal_async.types import SlotStatus, StoredMessage, Ticket
 from areal_async.wire import decode_headers
 
@@ -59,6 +61,8 @@ class Workplace:
     generator: Generator
     codec: TextCodec
     workflows: Mapping[str, Workflow]
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
@@ -67,6 +71,10 @@ class Workplace:
 
     def __post_init__(self) -> None:
         self.receipts = Receipts(self.settings.run_directory, self.node_id)
+
+    def policy(self, sampling: SamplingSettings, *, name: str) -> ServedPolicy:
+        """Return a new trajectory's policy."""
+        return ServedPolicy(self.generator, self.codec, sampling, name=name, endpoint=self.endpoint)
 
     def workflow(self, name: str) -> Workflow:
         """Return the workflow of a ticket.
@@ -155,7 +163,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
 
     async def run_sibling(sibling: int) -> None:
         sample_uid = f"{ticket.group_id}.{sibling}.{producer}"
-        policy = RecordingPolicy(place.generator, place.codec, settings.rollout.sampling, name=sample_uid)
+        policy = place.policy(settings.rollout.sampling, name=sample_uid)
         place.counts.num_trajectories_running += 1
         try:
             with (
@@ -163,7 +171,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                 structlog.contextvars.bound_contextvars(sample_uid=sample_uid),
             ):
                 trajectory = await run_episode(
-                    workflow,
+                    heeding(workflow, policy, name=ticket.workflow),
                     ticket.prompt,
                     policy,
                     name=ticket.workflow,
