@@ -20,7 +20,8 @@ from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai
 from areal_async.rollout.endpoint.calls import Dialect, Exchange, Refusal, Unexpected
 from areal_async.rollout.endpoint.session import Session, ended
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES = 16 << 20
+"""Twice the largest trajectory that is stored; more would hold up the loop while it is decoded."""
 MODEL = "policy"
 """What the model is called where an agent asks; a request may call it as it likes."""
 _ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")

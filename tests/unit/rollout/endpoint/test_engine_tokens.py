@@ -139,6 +139,16 @@ async def test_anthropic_messages(row: Sequence, engine: Server, folder: Path) -
         assert_engine_s_own(policy, row, engine, folder)
 
 
+async def test_prompt_that_the_engine_refuses_is_the_agent_s_own_error(engine: Server, folder: Path) -> None:
+    question: Any = [{"role": "user", "content": "2 and 3? " * 1000}]
+    async with served_by(engine, folder) as policy:
+        async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
+            with pytest.raises(openai.BadRequestError) as caught:
+                await client.chat.completions.create(model="m", messages=question)
+        assert caught.value.code == "context_length_exceeded"
+        assert policy.failure is not None
+
+
 async def test_generation_on_the_engine_ends_with_the_trajectory(engine: Server, folder: Path) -> None:
     async with served_by(engine, folder) as policy:
         engine.wait_for_load(num_running_reqs=0)
