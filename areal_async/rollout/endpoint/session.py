@@ -221,7 +221,13 @@ class _Speaker:
     def start(self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], Said]) -> None:
         """Put events into ``ready`` as they come, and itself at the end."""
         self._task = asyncio.create_task(self._say(writer, ready, take))
-        self._task.add_done_callback(lambda _: ready.put_nowait(self))
+
+        def end(task: "asyncio.Task[Said]") -> None:
+            if not task.cancelled():
+                task.exception()  # for ``check``, which is not asked any more where another reply failed before
+            ready.put_nowait(self)
+
+        self._task.add_done_callback(end)
 
     def check(self) -> None:
         """Raise what has ended it."""
