@@ -106,18 +106,15 @@ class Conversations:
 
     def _base(self, messages: list[Message], tools: Schemas, text: str) -> tuple[Recorded | None, str]:
         """Return the longest recorded conversation that goes on here, and the part of ``text`` it stands for."""
-        candidates = [
-            recorded
-            for recorded in reversed(self._recorded)
-            if recorded.tools == tools and recorded.is_continued_by(messages)
-        ]
+        candidates = [one for one in reversed(self._recorded) if len(one.messages) <= len(messages)]
         candidates.sort(
             key=lambda one: (len(one.messages), messages[len(one.messages) - 1] is one.message), reverse=True
         )
         for recorded in candidates:
-            body = self._body(messages[: len(recorded.messages)], tools)
-            if body is not None and text.startswith(body):
-                return recorded, body
+            if recorded.tools == tools and recorded.is_continued_by(messages):
+                body = self._body(messages[: len(recorded.messages)], tools)
+                if body is not None and text.startswith(body):
+                    return recorded, body
         return None, ""
 
     def _body(self, messages: list[Message], tools: Schemas) -> str | None:
