@@ -34,7 +34,7 @@ class SftDatasetSettings(DatasetSettings):
     """Prompts and the answers to learn."""
 
     question: str = "question"
-    """Column with the user's message."""
+    """Column with the user's message, or with a conversation: a list of ``{role, content}``."""
     answer: str = "answer"
     """Column with what the model is to say."""
 

@@ -89,7 +89,9 @@ def encode_examples(tokenizer: Any, rows: Any, dataset: SftDatasetSettings) -> l
     """Return prompt, answer and end of turn as tokens, the prompt out of the loss."""
     prompts = [
         tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, tokenize=False
+            [{"role": "user", "content": question}] if isinstance(question, str) else question,
+            add_generation_prompt=True,
+            tokenize=False,
         )
         for question in rows[dataset.question]
     ]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from areal_async.errors import UserError
 from areal_async.sft_settings import SftSettings
@@ -69,8 +70,6 @@ def test_fine_tuning_lowers_the_loss_and_leaves_metrics_and_a_model(
 
 
 def test_prompt_is_out_of_the_loss_and_the_end_of_the_turn_is_in_it(settings: SftSettings) -> None:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(TINY)
 
     example = sft.load_examples(settings)[3]
@@ -115,3 +114,20 @@ def test_a_data_set_without_rows_is_refused(tmp_path: Path, settings: SftSetting
 
     with pytest.raises(UserError, match="dataset: cannot read .*empty.csv.* corresponds to no data"):
         sft.run_sft(changed(settings, dataset={"path": str(tmp_path / "empty.csv")}))
+
+
+def test_prompt_may_be_a_conversation_and_only_the_answer_is_learned(settings: SftSettings, tmp_path: Path) -> None:
+    chat = [
+        {"role": "user", "content": "What is 2+2?"},
+        {"role": "assistant", "content": "5"},
+        {"role": "user", "content": "No."},
+    ]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat, "answer": "4"}) + "\n")
+
+    dataset = {"path": str(tmp_path / "chats.jsonl"), "question": "messages"}
+    (row,) = sft.load_examples(changed(settings, dataset=dataset))
+
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    assert tokenizer.decode(row.token_ids[row.loss_mask].tolist()) == "4<|im_end|>"
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(row.token_ids[~row.loss_mask].tolist()) == prompt
