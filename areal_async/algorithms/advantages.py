@@ -1,12 +1,75 @@
-"""Advantages: what a reward says beyond what was to be expected of its prompt."""
+"""Advantages: what a reward says beyond what was to be expected of its prompt.
+
+Pure, without torch. Letters: G siblings of a group, K turns of a trajectory, L tokens of a sequence. The arithmetic
+is in float64, results are float32 as the loss takes them.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from areal_async.algorithms.shaping import Overlong
+
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation, so that nearly equal rewards do not explode."""
+"""Added to a standard deviation, so that nearly equal rewards do not explode."""
+
+Baseline = Literal["group", "leave_one_out", "none"]
+Spread = Literal["group", "batch", "batch_reward", "none"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sibling:
+    """What an outcome advantage is made of."""
+
+    reward: float
+    num_tokens: int = 1
+    """Sampled ones."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdvantageRule:
+    """How the rewards of one training step become advantages: (reward + shaping - baseline) / spread.
+
+    ======================  =============  ============
+    paper                   baseline       std
+    ======================  =============  ============
+    GRPO, DAPO              group          group
+    Dr.GRPO                 group          none
+    RLOO                    leave_one_out  none
+    REINFORCE++             none           batch
+    REINFORCE++ baseline    group          batch
+    LitePPO                 group          batch_reward
+    ======================  =============  ============
+    """
+
+    baseline: Baseline = "group"
+    std: Spread = "group"
+    overlong: Overlong | None = None
+
+
+def step_advantages(groups: Sequence[Sequence[Sibling]], rule: AdvantageRule) -> list[NDArray[np.float32]]:
+    """Return the advantages of a whole training step, group by group, each [G].
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    rewards = [_shaped(siblings, rule.overlong) for siblings in groups]
+    if rule.std == "group" and rule.baseline == "group":
+        return [group_advantages(rewards_G, std=True) for rewards_G in rewards]
+    centred = [_centred(rewards_G, rule.baseline) for rewards_G in rewards]
+    if rule.std == "group":
+        centred = [_divided(values_G, _std(rewards_G)) for values_G, rewards_G in zip(centred, rewards, strict=True)]
+    elif rule.std == "batch_reward" and centred:
+        spread = _std(np.concatenate(rewards))
+        centred = [_divided(values_G, spread) for values_G in centred]
+    elif rule.std == "batch" and centred:
+        weights_N = np.array([sibling.num_tokens for siblings in groups for sibling in siblings], dtype=np.float64)
+        whitened_N = whitened(np.concatenate(centred), weights_N)
+        centred = np.split(whitened_N, np.cumsum([len(siblings) for siblings in groups])[:-1])
+    return [values_G.astype(np.float32) for values_G in centred]
 
 
 def group_advantages(rewards_G: Sequence[float] | NDArray[np.float64], *, std: bool) -> NDArray[np.float32]:
@@ -23,9 +86,7 @@ def group_advantages(rewards_G: Sequence[float] | NDArray[np.float64], *, std: b
 
     Source: GRPO, arXiv 2402.03300 section 4.1.2; without ``std`` Dr.GRPO, arXiv 2503.20783.
     """
-    rewards = np.asarray(rewards_G, dtype=np.float64)
-    if not np.isfinite(rewards).all():
-        raise ValueError(f"advantages: got rewards {rewards.tolist()}, need finite numbers")
+    rewards = _finite(rewards_G)
     if rewards.size < 2 or rewards.min() == rewards.max():
         return np.zeros(rewards.shape, dtype=np.float32)
     centred = rewards - rewards.mean()
@@ -33,3 +94,124 @@ def group_advantages(rewards_G: Sequence[float] | NDArray[np.float64], *, std: b
         centred /= rewards.std(ddof=1) + STD_EPSILON
     advantages_G: NDArray[np.float32] = centred.astype(np.float32)
     return advantages_G
+
+
+def leave_one_out_advantages(rewards_G: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float32]:
+    """Return each sibling's reward above the mean of the others [G]; zeros for equal rewards or a single sibling.
+
+    ``A_i = R_i - sum_{j != i} R_j / (k - 1)``.
+
+    Source: RLOO, arXiv 2402.14740.
+    """
+    advantages_G: NDArray[np.float32] = _centred(_finite(rewards_G), "leave_one_out").astype(np.float32)
+    return advantages_G
+
+
+def whitened(values_N: NDArray[np.float64], weights_N: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Take the weighted mean off and divide by the weighted standard deviation plus ``STD_EPSILON`` [N].
+
+    With token counts as weights these are the mean and the (population) deviation over the tokens of the batch, each
+    of which carries the advantage of its sequence. Equal values give exact zeros.
+
+    Source: the global normalisation of REINFORCE++, arXiv 2501.03262.
+    """
+    if not values_N.size or values_N.min() == values_N.max() or not weights_N.sum():
+        return np.zeros(values_N.shape)
+    mean = np.average(values_N, weights=weights_N)
+    deviation = np.sqrt(np.average((values_N - mean) ** 2, weights=weights_N))
+    return np.asarray((values_N - mean) / (deviation + STD_EPSILON))
+
+
+def is_informative(rewards_G: Sequence[float]) -> bool:
+    """Say whether a group's rewards differ; of groups that do not, dynamic sampling trains none.
+
+    Source: DAPO, arXiv 2503.14476 eq. 11, for rewards of any kind.
+    """
+    return len(set(rewards_G)) > 1
+
+
+def returns_to_go(rewards_K: Sequence[float], *, gamma: float = 1.0) -> NDArray[np.float64]:
+    """Return for each turn its own reward and, discounted, all later ones: ``G_k = r_k + gamma * G_{k+1}`` [K]."""
+    returns_K = np.zeros(len(rewards_K))
+    running = 0.0
+    for turn in reversed(range(len(rewards_K))):
+        running = rewards_K[turn] + gamma * running
+        returns_K[turn] = running
+    return returns_K
+
+
+def process_advantages(rewards: Sequence[Sequence[float]]) -> list[NDArray[np.float32]]:
+    """Return each step's advantage, sibling by sibling, each [K]: the normalised rewards from this step on, added up.
+
+    Mean and standard deviation are those of all steps of the group together, so a step that is better than the
+    group's usual one lifts the steps before it too.
+
+    Source: GRPO with process supervision, arXiv 2402.03300 section 4.1.3.
+    """
+    flat = _finite([reward for sibling in rewards for reward in sibling])
+    if flat.size < 2 or flat.min() == flat.max():
+        return [np.zeros(len(sibling), dtype=np.float32) for sibling in rewards]
+    mean, deviation = flat.mean(), flat.std(ddof=1) + STD_EPSILON
+    return [
+        returns_to_go([(reward - mean) / deviation for reward in sibling]).astype(np.float32) for sibling in rewards
+    ]
+
+
+def turn_advantages(rewards: Sequence[Sequence[float]], *, gamma: float = 1.0, std: bool) -> list[NDArray[np.float32]]:
+    """Return each turn's advantage, sibling by sibling, each [K]: its return against that of the same turn of others.
+
+    The return of turn k is compared as an outcome is (``group_advantages``), among the siblings that have a turn k.
+    With one turn each this is GRPO's outcome supervision.
+
+    Args:
+        gamma: discount of a later turn's reward.
+    """
+    returns = [returns_to_go(_finite(sibling).tolist(), gamma=gamma) for sibling in rewards]
+    advantages = [np.zeros(len(sibling), dtype=np.float32) for sibling in rewards]
+    for turn in range(max((len(sibling) for sibling in rewards), default=0)):
+        having = [place for place, sibling in enumerate(rewards) if len(sibling) > turn]
+        values = group_advantages([float(returns[place][turn]) for place in having], std=std)
+        for place, value in zip(having, values, strict=True):
+            advantages[place][turn] = value
+    return advantages
+
+
+def spread_over_tokens(values_K: NDArray[np.float32], turn_L: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Give each token the value of its turn [L]; 0 where ``turn_L`` is negative, as on prompts and tool results."""
+    is_sampled_L = turn_L >= 0
+    values_L = np.zeros(turn_L.shape, dtype=np.float32)
+    values_L[is_sampled_L] = values_K[turn_L[is_sampled_L]]
+    return values_L
+
+
+def _finite(rewards: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float64]:
+    values = np.asarray(rewards, dtype=np.float64)
+    if not np.isfinite(values).all():
+        raise ValueError(f"advantages: got rewards {values.tolist()}, need finite numbers")
+    return values
+
+
+def _shaped(siblings: Sequence[Sibling], overlong: Overlong | None) -> NDArray[np.float64]:
+    rewards_G = _finite([sibling.reward for sibling in siblings])
+    if overlong is not None:
+        rewards_G = rewards_G + [overlong.penalty(sibling.num_tokens) for sibling in siblings]
+    return rewards_G
+
+
+def _centred(rewards_G: NDArray[np.float64], baseline: Baseline) -> NDArray[np.float64]:
+    if baseline == "none":
+        return rewards_G
+    if rewards_G.size < 2 or rewards_G.min() == rewards_G.max():
+        return np.zeros(rewards_G.shape)
+    centred_G = rewards_G - rewards_G.mean()
+    # R_i - mean of the others is the deviation from the mean of all, times n / (n - 1).
+    return centred_G * (rewards_G.size / (rewards_G.size - 1)) if baseline == "leave_one_out" else centred_G
+
+
+def _std(rewards: NDArray[np.float64]) -> float:
+    """Return the sample standard deviation, 0 for fewer than two rewards or equal ones."""
+    return float(rewards.std(ddof=1)) if rewards.size > 1 and rewards.min() != rewards.max() else 0.0
+
+
+def _divided(values: NDArray[np.float64], deviation: float) -> NDArray[np.float64]:
+    return values / (deviation + STD_EPSILON) if deviation else np.zeros(values.shape)
