@@ -23,11 +23,21 @@ class ScoredTokens:
     """Boolean; False takes a token out of the loss and of every number reported."""
     current_T: Tensor
     """Boolean; True on tokens that were sampled from the step's start version."""
+    sequence_T: Tensor | None = None
+    """Number of each token's sequence in the row, from 0; what works on whole sequences needs it."""
+    weight_T: Tensor | None = None
+    """What each token counts in the sum (``aggregation``); ``None`` is 1 for all."""
+    age_T: Tensor | None = None
+    """Versions between the one that sampled the token and the step's start; the log-linear proximal policy needs it."""
+    reference_T: Tensor | None = None
+    """Logprobs by the reference model; the KL penalty needs it."""
+    keep_T: Tensor | None = None
+    """Boolean; False takes a token's policy gradient away, and leaves it in the denominator (M2PO's mask)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossTerms:
-    """A loss summed over its tokens, and what to report about it. The caller divides by a token count."""
+    """A loss summed over its tokens, and what to report about it. The caller divides by the denominator."""
 
     loss: Tensor
     sums: dict[str, Tensor]

@@ -1,9 +1,93 @@
-"""The clipped policy loss, with and without the decoupled correction for stale samples."""
+"""The policy loss: a ratio, a surrogate, a correction, penalties and weights, each chosen by name and put together.
+
+``loss = sum_t weight_t * (correction_t * surrogate_t + kl_coef * kl_t - entropy_coef * entropy_t)``
+"""
+
+import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from areal_async.algorithms.corrections import Correction, truncate, uncorrected
+from areal_async.algorithms.kl import kl_estimate
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
+from areal_async.algorithms.ratios import LogRatio, loglinear_proximal, token_log_ratio
+from areal_async.algorithms.sequences import masked_max, masked_sum
+from areal_async.algorithms.surrogates import Surrogate, ppo_clip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PolicyLoss:
+    """A policy loss as a record of choices; calling it gives the summed loss of the masked tokens."""
+
+    surrogate: Surrogate
+    log_ratio: LogRatio = token_log_ratio
+    decoupled: bool = False
+    """Take the ratio against the proximal policy and correct for the rest, instead of against the server's logprobs."""
+    correction: Correction = uncorrected
+    """Of a decoupled loss; another needs none."""
+    is_loglinear: bool = False
+    """Take the proximal policy from a line between behaviour and trained policy, instead of a forward pass."""
+    kl_coef: float = 0.0
+    """beta: weight of the distance to the reference, as a loss."""
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+    m2_threshold: float | None = None
+    """tau_M2: ``keep_T`` is to be made of the mini-batch with this (``corrections.second_moment_cutoff``)."""
+
+    def __call__(self, tokens: ScoredTokens) -> LossTerms:
+        """Return the loss and what to report.
+
+        Raises:
+            ValueError: a choice needs what ``tokens`` does not hold.
+        """
+        mask = tokens.mask_T
+        zero = tokens.logprobs_T.new_zeros(())
+        # Whatever stands outside the mask must reach neither the loss nor, as 0 * nan would, a gradient.
+        logprobs, advantages, start, behave = (
+            torch.where(mask, values, zero)
+            for values in (tokens.logprobs_T, tokens.advantages_T, tokens.start_T.detach(), tokens.behave_T)
+        )
+        gap = start - behave
+        proximal = start
+        if self.is_loglinear:
+            proximal = loglinear_proximal(logprobs, behave, _needed(tokens.age_T, "age_T"))
+        log_ratio = self.log_ratio(logprobs, proximal if self.decoupled else behave, mask, tokens.sequence_T)
+        weight = self.correction(proximal - behave, mask, tokens.sequence_T) if self.decoupled else torch.ones_like(gap)
+        losses, taken = self.surrogate(logprobs, log_ratio, advantages)
+        losses = losses * weight
+        if self.m2_threshold is not None:
+            keep = _needed(tokens.keep_T, "keep_T")
+            losses, taken = torch.where(keep, losses, zero), taken | ~keep
+        shares = torch.ones_like(gap) if tokens.weight_T is None else tokens.weight_T
+        loss = masked_sum(losses * shares, mask)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * masked_sum(tokens.entropy_T * shares, mask)
+        sums: dict[str, Tensor] = {}
+        if self.kl_coef:
+            kl = kl_estimate(logprobs, tokens.reference_T, mask, estimator=self.kl_estimator)
+            loss = loss + self.kl_coef * masked_sum(kl * shares, mask)
+            sums["kl"] = kl.detach().sum()
+        current = mask & tokens.current_T
+        with torch.no_grad():
+            ratio = log_ratio.exp()
+            sums |= {
+                "entropy": masked_sum(tokens.entropy_T, mask),
+                "ratio": masked_sum(ratio, mask),
+                "clipped": (mask & taken).sum(),
+                "behave_weight": masked_sum(weight, mask),
+                "gap": gap.abs().sum(),
+                "current_gap": masked_sum(gap.abs(), current),
+                "current": current.sum(),
+            }
+            maxima = {
+                "ratio": masked_max(ratio, mask),
+                "behave_weight": masked_max(weight, mask),
+                "current_gap": masked_max(gap.abs(), current),
+                "current_ratio_deviation": masked_max(gap.expm1().abs(), current),
+            }
+        return LossTerms(loss=loss, sums=sums, maxima=maxima)
 
 
 def policy_loss(
@@ -14,7 +98,7 @@ def policy_loss(
     behave_weight_cap: float | None = None,
     entropy_coef: float = 0.0,
 ) -> LossTerms:
-    """Return the summed PPO-clip loss of the masked tokens.
+    """Return the summed PPO-clip loss of the masked tokens: the loss of GRPO as a function.
 
     With a ``behave_weight_cap`` the objective is decoupled: the ratio is taken, and clipped, against the weights
     the step started from, and each token is weighted by min(pi_start / pi_behave, cap), through which no gradient
@@ -26,46 +110,17 @@ def policy_loss(
 
     Source: PPO, arXiv 1707.06347 eq. 7; decoupled, arXiv 2505.24298 eq. 5; upper range, DAPO, arXiv 2503.14476.
     """
-    mask, advantages = tokens.mask_T, tokens.advantages_T
-    start, logprobs = tokens.start_T.detach(), tokens.logprobs_T
-    zero = logprobs.new_zeros(())
-    # Where the mask is False anything may stand, and inf * 0 is not 0: mask each difference before its exponential.
-    gap = torch.where(mask, start - tokens.behave_T, zero)
-    if behave_weight_cap is None:
-        ratio = torch.where(mask, logprobs - tokens.behave_T, zero).exp()
-        weight = torch.ones_like(gap)
-    else:
-        ratio = torch.where(mask, logprobs - start, zero).exp()
-        weight = gap.exp().clamp(max=behave_weight_cap)
-    clipped_ratio = ratio.clamp(1.0 - eps_clip, 1.0 + (eps_clip if eps_clip_higher is None else eps_clip_higher))
-    surrogate, clipped = -advantages * ratio, -advantages * clipped_ratio
-    loss = _masked_sum(torch.maximum(surrogate, clipped) * weight, mask)
-    if entropy_coef:
-        loss = loss - entropy_coef * _masked_sum(tokens.entropy_T, mask)
-    current = mask & tokens.current_T
-    with torch.no_grad():
-        sums = {
-            "entropy": _masked_sum(tokens.entropy_T, mask),
-            "ratio": _masked_sum(ratio, mask),
-            "clipped": (mask & (clipped > surrogate)).sum(),
-            "behave_weight": _masked_sum(weight, mask),
-            "gap": gap.abs().sum(),
-            "current_gap": _masked_sum(gap.abs(), current),
-            "current": current.sum(),
-        }
-        maxima = {
-            "ratio": _masked_max(ratio, mask),
-            "behave_weight": _masked_max(weight, mask),
-            "current_gap": _masked_max(gap.abs(), current),
-            "current_ratio_deviation": _masked_max(gap.expm1().abs(), current),
-        }
-    return LossTerms(loss=loss, sums=sums, maxima=maxima)
+    high = eps_clip if eps_clip_higher is None else eps_clip_higher
+    loss = PolicyLoss(
+        surrogate=functools.partial(ppo_clip, eps_clip=eps_clip, eps_clip_higher=high),
+        decoupled=behave_weight_cap is not None,
+        correction=uncorrected if behave_weight_cap is None else functools.partial(truncate, cap=behave_weight_cap),
+        entropy_coef=entropy_coef,
+    )
+    return loss(tokens)
 
 
-def _masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    return torch.where(mask_T, values_T, values_T.new_zeros(())).sum()
-
-
-def _masked_max(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return the largest of these non-negative values, 0 for none."""
-    return torch.where(mask_T, values_T, values_T.new_zeros(())).amax()
+def _needed(values_T: Tensor | None, name: str) -> Tensor:
+    if values_T is None:
+        raise ValueError(f"policy loss: got no {name}, need it for the choices of this loss; give it with the tokens")
+    return values_T
