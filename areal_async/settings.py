@@ -8,8 +8,10 @@ import re
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
+from areal_async.section import Section as Section
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import RUN_NAME, TOKEN, Names
 
@@ -23,12 +25,6 @@ MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Subject, headers and record of a message, at the most."""
 MAX_PAYLOAD_BYTES = 9 << 20
 """The broker's limit: one trajectory of ``max_trajectory_bytes`` and its headers must fit."""
-
-
-class Section(BaseModel):
-    """A frozen part of the settings in which unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class RunSettings(Section):
@@ -230,27 +226,6 @@ class InferenceSettings(Section):
     """Seconds a server may take until it is healthy."""
 
 
-class AlgorithmSettings(Section):
-    """The loss. Knobs carry the papers' names."""
-
-    name: Literal["grpo"] = "grpo"
-    """Group-relative policy optimisation (Shao et al. 2024, arXiv 2402.03300)."""
-    eps_clip: float = Field(default=0.2, gt=0)
-    """Clip range of the importance ratio around 1."""
-    eps_clip_higher: float | None = Field(default=None, gt=0)
-    """Upper clip range (DAPO, arXiv 2503.14476); ``None`` takes ``eps_clip``."""
-    decoupled: bool | None = None
-    """Decoupled objective (AReaL, arXiv 2505.24298 eq. 5); ``None`` switches it on when ``max_staleness`` > 0."""
-    behave_weight_cap: float = Field(default=5.0, gt=0)
-    """Largest weight pi_proximal / pi_behave of a token; larger ones are cut to it."""
-    advantage_std: bool = True
-    """Divide a group's centred rewards by their standard deviation (GRPO); off is Dr.GRPO's choice."""
-    entropy_coef: float = Field(default=0.0, ge=0)
-    """Weight of the entropy bonus."""
-    num_minibatches: int = Field(default=1, ge=1)
-    """Optimizer updates per training step."""
-
-
 class TrainerSettings(Section):
     """The processes that turn batches into weights."""
 
@@ -332,6 +307,9 @@ class Settings(Section):
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
+        self.algorithm.check_run(
+            group_size=self.rollout.group_size, max_new_tokens=self.rollout.sampling.max_new_tokens
+        )
         return self
 
     @property

@@ -12,9 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.algorithms.shaping import Overlong
+from areal_async.settings import Settings
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards do not explode."""
+OVERLONG_SHARE = 5
+"""An unset overlong cache is the longest answer by this, as DAPO's 4,096 are of 20,480."""
 
 Baseline = Literal["group", "leave_one_out", "none"]
 Spread = Literal["group", "batch", "batch_reward", "none"]
@@ -48,6 +51,21 @@ class AdvantageRule:
     baseline: Baseline = "group"
     std: Spread = "group"
     overlong: Overlong | None = None
+
+
+def advantage_rule(settings: Settings) -> AdvantageRule:
+    """Return how a step's rewards become advantages.
+
+    Raises:
+        ValueError: they come from a critic's values, not from the rewards alone.
+    """
+    algorithm = settings.algorithm
+    if algorithm.advantage_baseline == "critic":
+        raise ValueError("advantages: got a critic as baseline, need one that rewards alone give; its are values.gae")
+    longest = algorithm.overlong_max or settings.rollout.sampling.max_new_tokens
+    cache = max(1, longest // OVERLONG_SHARE) if algorithm.overlong_cache is None else algorithm.overlong_cache
+    overlong = Overlong(max_tokens=longest, cache_tokens=cache, factor=algorithm.overlong_factor) if cache else None
+    return AdvantageRule(baseline=algorithm.advantage_baseline, std=algorithm.advantage_std, overlong=overlong)
 
 
 def step_advantages(groups: Sequence[Sequence[Sibling]], rule: AdvantageRule) -> list[NDArray[np.float32]]:
@@ -203,9 +221,11 @@ def _centred(rewards_G: NDArray[np.float64], baseline: Baseline) -> NDArray[np.f
         return rewards_G
     if rewards_G.size < 2 or rewards_G.min() == rewards_G.max():
         return np.zeros(rewards_G.shape)
-    centred_G = rewards_G - rewards_G.mean()
-    # R_i - mean of the others is the deviation from the mean of all, times n / (n - 1).
-    return centred_G * (rewards_G.size / (rewards_G.size - 1)) if baseline == "leave_one_out" else centred_G
+    centred_G: NDArray[np.float64] = rewards_G - rewards_G.mean()
+    if baseline == "leave_one_out":
+        # R_i - mean of the others is the deviation from the mean of all, times n / (n - 1).
+        centred_G *= rewards_G.size / (rewards_G.size - 1)
+    return centred_G
 
 
 def _std(rewards: NDArray[np.float64]) -> float:

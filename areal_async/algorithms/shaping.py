@@ -46,7 +46,7 @@ def length_rewards(num_tokens_G: Sequence[int], is_correct_G: Sequence[bool]) ->
     num_tokens = np.asarray(num_tokens_G, dtype=np.float64)
     if not num_tokens.size or num_tokens.min() == num_tokens.max():
         return np.zeros(num_tokens.shape)
-    value_G = 0.5 - (num_tokens - num_tokens.min()) / (num_tokens.max() - num_tokens.min())
+    value_G: NDArray[np.float64] = 0.5 - (num_tokens - num_tokens.min()) / (num_tokens.max() - num_tokens.min())
     return np.where(np.asarray(is_correct_G, dtype=np.bool_), value_G, np.minimum(value_G, 0.0))
 
 

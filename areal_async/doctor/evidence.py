@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.fields import GroupIdText, StepText, VersionText
 from areal_async.receipts import Produced, Stamp
 from areal_async.types import Admitted, Cut, Outcome, SlotStatus
@@ -19,7 +20,7 @@ class Rules:
     max_staleness: int
     max_attempts: int
     max_groups_in_flight: int
-    advantage_std: bool
+    advantages: AdvantageRule
     seed: int
     num_rows: int = 0
     """Of all tasks together; 0 when the data cannot be read."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import anyio.to_thread
 
+from areal_async.algorithms.advantages import advantage_rule
 from areal_async.bus import Bus, HeldError, Role, copied_broker, credentials_for, open_bus
 from areal_async.data import load_rows
 from areal_async.doctor.books import Books
@@ -89,7 +90,7 @@ def read_rules(settings: Settings) -> Rules:
         max_staleness=rollout.max_staleness,
         max_attempts=rollout.max_attempts,
         max_groups_in_flight=rollout.max_groups_in_flight,
-        advantage_std=settings.algorithm.advantage_std,
+        advantages=advantage_rule(settings),
         seed=settings.run.seed,
         num_rows=num_rows,
         why_no_rows=why_no_rows or "the settings name no task",

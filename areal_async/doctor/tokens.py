@@ -2,9 +2,9 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
-from areal_async.algorithms.advantages import group_advantages
+from areal_async.algorithms.advantages import Sibling, step_advantages
 from areal_async.doctor.books import Books
 from areal_async.doctor.evidence import ArchivedSlot
 from areal_async.doctor.report import Finding, Kind, Ruling, rule
@@ -66,23 +66,26 @@ def rule_whole(books: Books) -> Ruling:
         for slot in slots:
             groups[slot.group_id].append(slot)
         num_groups += len(groups)
-        for group_id, siblings in sorted(groups.items()):
-            findings += _group_faults(books, step, group_id, siblings)
+        findings += _group_faults(books, step, dict(sorted(groups.items())))
         findings += _reward_faults(books, step, slots)
     sentence = f"{num_groups} groups in {len(books.steps)} archived steps, advantages computed anew"
     return rule("P4", "whole", sentence, findings=findings, missing=_unarchived(books))
 
 
-def _group_faults(books: Books, step: int, group_id: str, siblings: Sequence[ArchivedSlot]) -> Iterator[Finding]:
+def _group_faults(books: Books, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Finding]:
     rules = books.evidence.rules
-    if len(siblings) < rules.min_group_size:
-        text = f"step {step}: trained with {len(siblings)} siblings, need at least {rules.min_group_size}"
-        yield Finding(Kind.NOT_WHOLE, group_id, text)
-    expected = group_advantages([slot.reward for slot in siblings], std=rules.advantage_std)
-    for slot, value in zip(siblings, expected, strict=True):
-        if not math.isclose(slot.advantage, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-            text = f"step {step}: trained with advantage {slot.advantage:.6g}, its siblings' rewards give {value:.6g}"
-            yield Finding(Kind.NOT_WHOLE, slot.name, text)
+    outcomes = [
+        [Sibling(reward=slot.reward, num_tokens=slot.num_sampled) for slot in siblings] for siblings in groups.values()
+    ]
+    every = step_advantages(outcomes, rules.advantages)
+    for (group_id, siblings), expected in zip(groups.items(), every, strict=True):
+        if len(siblings) < rules.min_group_size:
+            text = f"step {step}: trained with {len(siblings)} siblings, need at least {rules.min_group_size}"
+            yield Finding(Kind.NOT_WHOLE, group_id, text)
+        for slot, value in zip(siblings, expected, strict=True):
+            if not math.isclose(slot.advantage, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+                text = f"step {step}: trained with advantage {slot.advantage:.6g}, the rewards give {value:.6g}"
+                yield Finding(Kind.NOT_WHOLE, slot.name, text)
 
 
 def _reward_faults(books: Books, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Finding]:

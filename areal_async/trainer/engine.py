@@ -1,15 +1,15 @@
 """The engine: rows in, one weights version further out.
 
 Invariant: whatever the number of ranks and whichever of them holds a row, a step computes the gradient that one
-rank with all rows would compute. Loss denominators are token counts over all ranks; ranks that run out of rows go
+rank with all rows would compute. Loss denominators are counts over all ranks; ranks that run out of rows go
 on with empty ones, so that the collectives inside the model meet. Nothing here draws random numbers.
 
 Every public method is a collective unless it says otherwise: all ranks call it, in the same order, from one thread
 each.
 """
 
-import functools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
@@ -21,8 +21,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
+from areal_async.algorithms.corrections import second_moment_cutoff
 from areal_async.algorithms.objective import Objective, ScoredTokens
-from areal_async.algorithms.policy import policy_loss
+from areal_async.algorithms.policy import PolicyLoss
+from areal_async.algorithms.presets import aggregation, policy_objective
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer import checkpoint, weights
@@ -50,6 +53,7 @@ class FsdpEngine:
         objective: Objective,
         temperature: float = 1.0,
         num_minibatches: int = 1,
+        aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
@@ -57,6 +61,7 @@ class FsdpEngine:
         self._ranks = ranks
         self._objective = objective
         self._num_minibatches = num_minibatches
+        self._aggregation = aggregation
         self._policy = load_policy(
             self._source,
             ranks,
@@ -69,21 +74,14 @@ class FsdpEngine:
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
         """Load ``settings.model`` and make the engine that ``algorithm`` and ``trainer`` describe."""
-        algorithm = settings.algorithm
-        objective = functools.partial(
-            policy_loss,
-            eps_clip=algorithm.eps_clip,
-            eps_clip_higher=algorithm.eps_clip_higher,
-            behave_weight_cap=algorithm.behave_weight_cap if settings.uses_decoupled_loss else None,
-            entropy_coef=algorithm.entropy_coef,
-        )
         return cls(
             model=settings.model,
             trainer=settings.trainer,
             ranks=ranks,
-            objective=objective,
+            objective=policy_objective(settings),
             temperature=settings.rollout.sampling.temperature,
-            num_minibatches=algorithm.num_minibatches,
+            num_minibatches=settings.algorithm.num_minibatches,
+            aggregation=aggregation(settings),
         )
 
     def train_step(self, rows: Sequence[TrainRow], *, step: int, total_steps: int) -> StepStats:
@@ -101,7 +99,8 @@ class FsdpEngine:
             for turn in range(self._num_minibatches)
         ]
         # With a single update the weights of the step's start are those being trained: no second forward pass.
-        starts = [self._start_logprobs(minibatch) for minibatch in minibatches] if len(minibatches) > 1 else [None]
+        needs_starts = len(minibatches) > 1 and not self._is_loglinear
+        starts = [self._packed_logprobs(minibatch) if needs_starts else None for minibatch in minibatches]
         tally = Tally()
         for minibatch, start in zip(minibatches, starts, strict=True):
             self._update(minibatch, start, tally)
@@ -168,8 +167,18 @@ class FsdpEngine:
         return checkpoint.load(self._policy.causal_lm, self._optimizer, directory, ranks=self._ranks)
 
     def _pack(self, rows: Sequence[TrainRow]) -> list[PackedRow]:
+        # A trajectory's rows share its position, and are together on one rank and in one mini-batch.
+        lengths = Counter[int]()
+        for row in rows:
+            lengths[row.index] += int(row.loss_mask.sum())
+        shares = [self._aggregation.share(lengths[row.index]) for row in rows]
         packs = pack([row.num_tokens for row in rows], token_budget=self._trainer.token_budget)
-        return self._padded([pack_rows([rows[index] for index in members], self._ranks.device) for members in packs])
+        return self._padded(
+            [
+                pack_rows([rows[i] for i in members], self._ranks.device, [shares[i] for i in members])
+                for members in packs
+            ]
+        )
 
     def _padded(self, packed: list[PackedRow]) -> list[PackedRow]:
         """Append empty rows until every rank has as many as the one with the most."""
@@ -178,15 +187,16 @@ class FsdpEngine:
         return packed + [empty_row(self._ranks.device)] * (most - len(packed))
 
     @torch.no_grad()
-    def _start_logprobs(self, minibatch: Iterable[PackedRow]) -> list[Tensor]:
+    def _packed_logprobs(self, minibatch: Iterable[PackedRow]) -> list[Tensor]:
         return [self._policy(row)[0] for row in minibatch]
 
     def _update(self, minibatch: Sequence[PackedRow], starts_S: Sequence[Tensor] | None, tally: Tally) -> None:
         """Make one optimizer update from the gradients of all these rows on all ranks."""
-        count = torch.stack([row.mask_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
-        num_tokens = int(self._ranks.reduce(count.to(self._ranks.device), dist.ReduceOp.SUM).item())
-        if not num_tokens:
+        units = torch.stack([row.units_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
+        denominator = self._ranks.reduce(units.double().to(self._ranks.device), dist.ReduceOp.SUM).item()
+        if not denominator:
             return
+        keeps_S = self._kept(minibatch)
         for number, row in enumerate(minibatch):
             # Gradients are summed locally and cross the ranks once, with the last row.
             cast(FSDPModule, self._policy).set_requires_gradient_sync(number == len(minibatch) - 1)
@@ -200,16 +210,49 @@ class FsdpEngine:
                     advantages_T=row.advantages_S,
                     mask_T=row.mask_S,
                     current_T=row.current_S,
+                    sequence_T=row.sequence_S,
+                    weight_T=row.weights_S,
+                    age_T=row.ages_S,
+                    keep_T=keeps_S[number] if keeps_S else None,
                 )
             )
-            # FSDP takes the mean over ranks, and the loss is a mean over the tokens of all ranks: undo the former.
-            (terms.loss * (self._ranks.size / num_tokens)).backward()
+            # FSDP takes the mean over ranks, and the loss is a mean over those of all ranks: undo the former.
+            (terms.loss * (self._ranks.size / denominator)).backward()
             tally.add(terms, row)
         grad_norm = self._clip_gradients()
         tally.add_update(grad_norm)
         if math.isfinite(grad_norm):
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    @property
+    def _is_loglinear(self) -> bool:
+        return isinstance(self._objective, PolicyLoss) and self._objective.is_loglinear
+
+    def _kept(self, minibatch: Sequence[PackedRow]) -> list[Tensor] | None:
+        """Return which tokens M2PO keeps, row by row: its threshold speaks of all tokens of the mini-batch at once."""
+        threshold = self._objective.m2_threshold if isinstance(self._objective, PolicyLoss) else None
+        if threshold is None:
+            return None
+        squares_S = [
+            (logprobs_S - row.behave_S).double().square()
+            for logprobs_S, row in zip(self._packed_logprobs(minibatch), minibatch, strict=True)
+        ]
+        trained = [squares[row.mask_S] for squares, row in zip(squares_S, minibatch, strict=True)]
+        cutoff = second_moment_cutoff(self._of_all_ranks(torch.cat(trained)), threshold=threshold)
+        return [squares < cutoff for squares in squares_S]
+
+    def _of_all_ranks(self, values_N: Tensor) -> Tensor:
+        """Return the values of every rank, of which each may hold another number."""
+        if self._ranks.size == 1:
+            return values_N
+        count = torch.tensor([len(values_N)], device=values_N.device)
+        most = int(self._ranks.reduce(count, dist.ReduceOp.MAX).item())
+        padded = torch.cat([values_N, values_N.new_full((most - len(values_N),), math.nan)])
+        parts = [torch.empty_like(padded) for _ in range(self._ranks.size)]
+        dist.all_gather(parts, padded)
+        every = torch.cat(parts)
+        return every[~every.isnan()]
 
     def _clip_gradients(self) -> float:
         """Scale the gradients down to ``max_grad_norm``; return the norm they had over all ranks."""

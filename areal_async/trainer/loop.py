@@ -23,6 +23,7 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from areal_async import waits
+from areal_async.algorithms.advantages import advantage_rule
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.fault_points import reach
@@ -254,7 +255,7 @@ class Trainer:
             part.slots,
             missing,
             min_group_size=settings.rollout.min_group_size,
-            divides_by_std=settings.algorithm.advantage_std,
+            rule=advantage_rule(settings),
         )
         if batch.unusable and self._feed is not None:
             reason = "stored payloads are damaged or gone"

@@ -175,6 +175,7 @@ def build_rows(
                     behave_logprobs=sequence.logprobs,
                     advantage=advantages[position],
                     current_mask=sequence.loss_mask & ((sequence.versions & _STEP_BITS) == start.step),
+                    ages=ages_L,
                     index=position,
                 )
             )

@@ -13,6 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from areal_async.algorithms.aggregation import TokenShare
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainRow:
@@ -27,11 +29,14 @@ class TrainRow:
     """One for the sequence, or one per token [L]."""
     current_mask: NDArray[np.bool_]
     """True on sampled tokens of the version that the step starts from."""
+    ages: NDArray[np.int64] | None = None
+    """Versions between the one that sampled each token and the step's start; a log-linear proximal policy needs it."""
     index: int = 0
     """Position in the step's whole batch, whatever rank holds the row: it alone decides the mini-batch."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behave_logprobs), len(self.current_mask), *np.shape(self.advantage)}
+        lengths |= set(np.shape(self.ages)) if self.ages is not None else set()
         if not self.num_tokens or lengths != {self.num_tokens}:
             raise ValueError(f"train row {self.index}: got arrays of {sorted(lengths)} for {self.num_tokens} tokens")
         if self.loss_mask[0]:
@@ -60,10 +65,20 @@ class PackedRow:
     mask_S: Tensor
     """False only on the token of an empty row."""
     current_S: Tensor
+    sequence_S: Tensor
+    """Number of each token's sequence in the row, from 0."""
+    weights_S: Tensor
+    """What each token counts in the loss (``algorithms.aggregation``)."""
+    units_S: Tensor
+    """What it adds to the denominator; 0 on the token of an empty row."""
+    ages_S: Tensor | None = None
 
 
-def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> PackedRow:
+def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[TokenShare] | None = None) -> PackedRow:
     """Lay sequences end to end and score their trained tokens.
+
+    Args:
+        shares: by row; None counts every token once.
 
     Raises:
         ValueError: no token of these sequences is trained.
@@ -74,6 +89,9 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> PackedRow:
         raise ValueError("packing: got sequences without a trained token, need at least one")
     token_ids_T = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
     advantages_T = np.concatenate([np.broadcast_to(np.float32(row.advantage), row.num_tokens) for row in rows])
+    sequence_S = np.repeat(np.arange(len(rows)), [row.num_tokens for row in rows])[scored_S]
+    shares_N2 = np.array(shares or [TokenShare()] * len(rows), dtype=np.float64)
+    ages = [row.ages for row in rows if row.ages is not None]
     return PackedRow(
         lengths=[row.num_tokens for row in rows],
         token_ids_T=torch.from_numpy(token_ids_T).to(device),
@@ -84,6 +102,10 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device) -> PackedRow:
         advantages_S=torch.from_numpy(advantages_T[scored_S]).to(device),
         mask_S=torch.ones(len(scored_S), dtype=torch.bool, device=device),
         current_S=torch.from_numpy(np.concatenate([row.current_mask for row in rows])[scored_S]).to(device),
+        sequence_S=torch.from_numpy(sequence_S).to(device),
+        weights_S=torch.from_numpy(shares_N2[sequence_S, 0].astype(np.float32)).to(device),
+        units_S=torch.from_numpy(shares_N2[sequence_S, 1]).to(device),
+        ages_S=torch.from_numpy(np.concatenate(ages)[scored_S]).to(device) if len(ages) == len(rows) else None,
     )
 
 
@@ -99,4 +121,8 @@ def empty_row(device: torch.device) -> PackedRow:
         advantages_S=torch.zeros(1, device=device),
         mask_S=torch.zeros(1, dtype=torch.bool, device=device),
         current_S=torch.zeros(1, dtype=torch.bool, device=device),
+        sequence_S=torch.zeros(1, dtype=torch.int64, device=device),
+        weights_S=torch.zeros(1, device=device),
+        units_S=torch.zeros(1, dtype=torch.float64, device=device),
+        ages_S=torch.zeros(1, dtype=torch.int64, device=device),
     )

@@ -20,6 +20,7 @@ class StepStats:
     """
 
     loss: float
+    """As it is aggregated: a mean over tokens, or over sequences."""
     grad_norm: float
     """Before clipping; the mean over the step's updates."""
     entropy_mean: float
@@ -66,7 +67,7 @@ class Tally:
 
     def add(self, terms: LossTerms, row: PackedRow) -> None:
         """Take in what the objective says of one row."""
-        sums = {"loss": terms.loss.detach(), "tokens": row.mask_S.sum(), **terms.sums}
+        sums = {"loss": terms.loss.detach(), "tokens": row.mask_S.sum(), "units": row.units_S.sum(), **terms.sums}
         for name, value in sums.items():
             self.sums[name] = self.sums[name] + value.double() if name in self.sums else value.double()
         for name, value in terms.maxima.items():
@@ -87,7 +88,7 @@ class Tally:
             return sums.get(name, 0.0) / count if count else 0.0
 
         return StepStats(
-            loss=mean("loss"),
+            loss=mean("loss", sums.get("units", 0.0)),
             grad_norm=sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0,
             entropy_mean=mean("entropy"),
             logprob_gap_mean=mean("current_gap", sums.get("current", 0.0)),

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 import numpy as np
 
-from areal_async.algorithms.advantages import group_advantages
+from areal_async.algorithms.advantages import AdvantageRule, Sibling, step_advantages
 from areal_async.trainer.payloads import AgeStats, Placed, SlotKey
 from areal_async.trainer.stats import StepStats
 from areal_async.types import Metrics, Version
@@ -78,13 +78,19 @@ def part_usable(
 
 
 def agree_on_batch(
-    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int, divides_by_std: bool
+    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int, rule: AdvantageRule
 ) -> AgreedBatch:
-    """Leave out what some rank could not verify, and compute each slot's advantage within its real group."""
+    """Leave out what some rank could not verify, and compute the slots' advantages, within their real groups.
+
+    Headers alone decide them, so every rank comes to the same ones.
+    """
     used, unusable = part_usable(slots, missing, min_group_size=min_group_size)
+    outcomes = [
+        [Sibling(reward=one.item.slot.reward, num_tokens=one.item.slot.num_output_tokens) for one in siblings]
+        for siblings in used
+    ]
     advantages: dict[int, float] = {}
-    for siblings in used:
-        values = group_advantages([placed.item.slot.reward for placed in siblings], std=divides_by_std)
+    for siblings, values in zip(used, step_advantages(outcomes, rule), strict=True):
         advantages.update({placed.position: float(value) for placed, value in zip(siblings, values, strict=True)})
     return AgreedBatch(
         slots=[placed for siblings in used for placed in siblings], advantages=advantages, unusable=unusable

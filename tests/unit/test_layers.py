@@ -11,6 +11,8 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {"types", "fields", "errors", "subjects", "staleness", "fault_points", "waits", "stacks"},
     {
+        "section",
+        "algorithm_settings",
         "settings",
         "settings_sources",
         "settings_tree",

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.errors import StalenessError
 from areal_async.trainer.payloads import AgeStats, build_rows, place, share
 from areal_async.trainer.rows import TrainRow
@@ -96,27 +97,29 @@ def test_the_gap_is_measured_on_tokens_of_the_version_that_the_step_starts_from(
 
 
 def test_advantages_are_of_the_real_group_and_never_of_a_neighbours() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, divides_by_std=False)
+    batch = agree_on_batch(place(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, rule=AdvantageRule(std="none"))
 
     assert [batch.advantages[position] for position in range(6)] == [-0.5, 0.5, -1, -1, -1, 3]
 
 
 def test_a_slot_that_no_rank_could_verify_is_left_out_of_its_groups_baseline() -> None:
-    batch = agree_on_batch(place(_cut([0, 1, 1])), [("0-0-0", 0)], min_group_size=2, divides_by_std=False)
+    batch = agree_on_batch(place(_cut([0, 1, 1])), [("0-0-0", 0)], min_group_size=2, rule=AdvantageRule(std="none"))
 
     assert batch.advantages == {1: 0.0, 2: 0.0}
     assert batch.unusable == []
 
 
 def test_a_group_left_too_small_falls_out_whole() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [2, 3])), [("0-0-0", 1)], min_group_size=2, divides_by_std=False)
+    batch = agree_on_batch(
+        place(_cut([0, 1], [2, 3])), [("0-0-0", 1)], min_group_size=2, rule=AdvantageRule(std="none")
+    )
 
     assert batch.unusable == ["0-0-0"]
     assert sorted(batch.advantages) == [2, 3]
 
 
 def test_batch_metrics_are_over_all_ranks_tokens() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, divides_by_std=True)
+    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
 
     ages = [AgeStats(num_tokens=6, total=6, max=1), AgeStats(num_tokens=2, total=4, max=2)]
     line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])

@@ -1,0 +1,61 @@
+"""The engine trains what a preset says: its aggregation, its ratio and its batch-wide mask, however rows are packed."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_async.trainer.distributed import Ranks
+from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
+
+ALGORITHMS: list[dict[str, Any]] = [
+    *({"name": name} for name in ("dr_grpo", "rloo", "gspo", "cispo", "sapo", "m2po", "dppo", "icepop")),
+    {"correction": "reject_sequence", "behave_weight_cap": 1.2, "behave_weight_floor": 0.8, "num_minibatches": 2},
+    {"ratio_level": "sequence_token", "aggregation": "sequence_mean", "num_minibatches": 2},
+    {"proximal": "loglinear", "num_minibatches": 2},
+]
+
+
+def _rows(count: int) -> list[Any]:
+    return [replace(row, ages=np.arange(row.num_tokens) % 3) for row in random_rows(count)]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: "-".join(map(str, one.values())))
+def test_a_step_of_a_preset_is_the_same_however_rows_are_packed(
+    algorithm: dict[str, Any], model: Path, ranks: Ranks
+) -> None:
+    packed = engine_of(model, ranks, algorithm=algorithm, token_budget=4096)
+    alone = engine_of(model, ranks, algorithm=algorithm, token_budget=24)
+
+    stats = packed.train_step(_rows(10), step=1, total_steps=1)
+    stats_alone = alone.train_step(_rows(10)[::-1], step=1, total_steps=1)
+
+    assert asdict(stats) == pytest.approx(asdict(stats_alone), rel=1e-4, abs=1e-5)
+    assert stats.grad_norm > 0
+    assert parameters_differ(packed, alone) < 1e-3 * 1e-2 * stats.num_updates
+
+
+@pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
+def test_sequences_of_one_trajectory_are_one_answer(aggregation: str, model: Path, ranks: Ranks) -> None:
+    rows = [replace(row, index=number // 2) for number, row in enumerate(random_rows(6))]
+    constant = {"aggregation_constant": 50} if aggregation == "constant" else {}
+    algorithm = {"name": "rloo", "decoupled": False, "aggregation": aggregation, **constant}
+    engine = engine_of(model, ranks, algorithm=algorithm)
+    logprobs = engine.logprobs(rows)
+    sums = [0.0, 0.0, 0.0]
+    counts = [0, 0, 0]
+    for row, logprobs_L in zip(rows, logprobs, strict=True):
+        sums[row.index] -= float(np.asarray(row.advantage)) * float(logprobs_L.sum())
+        counts[row.index] += int(row.loss_mask.sum())
+
+    stats = engine.train_step(rows, step=1, total_steps=1)
+
+    expected = {
+        "token_mean": sum(sums) / sum(counts),
+        "sequence_mean": sum(one / count for one, count in zip(sums, counts, strict=True)) / 3,
+        "sequence_sum": sum(sums) / 3,
+        "constant": sum(sums) / 50 / 3,
+    }
+    assert stats.loss == pytest.approx(expected[aggregation], rel=1e-4)
