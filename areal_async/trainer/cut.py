@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
+from areal_async.algorithms.advantages import is_informative
 from areal_async.types import CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
 
 SpanAge = Callable[[Version, Version], int]
@@ -63,9 +64,15 @@ class OpenGroup:
                 duplicates.append(slot)
         return duplicates
 
-    def verdict(self, *, min_group_size: int) -> tuple[OutcomeKind, str] | None:
-        """Say how a complete group ends without training, or None when it can train."""
+    def verdict(self, *, min_group_size: int, filters_equal: bool = False) -> tuple[OutcomeKind, str] | None:
+        """Say how a complete group ends without training, or None when it can train.
+
+        Args:
+            filters_equal: dynamic sampling, which trains no group whose rewards are all equal.
+        """
         if len(self.scored) >= min_group_size:
+            if filters_equal and not is_informative([item.slot.reward for item in self.scored]):
+                return OutcomeKind.FILTERED, f"all rewards are {self.scored[0].slot.reward:g}"
             return None
         failed = [item.slot for item in self.slots.values() if item.slot.status is SlotStatus.FAILED]
         if failed:

@@ -46,6 +46,8 @@ class CutRules:
     when_stale: Literal["wait", "mask", "drop"]
     group_deadline_s: float
     """How long a due group is waited for."""
+    filters_equal_groups: bool = False
+    """Train no group whose rewards are all equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,7 +173,9 @@ class Cutter:
         """Find a complete group that cannot train; count those that can."""
         for group in self._inventory.open.values():
             if group.is_complete and not group.is_counted:
-                verdict = group.verdict(min_group_size=self._rules.min_group_size)
+                verdict = group.verdict(
+                    min_group_size=self._rules.min_group_size, filters_equal=self._rules.filters_equal_groups
+                )
                 if verdict is not None:
                     return Settle([group.group_id], *verdict)
                 group.is_counted = True

@@ -228,4 +228,5 @@ def _rules(settings: Settings) -> CutRules:
         max_staleness=rollout.max_staleness,
         when_stale=rollout.when_stale,
         group_deadline_s=rollout.group_deadline_s,
+        filters_equal_groups=settings.algorithm.filter_equal_groups,
     )

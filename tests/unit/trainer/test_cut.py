@@ -1,5 +1,6 @@
 """Every due group is cut, nothing too old is, and long answers are waited for."""
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,3 +178,15 @@ def test_too_few_scored_siblings_are_failed_if_one_failed_and_rejected_otherwise
     group.slots[3] = CutSlot(slot=_slot(3, status=SlotStatus.FAILED), sequence=1)
 
     assert group.verdict(min_group_size=2) == (OutcomeKind.FAILED, "why")
+
+
+def test_dynamic_sampling_filters_a_group_whose_rewards_are_all_equal() -> None:
+    group = _group(1, size=2, stored=0)
+    group.add(_message(_slot(0), _slot(1)))
+
+    assert group.verdict(min_group_size=1) is None
+    assert group.verdict(min_group_size=1, filters_equal=True) == (OutcomeKind.FILTERED, "all rewards are 0")
+
+    group.slots[1] = CutSlot(slot=msgspec.structs.replace(_slot(1), reward=1.0), sequence=1)
+
+    assert group.verdict(min_group_size=1, filters_equal=True) is None
