@@ -5,7 +5,7 @@ import statistics
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.algorithms.advantages import (
@@ -55,6 +55,7 @@ def test_a_reward_that_is_not_finite_is_refused(reward: float) -> None:
         group_advantages([1.0, reward], std=True)
 
 
+@settings(deadline=None)
 @given(rewards, st.booleans())
 def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(group: list[float], std: bool) -> None:
     advantages = group_advantages(group, std=std).astype(np.float64)
@@ -63,6 +64,7 @@ def test_a_group_sums_to_zero_and_keeps_the_order_of_its_rewards(group: list[flo
     assert (np.diff(advantages[np.argsort(group)]) >= 0).all()
 
 
+@settings(deadline=None)
 @given(rewards.filter(lambda group: max(group) - min(group) > 1e-2), st.floats(0.5, 10))
 def test_with_std_the_scale_of_rewards_does_not_matter(group: list[float], scale: float) -> None:
     scaled = [reward * scale for reward in group]
@@ -116,6 +118,7 @@ def reference_step(
     return result
 
 
+@settings(deadline=None)
 @given(
     steps,
     st.sampled_from(["group", "leave_one_out", "none"]),
@@ -159,6 +162,7 @@ def test_a_group_informs_when_its_rewards_differ() -> None:
     assert not is_informative([1.0])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(-5, 5), max_size=8), st.floats(0, 1))
 def test_returns_add_up_what_comes_later(rewards_K: list[float], gamma: float) -> None:
     expected = [
@@ -169,6 +173,7 @@ def test_returns_add_up_what_comes_later(rewards_K: list[float], gamma: float) -
     assert returns_to_go(rewards_K, gamma=gamma) == pytest.approx(expected, abs=1e-9)
 
 
+@settings(deadline=None)
 @given(turns)
 def test_process_advantages_equal_a_plain_loop(group: list[list[float]]) -> None:
     flat = [reward for sibling in group for reward in sibling]
@@ -185,6 +190,7 @@ def test_process_advantages_equal_a_plain_loop(group: list[list[float]]) -> None
         assert values == pytest.approx(wanted, rel=1e-6, abs=1e-6)
 
 
+@settings(deadline=None)
 @given(turns, st.sampled_from([1.0, 0.9, 0.0]), st.booleans())
 def test_turn_advantages_compare_the_same_turn_of_those_who_have_it(
     group: list[list[float]], gamma: float, std: bool

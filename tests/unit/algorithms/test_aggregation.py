@@ -1,7 +1,7 @@
 """Weights and units turn a sum over tokens into the mean that a paper writes, however tokens are laid out."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.algorithms.aggregation import Aggregation, AggregationName
@@ -21,6 +21,7 @@ def plain(losses: list[list[float]], name: AggregationName, constant: float) -> 
     return sum(sum(tokens) / constant for tokens in losses) / len(losses)
 
 
+@settings(deadline=None)
 @given(batches, st.sampled_from(["token_mean", "sequence_mean", "sequence_sum", "constant"]), st.floats(1, 2000))
 def test_weighted_sums_over_units_equal_the_papers_means(
     losses: list[list[float]], name: AggregationName, constant: float

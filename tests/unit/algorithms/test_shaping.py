@@ -1,7 +1,7 @@
 """What is added to a reward for an answer's length or form is the papers' number."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.algorithms.shaping import Overlong, budget_reward, format_shaped, length_rewards
@@ -12,6 +12,7 @@ def test_overlong_answers_lose_along_a_line(num_tokens: int, expected: float) ->
     assert Overlong(max_tokens=100, cache_tokens=20).penalty(num_tokens) == pytest.approx(expected)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 200), st.integers(1, 200), st.integers(0, 500), st.floats(0.1, 3))
 def test_overlong_penalty_equals_the_three_cases_of_the_paper(limit: int, cache: int, length: int, size: float) -> None:
     limit = max(limit, cache)
