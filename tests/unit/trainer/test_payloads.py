@@ -129,7 +129,7 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
 
 
 def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_on_any_rank() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, divides_by_std=True)
+    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
     shares = [[{"tries": 1.0, "ok": 1.0}, {"tries": 4.0}], [{"tries": 1.0}], []]
 
     line = batch_metrics(batch, [ShareStats(ages=AgeStats(), info=add_up_info(infos)) for infos in shares])
