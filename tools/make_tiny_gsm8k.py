@@ -22,12 +22,12 @@ import json
 import os
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from rewards.math_answer import numbers_match
@@ -80,6 +80,11 @@ def make_tokenizer(demonstrations: Path) -> Any:
     with demonstrations.open(encoding="utf-8") as lines:
         chats = [json.loads(line) for line in lines]
     texts = (f"user\n{chat['question']}\nassistant\n{chat['answer']}" for chat in chats)
+    return train_tokenizer(texts, CHAT_TEMPLATE)
+
+
+def train_tokenizer(texts: Iterable[str], chat_template: str, *, tags: Sequence[AddedToken] = ()) -> Any:
+    """Train the byte-level BPE on ``texts``; each tag is a token of its own, written out like any other."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -91,19 +96,20 @@ def make_tokenizer(demonstrations: Path) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=VOCABULARY_SIZE - len(tags),
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.add_tokens(list(tags))
     wrap: Any = PreTrainedTokenizerFast  # its constructor carries no types
     return wrap(
         tokenizer_object=tokenizer,
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         model_max_length=512,
         clean_up_tokenization_spaces=False,
     )

@@ -10,7 +10,7 @@ from tests.e2e.test_run import Run
 pytestmark = pytest.mark.timeout(240)
 
 
-@pytest.mark.parametrize("name", ["countdown", "coding"])
+@pytest.mark.parametrize("name", ["countdown", "coding", "calculator"])
 def test_a_workflow_that_ships_runs_to_its_end(tmp_path: Path, name: str) -> None:
     run = Run(tmp_path, name, run__steps=2, eval__limit=4)
 
