@@ -94,7 +94,9 @@ class Conversations:
         replies = self._replies(messages, start)
         added = self._tokens(messages, tools, text, body, replies)
         prompt_ids = self._go_on(base.turn, added) if base else added
-        is_break = bool(replies) or any(
+        # What was changed may be nothing to the template (it trims): then the tokens are kept all the same.
+        is_kept = bool(replies) and _begins_with(prompt_ids, replies[max(replies)].turn)
+        is_break = (bool(replies) and not is_kept) or any(
             recorded.is_answered_otherwise(messages) for recorded in self._recorded if len(recorded.messages) > start
         )
         return Opening([*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break)
@@ -219,6 +221,11 @@ class Conversations:
         if before + self._codec.decode(kept, skip_special_tokens=False) + after != written:
             return written, [], ""  # a character is spread over tokens on both sides of an edge
         return before, kept, after
+
+
+def _begins_with(prompt_ids: list[int], turn: Turn) -> bool:
+    said = turn.prompt_ids + turn.output_ids
+    return prompt_ids[: len(said)] == said
 
 
 def _assistant(content: str) -> dict[str, Any]:

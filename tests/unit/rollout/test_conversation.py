@@ -192,6 +192,16 @@ def test_changed_system_message_is_a_break_and_the_replies_keep_their_tokens(tem
     assert holds(opening.prompt_ids, letters("Tom has"))
 
 
+def test_change_that_the_template_does_not_write_is_no_break() -> None:
+    talk = Talk(codec_with("json"))
+    reply = talk.ask([QUESTION], [*letters("Tom has"), END])
+
+    opening = talk.open([{**QUESTION, "content": f" {QUESTION['content']}\n"}, reply, user("And 4?")])
+
+    assert talk.begins_with(opening, 0)
+    assert not opening.is_break
+
+
 def test_other_tools_are_a_break() -> None:
     talk = Talk(codec_with("hermes"))
     reply = talk.ask([QUESTION], [*letters("Tom has"), END], TOOLS)
