@@ -14,6 +14,8 @@ LOOPBACK = "127.0.0.1"
 PORTS = range(16384, 32768)
 """Below those that outgoing connections take: none of them can take a port while its server restarts."""
 NUM_TRIES = 50
+_DRAWS = random.SystemRandom()
+"""Not the shared generator: two processes with one seed would draw the same ports at the same time."""
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
@@ -33,7 +35,7 @@ def free_port(wanted: int = 0, *, setting: str = "port") -> int:
     Raises:
         UserError: it is taken; ``setting`` names whose it was to be.
     """
-    for port in [wanted] if wanted else random.sample(PORTS, NUM_TRIES):
+    for port in [wanted] if wanted else _DRAWS.sample(PORTS, NUM_TRIES):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import random
-import socket
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from areal_async.host import free_port
 from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.protocol import SamplingParams
 from areal_async.inference.embedded.runner import load_runner
@@ -159,9 +159,7 @@ def _in_process_contender(path: str, prompts: list[list[int]], args: argparse.Na
 
 
 def _start_server(path: str, args: argparse.Namespace) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "areal_async.inference.embedded", "--model-path", path, "--port", str(port)]
     command += ["--num-threads", str(args.threads), "--stream-interval", str(args.stream_interval)]
     command += ["--device", args.device, "--dtype", args.dtype]

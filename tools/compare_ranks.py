@@ -10,7 +10,6 @@ norm and of every parameter's change over all steps; exits with 1 when one is ov
 
 import argparse
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from areal_async.host import LOOPBACK, free_port
 from areal_async.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.engine import FsdpEngine
@@ -82,9 +82,7 @@ def _launch(arguments: argparse.Namespace, *, output: Path) -> None:
     """Run this file once per rank and wait for all of them."""
     given = vars(arguments) | {"output": output}
     options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
     workers = [
         subprocess.Popen(
             [sys.executable, __file__, *options],

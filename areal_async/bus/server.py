@@ -28,6 +28,9 @@ from areal_async.host import free_port
 from areal_async.settings import Settings
 
 START_DEADLINE_S = 20.0
+NUM_STARTS = 3
+PORT_TAKEN = "address already in use"
+"""Among the last words of a broker whose port another process took between the look and the start."""
 STOP_DEADLINE_S = 5.0
 STALE_LOOK_S = 0.02
 HEALTH_INTERVAL_S = 1.0
@@ -133,16 +136,14 @@ class EmbeddedBroker:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self.aclose)
             await _stop_stale(self._pid_file, self._config_path)
-            self._port = free_port(self._settings.bus.port, setting="bus.port")
-            self._http_port = free_port(self._settings.bus.http_port, setting="bus.http_port")
-            write_config(
-                self._settings,
-                path=self._config_path,
-                port=self._port,
-                http_port=self._http_port,
-                pid_file=self._pid_file,
-            )
-            await self._spawn()
+            for num_left in reversed(range(NUM_STARTS)):
+                try:
+                    await self._spawn_on_free_ports()
+                    break
+                except BusError as exc:
+                    if num_left == 0 or PORT_TAKEN not in str(exc):
+                        raise
+                    log.warning("broker.port_taken", error=str(exc))  # by another process, after it was looked at
             stack.pop_all()
         log.info("broker.started", url=self.url, http_url=self.http_url, pid=self.pid)
 
@@ -223,6 +224,18 @@ class EmbeddedBroker:
     @property
     def _pid_file(self) -> Path:
         return self._directory / "nats.pid"
+
+    async def _spawn_on_free_ports(self) -> None:
+        self._port = free_port(self._settings.bus.port, setting="bus.port")
+        self._http_port = free_port(self._settings.bus.http_port, setting="bus.http_port")
+        write_config(
+            self._settings,
+            path=self._config_path,
+            port=self._port,
+            http_port=self._http_port,
+            pid_file=self._pid_file,
+        )
+        await self._spawn()
 
     async def _spawn(self) -> None:
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())]

@@ -12,9 +12,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async.bus import EmbeddedBroker, Role, connect, open_bus
+from areal_async.bus import EmbeddedBroker, Role, connect, open_bus, server
 from areal_async.bus.server import find_binary
 from areal_async.errors import BusError, UserError
+from areal_async.host import LOOPBACK, free_port
 from areal_async.settings import BusSettings, Settings
 from tests.brokers import kill, running_broker, until
 
@@ -115,6 +116,20 @@ async def test_a_taken_port_is_told_in_one_sentence(settings: Settings) -> None:
 
         with pytest.raises(UserError, match=rf"bus\.port: port {port} .* is taken"):
             await broker.start()
+
+
+@pytest.mark.anyio
+async def test_a_port_that_is_taken_after_it_was_looked_at_is_exchanged_for_another(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket() as taken:
+        taken.bind((LOOPBACK, 0))
+        taken.listen()
+        drawn = [taken.getsockname()[1]]
+        monkeypatch.setattr(server, "free_port", lambda *args, **names: drawn.pop() if drawn else free_port())
+
+        async with running_broker(settings) as broker:
+            assert broker.url != f"nats://{LOOPBACK}:{taken.getsockname()[1]}"
 
 
 @pytest.mark.anyio

@@ -1,5 +1,6 @@
 """GPUs that are hidden are not seen, and a port that is taken is named."""
 
+import random
 import socket
 from pathlib import Path
 
@@ -31,6 +32,15 @@ def test_gpus_are_found_as_devices_in_the_order_of_their_numbers(
 def test_a_free_port_can_be_listened_on() -> None:
     with socket.socket() as server:
         server.bind((LOOPBACK, free_port()))
+
+
+def test_two_processes_with_one_seed_draw_different_ports() -> None:
+    drawn = []
+    for _ in range(2):
+        random.seed(0)
+        drawn.append([free_port() for _ in range(5)])
+
+    assert drawn[0] != drawn[1]
 
 
 def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:

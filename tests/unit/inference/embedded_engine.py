@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import select
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ import httpx
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from areal_async.host import free_port
 
 PAD_ID, EOS_ID = 0, 1
 FIRST_BYTE_ID = 2
@@ -72,14 +73,6 @@ def reference_logprobs(
     logprobs = reference_distribution(folder, prompt, output, temperature=temperature)
     scores: list[float] = logprobs.gather(1, torch.tensor(output)[:, None])[:, 0].tolist()
     return scores
-
-
-def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def command(model_path: Path, port: int, *flags: str) -> list[str]:

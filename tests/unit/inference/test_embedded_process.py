@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from areal_async.errors import UserError
+from areal_async.host import free_port
 from areal_async.inference.embedded.lifecycle import bind_socket
 from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.runner import load_runner
-from tests.unit.inference.embedded_engine import Server, command, free_port, prompt_of
+from tests.unit.inference.embedded_engine import Server, command, prompt_of
 
 DEADLINE_S = 30.0
 

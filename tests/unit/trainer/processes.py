@@ -1,11 +1,12 @@
 """Run a module once per rank, as a launcher would, and wait for all of them."""
 
 import os
-import socket
 import subprocess
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+
+from areal_async.host import free_port
 
 ROOT = Path(__file__).parents[3]
 
@@ -17,9 +18,7 @@ def run_on_ranks(num_ranks: int, module: str, *arguments: str, deadline_s: float
         AssertionError: a rank's exit status is not 0.
         subprocess.TimeoutExpired: a rank ran past the deadline.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": "127.0.0.1",
