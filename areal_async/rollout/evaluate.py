@@ -8,7 +8,8 @@ from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
 from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.episode import call_workflow, version_range
-from areal_async.rollout.runner import Workplace, returned_unless_done, run_heartbeats
+from areal_async.rollout.runner import returned_unless_done, run_heartbeats
+from areal_async.rollout.workplace import Workplace
 from areal_async.types import EvalResult, EvalTicket, Prompt
 
 log = structlog.get_logger()

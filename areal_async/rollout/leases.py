@@ -9,8 +9,9 @@ from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.inference.pool import Pool
 from areal_async.rollout.evaluate import run_eval_ticket
-from areal_async.rollout.runner import Workplace, returned_unless_done, run_ticket
+from areal_async.rollout.runner import returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
+from areal_async.rollout.workplace import Workplace
 from areal_async.types import EvalTicket, Ticket
 
 FETCH_WAIT_S = 5.0

@@ -9,7 +9,7 @@ import msgspec
 from areal_async import waits
 from areal_async.inference.pool import Pool
 from areal_async.rollout.lag import LoopWatch
-from areal_async.rollout.runner import Workplace
+from areal_async.rollout.workplace import Workplace
 
 INTERVAL_S = 1.0
 

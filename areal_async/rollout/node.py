@@ -20,9 +20,9 @@ from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import run_metrics
-from areal_async.rollout.runner import Workplace
 from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import load_workflow
+from areal_async.rollout.workplace import Workplace
 from areal_async.settings import Settings
 from areal_async.types import FleetSize, ServerState, WeightsVersion
 from areal_async.waits import ENDED
