@@ -11,6 +11,9 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
+from areal_async.policy_settings import PolicySettings as PolicySettings
+from areal_async.policy_settings import SamplingSettings as SamplingSettings
+from areal_async.policy_settings import check_names
 from areal_async.section import Section as Section
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import RUN_NAME, TOKEN, Names
@@ -108,23 +111,6 @@ class ModelSettings(Section):
     """Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward and backward pass and of the served weights; parameters, gradients and optimizer are float32."""
-
-
-class SamplingSettings(Section):
-    """How the servers sample."""
-
-    temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Smallest set of tokens with this probability; 1 keeps all."""
-    top_k: int = Field(default=-1, ge=-1)
-    """Only the k likeliest tokens; -1 keeps all."""
-    max_new_tokens: int = Field(default=1024, ge=1)
-    """Longest completion of one turn, in tokens."""
-    stop: tuple[str, ...] = ()
-    """Strings that end a turn, besides the end-of-turn token."""
-    ignore_eos: bool = False
-    """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
 
 
 class RolloutSettings(Section):
@@ -225,6 +211,11 @@ class InferenceSettings(Section):
     start_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds a server may take until it is healthy."""
 
+    @property
+    def num_gpus(self) -> int:
+        """Derived: GPUs per node, where there are any."""
+        return self.num_servers * self.tensor_parallel
+
 
 class TrainerSettings(Section):
     """The processes that turn batches into weights."""
@@ -296,6 +287,8 @@ class Settings(Section):
     eval: EvalSettings = EvalSettings()
     model: ModelSettings = ModelSettings()
     rollout: RolloutSettings = RolloutSettings()
+    policies: dict[str, PolicySettings] = {}
+    """Policies that workflows take beside ``policy``, by the name of the parameter."""
     inference: InferenceSettings = InferenceSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
@@ -307,10 +300,16 @@ class Settings(Section):
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
+        check_names(self.policies)
         self.algorithm.check_run(
             group_size=self.rollout.group_size, max_new_tokens=self.rollout.sampling.max_new_tokens
         )
         return self
+
+    @property
+    def frozen_policies(self) -> dict[str, PolicySettings]:
+        """Derived: those of ``policies`` with a model of their own."""
+        return {name: policy for name, policy in self.policies.items() if policy.is_frozen}
 
     @property
     def names(self) -> Names:

@@ -212,7 +212,7 @@ def _unknown(value: Any, parts: Parts, kind: type[BaseModel]) -> Iterator[Parts]
     annotation = without_none(annotation_at(kind, parts))
     if annotation is None:
         yield parts
-    elif isinstance(value, dict) and is_section(annotation):
+    elif isinstance(value, dict) and (is_section(annotation) or get_origin(annotation) is dict):
         for key, inner in value.items():
             yield from _unknown(inner, (*parts, str(key)), kind)
     elif isinstance(value, list) and get_origin(annotation) in (tuple, list):
@@ -241,6 +241,7 @@ _NEEDS = {
     "path_type": "a path",
     "tuple_type": "a list like [a, b]",
     "model_type": "a section with keys",
+    "dict_type": "a section with keys",
     "literal_error": "{expected}",
     "greater_than": "more than {gt}",
     "greater_than_equal": "at least {ge}",

@@ -13,6 +13,10 @@ from pydantic import BaseModel
 
 Parts = tuple[str, ...]
 """A setting's place."""
+ANY_INDEX = "0"
+ANY_NAME = "NAME"
+"""Stands for the keys of a mapping whose names are the user's."""
+STAND_INS = (ANY_INDEX, ANY_NAME)
 
 
 class SettingInfo(NamedTuple):
@@ -50,6 +54,8 @@ def step_into(annotation: Any, part: Any) -> Any:
     if is_section(annotation):
         field = annotation.model_fields.get(part)
         return field.annotation if field else None
+    if get_origin(annotation) is dict:
+        return get_args(annotation)[1]
     if get_origin(annotation) in (tuple, list) and str(part).isdecimal():
         return get_args(annotation)[0]
     return None
@@ -83,7 +89,9 @@ def leaves(kind: type[BaseModel], above: Parts = ()) -> Iterator[tuple[Parts, ty
     for name, field in kind.model_fields.items():
         inner, place = without_none(field.annotation), (*above, name)
         if get_origin(inner) in (tuple, list) and is_section(get_args(inner)[0]):
-            inner, place = get_args(inner)[0], (*place, "0")
+            inner, place = get_args(inner)[0], (*place, ANY_INDEX)
+        elif get_origin(inner) is dict and is_section(get_args(inner)[1]):
+            inner, place = get_args(inner)[1], (*place, ANY_NAME)
         if is_section(inner):
             yield from leaves(inner, place)
         else:
@@ -92,7 +100,7 @@ def leaves(kind: type[BaseModel], above: Parts = ()) -> Iterator[tuple[Parts, ty
 
 def nearest(parts: Parts, kind: type[BaseModel]) -> str | None:
     """Find the name that was meant: a sibling, else the same word in another section, else the whole name."""
-    shape = tuple("0" if part.isdecimal() else part for part in parts)
+    shape = tuple(_shape_of(part, annotation_at(kind, parts[:depth])) for depth, part in enumerate(parts))
     full = [leaf for leaf, _ in leaves(kind)]
     names = list(dict.fromkeys(leaf[:depth] for leaf in full for depth in range(1, len(leaf) + 1)))
     siblings = {name[-1]: name for name in names if name[:-1] == shape[:-1]}
@@ -105,9 +113,16 @@ def nearest(parts: Parts, kind: type[BaseModel]) -> str | None:
     ):
         for match in difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
             found = choices[match]
-            indices = iter([part for part in parts if part.isdecimal()])
-            return ".".join(next(indices, "0") if part == "0" else part for part in found)
+            own = iter([part for part, stand_in in zip(parts, shape, strict=True) if stand_in in STAND_INS])
+            return ".".join(next(own, part) if part in STAND_INS else part for part in found)
     return None
+
+
+def _shape_of(part: str, above: Any) -> str:
+    """Return what stands for an index, or for a name of the user's own, in the names of ``leaves``."""
+    if get_origin(without_none(above)) is dict:
+        return ANY_NAME
+    return ANY_INDEX if part.isdecimal() else part
 
 
 def _default_text(owner: type[BaseModel], name: str) -> str:

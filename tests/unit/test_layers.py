@@ -13,6 +13,7 @@ LAYERS = (
     {
         "section",
         "algorithm_settings",
+        "policy_settings",
         "settings",
         "settings_sources",
         "settings_tree",

@@ -1,0 +1,88 @@
+"""How a policy speaks, and the policies that a workflow takes beside the one under training."""
+
+import re
+from collections.abc import Iterable
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_serializer, model_validator
+
+from areal_async.section import Section
+
+POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
+"""A Python parameter, and part of a server's id."""
+TAKEN_NAMES = ("prompt", "policy")
+ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "dtype")
+
+
+class SamplingSettings(Section):
+    """How the servers sample."""
+
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Only the k likeliest tokens; -1 keeps all."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Longest completion of one turn, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, besides the end-of-turn token."""
+    ignore_eos: bool = False
+    """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
+
+
+class PolicySettings(Section):
+    """A policy that a workflow takes beside ``policy``: another role of the same model, or a frozen one."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name of a model that stays as it is, with servers of its own on every node; ``None``
+    for the weights under training in another role, whose turns are trained too."""
+    sampling: SamplingSettings = SamplingSettings()
+    """What is given here goes before ``rollout.sampling``. Evaluation has roles answer greedily all the same."""
+    num_servers: int = Field(default=1, ge=1)
+    """Servers per node; of a frozen model only, as all below."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs per server."""
+    context_length: int | None = None
+    """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the served weights; ``None`` takes ``model.dtype``."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """It has a model of its own, which is never trained."""
+        return self.path is not None
+
+    def sampling_over(self, base: SamplingSettings) -> SamplingSettings:
+        """Return ``base`` with what is given here."""
+        given = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
+        return base.model_copy(update=given)
+
+    @field_serializer("sampling")
+    def _only_given(self, sampling: SamplingSettings) -> dict[str, Any]:
+        """Write no default: read again, it would count as given."""
+        return sampling.model_dump(mode="json", exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        idle = [name for name in ONLY_FROZEN if getattr(self, name) != type(self).model_fields[name].default]
+        if not self.is_frozen and idle:
+            raise ValueError(
+                f"got {idle[0]} without path, need the path of a frozen model; a role of the model under training is "
+                "served by inference's servers"
+            )
+        return self
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a name that no parameter of a workflow could have.
+
+    Raises:
+        ValueError: there is one.
+    """
+    bad = [name for name in names if not POLICY_NAME.fullmatch(name) or name in TAKEN_NAMES]
+    if bad:
+        raise ValueError(
+            f"policies: got the name {bad[0]!r}, need up to 48 letters, digits and _, as a Python parameter is called, "
+            f"and none of {', '.join(TAKEN_NAMES)}"
+        )
