@@ -194,7 +194,7 @@ class _Walk:
         """Return a server that does not hold a version which all are to hold."""
         for heard in self._processes.values():
             for server_id, server in heard.servers.items():
-                if server.get("version") != version:
+                if server.get("version") != version and not server.get("frozen"):
                     return waits.server(server_id)
         return None
 

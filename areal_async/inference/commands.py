@@ -36,8 +36,8 @@ class ServerCommand:
         return [*self.arguments, "--port", str(port)]
 
 
-def server_command(settings: Settings, *, server_id: str, index: int) -> ServerCommand:
-    """Return the command of the node's server number ``index``."""
+def server_command(settings: Settings, *, server_id: str, index: int, first_gpu: int = 0) -> ServerCommand:
+    """Return the command of server number ``index`` of a fleet whose GPUs begin at ``first_gpu``."""
     inference = settings.inference
     python = str(inference.python or sys.executable)
     is_sglang = choose_backend(settings) == "sglang"
@@ -50,7 +50,7 @@ def server_command(settings: Settings, *, server_id: str, index: int) -> ServerC
     if inference.context_length is not None:
         arguments += ["--context-length", str(inference.context_length)]
     gpus = visible_gpus()
-    environment = _gpu_share(gpus, index, inference.tensor_parallel)
+    environment = _gpu_share(gpus, first_gpu + index * inference.tensor_parallel, inference.tensor_parallel)
     if is_sglang:
         arguments += ["--incremental-streaming-output"]
         if inference.tensor_parallel > 1:
@@ -79,11 +79,11 @@ def has_sha256(settings: Settings) -> bool:
     return choose_backend(settings) == "embedded" or not visible_gpus()
 
 
-def _gpu_share(gpus: Sequence[str], index: int, num_gpus: int) -> dict[str, str]:
+def _gpu_share(gpus: Sequence[str], first: int, num_gpus: int) -> dict[str, str]:
     """Give each server GPUs of its own, going round where there are fewer than needed."""
     if not gpus:
         return {}
-    share = [gpus[(index * num_gpus + offset) % len(gpus)] for offset in range(min(num_gpus, len(gpus)))]
+    share = [gpus[(first + offset) % len(gpus)] for offset in range(min(num_gpus, len(gpus)))]
     return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
 
 

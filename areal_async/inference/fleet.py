@@ -42,10 +42,20 @@ class Fleet:
         node_id: str,
         log_directory: Path,
         publish: Callable[[Server], Awaitable[None]],
+        frozen: str = "",
+        first_gpu: int = 0,
     ) -> None:
-        """Begin with ``inference.num_servers``. ``publish`` is called after each change of a server's state."""
+        """Begin with ``inference.num_servers``. ``publish`` is called after each change of a server's state.
+
+        Args:
+            frozen: name of the policy whose servers keep the weights of ``model.path``; empty for the policy under
+                training, whose servers take the announced ones.
+            first_gpu: position of its first GPU among those of the node.
+        """
         self._settings = settings
         self._node_id = node_id
+        self._frozen = frozen
+        self._first_gpu = first_gpu
         self._log_directory = log_directory
         self.pool = Pool([], deadline_s=settings.inference.start_deadline_s)
         self.target = Target()
@@ -55,6 +65,7 @@ class Fleet:
             verifier=Verifier(has_sha256=has_sha256(settings)),
             publish=publish,
             target=self.target,
+            is_frozen=bool(frozen),
         )
         self._num_wanted = settings.inference.num_servers
         self._members: dict[int, anyio.CancelScope] = {}
@@ -91,11 +102,12 @@ class Fleet:
                 await self._changed.wait()
 
     async def _run_member(self, index: int, administration: httpx.AsyncClient) -> None:
-        server_id = f"{self._node_id}-{index}"
+        # What follows the last dash is no part of the node's id.
+        server_id = f"{self._node_id}-{self._frozen}_{index}" if self._frozen else f"{self._node_id}-{index}"
         server = self.pool.add(server_id, num_ranks=self._settings.inference.tensor_parallel)
         supervisor = Supervisor(
             server,
-            server_command(self._settings, server_id=server_id, index=index),
+            server_command(self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu),
             self._around,
             administration=administration,
             log_path=self._log_directory / f"server-{server_id}.log",

@@ -17,6 +17,7 @@ from areal_async.inference.commands import ServerCommand
 from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
+from areal_async.inference.keeper import Keeper
 from areal_async.inference.pool import Server
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
 from areal_async.inference.updates import Surroundings, Updater
@@ -90,7 +91,9 @@ class Supervisor:
         """End the server's process, if there is one."""
         await self._process.stop()
 
-    def _new_updater(self) -> Updater:
+    def _new_updater(self) -> Updater | Keeper:
+        if self._around.is_frozen:
+            return Keeper(self._server, self.api, self._around)
         return Updater(self._server, self.api, self._around, past_groups=self._past_groups)
 
     async def _run_process(self) -> str:

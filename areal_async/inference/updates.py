@@ -64,6 +64,8 @@ class Surroundings:
     publish: Callable[[Server], Awaitable[None]]
     """Called with each change of a server's state, after it."""
     target: Target = field(default_factory=Target)
+    is_frozen: bool = False
+    """The servers keep the weights that they start with; nothing is announced to them."""
     staging: Staging = field(default_factory=Staging)
 
     async def fence(self, server: Server, reason: str) -> None:

@@ -20,7 +20,8 @@ def share_gpus(
         )
     if num_inference > len(gpus):
         raise UserError(
-            f"inference.num_servers x inference.tensor_parallel: got {num_inference} GPUs, need at most {len(gpus)}; "
+            "inference.num_servers x inference.tensor_parallel, and those of frozen policies: "
+            f"got {num_inference} GPUs, need at most {len(gpus)}; "
             "lower one of them, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     if num_inference + num_trainer > len(gpus):

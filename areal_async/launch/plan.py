@@ -26,7 +26,8 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
     Raises:
         UserError: there are GPUs, but not enough of them.
     """
-    num_inference = settings.inference.num_servers * settings.inference.tensor_parallel
+    frozen = settings.frozen_policies.values()
+    num_inference = settings.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
     num_ranks = settings.trainer.num_ranks
     node_gpus, trainer_gpus = share_gpus(gpus, num_inference=num_inference, num_trainer=num_ranks)
 

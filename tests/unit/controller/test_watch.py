@@ -127,6 +127,15 @@ def test_a_stream_without_a_token_is_told_from_the_trainer_to_its_server() -> No
             "server b-1", "waits for an update of server b-1", id="a server that does not swap",
         ),
         pytest.param(
+            {
+                "trainer": _heard(("trainer", "weights 1-5", "all servers to hold", 70.0)),
+                "node_b": _heard(
+                    servers={"b-judge_0": {"version": "0-0", "frozen": "judge"}, "b-1": {"version": "1-4"}}
+                ),
+            },
+            "server b-1", "waits for server b-1 to hold it", id="a frozen server holds no version up",
+        ),
+        pytest.param(
             {"trainer": _heard(state="finished"), "controller": _heard(("controller", "evaluation 1-9", "", 30.0)),
              "node_b": _heard(("evaluation 1-9", "row 1-9.4", "the workflow of", 30.0))},
             "row 1-9.4", "controller waits for evaluation 1-9", id="an evaluation that hangs",

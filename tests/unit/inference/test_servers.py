@@ -81,6 +81,8 @@ def test_each_server_gets_gpus_of_its_own(monkeypatch: pytest.MonkeyPatch) -> No
     shares = [server_command(settings, server_id="x", index=index).environment for index in (0, 1, 2)]
 
     assert [share["CUDA_VISIBLE_DEVICES"] for share in shares] == ["4,5", "6,7", "4,5"]
+    after_three = server_command(settings_of(backend="embedded"), server_id="x", index=0, first_gpu=3)
+    assert after_three.environment["CUDA_VISIBLE_DEVICES"] == "7", "a second fleet begins behind the first"
 
 
 def test_auto_takes_the_embedded_engine_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

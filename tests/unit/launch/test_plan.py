@@ -9,7 +9,7 @@ from areal_async.errors import UserError
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import InferenceSettings, Settings, TrainerSettings
+from areal_async.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 
 FOUR = ("0", "1", "2", "3")
 
@@ -63,6 +63,23 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     assert re.fullmatch(r"\d+", first.environment["MASTER_PORT"])
     assert node.make_specs()[0].environment == {"OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": "0"}
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_frozen_policies_have_gpus_of_their_own(tmp_path: Path) -> None:
+    settings = Settings(
+        policies={
+            "opponent": PolicySettings(),
+            "judge": PolicySettings(path="org/judge", num_servers=2),
+            "critic": PolicySettings(path="org/critic"),
+        }
+    )
+
+    trainer, node, _ = plan_crews(settings, RunDirectory(tmp_path), gpus=(*FOUR, "4"))
+
+    assert node.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert trainer.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == "4"
+    with pytest.raises(UserError, match="those of frozen policies: got 4 GPUs, need at most 3"):
+        plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR[:3])
 
 
 def test_roles_are_told_where_the_run_is(tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ async def buses(open_role: OpenRole) -> tuple[Bus, Bus, Bus]:
         ("controller", "controller"),
         ("node 0", "node-0"),
         ("server gpu-7-1", "node-gpu-7"),
+        ("server gpu-7-judge_1", "node-gpu-7"),
         ("slot 0-17-0.3", None),
         ("reward equal", None),
         ("the broker", None),
