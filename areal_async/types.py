@@ -156,6 +156,8 @@ class Turn(Record, frozen=True, kw_only=True):
     """The oldest of the version at submission and every span's."""
     finish_reason: str
     """``stop``, ``length`` or ``abort``."""
+    role: str = ""
+    """Name of the policy that spoke, where the workflow has several; empty for ``policy`` itself."""
 
 
 class Sequence(Record, frozen=True, kw_only=True, eq=False):

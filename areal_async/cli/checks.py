@@ -2,10 +2,12 @@
 
 import ast
 import shutil
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from areal_async.errors import UserError
 from areal_async.hub import looks_like_hub_name
+from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
 from areal_async.settings import DatasetSettings
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -36,6 +38,28 @@ def check_workflow(spec: str) -> None:
     raise UserError(f"workflow: no coroutine {name} in {file}, got {', '.join(coroutines) or 'none'}; {remedy}")
 
 
+def check_policies(specs: Iterable[str], policies: Collection[str]) -> None:
+    """Make sure that the workflows take the policies that there are, as far as their files show it.
+
+    Raises:
+        UserError: one takes a policy that is not there, or nobody takes one that is.
+    """
+    taken: set[str] = set()
+    is_sure = True
+    for spec in specs:
+        file, _, name = spec.partition(":")
+        name = name or Path(file).stem
+        found = _coroutine(ast.parse(Path(file).read_text(encoding="utf-8"), filename=file), name)
+        if found is None:  # imported, made or wrapped: shows only when the file runs
+            is_sure = False
+            continue
+        needed, optional = _policies_of(found.args)
+        check_needed(needed, policies, name=name)
+        taken.update(needed, optional)
+    if is_sure:
+        check_all_taken(policies, taken)
+
+
 def check_dataset(dataset: DatasetSettings, setting: str) -> None:
     """Make sure that a data set on this machine is there; one of the hub is found out about later.
 
@@ -48,7 +72,7 @@ def check_dataset(dataset: DatasetSettings, setting: str) -> None:
         raise UserError(f"{setting}.path: no file {path}; give a file, a folder or a hub name")
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, setting: str = "model.path") -> None:
     """Make sure that a model on this machine is there; one of the hub is found out about later.
 
     Raises:
@@ -57,9 +81,9 @@ def check_model(path: str) -> None:
     folder = Path(path)
     if not folder.exists():
         if not looks_like_hub_name(path):
-            raise UserError(f"model.path: no folder {path}; give a model's folder or a hub name")
+            raise UserError(f"{setting}: no folder {path}; give a model's folder or a hub name")
     elif not (folder / "config.json").is_file():
-        raise UserError(f"model.path: no config.json in {path}; give a model's folder or a hub name")
+        raise UserError(f"{setting}: no config.json in {path}; give a model's folder or a hub name")
 
 
 def check_interpreter(python: Path | None) -> None:
@@ -73,6 +97,22 @@ def check_interpreter(python: Path | None) -> None:
             f"inference.python: no program {python}; build SGLang's environment (on a CPU: python "
             "tools/setup_sglang.py), or take inference.backend=embedded"
         )
+
+
+def _coroutine(tree: ast.Module, name: str) -> ast.AsyncFunctionDef | None:
+    """Return the one that the file defines last under this name, unless something is done to it besides."""
+    found = [node for node in tree.body if isinstance(node, ast.AsyncFunctionDef) and node.name == name]
+    return found[-1] if found and not found[-1].decorator_list and name not in _other_names(tree) else None
+
+
+def _policies_of(arguments: ast.arguments) -> tuple[list[str], list[str]]:
+    """Return the parameters after the first two that need a value, and those that have one."""
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + list(arguments.defaults)
+    pairs = [*zip(positional, defaults, strict=True)][NUM_GIVEN:]
+    pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
+    needed = [one.arg for one, default in pairs if default is None]
+    return needed, [one.arg for one, default in pairs if default is not None]
 
 
 def _other_names(tree: ast.Module) -> set[str]:

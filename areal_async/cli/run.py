@@ -10,7 +10,7 @@ from pathlib import Path
 import anyio
 
 from areal_async import log
-from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_workflow
+from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
 from areal_async.cli.display import choose_display
 from areal_async.cli.speech import say, settings_help
 from areal_async.cli.summary import summarise
@@ -119,14 +119,17 @@ def check(settings: Settings) -> None:
     """Refuse what can be seen to be wrong without importing or fetching anything.
 
     Raises:
-        UserError: a workflow, a data set, the model or the servers' interpreter is not there.
+        UserError: a workflow, a data set, a policy, a model or the servers' interpreter is not there.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
         check_dataset(task.dataset, f"tasks.{index}.dataset")
     if settings.eval.dataset is not None:
         check_dataset(settings.eval.dataset, "eval.dataset")
+    check_policies((task.workflow for task in settings.tasks), settings.policies)
     check_model(settings.model.path)
+    for name, policy in settings.frozen_policies.items():
+        check_model(str(policy.path), f"policies.{name}.path")
     check_interpreter(settings.inference.python)
 
 

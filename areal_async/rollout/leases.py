@@ -30,7 +30,8 @@ class Leases:
 
     def __init__(self, place: Workplace, pool: Pool, draining: anyio.Event) -> None:
         self._place = place
-        self._pool = pool
+        self._pools = (pool, *(model.pool for model in place.frozen.values()))
+        """A workflow without one of its policies would only wait, while its deadline runs."""
         self._draining = draining
         self._settled = SettledGroups(place.bus)
         self._name = waits.node(place.node_id)
@@ -116,12 +117,13 @@ class Leases:
                 await self._until_draining(lease)
 
     async def _wait_serviceable(self) -> None:
-        server = self._pool.hindrance
-        if server is None:
-            await self._pool.wait_serviceable()
-        else:
-            with waits.on(waits.server(server.id), "service by", waiter=self._name):
-                await self._pool.wait_serviceable()
+        for pool in self._pools:
+            server = pool.hindrance
+            if server is None:
+                await pool.wait_serviceable()
+            else:
+                with waits.on(waits.server(server.id), "service by", waiter=self._name):
+                    await pool.wait_serviceable()
 
     async def _until_draining(self, loop: Callable[[], Awaitable[None]]) -> None:
         async def stop() -> None:

@@ -20,7 +20,7 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
     while True:
         await anyio.sleep(INTERVAL_S)
         now_s = time.monotonic()
-        num_tokens = pool.num_generated_tokens
+        num_tokens = _num_generated_tokens(place, pool)
         report = node_report(place, pool, watch)
         report["tokens_per_s"] = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
         num_tokens_before, before_s = num_tokens, now_s
@@ -30,6 +30,7 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
 def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any]:
     """Return the state of the node as it is now."""
     counts = place.counts
+    pools = {"": pool, **{name: model.pool for name, model in place.frozen.items()}}
     return {
         "node_id": place.node_id,
         "state": f"runs {counts.num_groups_running} groups, {counts.num_trajectories_running} trajectories",
@@ -44,7 +45,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
         "num_rejected": counts.num_rejected,
         "num_dead_letters": place.bus.num_dead_letters,
         "last_failure": counts.last_failure[:200],
-        "num_generated_tokens": pool.num_generated_tokens,
+        "num_generated_tokens": _num_generated_tokens(place, pool),
         "loop_lag_p99_s": round(watch.lag.p99_s, 4),
         "loop_lag_max_s": round(watch.lag.max_s, 4),
         "servers": {
@@ -54,20 +55,28 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
                 "num_requests": server.num_requests,
                 "limit": server.limit,
                 "outstanding_tokens": server.outstanding_tokens,
+                "frozen": name,
             }
-            for server in pool.servers.values()
+            for name, one in pools.items()
+            for server in one.servers.values()
         },
     }
 
 
 def _waits_for(place: Workplace, pool: Pool) -> str:
     """Name what holds the node up, the most telling first; empty when nothing does."""
-    fenced = [f"server {server.id} ({server.fence})" for server in pool.servers.values() if server.fence]
+    pools = (pool, *(model.pool for model in place.frozen.values()))
+    servers = [server for one in pools for server in one.servers.values()]
+    fenced = [f"server {server.id} ({server.fence})" for server in servers if server.fence]
     if fenced:
         return ", ".join(fenced)
     if place.backpressure.num_waiting:
         return f"room in the trajectory stream, for {place.backpressure.num_waiting} groups"
-    num_requests = sum(server.num_requests for server in pool.servers.values())
+    num_requests = sum(server.num_requests for server in servers)
     if num_requests:
-        return f"{num_requests} completions of {len(pool.servers)} servers"
+        return f"{num_requests} completions of {len(servers)} servers"
     return "tickets" if not place.counts.num_groups_running else "its workflows and rewards"
+
+
+def _num_generated_tokens(place: Workplace, pool: Pool) -> int:
+    return pool.num_generated_tokens + sum(model.pool.num_generated_tokens for model in place.frozen.values())

@@ -17,11 +17,12 @@ from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
 from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import run_metrics
 from areal_async.rollout.text import load_codec
-from areal_async.rollout.workflows import load_workflow
+from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workplace import Workplace
 from areal_async.settings import Settings
 from areal_async.types import FleetSize, ServerState, WeightsVersion
@@ -77,14 +78,15 @@ class _Node:
         self._bus = bus
         self._node_id = node_id
         self._draining = draining
-        self._fleet = Fleet(
-            settings, node_id=node_id, log_directory=run_directory / "logs", publish=self._publish_state
-        )
+        self._log_directory = run_directory / "logs"
+        self._fleet = Fleet(settings, node_id=node_id, log_directory=self._log_directory, publish=self._publish_state)
         self._watch = LoopWatch(deadline_s=settings.run.watchdog_s)
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings
-        workflows = {task.name: load_workflow(task.workflow) for task in settings.tasks}
+        workflows = {task.name: load_workflow(task.workflow, policies=settings.policies) for task in settings.tasks}
+        taken = {name for one in workflows.values() for name in policies_taken(one, settings.policies)}
+        check_all_taken(settings.policies, taken)
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
         try:
             async with anyio.create_task_group() as services:
@@ -96,6 +98,9 @@ class _Node:
                     InferenceClient(
                         self._fleet.pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
                     ) as client,
+                    serve_frozen(
+                        settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams
+                    ) as frozen,
                     Endpoint() as endpoint,
                 ):
                     place = Workplace(
@@ -105,6 +110,7 @@ class _Node:
                         generator=client,
                         codec=codec,
                         workflows=workflows,
+                        frozen=frozen,
                         endpoint=endpoint,
                     )
                     services.start_soon(self._watch.run_beats)

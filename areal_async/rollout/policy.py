@@ -5,6 +5,7 @@ reply, the recorded tokens are the prompt, and only what was added since is toke
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, overload
 
 import anyio
@@ -41,26 +42,87 @@ class Generator(Protocol):
     ) -> tuple[Turn, Server]: ...
 
 
+@dataclass
+class Record:
+    """What policies have said in one trajectory."""
+
+    turns: list[Turn] = field(default_factory=list)
+    reply_ids: list[str] = field(default_factory=list)
+    """One per turn."""
+    info: dict[str, float] = field(default_factory=dict)
+    num_breaks: int = 0
+    """Calls that went on from something recorded and could not keep its tokens as their beginning."""
+    num_tool_calls: int | None = None
+    """Calls that ``act`` was asked to run, good ones and bad ones; None where no model was given tools to act."""
+    num_tool_errors: int = 0
+
+
 class RecordingPolicy:
     """One trajectory's ``contracts.Policy``."""
 
-    def __init__(self, generator: Generator, codec: TextCodec, sampling: SamplingSettings, *, name: str) -> None:
+    def __init__(
+        self,
+        generator: Generator,
+        codec: TextCodec,
+        sampling: SamplingSettings,
+        *,
+        name: str,
+        role: str = "",
+        trajectory: Record | None = None,
+        is_trained: bool = True,
+    ) -> None:
+        """Take ``name`` as the beginning of its replies' ids.
+
+        Args:
+            role: what the workflow calls it; empty for ``policy`` itself.
+            trajectory: the record of the policy that it speaks beside; ``None`` for a record of its own.
+            is_trained: ``False`` keeps what it says out of the trajectory, all but ``info``.
+        """
         self._generator = generator
         self._codec = codec
-        self._sampling = sampling
+        self.sampling = sampling
         self._name = name
+        self._role = role
+        self._trajectory = trajectory or Record()
+        self._own = self._trajectory if is_trained else Record()
         self._server: Server | None = None
         self._conversations = Conversations(codec)
         self._streams: list[RecordingStream] = []
         self._num_calls_written = 0
-        self.turns: list[Turn] = []
-        self.reply_ids: list[str] = []
-        self.info: dict[str, float] = {}
-        self.num_breaks = 0
-        """Calls that went on from something recorded and could not keep its tokens as their beginning."""
-        self.num_tool_calls: int | None = None
-        """Calls that ``act`` was asked to run, good ones and bad ones; None where no model was given tools to act."""
-        self.num_tool_errors = 0
+
+    @property
+    def turns(self) -> list[Turn]:
+        """What was said, by its roles too."""
+        return self._own.turns
+
+    @property
+    def reply_ids(self) -> list[str]:
+        """One per turn."""
+        return self._own.reply_ids
+
+    @property
+    def num_breaks(self) -> int:
+        """As ``Record.num_breaks``."""
+        return self._own.num_breaks
+
+    @property
+    def num_tool_calls(self) -> int | None:
+        """As ``Record.num_tool_calls``."""
+        return self._own.num_tool_calls
+
+    @property
+    def num_tool_errors(self) -> int:
+        """As ``Record.num_tool_errors``."""
+        return self._own.num_tool_errors
+
+    @property
+    def info(self) -> dict[str, float]:
+        """The trajectory's, whichever of its policies is asked."""
+        return self._trajectory.info
+
+    @info.setter
+    def info(self, info: dict[str, float]) -> None:
+        self._trajectory.info = info
 
     @property
     def base_url(self) -> str:
@@ -131,7 +193,8 @@ class RecordingPolicy:
         said = list(messages)
         replies: list[Reply] = []
         results: list[ToolResult] = []
-        self.num_tool_calls = self.num_tool_calls or 0
+        record = self._own
+        record.num_tool_calls = record.num_tool_calls or 0
         while True:
             reply = await self.chat(said, tools=toolbox.schemas, **sampling)
             replies.append(reply)
@@ -139,8 +202,8 @@ class RecordingPolicy:
             if not reply.tool_calls or len(replies) == max_turns:
                 return Act(messages=said, replies=replies, results=results)
             came = await toolbox.run(reply.tool_calls)
-            self.num_tool_calls += len(came)
-            self.num_tool_errors += sum(result.is_error for result in came)
+            record.num_tool_calls += len(came)
+            record.num_tool_errors += sum(result.is_error for result in came)
             results += came
             said += [result.message for result in came]
 
@@ -152,7 +215,7 @@ class RecordingPolicy:
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
         schemas = [tool if isinstance(tool, Mapping) else describe_tool(tool).schema for tool in tools]
         opening = self._conversations.open(messages, schemas)
-        self.num_breaks += opening.is_break
+        self._own.num_breaks += opening.is_break
         return opening
 
     async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any], num_turns: int) -> list[Turn]:
@@ -173,6 +236,8 @@ class RecordingPolicy:
 
     def _record(self, turn: Turn, opening: Opening | None) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""
+        if self._role:
+            turn = msgspec.structs.replace(turn, role=self._role)
         self.turns.append(turn)
         reply_id = f"{self._name}.{len(self.turns)}"
         self.reply_ids.append(reply_id)
@@ -203,7 +268,7 @@ class RecordingPolicy:
         return f"call{self._num_calls_written:05d}"
 
     def _sampling_params(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
-        sampling = self._sampling
+        sampling = self.sampling
         if overrides:
             try:
                 sampling = SamplingSettings.model_validate({**sampling.model_dump(), **overrides})

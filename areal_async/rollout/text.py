@@ -69,25 +69,25 @@ class TextCodec:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def load_codec(model_path: str) -> TextCodec:
-    """Load the tokenizer of a model. Takes seconds: the library that reads it is large.
+def load_codec(model_path: str, *, setting: str = "model.path") -> TextCodec:
+    """Load the tokenizer of a model that ``setting`` names. Takes seconds: the library that reads it is large.
 
     Raises:
         UserError: there is none, or it has no chat template and no end token to stop at, or no model it is for.
     """
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
-    what = f"model.path {model_path}: cannot load its tokenizer"
-    with attributed_to(UserError, what):
+    model = f"{setting} {model_path}"
+    with attributed_to(UserError, f"{model}: cannot load its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
-    with attributed_to(UserError, f"model.path {model_path}: cannot load its configuration"):
+    with attributed_to(UserError, f"{model}: cannot load its configuration"):
         vocab_size = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
     ids = {tokenizer.eos_token_id}
     if not Path(model_path).is_dir() or Path(model_path, "generation_config.json").is_file():
-        with attributed_to(UserError, f"model.path {model_path}: cannot load its generation config"):
+        with attributed_to(UserError, f"{model}: cannot load its generation config"):
             eos = GenerationConfig.from_pretrained(model_path).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [eos])
     ids.discard(None)
     if not ids:
-        raise UserError(f"model.path {model_path}: names no end-of-turn token; set eos_token_id in its configuration")
+        raise UserError(f"{model}: names no end-of-turn token; set eos_token_id in its configuration")
     return TextCodec(tokenizer, stop_token_ids=sorted(ids), vocab_size=vocab_size)

@@ -1,22 +1,29 @@
 """Find the coroutine that a task's ``FILE.py[:name]`` means."""
 
 import inspect
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from areal_async.contracts import Workflow
 from areal_async.errors import UserError
 from areal_async.rollout.files import load_file
 
+NUM_GIVEN = 2
+"""Parameters before those of further policies: the prompt and ``policy``."""
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-def load_workflow(spec: str, *, root: Path | None = None) -> Workflow:
+
+def load_workflow(spec: str, *, root: Path | None = None, policies: Collection[str] = ()) -> Workflow:
     """Return the workflow that ``spec`` names: ``FILE.py:name``, or ``FILE.py`` for the one named like the file.
 
     Args:
         root: put on the import path; ``None`` takes the working directory. ``spec`` is relative to it.
+        policies: names of those that it may take beside ``policy``; it is not given them yet (``named``).
 
     Raises:
-        UserError: no such file, it does not import, or what it holds under that name is no workflow.
+        UserError: no such file, it does not import, what it holds under that name is no workflow, or it takes another
+            policy.
     """
     file, _, name = spec.partition(":")
     path = (root or Path.cwd()) / file
@@ -31,10 +38,52 @@ def load_workflow(spec: str, *, root: Path | None = None) -> Workflow:
             f"workflow {spec}: got {name!r} which is not async, need `async def {name}(prompt, policy) -> float`"
         )
     try:
-        inspect.signature(function).bind(object(), object())
+        taken = policies_taken(function, policies)
+        inspect.signature(function).bind(object(), object(), **dict.fromkeys(taken))
     except TypeError as exc:
         raise UserError(f"workflow {spec}: cannot be called as {name}(prompt, policy): {exc}") from exc
     return cast(Workflow, function)
+
+
+def policies_taken(function: Callable[..., Any], policies: Collection[str]) -> tuple[str, ...]:
+    """Return which of ``policies`` a workflow takes, by the names of its parameters after the first two.
+
+    Raises:
+        UserError: it needs one that is not there.
+    """
+    parameters = list(inspect.signature(function).parameters.values())[NUM_GIVEN:]
+    by_name = [one for one in parameters if one.kind in _BY_NAME]
+    needed = [one.name for one in by_name if one.default is inspect.Parameter.empty]
+    check_needed(needed, policies, name=getattr(function, "__name__", "workflow"))
+    return tuple(one.name for one in by_name if one.name in policies)
+
+
+def check_needed(needed: Collection[str], policies: Collection[str], *, name: str) -> None:
+    """Refuse a workflow that needs a policy which the settings do not have.
+
+    Raises:
+        UserError: it is so.
+    """
+    missing = [one for one in needed if one not in policies]
+    if missing:
+        raise UserError(
+            f"workflow {name}: takes the policy {missing[0]!r}, the settings have {sorted(policies) or 'none'}; "
+            f"add policies.{missing[0]}, with the path of a frozen model or, for a role of the trained one, without"
+        )
+
+
+def check_all_taken(policies: Collection[str], taken: Collection[str]) -> None:
+    """Refuse a policy that no workflow takes: its servers would be idle, or its name is misspelt.
+
+    Raises:
+        UserError: there is one.
+    """
+    idle = [one for one in policies if one not in taken]
+    if idle:
+        raise UserError(
+            f"policies.{idle[0]}: no workflow of this run takes it; give one a parameter {idle[0]!r} after policy, "
+            "or remove it"
+        )
 
 
 def _coroutine_names(namespace: dict[str, object], module: str) -> list[str]:

@@ -11,9 +11,11 @@ from areal_async.errors import UserError
 from areal_async.receipts import Receipts
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.named import FrozenModel, with_policies
 from areal_async.rollout.policy import Generator
 from areal_async.rollout.publish import Backpressure
 from areal_async.rollout.text import TextCodec
+from areal_async.rollout.workflows import policies_taken
 from areal_async.settings import SamplingSettings, Settings
 
 READS_AT_ONCE = 4
@@ -42,6 +44,8 @@ class Workplace:
     generator: Generator
     codec: TextCodec
     workflows: Mapping[str, Workflow]
+    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    """By the names of their policies."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""
     counts: Counts = field(default_factory=Counts)
@@ -58,7 +62,7 @@ class Workplace:
         return ServedPolicy(self.generator, self.codec, sampling, name=name, endpoint=self.endpoint)
 
     def workflow(self, name: str) -> Workflow:
-        """Return the workflow of a ticket.
+        """Return the workflow of a ticket, given the policies that it takes beside ``policy``.
 
         Raises:
             UserError: the settings of this node do not have it.
@@ -67,4 +71,5 @@ class Workplace:
             raise UserError(
                 f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
             )
-        return self.workflows[name]
+        workflow, policies = self.workflows[name], self.settings.policies
+        return with_policies(workflow, policies_taken(workflow, policies), self.settings, self.frozen)

@@ -9,7 +9,7 @@ from areal_async.errors import RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.policy import Generator, RecordingPolicy
+from areal_async.rollout.policy import Generator, Record, RecordingPolicy
 from areal_async.rollout.text import TextCodec
 from areal_async.settings import SamplingSettings
 from areal_async.types import Prompt
@@ -19,12 +19,22 @@ class ServedPolicy(RecordingPolicy):
     """One trajectory's ``contracts.Policy``, at a node that has an endpoint."""
 
     def __init__(
-        self, generator: Generator, codec: TextCodec, sampling: SamplingSettings, *, name: str, endpoint: Endpoint
+        self,
+        generator: Generator,
+        codec: TextCodec,
+        sampling: SamplingSettings,
+        *,
+        name: str,
+        endpoint: Endpoint,
+        role: str = "",
+        trajectory: Record | None = None,
+        is_trained: bool = True,
     ) -> None:
-        super().__init__(generator, codec, sampling, name=name)
+        super().__init__(generator, codec, sampling, name=name, role=role, trajectory=trajectory, is_trained=is_trained)
         self._endpoint = endpoint
         self._session: Session | None = None
         self._base_url = ""
+        self._companions: list[ServedPolicy] = []
 
     @property
     def base_url(self) -> str:
@@ -39,18 +49,54 @@ class ServedPolicy(RecordingPolicy):
 
     @property
     def failure(self) -> RolloutError | None:
-        """What the agent's last request came to, where that is an error."""
-        return self._session.failure if self._session else None
+        """What the agent's last request came to, where that is an error; or that of a policy beside it."""
+        own = self._session.failure if self._session else None
+        return own or next((one.failure for one in self._companions if one.failure is not None), None)
+
+    def in_role(self, role: str, sampling: SamplingSettings) -> "ServedPolicy":
+        """Return the same model under another name: in the same trajectory, with conversations of its own."""
+        return self._accompanied_by(
+            ServedPolicy(
+                self._generator,
+                self._codec,
+                sampling,
+                name=self._name,
+                endpoint=self._endpoint,
+                role=role,
+                trajectory=self._trajectory,
+            )
+        )
+
+    def beside(self, role: str, generator: Generator, codec: TextCodec, sampling: SamplingSettings) -> "ServedPolicy":
+        """Return another model, which speaks to this trajectory's workflow and leaves no token in it."""
+        return self._accompanied_by(
+            ServedPolicy(
+                generator,
+                codec,
+                sampling,
+                name=f"{self._name}.{role}",
+                endpoint=self._endpoint,
+                role=role,
+                trajectory=self._trajectory,
+                is_trained=False,
+            )
+        )
 
     def close(self) -> None:
         """End what the workflow has left running, its agent's requests too."""
         super().close()
+        for one in self._companions:
+            one.close()
         if self._session is not None:
             self._endpoint.close(self._session)
 
+    def _accompanied_by(self, companion: "ServedPolicy") -> "ServedPolicy":
+        self._companions.append(companion)
+        return companion
+
     def _opened(self) -> Session:
         if self._session is None:
-            self._session = Session(self, self._codec, max_new_tokens=self._sampling.max_new_tokens)
+            self._session = Session(self, self._codec, max_new_tokens=self.sampling.max_new_tokens)
             self._base_url = self._endpoint.open(self._session)
         return self._session
 

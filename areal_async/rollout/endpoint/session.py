@@ -35,9 +35,13 @@ log = structlog.get_logger()
 class Recorder(Protocol):
     """What a session needs of the policy."""
 
-    turns: list[Turn]
-    reply_ids: list[str]
-    """One per turn, in their order."""
+    @property
+    def turns(self) -> list[Turn]: ...
+
+    @property
+    def reply_ids(self) -> list[str]:
+        """One per turn, in their order."""
+        ...
 
     async def chat(
         self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int, **sampling: Any

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_workflow
+from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
 from areal_async.cli.main import main
 from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.errors import UserError
@@ -101,6 +101,26 @@ def test_workflow_that_may_be_there_passes(place: Path, code: str) -> None:
     check_workflow("workflows/gsm8k.py:gsm8k")
 
 
+def test_workflow_and_policies_that_miss_each_other_are_refused(place: Path) -> None:
+    spec, other = "workflows/w.py", "workflows/v.py"
+    (place / spec).write_text("async def w(prompt, policy, judge, *, rival=None): ...")
+    (place / other).write_text("async def v(prompt, policy): ...")
+
+    check_policies([spec, other], ["judge", "rival"])
+    check_policies([spec], ["judge"])
+    with pytest.raises(UserError, match="workflow w: takes the policy 'judge', the settings have none"):
+        check_policies([spec], [])
+    with pytest.raises(UserError, match="policies.critic: no workflow of this run takes it"):
+        check_policies([spec, other], ["judge", "critic"])
+
+
+@pytest.mark.parametrize("code", ["from duels import w", "@timed\nasync def w(prompt, policy): ..."])
+def test_policies_of_a_workflow_that_shows_only_when_it_runs_pass(place: Path, code: str) -> None:
+    (place / "workflows" / "w.py").write_text(code)
+
+    check_policies(["workflows/w.py"], ["judge"])
+
+
 @pytest.mark.parametrize("path", ["no.jsonl", "./no", "/no/where", "data/no/where"])
 def test_data_set_that_should_be_here_is_refused(path: str) -> None:
     with pytest.raises(UserError, match="eval.dataset.path: no file"):
@@ -129,6 +149,7 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
         (["workflows/gsm8k.py", "--model.path", "./no"], "model.path: no folder ./no; "),
         (["workflows/gsm8k.py", "--tasks.0.dataset.path", "no.csv"], "tasks.0.dataset.path: no file no.csv; "),
         (["workflows/no.py", "--config", "configs/gsm8k_cpu.yaml"], "workflow: no file workflows/no.py; "),
+        (["workflows/gsm8k.py", "--policies.judge.path", "./no"], "policies.judge: no workflow of this run takes it"),
     ],
 )
 def test_refused_run_leaves_nothing_behind(

@@ -152,7 +152,7 @@ async def test_prompt_that_the_engine_refuses_is_the_agent_s_own_error(engine: S
 async def test_generation_on_the_engine_ends_with_the_trajectory(engine: Server, folder: Path) -> None:
     async with served_by(engine, folder) as policy:
         engine.wait_for_load(num_running_reqs=0)
-        policy._sampling = SamplingSettings(max_new_tokens=400, ignore_eos=True)
+        policy.sampling = SamplingSettings(max_new_tokens=400, ignore_eos=True)
         async with openai.AsyncOpenAI(base_url=policy.base_url, api_key=policy.api_key) as client:
             stream = await client.chat.completions.create(model="m", messages=QUESTION, stream=True)  # type: ignore[arg-type]
             await anext(aiter(stream))

@@ -1,0 +1,71 @@
+"""The frozen policies of a node: each a fleet of its own, beside the one that holds the weights under training.
+
+Nobody but the node knows of these servers: they stand in no key that says what the servers of the run hold, so the
+trainer waits for none of them and no credit depends on them. A crash of one is fenced and restarted as ever.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from areal_async.inference.client import InferenceClient
+from areal_async.inference.fleet import Fleet
+from areal_async.inference.pool import Server
+from areal_async.rollout.named import FrozenModel
+from areal_async.rollout.text import TextCodec, load_codec
+from areal_async.settings import PolicySettings, Settings
+
+log = structlog.get_logger()
+
+
+def settings_of(policy: PolicySettings, settings: Settings) -> Settings:
+    """Return the settings that a frozen policy's servers start with."""
+    dtype = policy.dtype or settings.model.dtype
+    own = {name: getattr(policy, name) for name in ("num_servers", "tensor_parallel", "context_length")}
+    return settings.model_copy(
+        update={
+            "model": settings.model.model_copy(update={"path": policy.path, "dtype": dtype}),
+            "inference": settings.inference.model_copy(update=own),
+        }
+    )
+
+
+@asynccontextmanager
+async def serve_frozen(
+    settings: Settings, *, node_id: str, log_directory: Path, max_streams: int
+) -> AsyncIterator[Mapping[str, FrozenModel]]:
+    """Have the servers of all frozen policies run for as long as the block does.
+
+    Raises:
+        UserError: a model is not there, or its server cannot even start.
+        PipelineError: a server fails again and again; possibly inside an ExceptionGroup.
+    """
+    first_gpu = settings.inference.num_gpus
+    models: dict[str, FrozenModel] = {}
+    async with anyio.create_task_group() as services, AsyncExitStack() as clients:
+        for name, policy in settings.frozen_policies.items():
+            own = settings_of(policy, settings)
+            fleet = Fleet(
+                own, node_id=node_id, log_directory=log_directory, publish=_note, frozen=name, first_gpu=first_gpu
+            )
+            first_gpu += own.inference.num_gpus
+            services.start_soon(fleet.run)
+            codec = await anyio.to_thread.run_sync(_load_codec, name, own.model.path)
+            client = await clients.enter_async_context(
+                InferenceClient(fleet.pool, own.inference, max_streams=max_streams, vocab_size=codec.vocab_size)
+            )
+            models[name] = FrozenModel(generator=client, codec=codec, pool=fleet.pool)
+        yield models
+        services.cancel_scope.cancel()
+
+
+def _load_codec(name: str, path: str) -> TextCodec:
+    return load_codec(path, setting=f"policies.{name}.path")
+
+
+async def _note(server: Server) -> None:
+    log.info("frozen.state", server_id=server.id, fence=server.fence)
