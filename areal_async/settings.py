@@ -4,11 +4,11 @@ Sources, later ones win: YAML file, ``AREAL_ASYNC_*`` environment (``__`` nests)
 (``settings_sources``). Numbers that follow from others are properties and are never typed.
 """
 
-import re
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
 from areal_async.policy_settings import PolicySettings as PolicySettings
@@ -16,7 +16,10 @@ from areal_async.policy_settings import SamplingSettings as SamplingSettings
 from areal_async.policy_settings import check_names
 from areal_async.section import Section as Section
 from areal_async.staleness import max_groups_in_flight
-from areal_async.subjects import RUN_NAME, TOKEN, Names
+from areal_async.subjects import RUN_NAME, Names
+from areal_async.task_settings import DatasetSettings as DatasetSettings
+from areal_async.task_settings import EvalSettings as EvalSettings
+from areal_async.task_settings import TaskSettings as TaskSettings
 
 TICKET_ACK_WAIT_S = 30.0
 """A ticket whose node is silent for this long is given to another."""
@@ -54,54 +57,6 @@ class RunSettings(Section):
         if not RUN_NAME.fullmatch(name):
             raise ValueError(f"got {name!r}, need 1 to 48 characters of a-z 0-9 _ -; choose another run.name")
         return name
-
-
-class DatasetSettings(Section):
-    """Where rows come from, as ``datasets.load_dataset`` takes it."""
-
-    path: str
-    """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory."""
-    name: str | None = None
-    """Configuration of a hub data set; ``None`` takes its default."""
-    split: str = "train"
-    """Split to take; a slice (``train[:100]``) works."""
-
-
-class TaskSettings(Section):
-    """A workflow and the rows it is given."""
-
-    workflow: str = "workflows/gsm8k.py"
-    """Python file, with ``:name`` when the coroutine is not named like the file."""
-    dataset: DatasetSettings
-    ratio: float = Field(default=1.0, gt=0)
-    """Share of this task's prompts in an epoch, relative to its rows; only 1.0 is taken today."""
-
-    @property
-    def name(self) -> str:
-        """The workflow's name, a subject token."""
-        stem = self.workflow.partition(":")[2] or Path(self.workflow).stem
-        return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.ratio != 1.0:
-            raise ValueError(
-                f"ratio: got {self.ratio}, need 1.0; several tasks are visited in proportion to their rows"
-            )
-        if not TOKEN.fullmatch(self.name):
-            raise ValueError(f"workflow: got {self.workflow!r}, need a file that ends in a name")
-        return self
-
-
-class EvalSettings(Section):
-    """Greedy evaluation on held-out rows, beside training and without credits."""
-
-    every_steps: int = Field(default=20, ge=0)
-    """Training steps between evaluations, besides the first and the last; 0 for only these two."""
-    dataset: DatasetSettings | None = None
-    """Held-out rows; ``None`` for no evaluation at all."""
-    limit: int = Field(default=256, ge=1)
-    """Rows to take, from the first."""
 
 
 class ModelSettings(Section):
@@ -301,10 +256,59 @@ class Settings(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
         check_names(self.policies)
-        self.algorithm.check_run(
-            group_size=self.rollout.group_size, max_new_tokens=self.rollout.sampling.max_new_tokens
-        )
+        for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
+            self.algorithm.check_run(group_size=rollout.group_size, max_new_tokens=rollout.sampling.max_new_tokens)
+        if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
+            raise ValueError("eval.dataset: got one beside tasks.0.eval.dataset, need one of them; leave the other out")
         return self
+
+    def _checked_rollout(self, index: int) -> RolloutSettings:
+        """Return the rollout of a task as it would be checked if it were the run's."""
+        task, rollout = self.tasks[index], self.rollout
+        if task.sampling.temperature not in (None, rollout.sampling.temperature):
+            raise ValueError(
+                f"tasks.{index}.sampling.temperature: got {task.sampling.temperature}, need "
+                f"rollout.sampling.temperature={rollout.sampling.temperature}; the loss knows one temperature"
+            )
+        is_longer = task.sampling.max_new_tokens not in (None, rollout.sampling.max_new_tokens)
+        if is_longer and self.algorithm.overlong_cache != 0 and self.algorithm.overlong_max is None:
+            raise ValueError(
+                f"tasks.{index}.sampling.max_new_tokens: got {task.sampling.max_new_tokens} with "
+                f"algorithm.name={self.algorithm.name}, which takes off from answers near the longest, need one length "
+                "for all tasks; set algorithm.overlong_max"
+            )
+        try:
+            return RolloutSettings.model_validate(_merged(rollout.model_dump(), task.changes))
+        except ValidationError as exc:
+            reason = exc.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"tasks.{index}: {reason}") from exc
+
+    def rollout_of(self, workflow: str) -> RolloutSettings:
+        """Return ``rollout`` as it is for one task: with what the task has otherwise put in."""
+        changes = next((task.changes for task in self.tasks if task.name == workflow), {})
+        if not changes:
+            return self.rollout
+        sampling = self.rollout.sampling.model_copy(update=changes.get("sampling", {}))
+        return self.rollout.model_copy(update={**changes, "sampling": sampling})
+
+    @property
+    def held_out(self) -> list[tuple[TaskSettings, DatasetSettings, int]]:
+        """Derived: the tasks that are evaluated, each with its rows and how many of them are taken."""
+        named = [
+            (task, task.eval.dataset or (self.eval.dataset if task is self.tasks[0] else None)) for task in self.tasks
+        ]
+        return [(task, dataset, task.eval.limit or self.eval.limit) for task, dataset in named if dataset is not None]
+
+    @property
+    def max_group_size(self) -> int:
+        """Derived: the most siblings that any task's prompts have."""
+        return max([self.rollout_of(task.name).group_size for task in self.tasks], default=self.rollout.group_size)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Derived: the largest message that a producer of any task may be waiting to store."""
+        own = [self.rollout_of(task.name).max_message_bytes for task in self.tasks]
+        return max(own, default=self.rollout.max_message_bytes)
 
     @property
     def frozen_policies(self) -> dict[str, PolicySettings]:
@@ -349,5 +353,17 @@ class Settings(Section):
         return max(600.0, 2 * self.bus.operation_deadline_s)
 
 
-DATA_DEFINING = ("tasks", "model.path", "rollout.group_size", "run.seed")
-"""Settings that a resumed run must not change."""
+DATA_DEFINING = (
+    "tasks.*.workflow",
+    "tasks.*.dataset",
+    "tasks.*.ratio",
+    "tasks.*.group_size",
+    "model.path",
+    "rollout.group_size",
+    "run.seed",
+)
+"""Settings that a resumed run must not change; a star stands for every item of a list."""
+
+
+def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return old | {key: _merged(old[key], value) if isinstance(value, dict) else value for key, value in new.items()}

@@ -104,7 +104,8 @@ def nearest(parts: Parts, kind: type[BaseModel]) -> str | None:
     full = [leaf for leaf, _ in leaves(kind)]
     names = list(dict.fromkeys(leaf[:depth] for leaf in full for depth in range(1, len(leaf) + 1)))
     siblings = {name[-1]: name for name in names if name[:-1] == shape[:-1]}
-    anywhere = {leaf[-1]: leaf for leaf in reversed(full)}
+    in_sections_first = sorted(full, key=lambda leaf: "0" in leaf)  # a run's setting before a task's
+    anywhere = {leaf[-1]: leaf for leaf in in_sections_first[::-1]}
     dotted = {".".join(name): name for name in names}
     for word, choices, cutoff in (
         (shape[-1], siblings, 0.6),

@@ -24,7 +24,7 @@ from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
 from areal_async.controller.reports import AwakeClock, Reports
-from areal_async.controller.sampler import Sampler
+from areal_async.controller.sampler import Share, sampler_of
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
 from areal_async.fault_points import reach
@@ -59,6 +59,11 @@ class Tasks:
     def __len__(self) -> int:
         return sum(len(rows) for _, rows in self._parts)
 
+    @property
+    def num_rows(self) -> list[int]:
+        """Of each task."""
+        return [len(rows) for _, rows in self._parts]
+
     def at(self, index: int) -> tuple[str, dict[str, Any]]:
         """Return workflow name and row at a position in the concatenation."""
         for workflow, rows in self._parts:
@@ -79,7 +84,8 @@ class Controller:
         self._tasks = tasks
         self._evaluator = evaluator
         self._accounts = accounts
-        self._sampler = Sampler(len(tasks), seed=settings.run.seed)
+        ratios = [task.ratio for task in settings.tasks]
+        self._sampler = sampler_of(list(map(Share, tasks.num_rows, ratios)), seed=settings.run.seed)
         self._admitted_revision = 0
         self._log_sequence = 0
         self._changed = anyio.Event()
@@ -210,7 +216,7 @@ class Controller:
             group_id=str(item.group_id),
             workflow=workflow,
             row=row,
-            group_size=self._settings.rollout.group_size,
+            group_size=self._settings.rollout_of(workflow).group_size,
             version=version,
             num_failed_attempts=item.num_failed_attempts,
             number=number,

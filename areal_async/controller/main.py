@@ -29,8 +29,8 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     if not settings.tasks:
         raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
     tasks = Tasks([(task.name, load_rows(task.dataset)) for task in settings.tasks])
-    if len(tasks) == 0:
-        raise UserError("tasks: got data sets without a row, need at least one; check tasks.0.dataset")
+    if 0 in tasks.num_rows:
+        raise UserError(f"tasks.{tasks.num_rows.index(0)}.dataset: got no row, need at least one; leave the task out")
     _check_sendable(tasks)
     held_out = _head(load_rows(settings.eval.dataset), settings.eval.limit) if settings.eval.dataset else None
     anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})

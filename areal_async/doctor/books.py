@@ -99,7 +99,9 @@ class Books:
         """Count the groups; the open ones by how much of them is stored."""
         num_stored = Counter(slot.group_id for slot in self.stored.values())
         states = {
-            group_id: fate if fate != OPEN else _how_open(num_stored[group_id], self.evidence.rules.group_size)
+            group_id: fate
+            if fate != OPEN
+            else _how_open(num_stored[group_id], self.evidence.rules.of(group_id).group_size)
             for group_id, fate in self.groups.items()
         }
         return dict(Counter(states.values()).most_common())

@@ -1,9 +1,10 @@
 """P7: with the default sampler each prompt has one admission per epoch, and none is given up in silence. Pure."""
 
+import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
-from areal_async.controller.sampler import Sampler
+from areal_async.controller.sampler import Pool
 from areal_async.doctor.books import OPEN, TRAINED, Books
 from areal_async.doctor.report import Finding, Kind, Ruling, rule
 from areal_async.types import GroupId, Outcome, OutcomeKind
@@ -16,8 +17,7 @@ def admitted_groups(books: Books) -> list[GroupId]:
     rules, admitted = books.evidence.rules, books.evidence.admitted
     again = [item.group_id for item in books.accounts.readmissions[: admitted.num_readmitted]]
     if rules.num_rows:
-        sampler = Sampler(rules.num_rows, seed=rules.seed)
-        return [sampler.group_at(position) for position in range(admitted.num_fresh)] + again
+        return [rules.sampler.group_at(position) for position in range(admitted.num_fresh)] + again
     # Without the data's size: what left a trace; of a live run, before the tickets were read.
     known = {group_id for group_id, _ in books.received.values()} if books.evidence.is_live else books.groups.keys()
     return sorted({group for group in map(GroupId.parse, known) if group.attempt == 0} | set(again))
@@ -40,10 +40,19 @@ def rule_covered(books: Books, admitted: list[GroupId]) -> Ruling:
     missing += evidence.absent_streams
     if not record.total:
         missing.append("nothing is admitted yet")
-    epochs = Counter(group.epoch for group in admitted if group.attempt == 0)
-    visited = "; ".join(f"epoch {epoch}: {count} prompts" for epoch, count in sorted(epochs.items())) or "no prompt"
-    sentence = f"{visited} of {evidence.rules.num_rows or 'an unknown number'}; {record.num_readmitted} re-admissions"
+    sentence = "; ".join([*_visits(books, admitted), f"{record.num_readmitted} re-admissions"])
     return rule("P7", "covered", sentence, findings=findings, missing=missing)
+
+
+def _visits(books: Books, admitted: list[GroupId]) -> Iterator[str]:
+    """Say how many prompts each epoch has admitted; each task's epochs where they are its own."""
+    rules = books.evidence.rules
+    pools = rules.sampler.pools if rules.tasks else ()
+    for number, pool in enumerate(pools or [Pool(0, sys.maxsize)]):
+        epochs = Counter(group.epoch for group in admitted if group.attempt == 0 and pool.holds(group.index))
+        visited = "; ".join(f"epoch {epoch}: {count} prompts" for epoch, count in sorted(epochs.items())) or "no prompt"
+        task = f"task {number}: " if len(pools) > 1 else ""
+        yield f"{task}{visited} of {pool.num_rows if pools else 'an unknown number'}"
 
 
 def _holes(books: Books, admitted: list[GroupId]) -> Iterator[Finding]:
@@ -66,9 +75,8 @@ def _strangers(books: Books) -> Iterator[Finding]:
     rules, last = books.evidence.rules, books.evidence.admitted_last
     due = {item.group_id for item in books.accounts.readmissions}
     if rules.num_rows:
-        sampler = Sampler(rules.num_rows, seed=rules.seed)
         # tickets are published before the record moves on
-        due |= {sampler.group_at(position) for position in range(last.num_fresh + rules.max_groups_in_flight)}
+        due |= {rules.sampler.group_at(position) for position in range(last.num_fresh + rules.max_groups_in_flight)}
     for group in sorted(map(GroupId.parse, books.groups)):
         if group.attempt and group not in due:
             yield Finding(

@@ -35,7 +35,6 @@ def _missing_siblings(books: Books, admitted: list[GroupId]) -> list[Finding]:
     for fate in books.fates.values():
         if fate.kind not in (OutcomeKind.DUPLICATE, OutcomeKind.LATE):
             seen[fate.group_id].add(fate.sibling)
-    siblings = range(books.evidence.rules.group_size)
     return [
         Finding(
             Kind.LOST,
@@ -44,7 +43,7 @@ def _missing_siblings(books: Books, admitted: list[GroupId]) -> list[Finding]:
         )
         for group_id in map(str, admitted)
         if books.groups.get(group_id, OPEN) == OPEN and seen[group_id] and group_id not in books.evidence.tickets
-        for sibling in siblings
+        for sibling in range(books.evidence.rules.of(group_id).group_size)
         if sibling not in seen[group_id]
     ]
 

@@ -1,30 +1,63 @@
 """What a run has left, as records: the readers fill these in, and the arithmetic of the promises reads nothing else."""
 
+import functools
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from areal_async.algorithms.advantages import AdvantageRule
+from areal_async.controller.sampler import Sampler, Share, sampler_of
 from areal_async.fields import GroupIdText, StepText, VersionText
 from areal_async.receipts import Produced, Stamp
-from areal_async.types import Admitted, Cut, Outcome, SlotStatus
+from areal_async.types import Admitted, Cut, GroupId, Outcome, SlotStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TaskRules:
+    """What of them is a task's own."""
+
+    num_rows: int
+    ratio: float = 1.0
+    group_size: int
+    min_group_size: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Rules:
     """The settings that the promises speak of."""
 
     group_size: int
+    """Of a group whose task is not known; the least that any has."""
     min_group_size: int
+    """Likewise."""
     max_staleness: int
     max_attempts: int
     max_groups_in_flight: int
     advantages: AdvantageRule
     seed: int
-    num_rows: int = 0
-    """Of all tasks together; 0 when the data cannot be read."""
+    tasks: tuple[TaskRules, ...] = ()
+    """In the order of the settings; none when the data cannot be read."""
     why_no_rows: str = ""
+
+    @property
+    def num_rows(self) -> int:
+        """Of all tasks together; 0 when the data cannot be read."""
+        return sum(task.num_rows for task in self.tasks)
+
+    @functools.cached_property
+    def sampler(self) -> Sampler:
+        """In what order prompts were admitted; there must be rows."""
+        return sampler_of([Share(task.num_rows, task.ratio) for task in self.tasks], seed=self.seed)
+
+    def of(self, group_id: str) -> "Rules | TaskRules":
+        """Return the sizes of a group."""
+        index = GroupId.parse(group_id).index
+        for task in self.tasks:
+            if index < task.num_rows:
+                return task
+            index -= task.num_rows
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

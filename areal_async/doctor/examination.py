@@ -14,12 +14,12 @@ from areal_async.data import load_rows
 from areal_async.doctor.books import Books
 from areal_async.doctor.coverage import admitted_groups, rule_covered
 from areal_async.doctor.durable import rule_durable, rule_once
-from areal_async.doctor.evidence import Evidence, Rules
+from areal_async.doctor.evidence import Evidence, Rules, TaskRules
 from areal_async.doctor.gather import gather
 from areal_async.doctor.report import Diagnosis, Kind, num_ids
 from areal_async.doctor.tokens import rule_fresh, rule_versioned, rule_whole
 from areal_async.errors import UserError
-from areal_async.settings import Settings
+from areal_async.settings import Settings, TaskSettings
 
 CONNECT_DEADLINE_S = 5.0
 
@@ -78,22 +78,34 @@ def diagnose(run: str, evidence: Evidence) -> Diagnosis:
 
 def read_rules(settings: Settings) -> Rules:
     """Take from the settings what the promises speak of, and count the rows of the data."""
-    num_rows, why_no_rows = 0, ""
+    tasks: tuple[TaskRules, ...] = ()
+    why_no_rows = ""
     try:
-        num_rows = sum(len(load_rows(task.dataset)) for task in settings.tasks)
+        tasks = tuple(_task_rules(settings, task) for task in settings.tasks)
     except UserError as exc:
         why_no_rows = str(exc)
     rollout = settings.rollout
+    every = [settings.rollout_of(task.name) for task in settings.tasks] or [rollout]
     return Rules(
-        group_size=rollout.group_size,
-        min_group_size=rollout.min_group_size,
+        group_size=min(one.group_size for one in every),
+        min_group_size=min(one.min_group_size for one in every),
         max_staleness=rollout.max_staleness,
         max_attempts=rollout.max_attempts,
         max_groups_in_flight=rollout.max_groups_in_flight,
         advantages=advantage_rule(settings),
         seed=settings.run.seed,
-        num_rows=num_rows,
+        tasks=tasks,
         why_no_rows=why_no_rows or "the settings name no task",
+    )
+
+
+def _task_rules(settings: Settings, task: TaskSettings) -> TaskRules:
+    rollout = settings.rollout_of(task.name)
+    return TaskRules(
+        num_rows=len(load_rows(task.dataset)),
+        ratio=task.ratio,
+        group_size=rollout.group_size,
+        min_group_size=rollout.min_group_size,
     )
 
 

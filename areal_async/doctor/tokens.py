@@ -79,8 +79,9 @@ def _group_faults(books: Books, step: int, groups: Mapping[str, Sequence[Archive
     ]
     every = step_advantages(outcomes, rules.advantages)
     for (group_id, siblings), expected in zip(groups.items(), every, strict=True):
-        if len(siblings) < rules.min_group_size:
-            text = f"step {step}: trained with {len(siblings)} siblings, need at least {rules.min_group_size}"
+        if len(siblings) < rules.of(group_id).min_group_size:
+            need = rules.of(group_id).min_group_size
+            text = f"step {step}: trained with {len(siblings)} siblings, need at least {need}"
             yield Finding(Kind.NOT_WHOLE, group_id, text)
         for slot, value in zip(siblings, expected, strict=True):
             if not math.isclose(slot.advantage, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):

@@ -8,7 +8,7 @@ bus/url       where the broker is
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,12 +100,14 @@ class RunDirectory:
             before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
         except (OSError, *NOT_YAML) as exc:
             raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
-        now = settings.model_dump(mode="json")
-        changed = [name for name in DATA_DEFINING if _value_at(before, name) != _value_at(now, name)]
+        # What the file has not was not there yet when the run was started: it was as it is by default.
+        was, now = (
+            _defining(before, _defining(Settings().model_dump(mode="json"))),
+            _defining(settings.model_dump(mode="json")),
+        )
+        changed = [name for name in was | now if was.get(name) != now.get(name)]
         if changed:
-            details = "; ".join(
-                f"{name} was {_value_at(before, name)!r}, is {_value_at(now, name)!r}" for name in changed
-            )
+            details = "; ".join(f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed)
             raise UserError(
                 f"run {settings.run.name}: {details}; a resumed run keeps its data: put back what was, "
                 "choose another --run.name, or give --fresh to start anew"
@@ -154,10 +156,22 @@ def find_run(name: str) -> RunDirectory:
     raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
 
 
-def _value_at(data: Any, name: str) -> Any:
-    for part in name.split("."):
-        data = data.get(part) if isinstance(data, dict) else None
-    return data
+def _defining(data: Any, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return what ``data`` says of the settings that define a run's data, by name."""
+    found = {place: value for name in DATA_DEFINING for place, value in _values_at(data, name.split("."))}
+    return dict(defaults or {}) | {name: value for name, value in found.items() if value is not None}
+
+
+def _values_at(data: Any, parts: Sequence[str], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and value of a setting, of each item where a list is on the way."""
+    if not parts:
+        yield above, data
+    elif parts[0] == "*":
+        for index, item in enumerate(data if isinstance(data, list) else ()):
+            yield from _values_at(item, parts[1:], f"{above}.{index}")
+    else:
+        inner = data.get(parts[0]) if isinstance(data, dict) else None
+        yield from _values_at(inner, parts[1:], f"{above}.{parts[0]}" if above else parts[0])
 
 
 def _write(path: Path, text: str) -> None:

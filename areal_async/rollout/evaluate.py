@@ -30,7 +30,8 @@ async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delive
 
 
 async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
-    greedy = place.settings.rollout.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
+    rollout = place.settings.rollout_of(ticket.workflow)
+    greedy = rollout.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
     name = f"eval.{ticket.eval_id}.{ticket.index}"
     policy = place.policy(greedy, name=name)
     reward, error = 0.0, ""
@@ -40,7 +41,7 @@ async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
             Prompt(epoch=0, index=ticket.index, row=ticket.row),
             policy,
             name=ticket.workflow,
-            deadline_s=place.settings.rollout.episode_deadline_s,
+            deadline_s=rollout.episode_deadline_s,
         )
     except Reject as exc:
         error = f"rejected: {exc}"

@@ -44,8 +44,8 @@ class Leases:
         produces:     stored trajectories
         unblocked by: the supervisor, finished groups, the controller; ends when the node drains
         """
-        rollout = self._place.settings.rollout
-        capacity = max(1, rollout.max_trajectories_per_node // rollout.group_size)
+        settings = self._place.settings
+        capacity = max(1, settings.rollout.max_trajectories_per_node // settings.max_group_size)
         names = self._place.bus.names
         await self._run(names.tickets_stream, names.nodes_consumer, capacity, self._take_tickets)
 

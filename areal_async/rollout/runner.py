@@ -88,7 +88,7 @@ async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessa
 
 
 async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -> None:
-    settings = place.settings
+    settings, rollout = place.settings, place.settings.rollout_of(ticket.workflow)
     workflow = place.workflow(ticket.workflow)
     producer = f"{place.node_id}.{secrets.token_hex(4)}"
     outbox = Outbox(
@@ -104,7 +104,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
 
     async def run_sibling(sibling: int) -> None:
         sample_uid = f"{ticket.group_id}.{sibling}.{producer}"
-        policy = place.policy(settings.rollout.sampling, name=sample_uid)
+        policy = place.policy(rollout.sampling, name=sample_uid)
         place.counts.num_trajectories_running += 1
         try:
             with (
@@ -119,7 +119,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                     sibling=sibling,
                     sample_uid=sample_uid,
                     ticket_version=ticket.version,
-                    deadline_s=settings.rollout.episode_deadline_s,
+                    deadline_s=rollout.episode_deadline_s,
                     max_bytes=settings.rollout.max_trajectory_bytes,
                     max_sequence_tokens=settings.trainer.token_budget,
                 )

@@ -8,9 +8,9 @@ Invariant: a group is in one cut at most, and only in one for whose step all its
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from areal_async import waits
 from areal_async.errors import FencedError
@@ -34,6 +34,13 @@ class Room(IntEnum):
     AMPLE = 2
 
 
+class GroupRules(NamedTuple):
+    """The settings that decide about one task's groups."""
+
+    min_group_size: int
+    group_deadline_s: float
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutRules:
     """The settings that decide about cuts."""
@@ -48,6 +55,12 @@ class CutRules:
     """How long a due group is waited for."""
     filters_equal_groups: bool = False
     """Train no group whose rewards are all equal."""
+    of_task: Mapping[str, GroupRules] = field(default_factory=dict)
+    """Workflow -> what is otherwise for its groups."""
+
+    def of(self, group: OpenGroup) -> GroupRules:
+        """Return what decides about a group."""
+        return self.of_task.get(group.workflow) or GroupRules(self.min_group_size, self.group_deadline_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +187,8 @@ class Cutter:
         for group in self._inventory.open.values():
             if group.is_complete and not group.is_counted:
                 verdict = group.verdict(
-                    min_group_size=self._rules.min_group_size, filters_equal=self._rules.filters_equal_groups
+                    min_group_size=self._rules.of(group).min_group_size,
+                    filters_equal=self._rules.filters_equal_groups,
                 )
                 if verdict is not None:
                     return Settle([group.group_id], *verdict)
@@ -233,14 +247,15 @@ class Cutter:
         return Wait(_describe(self.step, plan), on or (waits.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
-        waiting = {group.group_id for group in plan.waits_for}
-        self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in waiting}
-        deadline_s = self._rules.group_deadline_s
-        overdue = [group_id for group_id, since in self._waiting_since.items() if now - since > deadline_s]
+        deadlines = {group.group_id: self._rules.of(group).group_deadline_s for group in plan.waits_for}
+        self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in deadlines}
+        waited = {group_id: now - since for group_id, since in self._waiting_since.items()}
+        overdue = {group_id: deadlines[group_id] for group_id, wait_s in waited.items() if wait_s > deadlines[group_id]}
         if not overdue:
             return None
+        deadline_s = min(overdue.values())  # those of another deadline are asked for next
         reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
-        return Settle(sorted(overdue), OutcomeKind.FAILED, reason)
+        return Settle(sorted(name for name in overdue if overdue[name] == deadline_s), OutcomeKind.FAILED, reason)
 
 
 def _describe(step: int, plan: CutPlan) -> str:

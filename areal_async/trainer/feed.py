@@ -19,7 +19,7 @@ from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
 from areal_async.settings import Settings
-from areal_async.trainer.cutter import CutRules, Cutter, Room, Settle, Wait, Write
+from areal_async.trainer.cutter import CutRules, Cutter, GroupRules, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
@@ -92,7 +92,7 @@ class Feed:
     @property
     def _room(self) -> Room:
         rollout, stored_bytes = self._settings.rollout, self._inventory.stored_bytes + self.settlement.num_held_bytes
-        if stored_bytes + rollout.max_message_bytes > rollout.max_stream_bytes:
+        if stored_bytes + self._settings.max_message_bytes > rollout.max_stream_bytes:
             return Room.NONE
         return Room.SCARCE if stored_bytes >= SCARCE_SHARE * rollout.max_stream_bytes else Room.AMPLE
 
@@ -229,4 +229,8 @@ def _rules(settings: Settings) -> CutRules:
         when_stale=rollout.when_stale,
         group_deadline_s=rollout.group_deadline_s,
         filters_equal_groups=settings.algorithm.filter_equal_groups,
+        of_task={
+            task.name: GroupRules(own.min_group_size, own.group_deadline_s)
+            for task, own in ((task, settings.rollout_of(task.name)) for task in settings.tasks)
+        },
     )

@@ -255,6 +255,7 @@ class Trainer:
             part.slots,
             missing,
             min_group_size=settings.rollout.min_group_size,
+            min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
             rule=advantage_rule(settings),
         )
         if batch.unusable and self._feed is not None:
@@ -299,7 +300,11 @@ class Trainer:
         self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
         return StepResult(
             version=made,
-            batch=batch_metrics(batch, [msgspec.json.decode(one, type=ShareStats) for one in shares]),
+            batch=batch_metrics(
+                batch,
+                [msgspec.json.decode(one, type=ShareStats) for one in shares],
+                workflows=[task.name for task in settings.tasks],
+            ),
             stats=stats,
             started=started - waited_s,
             wait_s=waited_s,

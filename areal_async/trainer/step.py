@@ -64,27 +64,41 @@ class AgreedBatch:
 
 
 def part_usable(
-    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int
+    slots: Sequence[Placed],
+    missing: Iterable[SlotKey],
+    *,
+    min_group_size: int,
+    min_group_sizes: Mapping[str, int] | None = None,
 ) -> tuple[list[list[Placed]], list[str]]:
-    """Return the groups that train with the slots that are there, and the names of those left with too few."""
+    """Return the groups that train with the slots that are there, and the names of those left with too few.
+
+    Args:
+        min_group_sizes: workflow -> its own, where it is another.
+    """
     gone = set(missing)
     groups: dict[str, list[Placed]] = defaultdict(list)
     for placed in slots:
         siblings = groups[placed.group_id]
         if placed.key not in gone:
             siblings.append(placed)
-    unusable = [group_id for group_id, siblings in groups.items() if len(siblings) < min_group_size]
-    return [siblings for siblings in groups.values() if len(siblings) >= min_group_size], unusable
+    least = {placed.group_id: (min_group_sizes or {}).get(placed.workflow, min_group_size) for placed in slots}
+    unusable = [group_id for group_id, siblings in groups.items() if len(siblings) < least[group_id]]
+    return [siblings for group_id, siblings in groups.items() if len(siblings) >= least[group_id]], unusable
 
 
 def agree_on_batch(
-    slots: Sequence[Placed], missing: Iterable[SlotKey], *, min_group_size: int, rule: AdvantageRule
+    slots: Sequence[Placed],
+    missing: Iterable[SlotKey],
+    *,
+    min_group_size: int,
+    rule: AdvantageRule,
+    min_group_sizes: Mapping[str, int] | None = None,
 ) -> AgreedBatch:
     """Leave out what some rank could not verify, and compute the slots' advantages, within their real groups.
 
     Headers alone decide them, so every rank comes to the same ones.
     """
-    used, unusable = part_usable(slots, missing, min_group_size=min_group_size)
+    used, unusable = part_usable(slots, missing, min_group_size=min_group_size, min_group_sizes=min_group_sizes)
     outcomes = [
         [Sibling(reward=one.item.slot.reward, num_tokens=one.item.slot.num_output_tokens) for one in siblings]
         for siblings in used
@@ -97,11 +111,14 @@ def agree_on_batch(
     )
 
 
-def batch_metrics(batch: AgreedBatch, shares: Sequence[ShareStats]) -> dict[str, float | int | str]:
+def batch_metrics(
+    batch: AgreedBatch, shares: Sequence[ShareStats], *, workflows: Sequence[str] = ()
+) -> dict[str, float | int | str]:
     """Return the part of a metrics line that the batch alone decides.
 
     Args:
         shares: one per rank.
+        workflows: of the run; where they are several, each has numbers of its own.
     """
     ages = [share.ages for share in shares]
     rewards = np.array(batch.rewards, dtype=np.float64)
@@ -119,8 +136,20 @@ def batch_metrics(batch: AgreedBatch, shares: Sequence[ShareStats]) -> dict[str,
         "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
         "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,
         "groups_all_equal": _num_all_equal(batch),
+        **_task_means(batch, workflows if len(workflows) > 1 else ()),
         **_info_means([share.info for share in shares]),
     }
+
+
+def _task_means(batch: AgreedBatch, workflows: Iterable[str]) -> dict[str, float | int | str]:
+    """Return ``groups/<workflow>``, and ``reward/<workflow>`` of those that are in the batch."""
+    means: dict[str, float | int | str] = {}
+    for workflow in workflows:
+        own = [placed for placed in batch.slots if placed.workflow == workflow]
+        means[f"groups/{workflow}"] = len({placed.group_id for placed in own})
+        if own:
+            means[f"reward/{workflow}"] = float(np.mean([placed.item.slot.reward for placed in own]))
+    return means
 
 
 def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:

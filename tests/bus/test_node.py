@@ -237,6 +237,27 @@ async def test_episode_past_its_deadline_is_a_failed_slot(run: Run, settings: Se
     assert {slot.reason for slot in slots} == {"workflow play: ran past rollout.episode_deadline_s = 0.3 s"}
 
 
+async def test_a_task_has_its_own_sampling_and_its_own_deadline_in_training_and_in_evaluation(
+    run: Run, settings: Settings
+) -> None:
+    changes = {"episode_deadline_s": 0.3, "sampling": {"max_new_tokens": 3}}
+    task = TaskSettings.model_validate({**settings.tasks[0].model_dump(), **changes})
+    await run.announce()
+    await run.admit()
+    await run.admit("0-1-0", kind="block")
+    ticket = EvalTicket(eval_id="1-0", index=3, workflow="play", row={"kind": "score"})
+    await run.controller.publish(run.names.eval_tickets("play"), ticket, msg_id="e3")
+
+    async with run.running_node(settings.model_copy(update={"tasks": (task,)})):
+        slots = await run.slots(8)
+        await run.left_in(run.names.eval_stream, 1)
+        asked = await ask((await run.server(lambda state: True)).url, "/model_info")
+
+    assert {slot.reason for slot in slots} == {"", "workflow play: ran past rollout.episode_deadline_s = 0.3 s"}
+    assert {params["max_new_tokens"] for params in asked["sampling_params"]} == {3}
+    assert {params["temperature"] for params in asked["sampling_params"]} == {0.0, 1.0}
+
+
 async def store_as_another_node(run: Run, group_id: str, siblings: list[int], reason: str = "") -> None:
     trajectories = [
         Trajectory(

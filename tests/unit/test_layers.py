@@ -18,6 +18,7 @@ LAYERS = (
         "settings_sources",
         "settings_tree",
         "sft_settings",
+        "task_settings",
         "contracts",
         "wire",
         "log",

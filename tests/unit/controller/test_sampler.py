@@ -1,10 +1,19 @@
 """Each prompt has one place per epoch, the order is a function of the seed, and position is all the state."""
 
+import math
+from collections import Counter
+from fractions import Fraction
+
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.controller.evaluation import newest_due_step
-from areal_async.controller.sampler import Sampler
+from areal_async.controller.sampler import MAX_PERIOD, MixedSampler, Sampler, Share, Turns, sampler_of, whole_weights
+
+SHARES = st.lists(
+    st.builds(Share, st.integers(1, 30), st.sampled_from((0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 7.0))), min_size=2, max_size=5
+)
 
 
 @given(st.integers(1, 50), st.integers(0, 3), st.integers(0, 5))
@@ -29,6 +38,65 @@ def test_epochs_and_seeds_have_different_orders() -> None:
 
     assert order(1, 0) != order(1, 1)
     assert order(1, 0) != order(2, 0)
+
+
+def test_a_pool_is_visited_in_the_order_that_it_always_was() -> None:
+    sampler = Sampler(20, seed=3)
+
+    order = [sampler.group_at(position).index for position in range(60)]
+
+    assert order == [int(index) for epoch in range(3) for index in np.random.default_rng([3, epoch]).permutation(20)]
+
+
+def test_tasks_of_equal_ratios_are_one_pool() -> None:
+    mixed = sampler_of([Share(12, 2.0), Share(8, 2.0)], seed=3)
+
+    assert [mixed.group_at(one) for one in range(50)] == [Sampler(20, seed=3).group_at(one) for one in range(50)]
+
+
+@given(SHARES)
+def test_every_prefix_holds_each_task_within_one_of_its_share(shares: list[Share]) -> None:
+    weights = whole_weights(shares)
+    turns, total, counts = Turns(weights), sum(weights), Counter[int]()
+
+    for position in range(min(3 * total, 500)):
+        task, count = turns.at(position)
+        assert count == counts[task]
+        counts[task] += 1
+        behind = [Fraction((position + 1) * weight, total) - counts[one] for one, weight in enumerate(weights)]
+        assert all(abs(one) < 1 for one in behind), (position, behind)
+
+
+@given(SHARES, st.integers(0, 5))
+def test_each_prompt_of_each_task_is_visited_once_in_each_epoch_of_its_own(shares: list[Share], seed: int) -> None:
+    sampler = MixedSampler(shares, seed=seed)
+
+    groups = [sampler.group_at(position) for position in range(400)]
+
+    assert len(set(groups)) == len(groups)
+    for pool in sampler.pools:
+        own = [group for group in groups if pool.holds(group.index)]
+        for start in range(0, len(own), pool.num_rows):
+            epoch = own[start : start + pool.num_rows]
+            assert {group.epoch for group in epoch} == {start // pool.num_rows}
+            assert len({group.index for group in epoch}) == len(epoch)
+
+
+@given(SHARES, st.integers(0, 100_000))
+def test_another_mixed_sampler_goes_on_anywhere(shares: list[Share], start: int) -> None:
+    first, other = MixedSampler(shares, seed=1), MixedSampler(shares, seed=1)
+    for position in range(20):
+        first.group_at(position)
+
+    assert [first.group_at(start + one) for one in range(20)] == [other.group_at(start + one) for one in range(20)]
+
+
+def test_shares_that_seldom_meet_are_rounded_so_that_their_order_repeats_soon() -> None:
+    weights = whole_weights([Share(7473, 0.333), Share(12_001, 1.7), Share(3, 0.001)])
+
+    assert sum(weights) <= MAX_PERIOD + 1
+    assert math.isclose(weights[1] / weights[0], (12_001 * 1.7) / (7473 * 0.333), rel_tol=1e-3)
+    assert whole_weights([Share(1000, 3.0), Share(800, 1.0)]) == [15, 4]
 
 
 def test_evaluations_are_due_at_the_first_the_last_and_every_few_steps() -> None:

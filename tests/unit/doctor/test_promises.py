@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from areal_async.controller.accounts import RUN_ENDED
-from areal_async.doctor.evidence import Evidence, Ledger
+from areal_async.doctor.evidence import Evidence, Ledger, TaskRules
 from areal_async.doctor.examination import diagnose
 from areal_async.doctor.report import Kind, Ruling, Verdict
 from areal_async.receipts import Stamp
@@ -158,7 +158,7 @@ def test_a_sibling_is_not_missed_while_its_ticket_is_out() -> None:
 
 def test_a_sibling_of_a_group_that_a_live_run_admitted_during_the_look_is_not_missed() -> None:
     evidence = whole_run()
-    evidence.rules = replace(evidence.rules, num_rows=0)
+    evidence.rules = replace(evidence.rules, tasks=())
     evidence.is_live = True
     evidence.produced["n.1"].receipts.pop()
     evidence.stored = [stored(WAITING, 1)]
@@ -392,9 +392,50 @@ def test_more_failed_attempts_than_allowed_are_named() -> None:
     assert refuted_ids(evidence, "P7", Kind.ATTEMPTS) == [WAITING]
 
 
+def mixed_run() -> Evidence:
+    """Two tasks, one visited three times as often for each row, and five groups that wait for a node."""
+    evidence = Evidence(
+        rules=replace(
+            whole_run().rules,
+            tasks=(
+                TaskRules(num_rows=4, ratio=3.0, group_size=2, min_group_size=2),
+                TaskRules(num_rows=4, group_size=3, min_group_size=1),
+            ),
+        )
+    )
+    evidence.admitted = evidence.admitted_last = Admitted(total=8, num_fresh=8)
+    evidence.tickets = {str(evidence.rules.sampler.group_at(position)) for position in range(8)}
+    return evidence
+
+
+def test_each_task_of_a_mix_is_covered_in_epochs_of_its_own() -> None:
+    judged = ruling(mixed_run(), "P7")
+
+    assert judged.verdict is Verdict.PROVED
+    assert judged.sentence == (
+        "task 0: epoch 0: 4 prompts; epoch 1: 2 prompts of 4; task 1: epoch 0: 2 prompts of 4; 0 re-admissions"
+    )
+
+
+def test_a_prompt_of_a_mix_before_its_turn_is_named() -> None:
+    evidence = mixed_run()
+    evidence.tickets |= {"1-7-0"}
+
+    assert refuted_ids(evidence, "P7", Kind.OUT_OF_TURN) == ["1-7-0"]
+
+
+def test_a_task_decides_which_siblings_its_groups_have() -> None:
+    evidence = mixed_run()
+    groups = {task: next(name for name in evidence.tickets if int(name.split("-")[1]) // 4 == task) for task in (0, 1)}
+    evidence.tickets -= set(groups.values())
+    evidence.stored = [stored(groups[0], 0), stored(groups[0], 1), stored(groups[1], 0), stored(groups[1], 1)]
+
+    assert refuted_ids(evidence, "P1", Kind.LOST) == [f"{groups[1]}.2"]
+
+
 def test_coverage_is_not_decidable_without_the_data() -> None:
     evidence = whole_run()
-    evidence.rules = replace(evidence.rules, num_rows=0, why_no_rows="no such file")
+    evidence.rules = replace(evidence.rules, tasks=(), why_no_rows="no such file")
 
     judged = ruling(evidence, "P7")
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
@@ -73,7 +74,9 @@ def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory
         (["--run.seed", "2"], "run.seed was 1, is 2"),
         (["--rollout.group_size", "16"], "rollout.group_size was 8, is 16"),
         (["--model.path", "other"], "model.path was 'Qwen/Qwen2.5-1.5B-Instruct', is 'other'"),
-        (["--tasks.0.dataset.split", "test"], "tasks was "),
+        (["--tasks.0.dataset.split", "test"], "tasks.0.dataset was "),
+        (["--tasks.0.ratio", "2"], "tasks.0.ratio was 1.0, is 2.0"),
+        (["--tasks.0.group_size", "16"], "tasks.0.group_size was None, is 16"),
     ],
 )
 def test_settings_that_define_the_data_may_not_change(directory: RunDirectory, words: list[str], name: str) -> None:
@@ -83,6 +86,15 @@ def test_settings_that_define_the_data_may_not_change(directory: RunDirectory, w
         directory.refuse_changed_data(_settings(*words))
 
     assert name in str(caught.value)
+
+
+def test_a_run_that_was_started_before_a_setting_was_there_had_its_default(directory: RunDirectory) -> None:
+    directory.write_settings(_settings())
+    before = yaml.safe_load(directory.config.read_text())
+    del before["tasks"][0]["group_size"]
+    directory.config.write_text(yaml.safe_dump(before))
+
+    directory.refuse_changed_data(_settings("--tasks.0.min_group_size", "2"))
 
 
 def test_clear_removes_all_but_the_lock(directory: RunDirectory) -> None:

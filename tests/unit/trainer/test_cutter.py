@@ -6,22 +6,31 @@ import msgspec
 import pytest
 
 from areal_async.errors import FencedError
-from areal_async.trainer.cutter import OVER_AGE, CutRules, Cutter, Decision, Room, Settle, Wait, Write
+from areal_async.trainer.cutter import OVER_AGE, CutRules, Cutter, Decision, GroupRules, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
 from areal_async.types import CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
 
 
-def _message(index: int, *siblings: int, oldest: str = "1-0", newest: str = "", failed: bool = False) -> StoredMessage:
+def _message(
+    index: int, *siblings: int, oldest: str = "1-0", newest: str = "", failed: bool = False, workflow: str = "w"
+) -> StoredMessage:
     status = SlotStatus.FAILED if failed else SlotStatus.SCORED
     return StoredMessage(
         group_id=f"0-{index}-0",
-        workflow="w",
+        workflow=workflow,
         ticket_version=oldest,
         num_failed_attempts=0,
         group_size=2,
         slots=[
-            Slot(sibling=one, sample_uid=f"{index}.{one}", status=status, oldest=oldest, newest=newest or oldest)
+            Slot(
+                sibling=one,
+                sample_uid=f"{index}.{one}",
+                status=status,
+                reward=index % 2 * one,
+                oldest=oldest,
+                newest=newest or oldest,
+            )
             for one in siblings
         ],
         sequence=10 * index + sum(siblings),
@@ -33,7 +42,12 @@ class Bench:
     """A cutter with its inventory, about to cut a step."""
 
     def __init__(
-        self, *, lineage: int = 1, step: int = 1, when_stale: Literal["wait", "mask", "drop"] = "wait"
+        self,
+        *,
+        lineage: int = 1,
+        step: int = 1,
+        when_stale: Literal["wait", "mask", "drop"] = "wait",
+        filters_equal: bool = False,
     ) -> None:
         self.inventory: Inventory[str] = Inventory()
         self.fates: Fates[Any] = Fates(self.inventory, lineage=lineage, max_attempts=2, recorded=())
@@ -45,6 +59,8 @@ class Bench:
             max_staleness=1,
             when_stale=when_stale,
             group_deadline_s=10.0,
+            filters_equal_groups=filters_equal,
+            of_task={"other": GroupRules(min_group_size=1, group_deadline_s=5.0)},
         )
         self.cutter = Cutter(rules, self.fates, branches={})
         self.cutter.step = step
@@ -75,6 +91,35 @@ def test_a_group_that_cannot_train_is_settled_first() -> None:
     bench.add(_message(1, 0, 1, failed=True), _message(2, 0, 1), _message(3, 0, 1))
 
     assert bench.decide() == Settle(["0-1-0"], OutcomeKind.FAILED, "")
+
+
+def test_a_task_decides_how_many_scored_siblings_its_groups_need() -> None:
+    bench = Bench()
+    for index, workflow in ((1, "other"), (2, "w")):
+        bench.add(_message(index, 0, workflow=workflow), _message(index, 1, workflow=workflow, failed=True))
+
+    assert bench.decide() == Settle(["0-2-0"], OutcomeKind.FAILED, "")
+
+
+def test_the_groups_of_a_task_are_waited_for_as_long_as_it_says() -> None:
+    bench = Bench(step=2)
+    bench.add(_message(1, 0), _message(2, 0, workflow="other"), _message(3, 0, workflow="other"))
+    assert isinstance(bench.decide(now=0.0), Wait)
+
+    reason = "still incomplete 5 s after the trainer began to wait for it"
+    assert bench.decide(now=6.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
+    assert bench.decide(now=11.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
+    bench.fates.of_untrained(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason="", step=2)
+    reason = "still incomplete 10 s after the trainer began to wait for it"
+    assert bench.decide(now=11.0) == Settle(["0-1-0"], OutcomeKind.FAILED, reason)
+
+
+@pytest.mark.parametrize("workflow", ["w", "other"])
+def test_groups_of_equal_rewards_are_filtered_whatever_their_task(workflow: str) -> None:
+    bench = Bench(filters_equal=True)
+    bench.add(_message(1, 0, 1, workflow=workflow), _message(2, 0, 1, workflow=workflow))
+
+    assert bench.decide() == Settle(["0-2-0"], OutcomeKind.FILTERED, "all rewards are 0")
 
 
 def test_a_stop_ends_the_journal() -> None:

@@ -1,5 +1,6 @@
 """Ranks share a cut without overlap, and no token over the bound becomes a row."""
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -126,6 +127,36 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
 
     assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
+
+
+def _of_two_tasks() -> Cut:
+    cut = _cut([0, 1], [1, 1, 0], [1])
+    return msgspec.structs.replace(
+        cut, groups=[cut.groups[0], *(msgspec.structs.replace(one, workflow="other") for one in cut.groups[1:])]
+    )
+
+
+def test_a_task_decides_how_many_siblings_its_groups_train_with() -> None:
+    batch = agree_on_batch(
+        place(_of_two_tasks()), [("0-1-0", 0), ("0-0-0", 1)], min_group_size=2, min_group_sizes={"other": 1},
+        rule=AdvantageRule(),
+    )  # fmt: skip
+
+    assert batch.unusable == ["0-0-0"]
+    assert batch.num_groups == 2
+
+
+def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None:
+    batch = agree_on_batch(place(_of_two_tasks()), [], min_group_size=1, rule=AdvantageRule())
+
+    def own(*workflows: str) -> dict[str, object]:
+        line = batch_metrics(batch, [], workflows=workflows)
+        return {key: value for key, value in line.items() if "/" in key}
+
+    assert own("w") == {}
+    assert own("w", "other", "absent") == {
+        "groups/w": 1, "reward/w": 0.5, "groups/other": 2, "reward/other": 0.75, "groups/absent": 0,
+    }  # fmt: skip
 
 
 def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_on_any_rank() -> None:

@@ -1,0 +1,97 @@
+"""The sections about what is asked: data sets, tasks and their shares, held-out data."""
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import Field, model_validator
+
+from areal_async.section import Section
+from areal_async.subjects import TOKEN
+
+
+class DatasetSettings(Section):
+    """Where rows come from, as ``datasets.load_dataset`` takes it."""
+
+    path: str
+    """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory."""
+    name: str | None = None
+    """Configuration of a hub data set; ``None`` takes its default."""
+    split: str = "train"
+    """Split to take; a slice (``train[:100]``) works."""
+
+
+class TaskSamplingSettings(Section):
+    """What of ``rollout.sampling`` is otherwise for one task; ``None`` is the run's."""
+
+    temperature: float | None = Field(default=None, ge=0)
+    """The run's, if anything: the loss knows one temperature."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Smallest set of tokens with this probability."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Only the k likeliest tokens; -1 keeps all."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion of one turn, in tokens."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a turn, besides the end-of-turn token."""
+    ignore_eos: bool | None = None
+    """Go on past the end-of-turn token."""
+
+
+class TaskEvalSettings(Section):
+    """Held-out rows of one task."""
+
+    dataset: DatasetSettings | None = None
+    """Where they come from; ``None`` for no evaluation of this task, unless ``eval.dataset`` names its rows."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows to take, from the first; ``None`` takes ``eval.limit``."""
+
+
+class TaskSettings(Section):
+    """A workflow and the rows it is given, with what is otherwise for it than for the run; ``None`` is the run's."""
+
+    workflow: str = "workflows/gsm8k.py"
+    """Python file, with ``:name`` when the coroutine is not named like the file."""
+    dataset: DatasetSettings
+    ratio: float = Field(default=1.0, gt=0, le=1e6)
+    """How often each of its rows is visited, compared with other tasks' rows: a task's share is ratio times rows.
+    Where all ratios are equal, the rows of all tasks are shuffled together; else each task has its own epochs."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Siblings per prompt."""
+    min_group_size: int | None = Field(default=None, ge=1)
+    """Scored siblings below which a group is not trained."""
+    episode_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a node stores an unfinished sibling as failed."""
+    sampling: TaskSamplingSettings = TaskSamplingSettings()
+    eval: TaskEvalSettings = TaskEvalSettings()
+
+    @property
+    def name(self) -> str:
+        """The workflow's name, a subject token."""
+        stem = self.workflow.partition(":")[2] or Path(self.workflow).stem
+        return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """What of ``rollout`` is otherwise, by the same names; what of ``sampling``, under that name."""
+        own = {name: getattr(self, name) for name in ("group_size", "min_group_size", "episode_deadline_s")}
+        sampling = {name: value for name, value in self.sampling if value is not None}
+        return {name: value for name, value in {**own, "sampling": sampling or None}.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not TOKEN.fullmatch(self.name):
+            raise ValueError(f"workflow: got {self.workflow!r}, need a file that ends in a name")
+        return self
+
+
+class EvalSettings(Section):
+    """Greedy evaluation on held-out rows, beside training and without credits."""
+
+    every_steps: int = Field(default=20, ge=0)
+    """Training steps between evaluations, besides the first and the last; 0 for only these two."""
+    dataset: DatasetSettings | None = None
+    """Held-out rows of the first task; ``None`` for those that each task names (``tasks.0.eval``), if any."""
+    limit: int = Field(default=256, ge=1)
+    """Rows to take of each task, from the first."""
