@@ -412,7 +412,7 @@ class EvalTicket(Record, frozen=True, kw_only=True):
     eval_id: VersionText
     """The weights version the evaluation was asked for."""
     index: Count
-    """Row of the evaluation data set."""
+    """Position among the held-out rows (those of all tasks, one task after another)."""
     workflow: TokenText
     row: dict[str, Any]
     attempt: Count = 0
@@ -436,6 +436,8 @@ class EvalRecord(Record, frozen=True, kw_only=True):
 
     eval_id: VersionText
     step: Count
+    workflow: str = ""
+    """Whose rows they are."""
     accuracy: float
     """Mean reward over the rows that were scored."""
     num_scored: Count

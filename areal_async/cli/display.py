@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
-from areal_async.cli.view import RunView, evaluation_text, event_text, number, step_text, trained_tokens_per_s
+from areal_async.cli.view import RunView, by_task, evaluation_text, event_text, number, step_text, trained_tokens_per_s
 from areal_async.launch.supervisor import Notify
 
 REFRESH_S = 0.5
@@ -73,7 +73,7 @@ class PlainDisplay:
         for line in steps:
             self.notify(step_text(line, self._view))
         for line in evaluations:
-            self.notify(evaluation_text(line))
+            self.notify(evaluation_text(line, self._view))
 
 
 class LiveDisplay:
@@ -148,9 +148,9 @@ def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
         fence = f", fenced: {server['fence']}" if server.get("fence") else ""
         requests = int(number(server, "num_requests"))
         yield f"server {name}", Text(f"version {server.get('version') or 'none'}, {requests} requests{fence}")
-    if view.evaluations:
-        last = [f"{number(line, 'accuracy'):.3f} @{line.get('step', '?')}" for line in view.evaluations[-6:]]
-        yield "eval", Text("  ".join(last))
+    for workflow, evaluations in by_task(view.evaluations, view.settings).items() if view.evaluations else ():
+        last = [f"{number(line, 'accuracy'):.3f} @{line.get('step', '?')}" for line in evaluations[-6:]]
+        yield f"eval {workflow}".strip(), Text("  ".join(last))
     for name, state in sorted(view.roles.items()):
         yield name, Text(str(state))
 

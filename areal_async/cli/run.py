@@ -124,6 +124,8 @@ def check(settings: Settings) -> None:
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
         check_dataset(task.dataset, f"tasks.{index}.dataset")
+        if task.eval.dataset is not None:
+            check_dataset(task.eval.dataset, f"tasks.{index}.eval.dataset")
     if settings.eval.dataset is not None:
         check_dataset(settings.eval.dataset, "eval.dataset")
     check_policies((task.workflow for task in settings.tasks), settings.policies)

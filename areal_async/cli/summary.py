@@ -1,10 +1,10 @@
 """What a run came to: a few lines and ``reward.png``, from the files in its directory alone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_async.cli.tail import Line, read_json_lines
-from areal_async.cli.view import number
+from areal_async.cli.view import by_task, number
 from areal_async.settings import Settings
 from areal_async.types import mean
 
@@ -26,11 +26,13 @@ def summarise(settings: Settings) -> list[str]:
     """Return the lines that end a run, after drawing ``reward.png``; only where things are when nothing was trained."""
     directory = settings.run_directory
     steps = read_json_lines(directory / "metrics.jsonl")
-    evaluations = last_per_step(read_json_lines(directory / "eval.jsonl"))
+    parts = by_task(read_json_lines(directory / "eval.jsonl"), settings)
+    evaluations = {workflow: last_per_step(part) for workflow, part in parts.items()}
     lines = []
     if steps:
         draw(steps, evaluations, directory / "reward.png")
-        lines = [_reward_text(steps), *_accuracy_texts(evaluations), _time_text(steps), _tokens_text(steps)]
+        accuracies = [text for workflow, part in evaluations.items() for text in _accuracy_texts(workflow, part)]
+        lines = [_reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
     return lines + [
         f"{directory / name}: {sentence}" for name, sentence in PLACES.items() if (directory / name).exists()
     ]
@@ -48,12 +50,16 @@ def _reward_text(steps: Sequence[Line]) -> str:
     return f"reward: {mean(first):.3f} over the first {len(first)} steps, {mean(last):.3f} over the last {len(last)}"
 
 
-def _accuracy_texts(evaluations: Sequence[Line]) -> list[str]:
+def _accuracy_texts(workflow: str, evaluations: Sequence[Line]) -> list[str]:
+    of_task = f" of {workflow}" if workflow else ""
     if len(evaluations) < 2:
-        return [f"greedy accuracy: {number(line, 'accuracy'):.3f} at step {line.get('step')}" for line in evaluations]
+        return [
+            f"greedy accuracy{of_task}: {number(line, 'accuracy'):.3f} at step {line.get('step')}"
+            for line in evaluations
+        ]
     first, last = evaluations[0], evaluations[-1]
     return [
-        f"greedy accuracy: {number(first, 'accuracy'):.3f} at step {first.get('step')},"
+        f"greedy accuracy{of_task}: {number(first, 'accuracy'):.3f} at step {first.get('step')},"
         f" {number(last, 'accuracy'):.3f} at step {last.get('step')},"
         f" over {int(number(last, 'num_scored'))} held-out rows"
     ]
@@ -78,8 +84,8 @@ def _tokens_text(steps: Sequence[Line]) -> str:
     return f"trained: {tokens:,} tokens of {trajectories:,} trajectories; dropped as stale {stale:,}, failed {failed:,}"
 
 
-def draw(steps: Sequence[Line], evaluations: Sequence[Line], path: Path) -> None:
-    """Draw reward and accuracy above staleness, per step."""
+def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path: Path) -> None:
+    """Draw reward and each task's accuracy above staleness, per step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a run's end should pay
     from matplotlib.figure import Figure
 
@@ -88,13 +94,14 @@ def draw(steps: Sequence[Line], evaluations: Sequence[Line], path: Path) -> None
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     at = [number(line, "step") for line in steps]
     above.plot(at, [number(line, "reward_mean") for line in steps], label="mean reward of the batch")
-    if evaluations:
-        above.plot(
-            [number(line, "step") for line in evaluations],
-            [number(line, "accuracy") for line in evaluations],
-            marker="o",
-            label="greedy accuracy, held out",
-        )
+    for workflow, part in evaluations.items():
+        if part:
+            above.plot(
+                [number(line, "step") for line in part],
+                [number(line, "accuracy") for line in part],
+                marker="o",
+                label=f"greedy accuracy, held out {workflow}".strip(),
+            )
     below.plot(at, [number(line, "staleness_mean") for line in steps], label="staleness, mean")
     below.plot(at, [number(line, "staleness_max") for line in steps], label="staleness, max", linestyle=":")
     below.set_xlabel("training step")

@@ -5,6 +5,7 @@ present comes from the metrics subjects, where a lost message costs a second.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,15 @@ class RunView:
         return mean([number(line, "reward_mean") for line in self.steps[-num_steps:]])
 
 
+def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[Line]]:
+    """Part evaluations by workflow; where a run has a single one, under an empty name."""
+    if len(settings.tasks) < 2:
+        return {"": list(evaluations)}
+    names = [task.name for task in settings.tasks]
+    parts = {name: [line for line in evaluations if line.get("workflow") == name] for name in names}
+    return {name: part for name, part in parts.items() if part}
+
+
 def event_text(data: bytes) -> str | None:
     """Return one line about an event that is not a record of its own; of one that is told in a sentence, that."""
     message = decode_object(data)
@@ -132,11 +142,12 @@ def step_text(line: Line, view: RunView) -> str:
     )
 
 
-def evaluation_text(line: Line) -> str:
+def evaluation_text(line: Line, view: RunView) -> str:
     """Return the one line that an evaluation is without a terminal."""
     failed = int(number(line, "num_failed"))
+    of_task = f", {line.get('workflow')}" if len(view.settings.tasks) > 1 else ""
     return (
-        f"eval of version {line.get('eval_id', '?')}: accuracy {number(line, 'accuracy'):.3f}"
+        f"eval of version {line.get('eval_id', '?')}{of_task}: accuracy {number(line, 'accuracy'):.3f}"
         f" over {int(number(line, 'num_scored'))} rows" + (f", {failed} failed" if failed else "")
     )
 

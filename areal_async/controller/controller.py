@@ -22,9 +22,10 @@ from areal_async import waits
 from areal_async.bus import Bus, Message
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
-from areal_async.controller.evaluation import Evaluator, Rows, newest_due_step
+from areal_async.controller.evaluation import Evaluator, newest_due_step
 from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.sampler import Share, sampler_of
+from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
 from areal_async.fault_points import reach
@@ -47,30 +48,6 @@ SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
 
 log = structlog.get_logger()
-
-
-class Tasks:
-    """The rows of all tasks, in the order of the settings, and whose they are."""
-
-    def __init__(self, parts: list[tuple[str, Rows]]) -> None:
-        """``parts``: workflow name and its rows."""
-        self._parts = parts
-
-    def __len__(self) -> int:
-        return sum(len(rows) for _, rows in self._parts)
-
-    @property
-    def num_rows(self) -> list[int]:
-        """Of each task."""
-        return [len(rows) for _, rows in self._parts]
-
-    def at(self, index: int) -> tuple[str, dict[str, Any]]:
-        """Return workflow name and row at a position in the concatenation."""
-        for workflow, rows in self._parts:
-            if index < len(rows):
-                return workflow, rows[index]
-            index -= len(rows)
-        raise IndexError(index)
 
 
 class Controller:

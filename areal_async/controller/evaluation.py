@@ -1,33 +1,25 @@
-"""Greedy evaluation of held-out rows: tickets out, results in, one record per evaluated version.
+"""Greedy evaluation of held-out rows: tickets out, results in, one record per evaluated version and task.
 
 Beside training: own subjects, no credits, never trained. What an evaluation has got so far lives in the
 stream until it is whole, so a restarted controller collects it again.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Protocol
 
 import anyio
 import msgspec
 import structlog
 
 from areal_async.bus import Bus, Delivery
-from areal_async.settings import Settings
+from areal_async.controller.tasks import Tasks
 from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version, mean
 
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
 
 log = structlog.get_logger()
-
-
-class Rows(Protocol):
-    """Rows by position, as a ``datasets.Dataset`` gives them."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
 def newest_due_step(step: int, *, every_steps: int, last_step: int) -> int:
@@ -38,27 +30,26 @@ def newest_due_step(step: int, *, every_steps: int, last_step: int) -> int:
 
 
 class Evaluator:
-    """Evaluates one version at a time."""
+    """Evaluates one version at a time, all tasks side by side."""
 
-    def __init__(self, bus: Bus, settings: Settings, rows: Rows, *, file: Path) -> None:
+    def __init__(self, bus: Bus, held_out: Tasks, *, file: Path) -> None:
         self._bus = bus
-        self._rows = rows
+        self._rows = held_out
         self._file = file
-        self._workflow = settings.tasks[0].name
         self.waits_for = ""
 
     async def is_done(self, step: int) -> bool:
         """Whether the evaluation due at this step was made before, in whatever lineage."""
-        record, _ = await self._bus.get(_key(step), EvalRecord)
-        return record is not None
+        records = [(await self._bus.get(_key(step, name), EvalRecord))[0] for name in self._rows.names]
+        return None not in records
 
-    async def evaluate(self, version: Version, *, due_step: int, on_result: Callable[[], None]) -> EvalRecord:
+    async def evaluate(self, version: Version, *, due_step: int, on_result: Callable[[], None]) -> list[EvalRecord]:
         """Answer every row once, under the weights that the servers hold while they do.
 
         A row whose ticket or result could not be read is asked again, ``MAX_ATTEMPTS`` times in all.
 
         Args:
-            version: held when it begins; the record says which ones it spanned.
+            version: held when it begins; the records, one per task, say which ones it spanned.
             due_step: the step at which it was due.
             on_result: told of every result: progress for whoever watches.
         """
@@ -92,22 +83,29 @@ class Evaluator:
                         await self._ask(eval_id, lost, attempt)
                     else:
                         results |= {index: _lost(eval_id, index) for index in lost}
-            record = _summarise(version, list(results.values()))
+            records = self._summarise(version, results.values())
             with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
-                file.write(json.dumps(msgspec.structs.asdict(record)) + "\n")
-            await self._bus.put(_key(due_step), record)
+                file.writelines(json.dumps(msgspec.structs.asdict(record)) + "\n" for record in records)
+            for record in records:
+                await self._bus.put(_key(due_step, record.workflow), record)
             await self._bus.settle(list(deliveries.values()))
         self.waits_for = ""
-        await self._bus.emit(names.events("controller", "0"), record)
-        log.info("evaluation.finished", **msgspec.structs.asdict(record))
-        return record
+        for record in records:
+            await self._bus.emit(names.events("controller", "0"), record)
+            log.info("evaluation.finished", **msgspec.structs.asdict(record))
+        return records
+
+    def _summarise(self, version: Version, results: Collection[EvalResult]) -> list[EvalRecord]:
+        own: dict[str, list[EvalResult]] = {name: [] for name in self._rows.names}
+        for result in results:
+            own[self._rows.name_at(result.index)].append(result)
+        return [_record(version, workflow, part) for workflow, part in own.items()]
 
     async def _ask(self, eval_id: str, indices: Iterable[int], attempt: int) -> None:
         async with anyio.create_task_group() as publishing:
             for index in indices:
-                ticket = EvalTicket(
-                    eval_id=eval_id, index=index, workflow=self._workflow, row=self._rows[index], attempt=attempt
-                )
+                workflow, row = self._rows.at(index)
+                ticket = EvalTicket(eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt)
                 publishing.start_soon(self._publish, ticket)
 
     async def _publish(self, ticket: EvalTicket) -> None:
@@ -116,19 +114,20 @@ class Evaluator:
         await self._bus.publish(subject, ticket, msg_id=msg_id)
 
 
-def _key(step: int) -> str:
-    return f"eval.{step}"
+def _key(step: int, workflow: str) -> str:
+    return f"eval.{step}.{workflow}"
 
 
 def _lost(eval_id: str, index: int) -> EvalResult:
     return EvalResult(eval_id=eval_id, index=index, error=f"its ticket or its result was lost {MAX_ATTEMPTS} times")
 
 
-def _summarise(version: Version, results: list[EvalResult]) -> EvalRecord:
+def _record(version: Version, workflow: str, results: Collection[EvalResult]) -> EvalRecord:
     scored = [result for result in results if not result.error]
     return EvalRecord(
         eval_id=str(version),
         step=version.step,
+        workflow=workflow,
         accuracy=mean([result.reward for result in scored]),
         num_scored=len(scored),
         num_failed=len(results) - len(scored),

@@ -11,8 +11,9 @@ from areal_async import log as logging
 from areal_async import stacks
 from areal_async.bus import Bus, Role, credentials_for, open_bus
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.controller import Controller, Tasks
+from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
+from areal_async.controller.tasks import Tasks
 from areal_async.data import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.settings import Settings
@@ -32,7 +33,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     if 0 in tasks.num_rows:
         raise UserError(f"tasks.{tasks.num_rows.index(0)}.dataset: got no row, need at least one; leave the task out")
     _check_sendable(tasks)
-    held_out = _head(load_rows(settings.eval.dataset), settings.eval.limit) if settings.eval.dataset else None
+    held_out = Tasks([(task.name, _head(load_rows(dataset), limit)) for task, dataset, limit in settings.held_out])
     anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})
 
 
@@ -52,7 +53,7 @@ def _head(rows: Any, limit: int) -> Any:
     return rows.select(range(min(limit, len(rows))))
 
 
-async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tasks, held_out: Any) -> None:
+async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tasks, held_out: Tasks) -> None:
     async with open_bus(
         bus_url,
         names=settings.names,
@@ -61,9 +62,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         ca=settings.bus.ca,
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
-        evaluator = (
-            Evaluator(bus, settings, held_out, file=run_directory / "eval.jsonl") if held_out is not None else None
-        )
+        evaluator = Evaluator(bus, held_out, file=run_directory / "eval.jsonl") if len(held_out) else None
         accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
         controller = Controller(bus, settings, tasks, evaluator, accounts=accounts)
         try:

@@ -13,7 +13,8 @@ import pytest
 
 from areal_async.bus import Bus, Role, declare
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.controller import Controller, Tasks
+from areal_async.controller.controller import Controller
+from areal_async.controller.tasks import Tasks
 from areal_async.receipts import Receipts
 from areal_async.rollout import publish
 from areal_async.rollout.publish import Backpressure, Outbox

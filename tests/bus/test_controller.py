@@ -11,9 +11,10 @@ import pytest
 
 from areal_async.bus import Bus, Role
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.controller import Controller, Tasks
+from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.sampler import Sampler
+from areal_async.controller.tasks import Tasks
 from areal_async.errors import ConflictError, PipelineError
 from areal_async.settings import (
     BusSettings,
@@ -111,7 +112,8 @@ async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any 
 
 
 def _controller(bus: Bus, settings: Settings, held_out: Any = None) -> Controller:
-    evaluator = Evaluator(bus, settings, held_out, file=settings.run.directory / "eval.jsonl") if held_out else None
+    own = held_out if isinstance(held_out, Tasks) else Tasks([("w", held_out or [])])
+    evaluator = Evaluator(bus, own, file=settings.run.directory / "eval.jsonl") if len(own) else None
     accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
     return Controller(bus, settings, Tasks([("w", ROWS)]), evaluator, accounts=accounts)
 
@@ -263,6 +265,55 @@ async def test_the_first_evaluation_comes_before_the_first_admission(
 
         assert len(await world.tickets(4, controller)) == 4
     assert '"accuracy": 0.333' in (settings.run.directory / "eval.jsonl").read_text()
+
+
+async def test_every_task_is_evaluated_on_its_own_rows_while_prompts_are_admitted(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    """At the second evaluation, which nobody answers yet, admission goes on."""
+    names, node = world.node.names, world.node
+    held_out = Tasks([("w", ROWS[:2]), ("other", ROWS[2:5])])
+    both = settings.model_copy(update={"eval": EvalSettings(every_steps=1)})
+
+    async def answer(inbox: Any, eval_id: str, *, newest: str) -> list[tuple[str, int]]:
+        asked: list[tuple[str, int]] = []
+        with anyio.fail_after(15):
+            while len(asked) < 5:
+                for delivery in await inbox.fetch(8, wait_s=2.0):
+                    one = decode(delivery.data, EvalTicket)
+                    assert one.eval_id == eval_id
+                    asked.append((one.workflow, int(one.row["question"])))
+                    result = EvalResult(
+                        eval_id=eval_id,
+                        index=one.index,
+                        reward=float(one.workflow == "w"),
+                        oldest=eval_id,
+                        newest=newest,
+                    )
+                    await node.publish(names.eval_results(one.workflow), result)
+                    await delivery.ack()
+        return sorted(asked)
+
+    await world.hold("1-0")
+    async with (
+        node.consume(names.eval_stream, names.eval_nodes_consumer) as inbox,
+        controlling(open_role, both, held_out=held_out) as controller,
+    ):
+        asked = await answer(inbox, "1-0", newest="1-0")
+        first = await world.tickets(4, controller)
+        await world.cut(CutKind.CUT, 1, [one.group_id for one in first[:2]])
+        await world.hold("1-1")
+        assert len(await world.tickets(6, controller)) == 6
+        assert await answer(inbox, "1-1", newest="1-2") == asked
+        file = settings.run.directory / "eval.jsonl"
+        await until(lambda: len(file.read_text().splitlines()) == 4)
+
+    assert asked == [("other", 2), ("other", 3), ("other", 4), ("w", 0), ("w", 1)]
+    lines = [msgspec.json.decode(line) for line in file.read_text().splitlines()]
+    assert [(one["workflow"], one["step"], one["accuracy"], one["num_scored"]) for one in lines] == [
+        ("w", 0, 1.0, 2), ("other", 0, 0.0, 3), ("w", 1, 1.0, 2), ("other", 1, 0.0, 3),
+    ]  # fmt: skip
+    assert [(one["oldest"], one["newest"]) for one in lines] == [("1-0", "1-0")] * 2 + [("1-1", "1-2")] * 2
 
 
 async def test_a_run_that_stands_still_says_who_waits_for_whom(

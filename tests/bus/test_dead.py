@@ -13,7 +13,8 @@ from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.cli.dead import AGAIN, DEAD, WAITING, DeadLetter, read_register, readmit, show
 from areal_async.cli.main import main
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.controller import Controller, Tasks
+from areal_async.controller.controller import Controller
+from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings

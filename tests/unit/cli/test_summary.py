@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.cli.summary import last_per_step, summarise
-from areal_async.settings import RunSettings, Settings
+from areal_async.settings import DatasetSettings, RunSettings, Settings, TaskSettings
 
 
 @pytest.fixture
@@ -49,6 +49,29 @@ def test_summary_compares_the_ends_and_draws_the_curve(settings: Settings) -> No
     ]
     assert f"{directory / 'model'}: the trained model, a Hugging Face folder" in lines
     assert (directory / "reward.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_summary_compares_each_task_with_itself(settings: Settings) -> None:
+    rows = DatasetSettings(path="x")
+    both = settings.model_copy(
+        update={"tasks": (TaskSettings(workflow="a.py", dataset=rows), TaskSettings(workflow="b.py", dataset=rows))}
+    )
+    directory = settings.run_directory
+    _write(directory / "metrics.jsonl", [{"step": 1, "reward_mean": 0.5}])
+    _write(
+        directory / "eval.jsonl",
+        [
+            {"step": step, "workflow": workflow, "accuracy": accuracy, "num_scored": 8}
+            for workflow, step, accuracy in (("a", 0, 0.25), ("b", 0, 0.5), ("a", 9, 0.75), ("b", 9, 1.0))
+        ],
+    )
+
+    lines = summarise(both)
+
+    assert lines[1:3] == [
+        "greedy accuracy of a: 0.250 at step 0, 0.750 at step 9, over 8 held-out rows",
+        "greedy accuracy of b: 0.500 at step 0, 1.000 at step 9, over 8 held-out rows",
+    ]
 
 
 def test_run_that_trained_nothing_only_says_where_things_are(settings: Settings) -> None:

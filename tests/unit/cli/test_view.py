@@ -11,7 +11,7 @@ from rich.console import Console
 from areal_async.cli.display import PlainDisplay, render, sparkline
 from areal_async.cli.tail import JsonLines, read_json_lines
 from areal_async.cli.view import RunView, event_text
-from areal_async.settings import RolloutSettings, RunSettings, Settings
+from areal_async.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 
 METRICS = "areal.g.metrics."
 _CONTROLLER = b'{"state": "admitting", "waits_for": "credit", "in_flight": 10, "credits": 2}'
@@ -147,6 +147,26 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) ->
         "eval of version 1-20: accuracy 0.500 over 256 rows",
     ]
     assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20"]
+
+
+def test_each_of_several_tasks_is_shown_with_its_own_evaluations(view: RunView) -> None:
+    tasks = tuple(TaskSettings(workflow=f"{name}.py", dataset=DatasetSettings(path="x")) for name in ("a", "b"))
+    view.settings = view.settings.model_copy(update={"tasks": tasks})
+    output = io.StringIO()
+    lines = [
+        {"eval_id": "1-0", "step": 0, "workflow": name, "accuracy": accuracy, "num_scored": 8}
+        for name, accuracy in (("a", 0.25), ("b", 0.5))
+    ]
+    _append(view.settings.run_directory / "eval.jsonl", *lines)
+
+    PlainDisplay(view, output).write_news()
+
+    assert output.getvalue().splitlines() == [
+        "eval of version 1-0, a: accuracy 0.250 over 8 rows",
+        "eval of version 1-0, b: accuracy 0.500 over 8 rows",
+    ]
+    assert "eval a  0.250 @0" in _drawn(view)
+    assert "eval b  0.500 @0" in _drawn(view)
 
 
 def _drawn(view: RunView) -> str:
