@@ -6,9 +6,20 @@ Importing this package is cheap; the names that workflows and rewards use are lo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_async.contracts import Act, Message, Policy, Reply, Rewards, ToolCall, ToolResult, Workflow
+    from areal_async.contracts import (
+        Act,
+        DescribedTool,
+        Message,
+        Policy,
+        Reply,
+        Rewards,
+        ToolCall,
+        ToolResult,
+        Workflow,
+    )
     from areal_async.errors import Reject, ToolError
     from areal_async.rollout.rewards import reward
+    from areal_async.rollout.tools.mcp import mcp_tools, shared_mcp_tools
     from areal_async.rollout.tools.schema import tool
     from areal_async.types import Prompt
 
@@ -16,6 +27,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Act": "areal_async.contracts",
+    "DescribedTool": "areal_async.contracts",
     "Message": "areal_async.contracts",
     "Policy": "areal_async.contracts",
     "Prompt": "areal_async.types",
@@ -26,12 +38,15 @@ _HOMES = {
     "ToolError": "areal_async.errors",
     "ToolResult": "areal_async.contracts",
     "Workflow": "areal_async.contracts",
+    "mcp_tools": "areal_async.rollout.tools.mcp",
     "reward": "areal_async.rollout.rewards",
+    "shared_mcp_tools": "areal_async.rollout.tools.mcp",
     "tool": "areal_async.rollout.tools.schema",
 }
 
 __all__ = [
     "Act",
+    "DescribedTool",
     "Message",
     "Policy",
     "Prompt",
@@ -42,7 +57,9 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "Workflow",
+    "mcp_tools",
     "reward",
+    "shared_mcp_tools",
     "tool",
 ]
 

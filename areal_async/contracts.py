@@ -7,7 +7,7 @@ A workflow needs nothing else of this package, and nothing here knows where or h
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, overload
+from typing import Any, Protocol, Self, overload, runtime_checkable
 
 from areal_async.types import Prompt
 
@@ -18,8 +18,30 @@ Rewards = float | Mapping[str, float]
 """One number for the trajectory, or ``{reply.id: reward}`` for credit per turn."""
 
 
-ToolLike = Callable[..., Any] | Mapping[str, Any]
-"""A plain typed function, async or not; or a schema as OpenAI writes it, of a tool that the workflow runs itself."""
+@runtime_checkable
+class DescribedTool(Protocol):
+    """A tool that brings its own schema and runs itself, such as one of an MCP server (``mcp_tools``)."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """As OpenAI writes it: ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``."""
+        ...
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Its own deadline for one call, in seconds; ``None`` takes the one of ``act``."""
+        ...
+
+    async def call(self, arguments: Mapping[str, Any]) -> Any:
+        """Run it on what the model wrote, unchecked. What it raises is told to the model."""
+        ...
+
+
+RunnableTool = Callable[..., Any] | DescribedTool
+"""A plain typed function, async or not, or a tool that brings its schema."""
+
+ToolLike = RunnableTool | Mapping[str, Any]
+"""What the model may be told of: a tool, or the schema alone, as OpenAI writes it, of one that the workflow runs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,7 +194,7 @@ class Policy(Protocol):
     async def act(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Callable[..., Any]],
+        tools: Sequence[RunnableTool],
         *,
         max_turns: int = 8,
         tool_timeout_s: float = 30.0,
@@ -185,7 +207,8 @@ class Policy(Protocol):
 
         Args:
             tools: plain typed functions, async or not; the model is told their signatures and docstrings. One that is
-                not async runs in a thread, and nothing of it may belong to the event loop.
+                not async runs in a thread, and nothing of it may belong to the event loop. Tools that bring their
+                schema (``DescribedTool``) stand beside them.
             max_turns: replies of the model, at the most; what the last of them calls is not run.
             tool_timeout_s: for one call of a tool that has no deadline of its own (``@tool(timeout_s=...)``).
 

@@ -12,7 +12,7 @@ import anyio
 import msgspec
 from pydantic import ValidationError
 
-from areal_async.contracts import Act, Message, Reply, ToolCall, ToolLike, ToolResult
+from areal_async.contracts import Act, Message, Reply, RunnableTool, ToolCall, ToolLike, ToolResult
 from areal_async.errors import WorkflowError
 from areal_async.inference.pool import Server
 from areal_async.rollout.conversation import Conversations, Opening
@@ -180,7 +180,7 @@ class RecordingPolicy:
     async def act(
         self,
         messages: Sequence[Message],
-        tools: Sequence[Callable[..., Any]],
+        tools: Sequence[RunnableTool],
         *,
         max_turns: int = 8,
         tool_timeout_s: float = TOOL_TIMEOUT_S,

@@ -39,6 +39,7 @@ LAYERS = (
 ONLY_IN = {
     "nats": ("bus",),
     "httpx": ("inference",),
+    "mcp": ("rollout/tools",),
     "torch": ("trainer", "algorithms", "inference/embedded", "weight_group.py"),
 }
 OURS = {"areal_async", "workflows", "rewards", "tools", "tests"}

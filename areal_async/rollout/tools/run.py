@@ -18,7 +18,7 @@ import msgspec
 from anyio.lowlevel import RunVar
 
 from areal_async import waits
-from areal_async.contracts import ToolCall, ToolResult
+from areal_async.contracts import RunnableTool, ToolCall, ToolResult
 from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.tools.schema import Tool, describe_tool
@@ -35,13 +35,13 @@ MAX_CALLS_PER_REPLY = 16
 class Toolbox:
     """The tools of one ``act``."""
 
-    def __init__(self, tools: Sequence[Callable[..., Any]], *, timeout_s: float) -> None:
-        """Take plain functions; ``timeout_s`` holds for those that have no deadline of their own.
+    def __init__(self, tools: Sequence[RunnableTool], *, timeout_s: float) -> None:
+        """Take what may be called; ``timeout_s`` holds for those that have no deadline of their own.
 
         Raises:
             WorkflowError: one cannot be a tool, or two have one name.
         """
-        described = [describe_tool(function) for function in tools]
+        described = [describe_tool(tool) for tool in tools]
         self._tools = {tool.name: tool for tool in described}
         self._timeout_s = timeout_s
         if len(self._tools) < len(described):

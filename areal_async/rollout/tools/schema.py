@@ -1,4 +1,4 @@
-"""A function -> what the model is told of it (JSON schema), and its arguments, checked against its types."""
+"""A tool -> what the model is told of it (JSON schema), and how it is called: a function's arguments are checked."""
 
 import functools
 import inspect
@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
+from areal_async.contracts import DescribedTool, RunnableTool
 from areal_async.errors import WorkflowError
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -24,13 +25,14 @@ _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONL
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Tool:
-    """A function, as a model may call it."""
+    """A function or a described tool, as a model may call it."""
 
     name: str
     function: Callable[..., Any]
     schema: dict[str, Any]
     """As OpenAI writes it: ``{"type": "function", "function": {...}}``."""
-    arguments: type[msgspec.Struct]
+    arguments: type[msgspec.Struct] | None
+    """What they are checked against; ``None`` leaves that to the tool."""
     timeout_s: float | None
     """Its own deadline, where it has one."""
 
@@ -40,6 +42,8 @@ class Tool:
         Raises:
             msgspec.ValidationError: they do not fit. Its message is fit for a model to read.
         """
+        if self.arguments is None:
+            return dict(arguments)
         checked = msgspec.convert(arguments, self.arguments, strict=False)
         return {name: getattr(checked, name) for name in arguments}
 
@@ -54,12 +58,30 @@ def tool(*, timeout_s: float) -> Callable[[F], F]:
     return mark
 
 
-def describe_tool(function: Callable[..., Any]) -> Tool:
-    """Read a tool's schema off its signature and docstring (Google's or Sphinx's way of writing parameters).
+def describe_tool(tool: RunnableTool) -> Tool:
+    """Return a tool's own description, or read a function's off its signature and docstring.
 
     Raises:
         WorkflowError: no name, or a parameter that has no type, or none that JSON can carry.
     """
+    return _take_description(tool) if isinstance(tool, DescribedTool) else _describe_function(tool)
+
+
+def _take_description(tool: DescribedTool) -> Tool:
+    schema = dict(tool.schema)
+    function = schema.get("function")
+    name = function.get("name") if isinstance(function, Mapping) else None
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise WorkflowError(f"tool: got name {name!r:.100} in a schema, need letters, digits, _ and -, at most 64")
+
+    async def call(**arguments: Any) -> Any:
+        return await tool.call(arguments)
+
+    return Tool(name=name, function=call, schema=schema, arguments=None, timeout_s=tool.timeout_s)
+
+
+def _describe_function(function: Callable[..., Any]) -> Tool:
+    """Read Google's or Sphinx's way of writing parameters."""
     name = getattr(function, "__name__", "")
     if not callable(function) or not _NAME.fullmatch(name):
         raise WorkflowError(f"tool {function!r:.100}: need a function with a name of letters, digits, _ and -")
