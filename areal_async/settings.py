@@ -157,6 +157,9 @@ class InferenceSettings(Section):
     """Tokens per streamed event: fewer events cost less on both sides."""
     flags: tuple[str, ...] = ()
     """Passed on to the server as they are."""
+    tool_call_parser: str | None = None
+    """SGLang's parser that finds the tool calls in replies, by its name there (``qwen25``, ``llama3``, ...), asked for
+    each reply to a model with tools; ``None`` finds them here, by the format that the model's chat template teaches."""
     first_token_deadline_s: float = Field(default=300.0, gt=0)
     """Seconds from sending a request to its first event."""
     between_tokens_deadline_s: float = Field(default=120.0, gt=0)

@@ -17,6 +17,7 @@ from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
 from areal_async.errors import UserError
 from areal_async.host import visible_gpus
+from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run import launch
@@ -119,7 +120,7 @@ def check(settings: Settings) -> None:
     """Refuse what can be seen to be wrong without importing or fetching anything.
 
     Raises:
-        UserError: a workflow, a data set, a policy, a model or the servers' interpreter is not there.
+        UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
@@ -133,6 +134,7 @@ def check(settings: Settings) -> None:
     for name, policy in settings.frozen_policies.items():
         check_model(str(policy.path), f"policies.{name}.path")
     check_interpreter(settings.inference.python)
+    check_tool_call_parser(settings)
 
 
 def _same_workflow(left: str, right: str) -> bool:

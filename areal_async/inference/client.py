@@ -19,6 +19,7 @@ import structlog
 
 from areal_async import waits
 from areal_async.errors import GenerationError
+from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
@@ -59,6 +60,9 @@ class InferenceClient:
         self._vocab_size = vocab_size
         self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
+        parser = settings.tool_call_parser
+        self.call_parser = EngineCallParser(pool, self.administration, name=parser) if parser is not None else None
+        """The servers' own, where ``inference.tool_call_parser`` names one."""
         self._resources = AsyncExitStack()
 
     async def __aenter__(self) -> Self:

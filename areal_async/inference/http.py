@@ -217,6 +217,13 @@ class ServerApi:
         """End every request that it has taken up; each answers what it had so far."""
         await self._call("POST", "/abort_request", {"abort_all": True}, deadline_s)
 
+    async def parse_calls(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, parser: str, deadline_s: float
+    ) -> dict[str, Any]:
+        """Have its own parser find the tool calls in what the model wrote."""
+        body = {"text": text, "tools": tools, "tool_call_parser": parser}
+        return await self._call("POST", "/parse_function_call", body, deadline_s)
+
     async def _order(self, route: str, body: Mapping[str, Any], deadline_s: float) -> dict[str, Any]:
         answer = await self._call("POST", route, body, deadline_s)
         if not answer.get("success", False):

@@ -112,6 +112,7 @@ class _Node:
                         workflows=workflows,
                         frozen=frozen,
                         endpoint=endpoint,
+                        call_parser=client.call_parser,
                     )
                     services.start_soon(self._watch.run_beats)
                     services.start_soon(run_metrics, place, self._fleet.pool, self._watch)

@@ -14,11 +14,12 @@ from pydantic import ValidationError
 
 from areal_async.contracts import Act, Message, Reply, RunnableTool, ToolCall, ToolLike, ToolResult
 from areal_async.errors import WorkflowError
+from areal_async.inference.call_parser import FoundCalls
 from areal_async.inference.pool import Server
 from areal_async.rollout.conversation import Conversations, Opening
 from areal_async.rollout.stream import RecordingStream
 from areal_async.rollout.text import TextCodec
-from areal_async.rollout.tools.parse import Parsed, parse_reply
+from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.tools.schema import describe_tool
 from areal_async.settings import SamplingSettings
@@ -57,6 +58,14 @@ class Record:
     num_tool_errors: int = 0
 
 
+class CallParser(Protocol):
+    """What a policy needs of the servers' own parser of tool calls."""
+
+    async def find(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+    ) -> FoundCalls: ...
+
+
 class RecordingPolicy:
     """One trajectory's ``contracts.Policy``."""
 
@@ -67,6 +76,7 @@ class RecordingPolicy:
         sampling: SamplingSettings,
         *,
         name: str,
+        call_parser: CallParser | None = None,
         role: str = "",
         trajectory: Record | None = None,
         is_trained: bool = True,
@@ -74,11 +84,13 @@ class RecordingPolicy:
         """Take ``name`` as the beginning of its replies' ids.
 
         Args:
+            call_parser: where the servers' own is to find the tool calls, instead of ours.
             role: what the workflow calls it; empty for ``policy`` itself.
             trajectory: the record of the policy that it speaks beside; ``None`` for a record of its own.
             is_trained: ``False`` keeps what it says out of the trajectory, all but ``info``.
         """
         self._generator = generator
+        self._call_parser = call_parser
         self._codec = codec
         self.sampling = sampling
         self._name = name
@@ -125,6 +137,11 @@ class RecordingPolicy:
         self._trajectory.info = info
 
     @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls; ``None`` where only the servers' parser knows."""
+        return self._codec.tool_format if self._call_parser is None else None
+
+    @property
     def base_url(self) -> str:
         """A policy has an address on a node (``endpoint``)."""
         raise WorkflowError("policy.base_url: got a policy without an endpoint, need one on a node")
@@ -151,7 +168,8 @@ class RecordingPolicy:
             raise WorkflowError(f"policy call: got n={n!r}, need 1 to {MAX_REPLIES}, or none for a single reply")
         opening = self._open(messages, tools)
         turns = await self._generate(opening.prompt_ids, params, 1 if n is None else n)
-        replies = [self._record(turn, opening) for turn in turns]
+        parsed = [await self._parse(turn, opening) for turn in turns]
+        replies = [self._record(turn, opening, found) for turn, found in zip(turns, parsed, strict=True)]
         return replies[0] if n is None else replies
 
     def stream(
@@ -165,7 +183,7 @@ class RecordingPolicy:
             turn, self._server = await self._generator.generate(
                 opening.prompt_ids, params, preferred=self._server, on_tokens=on_tokens
             )
-            return self._record(turn, opening)
+            return self._record(turn, opening, await self._parse(turn, opening))
 
         self._streams.append(stream := RecordingStream(generate, self._codec))
         return stream
@@ -175,7 +193,7 @@ class RecordingPolicy:
         params = self._sampling_params(sampling)
         ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         (turn,) = await self._generate(ids, params, 1)
-        return self._record(turn, None)
+        return self._record(turn, None, await self._parse(turn, None))
 
     async def act(
         self,
@@ -234,7 +252,17 @@ class RecordingPolicy:
                     generating.start_soon(generate_one, number)
         return [turns[number] for number in range(num_turns)]
 
-    def _record(self, turn: Turn, opening: Opening | None) -> Reply:
+    async def _parse(self, turn: Turn, opening: Opening | None) -> Parsed:
+        """Take a reply apart where the model was given tools."""
+        if opening is None or not opening.tools:
+            return Parsed(self._codec.decode(turn.output_ids), [])
+        written = self._codec.decode_reply(turn.output_ids)
+        if self._call_parser is None:
+            return parse_reply(written, self._codec.tool_format)
+        found = await self._call_parser.find(written, opening.tools, preferred=self._server)
+        return Parsed(found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
+
+    def _record(self, turn: Turn, opening: Opening | None, parsed: Parsed) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""
         if self._role:
             turn = msgspec.structs.replace(turn, role=self._role)
@@ -242,9 +270,6 @@ class RecordingPolicy:
         reply_id = f"{self._name}.{len(self.turns)}"
         self.reply_ids.append(reply_id)
         text = self._codec.decode(turn.output_ids)
-        parsed = Parsed(text, [])
-        if opening is not None and opening.tools:
-            parsed = parse_reply(self._codec.decode_reply(turn.output_ids), self._codec.tool_format)
         calls = [
             ToolCall(id=self._next_call_id(), name=call.name, arguments=call.arguments, error=call.error)
             for call in parsed.calls

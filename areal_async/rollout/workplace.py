@@ -12,7 +12,7 @@ from areal_async.receipts import Receipts
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.named import FrozenModel, with_policies
-from areal_async.rollout.policy import Generator
+from areal_async.rollout.policy import CallParser, Generator
 from areal_async.rollout.publish import Backpressure
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.workflows import policies_taken
@@ -48,6 +48,8 @@ class Workplace:
     """By the names of their policies."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""
+    call_parser: CallParser | None = None
+    """The servers' own parser of tool calls, where it is to be used."""
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
@@ -59,7 +61,9 @@ class Workplace:
 
     def policy(self, sampling: SamplingSettings, *, name: str) -> ServedPolicy:
         """Return a new trajectory's policy."""
-        return ServedPolicy(self.generator, self.codec, sampling, name=name, endpoint=self.endpoint)
+        return ServedPolicy(
+            self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
+        )
 
     def workflow(self, name: str) -> Workflow:
         """Return the workflow of a ticket, given the policies that it takes beside ``policy``.

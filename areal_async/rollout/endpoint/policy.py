@@ -9,7 +9,7 @@ from areal_async.errors import RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.policy import Generator, Record, RecordingPolicy
+from areal_async.rollout.policy import CallParser, Generator, Record, RecordingPolicy
 from areal_async.rollout.text import TextCodec
 from areal_async.settings import SamplingSettings
 from areal_async.types import Prompt
@@ -26,11 +26,21 @@ class ServedPolicy(RecordingPolicy):
         *,
         name: str,
         endpoint: Endpoint,
+        call_parser: CallParser | None = None,
         role: str = "",
         trajectory: Record | None = None,
         is_trained: bool = True,
     ) -> None:
-        super().__init__(generator, codec, sampling, name=name, role=role, trajectory=trajectory, is_trained=is_trained)
+        super().__init__(
+            generator,
+            codec,
+            sampling,
+            name=name,
+            call_parser=call_parser,
+            role=role,
+            trajectory=trajectory,
+            is_trained=is_trained,
+        )
         self._endpoint = endpoint
         self._session: Session | None = None
         self._base_url = ""
@@ -62,6 +72,7 @@ class ServedPolicy(RecordingPolicy):
                 sampling,
                 name=self._name,
                 endpoint=self._endpoint,
+                call_parser=self._call_parser,
                 role=role,
                 trajectory=self._trajectory,
             )

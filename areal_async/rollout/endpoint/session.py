@@ -23,7 +23,7 @@ from areal_async.rollout.endpoint.held_text import HeldText
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.text import TextCodec
-from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG
+from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, ToolFormat
 from areal_async.types import Turn
 
 MAX_RUNNING = 256
@@ -41,6 +41,11 @@ class Recorder(Protocol):
     @property
     def reply_ids(self) -> list[str]:
         """One per turn, in their order."""
+        ...
+
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes calls, where that is known here."""
         ...
 
     async def chat(
@@ -169,8 +174,10 @@ class Session:
         return {**call.sampling, "max_new_tokens": min(wanted, self._max_new_tokens)}
 
     def _held_text(self, call: Call) -> HeldText:
-        tool_format = self._codec.tool_format if call.tools else None
-        holds_all = tool_format == "hermes" and not self._tags_are_seen
+        if not call.tools:
+            return HeldText(tool_format=None, stop=call.stop)
+        tool_format = self._policy.tool_format
+        holds_all = tool_format is None or (tool_format == "hermes" and not self._tags_are_seen)
         return HeldText(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
     def _take(self, call: Call, reply: Reply) -> Said:

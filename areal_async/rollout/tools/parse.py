@@ -47,6 +47,11 @@ def guess_format(template: str) -> ToolFormat:
     return "hermes" if OPEN_TAG in template else "json"
 
 
+def read_found(name: str, parameters: str) -> WrittenCall:
+    """Return a call that the serving engine's parser has found; ``parameters`` is JSON, if all is well."""
+    return _call_of({"name": name, "arguments": parameters})
+
+
 def _parse_hermes(text: str) -> Parsed:
     calls = [_read_call(found) for found in _HERMES_CALL.findall(text)]
     return Parsed(_HERMES_CALL.sub("", text).strip() if calls else text, calls)

@@ -1,12 +1,16 @@
 """The policy records every call token for token; what the model said is never tokenized again."""
 
 import json
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import anyio
 import pytest
 
 from areal_async.contracts import Reply
 from areal_async.errors import GenerationError, WorkflowError
+from areal_async.inference.call_parser import FoundCall, FoundCalls
+from areal_async.inference.pool import Server
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.settings import SamplingSettings
@@ -283,3 +287,39 @@ async def test_workflow_may_run_tools_itself_and_name_them_by_schema() -> None:
 
     assert last.text == "5"
     assert len(merge_turns(policy.turns)) == 1
+
+
+class ScriptedParser:
+    """A server's parser, which knows another way of writing calls than ours."""
+
+    def __init__(self, *found: FoundCalls) -> None:
+        self.found = list(found)
+        self.texts: list[str] = []
+
+    async def find(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+    ) -> FoundCalls:
+        assert [tool["function"]["name"] for tool in tools] == ["add"]
+        assert preferred is not None
+        self.texts.append(text)
+        return self.found.pop(0)
+
+
+async def test_calls_are_found_by_the_servers_parser_where_it_is_to() -> None:
+    _, model = actor("I add. @add(2,3)", "@add(", "5")
+    parser = ScriptedParser(
+        FoundCalls("I add.", [FoundCall("add", '{"a":2,"b":3}')]),
+        FoundCalls("", [FoundCall("add", "[2, 3]")]),
+        FoundCalls("5", []),
+    )
+    policy = RecordingPolicy(
+        model, codec_with("hermes"), SamplingSettings(max_new_tokens=99), name="uid", call_parser=parser
+    )
+
+    done = await policy.act(QUESTION, [add])
+
+    assert parser.texts == ["I add. @add(2,3)", "@add(", "5"]
+    assert done.messages[1]["content"] == "I add."
+    assert [result.is_error for result in done.results] == [False, True]
+    assert "the arguments of 'add' are no object" in done.results[1].text
+    assert (done.text, policy.tool_format, len(merge_turns(policy.turns))) == ("5", None, 1)

@@ -1,7 +1,7 @@
 """The official clients talk to a policy as they do to their own services, and the policy keeps every token."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -9,6 +9,8 @@ import anthropic
 import openai
 import pytest
 
+from areal_async.inference.call_parser import FoundCall, FoundCalls
+from areal_async.inference.pool import Server
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.merge import merge_turns
 from tests.unit.rollout.endpoint.places import CALL, END, PARAMETERS, QUESTION, said, served, speaker
@@ -96,6 +98,29 @@ async def test_chat_streams_tool_calls_in_three_turns(text: str) -> None:
 
     assert messages[-1]["content"] == "It is 5."
     assert_one_sequence(policy, text, CALL, "It is 5.")
+
+
+class AtSigns:
+    """A server's parser of another way of writing calls."""
+
+    async def find(
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+    ) -> FoundCalls:
+        content, found, arguments = text.partition("@add")
+        return FoundCalls(content, [FoundCall("add", arguments)] if found else [])
+
+
+async def test_chat_streams_nothing_that_the_servers_parser_may_take_for_a_call() -> None:
+    text = 'I add. @add{"a":2,"b":3}'
+    async with served(speaker(text), call_parser=AtSigns()) as policy, openai_client(policy) as client:
+        async with client.chat.completions.stream(model="m", messages=QUESTIONS, tools=CHAT_TOOLS) as stream:
+            told = [event.delta async for event in stream if event.type == "content.delta"]
+            choice = (await stream.get_final_completion()).choices[0]
+
+    assert "".join(told) == choice.message.content == "I add. "
+    assert choice.message.tool_calls is not None
+    assert [call.function.arguments for call in choice.message.tool_calls] == ['{"a":2,"b":3}']
+    assert_one_sequence(policy, text)
 
 
 async def test_chat_streams_several_choices_with_logprobs_and_usage() -> None:
