@@ -11,6 +11,7 @@ TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 
 ADMITTED = "admitted"
 CHECKPOINT = "checkpoint"
+CONTROL = "control"
 LINEAGE = "lineage"
 RUN_STATE = "run"
 
@@ -114,6 +115,14 @@ class Names:
     def all_events(self) -> str:
         return f"areal.{self.run}.events.>"
 
+    def status(self, role: str, instance: str = "0") -> str:
+        """Where one process answers what it does now."""
+        return f"areal.{self.run}.status.{_token(role)}.{_token(instance)}"
+
+    def control(self, order: str) -> str:
+        """Where the controller takes an order."""
+        return f"areal.{self.run}.control.{_token(order)}"
+
     # consumers
     @property
     def nodes_consumer(self) -> str:
@@ -137,6 +146,10 @@ class Names:
 
     def server_key(self, server_id: str) -> str:
         return f"server.{_token(server_id)}"
+
+    def crew_key(self, crew: str) -> str:
+        """How processes that live and die together fare; the launcher writes it."""
+        return f"crew.{_token(crew)}"
 
     def fleet_key(self, node_id: str) -> str:
         """How many servers a node is to have; the operator writes it."""

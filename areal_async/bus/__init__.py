@@ -18,6 +18,7 @@ from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription,
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
+from areal_async.bus.service import Endpoint, Report, ask_service, gather_reports, serving
 from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer_consumer
 from areal_async.bus.sweep import Sweep
 
@@ -26,21 +27,26 @@ __all__ = [
     "Connection",
     "Delivery",
     "EmbeddedBroker",
+    "Endpoint",
     "HeldError",
     "Inbox",
     "Message",
     "Published",
+    "Report",
     "Role",
     "StreamState",
     "Subscription",
     "Sweep",
+    "ask_service",
     "connect",
     "copied_broker",
     "credentials_for",
     "credentials_path",
     "declare",
     "delete_run",
+    "gather_reports",
     "list_runs",
     "open_bus",
+    "serving",
     "take_trainer_consumer",
 ]

@@ -1,4 +1,4 @@
-"""One connection to the broker: the only module that imports the client library.
+"""One connection to the broker: the only module, besides ``service``, that imports the client library.
 
 It adds what the library leaves open. A request ends as soon as the connection is lost, so that it can
 be retried at once; a denied subject fails its request quickly instead of by timeout; connecting says
@@ -146,6 +146,11 @@ class Connection:
     def is_connected(self) -> bool:
         """Whether the broker can be reached now, as far as is known."""
         return bool(self._raw.is_connected) and self._connected.is_set()
+
+    @property
+    def client(self) -> nats.aio.client.Client:
+        """The library's own, for what it builds on top of itself (``service``)."""
+        return self._raw
 
     @property
     def is_closed(self) -> bool:

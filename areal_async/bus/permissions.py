@@ -7,7 +7,10 @@ cursor, and only the operator declares and deletes. Acks are granted per stream.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
+
+SERVICES_INBOX = "_INBOX_services"
+"""Where operators hear what services answer; apart from their inbox, where only the broker is to be believed."""
 
 
 class Role(StrEnum):
@@ -44,18 +47,21 @@ def permissions(role: Role, names: Names) -> Permissions:
         f"{run}.events.operator.>",
         f"$KV.{names.bucket}.>",
     ]
+    if role is not Role.OPERATOR:
+        publish.append(f"{SERVICES_INBOX}.>")
+        subscribe += [*_discovery(role), f"{run}.status.{role}.>"]
     match role:
         case Role.OPERATOR:
-            publish += ["$JS.API.>", "$JS.ACK.>", f"{run}.>", f"$KV.{names.bucket}.>"]
-            subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>"]
+            publish += ["$JS.API.>", "$JS.ACK.>", "$SRV.>", f"{run}.>", f"$KV.{names.bucket}.>"]
+            subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
-            publish += _keys(names, ADMITTED, RUN_STATE, "eval.>")
+            publish += _keys(names, ADMITTED, CONTROL, RUN_STATE, "eval.>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)
             publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
-            subscribe += [names.all_metrics, names.all_events]
+            subscribe += [names.all_metrics, names.all_events, f"{run}.control.>"]
         case Role.NODE:
             publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
             publish += _keys(names, "server.>")
@@ -76,6 +82,11 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _read(names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream)
             subscribe.append(names.all_tickets)
     return Permissions(tuple(publish), tuple(subscribe))
+
+
+def _discovery(role: Role) -> list[str]:
+    """Be found as a NATS micro service, under this role's name alone."""
+    return ["$SRV.PING", "$SRV.INFO", "$SRV.STATS", f"$SRV.*.areal-{role}", f"$SRV.*.areal-{role}.*"]
 
 
 def _consume(stream: str, consumer: str) -> list[str]:

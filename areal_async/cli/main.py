@@ -44,6 +44,9 @@ _HELP_SETTINGS: Argument = (
     "--help-settings",
     {"action": "store_true", "help": "list every setting with its default and unit"},
 )
+_RUN: Argument = ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"})
+_BY: Argument = ("--by", {"metavar": "WHO", "help": "for the audit record; else the user and the host"})
+_REASON: Argument = ("--reason", {"metavar": "TEXT", "help": "for the audit record"})
 _RUN_DIRECTORY: Argument = (
     "--run-directory",
     {"metavar": "DIR", "required": True, "help": "where run left config.yaml and bus/url"},
@@ -71,11 +74,19 @@ VERBS = {
         (("--config", {"metavar": "FILE.yaml", "help": "settings of the fine-tuning"}), _HELP_SETTINGS),
         takes_settings=True,
     ),
+    "status": Verb(
+        "status",
+        "one screen about a run: how far it is, what waits where, who is missing",
+        (_RUN, ("--json", {"action": "store_true", "help": "everything, as one JSON object"})),
+    ),
+    "pause": Verb("orders", "admit nothing more to a live run; what was admitted is finished", (_RUN, _BY, _REASON)),
+    "resume": Verb("orders", "go on with a paused run", (_RUN, _BY, _REASON)),
+    "stop": Verb("orders", "end a live run after its step, with a checkpoint to go on from", (_RUN, _BY, _REASON)),
     "doctor": Verb(
         "doctor",
         "prove or refute a run's promises, live or dead, from what it has left",
         (
-            ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"}),
+            _RUN,
             ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
         ),
     ),
@@ -83,7 +94,7 @@ VERBS = {
         "dead",
         "list the prompts that failed all their attempts, and have them tried again",
         (
-            ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"}),
+            _RUN,
             ("--json", {"action": "store_true", "help": "one JSON object per line"}),
             ("--readmit", {"metavar": "GROUP", "nargs": "*", "help": "try these again; with --all, all that are dead"}),
             ("--all", {"action": "store_true", "help": "with --readmit: every dead group"}),

@@ -5,6 +5,7 @@
 ``run_admission`` waits for a credit; produces tickets, then moves the ``admitted`` record on
 ``run_evaluation``waits for a version that is due and held; produces its evaluation; the first one goes
                   before the first admission, so that it speaks of version 0 alone
+``run_steering``  follows the orders of operators; produces pauses of the admission
 ``run_watch``     says who waits for whom, and who is the culprit, when nothing has moved for ``watchdog_s``
 
 All state is in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
@@ -19,29 +20,21 @@ import msgspec
 import structlog
 
 from areal_async import waits
-from areal_async.bus import Bus, Message
+from areal_async.bus import Bus, Message, serving
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.evaluation import Evaluator, newest_due_step
 from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.sampler import Share, sampler_of
+from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
 from areal_async.fault_points import reach
+from areal_async.run_state import Control
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, RUN_STATE
-from areal_async.types import (
-    Admitted,
-    Cut,
-    GroupId,
-    Outcome,
-    RunState,
-    ServerState,
-    Ticket,
-    Version,
-    WeightsVersion,
-)
+from areal_async.subjects import ADMITTED, CONTROL, RUN_STATE
+from areal_async.types import Admitted, Cut, GroupId, Outcome, RunState, ServerState, Ticket, Version, WeightsVersion
 from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1
@@ -69,6 +62,7 @@ class Controller:
         self._may_admit = evaluator is None
         self._newest: WeightsVersion | None = None
         self._reports = Reports()
+        self._steering = Steering(bus)
         self._clock_s = self._moved_s = time.monotonic()
         self.waits_for = ""
 
@@ -81,7 +75,7 @@ class Controller:
         record, self._admitted_revision = await self._bus.get(ADMITTED, Admitted)
         self._accounts.admitted = record or Admitted()
         async with anyio.create_task_group() as loops:
-            for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening):
+            for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening, self.run_steering):
                 loops.start_soon(loop)
             await self._read_existing_log()
             self._accounts.num_consecutive_failed = 0  # of an earlier start: whoever resumes has mended the cause
@@ -161,10 +155,13 @@ class Controller:
         while True:
             changed = self._changed
             self.waits_for = missing_for_admission(self._accounts, last_step=last_step)
+            is_paused = self._steering.control.is_paused
+            if is_paused and not self.waits_for:
+                self.waits_for = f"resume: {self._steering.control.by or 'an operator'} has paused the run"
             if not self._may_admit and not self.waits_for:
                 self.waits_for = "the first evaluation"
             admission = next_admission(self._accounts, self._sampler, last_step=last_step)
-            if admission is None or not self._may_admit:
+            if admission is None or is_paused or not self._may_admit:
                 with self._waiting(waits.ADMISSION):
                     await changed.wait()
             else:
@@ -245,28 +242,46 @@ class Controller:
     async def _publish_outcome(self, outcome: Outcome) -> None:
         await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
 
+    async def run_steering(self) -> None:
+        """Answer operators, and note what they want, for ever."""
+        async with serving(
+            self._bus,
+            description="admits groups and keeps the accounts",
+            report=self.report,
+            endpoints=self._steering.endpoints,
+        ):
+            async for control in self._bus.watch_key(CONTROL, Control):
+                if control.is_paused != self._steering.control.is_paused:
+                    log.info("run.paused" if control.is_paused else "run.resumed", by=control.by)
+                self._steering.control = control
+                self._move()
+
     # being watched
+
+    def report(self) -> dict[str, Any]:
+        """Say where the books stand."""
+        accounts, control = self._accounts, self._steering.control
+        return {
+            "admitted": accounts.admitted.total,
+            "settled": accounts.num_settled,
+            "in_flight": accounts.num_in_flight,
+            "credits": accounts.num_credits,
+            "held": str(accounts.held or ""),
+            "num_dead_letters": self._bus.num_dead_letters,
+            "is_paused": control.is_paused,
+            "state": "paused" if control.is_paused else self._state,
+            "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
+            "waits": waits.report(waits.CONTROLLER),
+        }
+
+    @property
+    def _state(self) -> str:
+        return "evaluating" if self._evaluator and self._evaluator.waits_for else "admitting"
 
     async def run_metrics(self) -> None:
         """Say every second where the books stand."""
         while True:
-            accounts = self._accounts
-            await self._bus.emit(
-                self._bus.names.metrics("controller", "0"),
-                msgspec.json.encode(
-                    {
-                        "admitted": accounts.admitted.total,
-                        "settled": accounts.num_settled,
-                        "in_flight": accounts.num_in_flight,
-                        "credits": accounts.num_credits,
-                        "held": str(accounts.held or ""),
-                        "num_dead_letters": self._bus.num_dead_letters,
-                        "state": "evaluating" if self._evaluator and self._evaluator.waits_for else "admitting",
-                        "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
-                        "waits": waits.report(waits.CONTROLLER),
-                    }
-                ),
-            )
+            await self._bus.emit(self._bus.names.metrics("controller", "0"), msgspec.json.encode(self.report()))
             await anyio.sleep(METRICS_INTERVAL_S)
 
     async def run_watch(self) -> None:
@@ -277,6 +292,8 @@ class Controller:
         while True:
             await anyio.sleep(interval_s)
             self._clock_s = clock.tick(time.monotonic())
+            if self._steering.control.is_paused:
+                self._moved_s = self._clock_s  # nothing moves because nobody wants it to
             quiet_s = self._clock_s - self._moved_s
             if quiet_s >= run.watchdog_s:
                 await self._tell_stall(quiet_s)

@@ -1,5 +1,7 @@
 """A run from its broker to its end: embedded or external bus, streams, processes, and what the run's state says."""
 
+import functools
+import math
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
@@ -7,17 +9,21 @@ from typing import Any
 import anyio
 
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
+from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
+from areal_async.launch.orders import heed_stop, take_back_stop, tell_changes
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.stalls import StallWatch
-from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
+from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
 from areal_async.types import RunState
 
 EMBEDDED = "embedded"
+LAST_WORDS_S = 5.0
+"""For the bus to take how the processes have ended."""
 
 
 async def launch(
@@ -45,6 +51,7 @@ async def launch(
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
         await bus.put(RUN_STATE, RunState())
+        await take_back_stop(bus)
         if settings.bus.url == EMBEDDED:
             for key in await bus.keys("server."):  # of nodes that were killed: nobody is to wait for them
                 await bus.delete(key)
@@ -53,12 +60,20 @@ async def launch(
             now, _ = await bus.get(RUN_STATE, RunState)
             return now.reason if now is not None and now.state == "failed" else None
 
-        supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure)
+        said, changes = anyio.create_memory_object_stream[CrewChange](math.inf)  # a crew changes a few times at most
+        supervisor = Supervisor(
+            crews, backend=backend, notify=notify, read_failure=read_failure, on_change=said.send_nowait
+        )
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, bus)
             tasks.start_soon(stalls.run)
-            end = await supervisor.run()
+            tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
+            async with anyio.create_task_group() as telling:
+                with said:
+                    telling.start_soon(tell_changes, bus, changes)
+                    end = await supervisor.run()
+                telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
             tasks.cancel_scope.cancel()
         return end
 
@@ -81,6 +96,20 @@ async def visit(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
             stack.enter_context(directory.locked(settings.run.name))
             url = await stack.enter_async_context(_broker(settings))
         yield settings, await stack.enter_async_context(_operator(settings, directory, url))
+
+
+@asynccontextmanager
+async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
+    """Have the settings of a run that runs now, and the operator's connection to it.
+
+    Raises:
+        UserError: the run was never started, or does not run.
+    """
+    settings = directory.read_settings()
+    with suppress(HeldError), directory.locked(settings.run.name):
+        raise UserError(f"run {settings.run.name}: it does not run now; start it first")
+    async with _operator(settings, directory, directory.read_bus_url()) as bus:
+        yield settings, bus
 
 
 @asynccontextmanager

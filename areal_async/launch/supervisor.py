@@ -32,6 +32,18 @@ FAILED_STOP_S = 10.0
 Notify = Callable[[str], None]
 """Takes one line for the user."""
 
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CrewChange:
+    """What has become of a crew."""
+
+    crew: str
+    state: str
+    """As in ``types.CrewState``."""
+    num_starts: int
+    reason: str = ""
+
+
 log = structlog.get_logger()
 
 
@@ -76,6 +88,7 @@ class _Member:
     """At the last death."""
     is_asked_to_end: bool = False
     num_starts: int = 0
+    last_death: str = ""
 
     def on_start(self, process: Process) -> None:
         self.processes.append(process)
@@ -110,6 +123,7 @@ class Supervisor:
         backend: Backend,
         notify: Notify,
         read_failure: Callable[[], Awaitable[str | None]],
+        on_change: Callable[[CrewChange], None] = lambda _: None,
         first_pause_s: float = FIRST_PAUSE_S,
         farewell_s: float = FAREWELL_S,
     ) -> None:
@@ -117,14 +131,17 @@ class Supervisor:
 
         Args:
             read_failure: asked after each death: why the run as a whole has failed, ``None`` when it has not.
+            on_change: told of every start, death and end. It must not block.
         """
         self._members = [_Member(crew) for crew in crews]
         self._backend = backend
         self._notify = notify
         self._read_failure = read_failure
+        self._on_change = on_change
         self._first_pause_s = first_pause_s
         self._farewell_s = farewell_s
         self._stopping = anyio.Event()
+        self._is_asked_to_stop = anyio.Event()
         self._over = anyio.Event()
         self._end: RunEnd | None = None
 
@@ -143,6 +160,7 @@ class Supervisor:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._heed_signals)
+                tasks.start_soon(self._heed_stop)
                 for member in self._members:
                     tasks.start_soon(self._run_member, member)
                 await self._over.wait()
@@ -171,6 +189,10 @@ class Supervisor:
                 for process in member.processes:
                     process.kill()
 
+    def stop(self) -> None:
+        """Stop the run as the first signal does."""
+        self._is_asked_to_stop.set()
+
     @property
     def _processes(self) -> list[Process]:
         return [process for member in self._members for process in member.processes]
@@ -192,6 +214,8 @@ class Supervisor:
                 if death is not None and death.status > 0:
                     self._notify(f"while stopping, {death}")
                 break
+            if death is None and (crew.ends_run or crew.may_finish):
+                self._tell(member, "finished")
             if death is None and crew.ends_run:
                 self._notify(f"{crew.name} has finished the run")
                 await self._stop_others(member)
@@ -200,11 +224,14 @@ class Supervisor:
             if death is None and crew.may_finish:
                 break
             await self._judge(member, death or Death(crew.name, 0, "nobody asked it to end"))
+        if self._stopping.is_set():
+            self._tell(member, "stopped")
         member.ended.set()
 
     async def _judge(self, member: _Member, death: Death) -> None:
         """End the run because of a death, or wait until the crew may be started again."""
         log.info("process.died", process=death.name, status=death.status, sentence=death.sentence)
+        self._tell(member, "died", str(death))
         if death.status == UserError.exit_code:
             raise UserError(death.sentence or f"{death}; see {self._output_of(member, death)}")
         if (reason := await self._read_failure()) is not None:
@@ -226,11 +253,29 @@ class Supervisor:
     async def _run_once(self, member: _Member) -> Death | None:
         member.processes = []
         member.num_starts += 1
+        self._tell(member, "running", member.last_death)
         return await run_together(
             member.crew.make_specs(), self._backend, on_start=member.on_start, farewell_s=self._farewell_s
         )
 
+    def _tell(self, member: _Member, state: str, reason: str = "") -> None:
+        if state == "died":
+            member.last_death = reason
+        self._on_change(CrewChange(crew=member.crew.name, state=state, num_starts=member.num_starts, reason=reason))
+
     # The end
+
+    async def _heed_stop(self) -> None:
+        """Stop once when asked to.
+
+        consumes:     an order
+        waits for:    it
+        produces:     the end of the run
+        unblocked by: cancellation when the run is over
+        """
+        await self._is_asked_to_stop.wait()
+        if not self._stopping.is_set():
+            await self._stop_all()
 
     async def _heed_signals(self) -> None:
         """Stop at the first signal, kill at the second.

@@ -7,6 +7,7 @@ import anyio
 import msgspec
 
 from areal_async import waits
+from areal_async.bus import serving
 from areal_async.inference.pool import Pool
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.workplace import Workplace
@@ -15,16 +16,22 @@ INTERVAL_S = 1.0
 
 
 async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
-    """Report until cancelled. Nobody waits for a report, and a lost one is lost."""
-    num_tokens_before, before_s = 0, time.monotonic()
-    while True:
-        await anyio.sleep(INTERVAL_S)
-        now_s = time.monotonic()
-        num_tokens = _num_generated_tokens(place, pool)
-        report = node_report(place, pool, watch)
-        report["tokens_per_s"] = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
-        num_tokens_before, before_s = num_tokens, now_s
-        await place.bus.emit(place.bus.names.metrics("node", place.node_id), msgspec.json.encode(report))
+    """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
+    tokens_per_s = 0.0
+
+    def report() -> dict[str, Any]:
+        return {**node_report(place, pool, watch), "tokens_per_s": tokens_per_s}
+
+    async with serving(
+        place.bus, instance=place.node_id, description="runs workflows and their inference servers", report=report
+    ):
+        num_tokens_before, before_s = 0, time.monotonic()
+        while True:
+            await anyio.sleep(INTERVAL_S)
+            now_s, num_tokens = time.monotonic(), _num_generated_tokens(place, pool)
+            tokens_per_s = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
+            num_tokens_before, before_s = num_tokens, now_s
+            await place.bus.emit(place.bus.names.metrics("node", place.node_id), msgspec.json.encode(report()))
 
 
 def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import structlog
 
 from areal_async import log as logging
 from areal_async import stacks, waits
-from areal_async.bus import Bus, Role, credentials_for, open_bus
+from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
 from areal_async.errors import UserError
 from areal_async.settings import Settings
 from areal_async.trainer.broadcast import Broadcaster, address_towards
@@ -144,23 +144,33 @@ def _existing(checkpoint: str) -> Path | None:
 
 
 async def _run_metrics(bus: Bus, trainer: Trainer, rank: int) -> None:
-    """Say every second what this rank does, and each step's line as it comes."""
+    """Say every second, and whenever asked, what this rank does, and each step's line as it comes."""
     told = 0
-    while True:
-        if trainer.last_line is not None and trainer.step != told:
-            told = trainer.step
-            await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(trainer.last_line))
-        await _tell_state(bus, trainer, rank)
-        await anyio.sleep(METRICS_INTERVAL_S)
+    async with serving(
+        bus,
+        instance=str(rank),
+        description="a rank of the trainer",
+        report=lambda: {**_state(bus, trainer, rank), "last_step": trainer.last_line},
+    ):
+        while True:
+            if trainer.last_line is not None and trainer.step != told:
+                told = trainer.step
+                await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(trainer.last_line))
+            await _tell_state(bus, trainer, rank)
+            await anyio.sleep(METRICS_INTERVAL_S)
 
 
 async def _tell_state(bus: Bus, trainer: Trainer, rank: int) -> None:
+    await bus.emit(bus.names.metrics("trainer", str(rank)), msgspec.json.encode(_state(bus, trainer, rank)))
+
+
+def _state(bus: Bus, trainer: Trainer, rank: int) -> dict[str, Any]:
     """Say what this rank does. The first one speaks for the trainer; of the others it counts that they speak."""
     now: dict[str, Any] = {"rank": rank, "waits": waits.report(waits.rank(rank))}
     if rank == 0:
         now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
         now["num_dead_letters"] = bus.num_dead_letters
-    await bus.emit(bus.names.metrics("trainer", str(rank)), msgspec.json.encode(now))
+    return now
 
 
 async def _run_signals(trainer: Trainer, *, task_status: anyio.abc.TaskStatus[None]) -> None:

@@ -12,7 +12,7 @@ from areal_async.bus.private import write_private
 from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
 from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
 from tests.brokers import OpenRole
 from tests.bus.stored import ticket
@@ -56,6 +56,12 @@ ACTIONS: dict[str, Action] = {
     "record an evaluation": _only(f"{KEY}.eval.3", CONTROLLER, OPERATOR),
     "speak for a server": _only(f"{KEY}.{RUN.server_key('s0')}", NODE, OPERATOR),
     "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
+    "say how processes fare": _only(f"{KEY}.{RUN.crew_key('node-0')}", OPERATOR),
+    "pause the run": _only(f"{KEY}.{CONTROL}", CONTROLLER, OPERATOR),
+    "order the controller": _only(RUN.control("pause"), OPERATOR),
+    "ask what a process does": _only(RUN.status("node"), OPERATOR),
+    "look for services": _only("$SRV.PING", OPERATOR),
+    "answer operators": _only("_INBOX_services.x", CONTROLLER, NODE, TRAINER),
     "set a key of nobody's": _only(f"{KEY}.other", OPERATOR),
     "read the tickets": _only(f"$JS.API.DIRECT.GET.{RUN.tickets_stream}", TRAINER, OPERATOR),
     "read the trajectories": _only(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", NODE, TRAINER, OPERATOR),

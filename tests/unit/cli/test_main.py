@@ -46,7 +46,11 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "sentence"),
     [
         (["rum"], "unknown verb rum; did you mean run"),
-        (["zzz"], "unknown verb zzz; need one of run, sft, doctor, dead, controller, node, trainer"),
+        (
+            ["zzz"],
+            "unknown verb zzz; need one of run, sft, status, pause, resume, stop, doctor, dead, controller, node, "
+            "trainer",
+        ),
         (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
         (["trainer", "--run-directory", "x", "--run.steps", "3"], "unknown option --run.steps; need one of "),
         (["node", "--run-directory", "x"], "the following arguments are required: --node-id; see "),

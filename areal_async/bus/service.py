@@ -1,0 +1,166 @@
+"""A role as a NATS micro service: any NATS client finds it, asks what it does, and gives it orders.
+
+Discovery (``$SRV.PING``, ``$SRV.INFO``, ``$SRV.STATS``) is the client library's. Every service is named
+``areal-<role>``, tells its run and its instance as metadata, and answers at ``areal.<run>.status.<role>.<instance>``;
+what it answers there also stands in its statistics, so that one request finds and asks all.
+
+Source: NATS ADR-32, "Service API".
+"""
+
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+import anyio
+import msgspec
+import nats.errors
+from anyio.streams.memory import MemoryObjectReceiveStream
+from nats.micro.request import Request, ServiceError
+from nats.micro.service import EndpointStats, Service, ServiceConfig
+
+import areal_async
+from areal_async.bus.connection import ConnectionLostError, Received
+from areal_async.bus.jetstream import Bus
+from areal_async.bus.permissions import SERVICES_INBOX
+from areal_async.errors import PipelineError, UserError, WireError
+from areal_async.wire import decode_json
+
+Report = dict[str, Any]
+"""What a process says of itself, as JSON can write it."""
+
+STOP_DEADLINE_S = 2.0
+REFUSED = "400"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """A subject where a service takes requests."""
+
+    name: str
+    subject: str
+    description: str
+    answer: Callable[[Report], Awaitable[Report]]
+    """Takes the request's JSON object, empty for an empty request. Raises PipelineError to refuse it."""
+
+
+@asynccontextmanager
+async def serving(
+    bus: Bus,
+    *,
+    description: str,
+    report: Callable[[], Report],
+    instance: str = "0",
+    endpoints: Sequence[Endpoint] = (),
+) -> AsyncIterator[None]:
+    """Answer as this role's service while the block runs, through restarts of the broker.
+
+    Args:
+        report: called for each question what the process does now; it must not block or raise.
+        endpoints: besides ``status``, which every service has.
+    """
+
+    async def status(_: Report) -> Report:
+        return report()
+
+    def statistics(stats: EndpointStats) -> Report | None:
+        # The library writes it with a plain encoder, which knows no records.
+        return msgspec.to_builtins(report()) if stats.name == "status" else None
+
+    subject = bus.names.status(bus.role, instance)
+    own = Endpoint(name="status", subject=subject, description="what this process does now", answer=status)
+    await bus.api.wait_connected(bus.api.retry(f"service {bus.role}"))
+    service = Service(
+        bus.connection.client,
+        ServiceConfig(
+            name=f"areal-{bus.role}",
+            version=areal_async.__version__,
+            description=description,
+            metadata={"run": bus.names.run, "instance": instance},
+            stats_handler=statistics,
+        ),
+    )
+    try:
+        with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
+            await service.start()
+        for endpoint in (own, *endpoints):
+            await service.add_endpoint(
+                name=endpoint.name,
+                subject=endpoint.subject,
+                handler=_handler(endpoint),
+                metadata={"description": endpoint.description},
+            )
+        await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
+        yield
+    finally:
+        with anyio.move_on_after(STOP_DEADLINE_S, shield=True), suppress(nats.errors.Error):
+            await service.stop()
+
+
+async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadline_s: float) -> Report:
+    """Return a service's answer.
+
+    Raises:
+        UserError: it refuses, with its reason; or nobody answers.
+    """
+    run = bus.names.run
+    with anyio.move_on_after(deadline_s):
+        async with _asked(bus, subject, msgspec.json.encode(body)) as answers:
+            async for answer in answers:
+                if answer.status is not None:
+                    raise UserError(f"run {run}: nobody takes orders there; start the run, or wait for its controller")
+                refusal = answer.headers.get("Nats-Service-Error")
+                if refusal is not None:
+                    raise UserError(refusal)
+                return decode_json(answer.data, Report, what=f"answer of {subject}")
+    raise UserError(f"run {run}: no answer at {subject} within {deadline_s:g} s; status --run {run} tells who is there")
+
+
+async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], Report]:
+    """Ask every service of this run what it does; return {(role, instance): report} of those that answer in time."""
+    found: dict[tuple[str, str], Report] = {}
+    with anyio.move_on_after(within_s), suppress(ConnectionLostError):
+        async with _asked(bus, "$SRV.STATS") as answers:
+            async for answer in answers:
+                if answer.status is not None:
+                    break  # nobody listens
+                with suppress(WireError, KeyError, TypeError):
+                    stats = decode_json(answer.data, Report, what="statistics of a service")
+                    if stats["metadata"].get("run") == bus.names.run and stats["name"].startswith("areal-"):
+                        data = next(one["data"] for one in stats["endpoints"] if one["name"] == "status")
+                        found[stats["name"].removeprefix("areal-"), stats["metadata"]["instance"]] = data
+    return found
+
+
+@asynccontextmanager
+async def _asked(bus: Bus, subject: str, payload: bytes = b"") -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
+    """Send a request, and have its answers while the block runs.
+
+    Raises:
+        ConnectionLostError: not connected.
+    """
+    inbox = f"{SERVICES_INBOX}.{uuid4().hex}"
+    send, receive = anyio.create_memory_object_stream[Received](math.inf)
+    listener = await bus.connection.listen(inbox, send.send_nowait)
+    try:
+        with receive:
+            await bus.connection.publish(subject, payload, reply=inbox)
+            yield receive
+    finally:
+        with anyio.CancelScope(shield=True):
+            await listener.aclose()
+            send.close()
+
+
+def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
+    async def handle(request: Request) -> None:
+        try:
+            body = decode_json(request.data, Report, what=f"request to {request.subject}") if request.data else {}
+            answer = await endpoint.answer(body)
+        except PipelineError as exc:
+            raise ServiceError(REFUSED, " ".join(str(exc).split())) from exc
+        await request.respond(msgspec.json.encode(answer))
+
+    return handle

@@ -1,0 +1,47 @@
+"""``pause``, ``resume``, ``stop``: orders to a live run. Any NATS client can give the same ones (README)."""
+
+import argparse
+import getpass
+import logging
+import socket
+from collections.abc import Sequence
+
+import anyio
+import structlog
+
+from areal_async.bus import ask_service
+from areal_async.cli.speech import say
+from areal_async.launch.run import visit_live
+from areal_async.launch.run_directory import find_run
+
+ANSWER_DEADLINE_S = 10.0
+DONE = {
+    "pause": "paused: what was admitted is finished, nothing more is admitted; resume goes on",
+    "resume": "resumed",
+    "stop": "stopping: the trainer finishes its step and checkpoints; the same run command goes on from there",
+}
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Give one order and say that the controller has it."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    directory = find_run(arguments.run)
+    order = str(arguments.verb)
+
+    async def act() -> None:
+        async with visit_live(directory) as (settings, bus):
+            body = {"by": arguments.by or _who(), "reason": arguments.reason or ""}
+            await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
+            say(f"run {settings.run.name} {DONE[order]}")
+
+    anyio.run(act, backend_options={"use_uvloop": True})
+    return 0
+
+
+def _who() -> str:
+    """Return the operator as the audit record names them."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container without a user table
+        user = "operator"
+    return f"{user}@{socket.gethostname()}"

@@ -1,0 +1,33 @@
+"""What operators want of a run, and how its processes fare: values of keys in the run's bucket."""
+
+from __future__ import annotations
+
+from areal_async.fields import Count
+from areal_async.types import Record
+
+
+class Control(Record, frozen=True, kw_only=True):
+    """KV ``control``: what operators want of the run as a whole. The controller writes it, on their order."""
+
+    is_paused: bool = False
+    """Nothing is admitted. What was admitted before is finished."""
+    is_stopping: bool = False
+    """The launcher ends the run as at SIGTERM; it takes this back when the run is started again."""
+    by: str = ""
+    """Who gave the last order."""
+    reason: str = ""
+    at: str = ""
+    """When, in UTC as ISO 8601."""
+
+
+class CrewState(Record, frozen=True, kw_only=True):
+    """KV ``crew.<name>``: how the launcher sees processes that live and die together."""
+
+    name: str
+    state: str
+    """``running``, ``died`` (it will be started again), ``stopped`` or ``finished``."""
+    reason: str = ""
+    """Why it died the last time."""
+    num_starts: Count = 0
+    at: str = ""
+    """Since when it is so, in UTC as ISO 8601."""

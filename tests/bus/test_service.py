@@ -1,0 +1,192 @@
+"""Roles are NATS micro services: any client finds them, asks them and gives them orders; the broker is the real one."""
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anyio
+import msgspec
+import nats
+import pytest
+from nats.aio.client import Client
+
+from areal_async.bus import Bus, EmbeddedBroker, Report, Role, ask_service, gather_reports, serving
+from areal_async.bus.permissions import SERVICES_INBOX
+from areal_async.controller.steering import Steering
+from areal_async.errors import UserError
+from areal_async.run_state import Control
+from areal_async.subjects import CONTROL
+from tests.brokers import OpenRole, kill, until
+
+pytestmark = pytest.mark.anyio
+
+
+class _Record(msgspec.Struct):
+    state: str
+
+
+@pytest.fixture(params=["asyncio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """The client library that stands for any other is asyncio's."""
+    return str(request.param)
+
+
+@asynccontextmanager
+async def _plain_client(broker: EmbeddedBroker) -> AsyncIterator[Client]:
+    """A client that knows the address, the operator's key and the inbox of services, and nothing of this package."""
+    client = await nats.connect(
+        broker.url, nkeys_seed=str(broker.credentials(Role.OPERATOR)), inbox_prefix=SERVICES_INBOX
+    )
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def _answers(client: Client, subject: str, *, num_expected: int) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+
+    async def take(message: Any) -> None:
+        found.append(json.loads(message.data))
+
+    inbox = client.new_inbox()
+    await client.subscribe(inbox, cb=take)
+    await client.publish(subject, b"", reply=inbox)
+    await until(lambda: len(found) >= num_expected)
+    return found
+
+
+def _report(name: str) -> Report:
+    return {"state": name, "inner": _Record(state="of a record")}
+
+
+async def test_a_plain_client_finds_every_service_and_what_each_does(
+    broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    node, trainer = await open_role(Role.NODE, "7"), await open_role(Role.TRAINER)
+
+    async with (
+        serving(node, instance="7", description="a node", report=lambda: _report("generating")),
+        serving(trainer, description="a trainer", report=lambda: _report("training")),
+        _plain_client(broker) as client,
+    ):
+        found = await _answers(client, "$SRV.INFO", num_expected=2)
+        stats = await _answers(client, "$SRV.STATS.areal-node", num_expected=1)
+        asked = await client.request("areal.test.status.node.7", b"", timeout=5)
+
+    assert {one["name"]: one["metadata"] for one in found} == {
+        "areal-node": {"run": "test", "instance": "7"},
+        "areal-trainer": {"run": "test", "instance": "0"},
+    }
+    assert "areal.test.status.node.7" in {one["subject"] for service in found for one in service["endpoints"]}
+    assert stats[0]["endpoints"][0]["data"] == {"state": "generating", "inner": {"state": "of a record"}}
+    assert json.loads(asked.data)["state"] == "generating"
+
+
+async def test_reports_of_all_services_are_gathered_and_those_of_other_runs_are_not(
+    broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE, "1")
+
+    async with serving(node, instance="1", description="a node", report=lambda: _report("generating")):
+        found = await gather_reports(operator, within_s=1.0)
+        operator.names = type(operator.names)("another")
+        of_another = await gather_reports(operator, within_s=0.5)
+
+    assert found == {("node", "1"): {"state": "generating", "inner": {"state": "of a record"}}}
+    assert of_another == {}
+
+
+async def test_a_service_answers_again_after_the_broker_was_killed(broker: EmbeddedBroker, open_role: OpenRole) -> None:
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE)
+
+    async with serving(node, description="a node", report=lambda: _report("generating")):
+        kill(broker)
+
+        async def is_back() -> bool:
+            return operator.connection.is_connected and bool(await gather_reports(operator, within_s=0.3))
+
+        await until(is_back, within_s=30)
+
+
+@pytest.fixture
+async def steered(open_role: OpenRole) -> AsyncIterator[tuple[Bus, Steering]]:
+    """An operator, and a controller's steering that takes its orders."""
+    operator, controller = await open_role(Role.OPERATOR), await open_role(Role.CONTROLLER)
+    steering = Steering(controller)
+    async with serving(controller, description="orders", report=dict, endpoints=steering.endpoints):
+        yield operator, steering
+
+
+async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: tuple[Bus, Steering]) -> None:
+    operator, _ = steered
+    names = operator.names
+
+    async with operator.subscribe(names.all_events) as events:
+        await ask_service(operator, names.control("pause"), {"by": "ann", "reason": "lunch"}, deadline_s=5)
+        paused, _ = await operator.get(CONTROL, Control)
+        await ask_service(operator, names.control("stop"), {"by": "bob"}, deadline_s=5)
+        await ask_service(operator, names.control("resume"), {}, deadline_s=5)
+        control, _ = await operator.get(CONTROL, Control)
+        told = [json.loads((await anext(events))[1]) for _ in range(3)]
+
+    assert paused is not None
+    assert (paused.is_paused, paused.by, paused.reason) == (True, "ann", "lunch")
+    assert control is not None
+    assert (control.is_paused, control.is_stopping) == (False, True)
+    assert [(one["order"], one["by"], one["reason"]) for one in told] == [
+        ("pause", "ann", "lunch"), ("stop", "bob", ""), ("resume", "", ""),
+    ]  # fmt: skip
+
+
+async def test_a_plain_client_pauses_with_an_empty_request(
+    broker: EmbeddedBroker, steered: tuple[Bus, Steering]
+) -> None:
+    operator, _ = steered
+
+    async with _plain_client(broker) as client:
+        answer = await client.request("areal.test.control.pause", b"", timeout=5)
+
+    assert json.loads(answer.data)["is_paused"] is True
+    control, _ = await operator.get(CONTROL, Control)
+    assert control is not None
+    assert control.is_paused
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [(b"{", "cannot decode"), (b"[1]", "cannot decode"), (b'{"by": 3}', "by: got 3, need a text"),
+     (json.dumps({"reason": "x" * 201}).encode(), "need a text of at most 200")],
+)  # fmt: skip
+async def test_an_order_that_is_none_is_refused_and_changes_nothing(
+    broker: EmbeddedBroker, steered: tuple[Bus, Steering], body: bytes, sentence: str
+) -> None:
+    operator, _ = steered
+
+    async with _plain_client(broker) as client:
+        answer = await client.request(operator.names.control("pause"), body, timeout=5)
+
+    assert sentence in (answer.headers or {})["Nats-Service-Error"]
+    assert await operator.get(CONTROL, Control) == (None, 0)
+
+
+async def test_two_operators_at_once_are_both_obeyed(steered: tuple[Bus, Steering]) -> None:
+    operator, _ = steered
+
+    async with anyio.create_task_group() as tasks:
+        for order in ("pause", "stop") * 10:
+            subject = operator.names.control(order)
+            tasks.start_soon(lambda subject=subject: ask_service(operator, subject, {}, deadline_s=20))
+
+    control, _ = await operator.get(CONTROL, Control)
+    assert control is not None
+    assert control.is_paused
+    assert control.is_stopping
+
+
+async def test_an_order_that_nobody_takes_is_told_in_one_sentence(open_role: OpenRole) -> None:
+    operator = await open_role(Role.OPERATOR)
+
+    with pytest.raises(UserError, match="run test: nobody takes orders there"):
+        await ask_service(operator, operator.names.control("pause"), {}, deadline_s=5)
