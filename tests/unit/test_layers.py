@@ -23,6 +23,7 @@ LAYERS = (
         "wire",
         "log",
         "data",
+        "dataflow",
         "host",
         "hub",
         "journal",
