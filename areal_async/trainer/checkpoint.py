@@ -8,9 +8,10 @@ Only tensors are given to DCP, and it reads those with ``weights_only``. Its own
 format and is a pickle: load no checkpoint from a source you would not run a program from.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +26,19 @@ STATE = "state"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def save(
-    causal_lm: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, ledger: bytes, ranks: Ranks
-) -> None:
-    """Write the checkpoint; when this returns, on any rank, it is whole and synced. A collective."""
+class Trained(NamedTuple):
+    """A model and its optimizer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def save(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ledger: bytes, ranks: Ranks) -> None:
+    """Write the checkpoint; when this returns, on any rank, it is whole and synced. A collective.
+
+    Args:
+        others: models trained beside the policy, by role.
+    """
     # Imported here, as in ``load``: a trainer that has nothing to write yet should be up quickly.
     import torch.distributed.checkpoint as dcp
 
@@ -38,7 +48,7 @@ def save(
         (partial / STATE).mkdir(parents=True)
     ranks.barrier()
     writer = dcp.FileSystemWriter(partial / STATE)  # syncs what it writes
-    dcp.save(_state(causal_lm, optimizer), storage_writer=writer, process_group=ranks.control)
+    dcp.save(_states(policy, others), storage_writer=writer, process_group=ranks.control)
     if ranks.rank == 0:
         (partial / LEDGER).write_bytes(ledger)
         reach("trainer.during_checkpoint")
@@ -46,18 +56,18 @@ def save(
     ranks.barrier()
 
 
-def load(causal_lm: nn.Module, optimizer: torch.optim.Optimizer, directory: Path, *, ranks: Ranks) -> bytes:
-    """Restore model and optimizer in place and return the ledger on every rank. A collective.
+def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ranks: Ranks) -> bytes:
+    """Restore models and optimizers in place and return the ledger on every rank. A collective.
 
     Raises:
-        PipelineError: no checkpoint there, or one of another model.
+        PipelineError: no checkpoint there, or one of other models.
     """
     import torch.distributed.checkpoint as dcp
 
     ledger = directory / LEDGER
     if not ledger.is_file():
         raise PipelineError(f"checkpoint: {directory} is not one, {LEDGER} is missing")
-    state = _state(causal_lm, optimizer)
+    state = _states(policy, others)
     try:
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory / STATE), process_group=ranks.control)
     except dcp.CheckpointException as exc:
@@ -66,11 +76,17 @@ def load(causal_lm: nn.Module, optimizer: torch.optim.Optimizer, directory: Path
     return ledger.read_bytes()
 
 
-def _state(causal_lm: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def _states(policy: Trained, others: Mapping[str, Trained]) -> dict[str, Any]:
+    """Return the policy's state and, under their roles, that of the others."""
+    return _state(policy) | {role: _state(trained) for role, trained in others.items()}
+
+
+def _state(trained: Trained) -> dict[str, Any]:
     """Return every tensor that matters, by kind and parameter name; loading writes into these very tensors."""
+    model, optimizer = trained
     _fill(optimizer)
     state: dict[str, dict[str, Tensor]] = {"parameters": {}, **{moment: {} for moment in MOMENTS}}
-    for name, parameter in causal_lm.named_parameters():
+    for name, parameter in model.named_parameters():
         state["parameters"][name] = parameter.detach()
         for moment, tensor in optimizer.state[parameter].items():
             state[moment][name] = tensor

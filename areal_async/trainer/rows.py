@@ -5,8 +5,9 @@ position that predicts it, happens here and nowhere else. Invariant: a packed ro
 its sequences exactly once and no other.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,6 +15,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from areal_async.algorithms.aggregation import TokenShare
+
+START = "start_logprobs"
+"""Column: logprobs by the weights that the step starts from."""
+REFERENCE = "reference_logprobs"
+"""Column: logprobs by the reference model."""
+VALUES = "values"
+"""Column: the critic's values, by its weights at the step's start."""
+RETURNS = "returns"
+"""Column: what its values are to become."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -31,12 +41,16 @@ class TrainRow:
     """True on sampled tokens of the version that the step starts from."""
     ages: NDArray[np.int64] | None = None
     """Versions between the one that sampled each token and the step's start; a log-linear proximal policy needs it."""
+    columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    """What calls of other models say of each token, by name (``START``, ``VALUES``, ...); ignored where ``loss_mask``
+    is False."""
     index: int = 0
     """Position in the step's whole batch, whatever rank holds the row: it alone decides the mini-batch."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behave_logprobs), len(self.current_mask), *np.shape(self.advantage)}
         lengths |= set(np.shape(self.ages)) if self.ages is not None else set()
+        lengths |= {len(column) for column in self.columns.values()}
         if not self.num_tokens or lengths != {self.num_tokens}:
             raise ValueError(f"train row {self.index}: got arrays of {sorted(lengths)} for {self.num_tokens} tokens")
         if self.loss_mask[0]:
@@ -46,6 +60,20 @@ class TrainRow:
     def num_tokens(self) -> int:
         """L."""
         return len(self.token_ids)
+
+
+def with_columns(
+    rows: Sequence[TrainRow], columns: Mapping[str, Sequence[Any]], *, advantages: Sequence[Any] | None = None
+) -> list[TrainRow]:
+    """Return the rows with these columns, each a list of arrays by row, and their advantages replaced."""
+    return [
+        replace(
+            row,
+            columns={**row.columns, **{name: np.asarray(column[place]) for name, column in columns.items()}},
+            advantage=row.advantage if advantages is None else advantages[place],
+        )
+        for place, row in enumerate(rows)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,6 +100,8 @@ class PackedRow:
     units_S: Tensor
     """What it adds to the denominator; 0 on the token of an empty row."""
     ages_S: Tensor | None = None
+    columns_S: Mapping[str, Tensor] = field(default_factory=dict)
+    """The columns that all of its sequences have."""
 
 
 def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[TokenShare] | None = None) -> PackedRow:
@@ -92,6 +122,11 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[T
     sequence_S = np.repeat(np.arange(len(rows)), [row.num_tokens for row in rows])[scored_S]
     shares_N2 = np.array(shares or [TokenShare()] * len(rows), dtype=np.float64)
     ages = [row.ages for row in rows if row.ages is not None]
+    columns = {
+        name: np.concatenate([row.columns[name] for row in rows]).astype(np.float32)[scored_S]
+        for name in rows[0].columns
+        if all(name in row.columns for row in rows)
+    }
     return PackedRow(
         lengths=[row.num_tokens for row in rows],
         token_ids_T=torch.from_numpy(token_ids_T).to(device),
@@ -106,10 +141,11 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[T
         weights_S=torch.from_numpy(shares_N2[sequence_S, 0].astype(np.float32)).to(device),
         units_S=torch.from_numpy(shares_N2[sequence_S, 1]).to(device),
         ages_S=torch.from_numpy(np.concatenate(ages)[scored_S]).to(device) if len(ages) == len(rows) else None,
+        columns_S={name: torch.from_numpy(column_S).to(device) for name, column_S in columns.items()},
     )
 
 
-def empty_row(device: torch.device) -> PackedRow:
+def empty_row(device: torch.device, columns: Sequence[str] = ()) -> PackedRow:
     """Return a row of two tokens that adds nothing: for a rank that has run out while others still compute."""
     return PackedRow(
         lengths=[2],
@@ -125,4 +161,5 @@ def empty_row(device: torch.device) -> PackedRow:
         weights_S=torch.zeros(1, device=device),
         units_S=torch.zeros(1, dtype=torch.float64, device=device),
         ages_S=torch.zeros(1, dtype=torch.int64, device=device),
+        columns_S={name: torch.zeros(1, device=device) for name in columns},
     )

@@ -44,6 +44,8 @@ class StepStats:
     """Share of tokens whose gradient the clip took away."""
     behave_weight_mean: float
     behave_weight_max: float
+    kl_mean: float
+    """Estimated distance to the reference model, where it is a part of the loss or of the reward."""
     num_tokens: int
     """Trained ones, each counted once."""
     lr: float
@@ -77,10 +79,19 @@ class Tally:
         """Take in the gradient norm of one update, made or skipped."""
         self.grad_norms.append(grad_norm)
 
+    @property
+    def grad_norm(self) -> float:
+        """Mean over the updates, 0 for none."""
+        return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
+
+    def totals(self, ranks: Ranks) -> dict[str, float]:
+        """Return the sums over all ranks. A collective."""
+        # Every rank saw as many rows as the others, so the names and their order agree.
+        return _reduced(self.sums, ranks, dist.ReduceOp.SUM)
+
     def stats(self, ranks: Ranks, *, lr: float) -> StepStats:
         """Add up over the ranks. A collective, of two small reductions."""
-        # Every rank saw as many rows as the others, so the names and their order agree.
-        sums = _reduced(self.sums, ranks, dist.ReduceOp.SUM)
+        sums = self.totals(ranks)
         maxima = _reduced(self.maxima, ranks, dist.ReduceOp.MAX)
         num_tokens = sums.get("tokens", 0.0)
 
@@ -89,7 +100,7 @@ class Tally:
 
         return StepStats(
             loss=mean("loss", sums.get("units", 0.0)),
-            grad_norm=sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0,
+            grad_norm=self.grad_norm,
             entropy_mean=mean("entropy"),
             logprob_gap_mean=mean("current_gap", sums.get("current", 0.0)),
             num_current_tokens=int(sums.get("current", 0.0)),
@@ -101,6 +112,7 @@ class Tally:
             clip_fraction=mean("clipped"),
             behave_weight_mean=mean("behave_weight"),
             behave_weight_max=maxima.get("behave_weight", 0.0),
+            kl_mean=mean("kl"),
             num_tokens=int(num_tokens),
             lr=lr,
             num_updates=len(self.grad_norms) - self.num_skipped,

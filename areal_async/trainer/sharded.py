@@ -1,0 +1,156 @@
+"""What the engines of all roles share: packed passes over rows, and optimizer updates, over all ranks.
+
+Invariant: whatever the number of ranks and whichever of them holds a row, an update has the gradient that one rank
+with all rows would compute. Loss denominators are counts over all ranks; ranks that run out of rows go on with empty
+ones, so that the collectives inside the model meet. Nothing here draws random numbers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
+from areal_async.algorithms.objective import LossTerms
+from areal_async.settings import TrainerSettings
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.optimizer import learning_rate, make_optimizer
+from areal_async.trainer.pack import pack
+from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
+from areal_async.trainer.stats import Tally
+
+
+class PackedPasses:
+    """Forward passes of a sharded model over rows, of which each rank may hold another number."""
+
+    def __init__(self, ranks: Ranks, *, token_budget: int) -> None:
+        self._ranks = ranks
+        self._token_budget = token_budget
+
+    @torch.no_grad()
+    def infer(self, rows: Sequence[TrainRow], forward: Callable[[PackedRow], Tensor]) -> list[Tensor]:
+        """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""
+        results = [torch.zeros(row.num_tokens) for row in rows]
+        scored = [place for place, row in enumerate(rows) if row.loss_mask.any()]
+        packs = pack([rows[place].num_tokens for place in scored], token_budget=self._token_budget)
+        packed = self.padded([pack_rows([rows[scored[i]] for i in members], self._ranks.device) for members in packs])
+        for number, row in enumerate(packed):
+            values_S = forward(row).cpu()
+            for member in packs[number] if number < len(packs) else []:
+                place = scored[member]
+                count = int(rows[place].loss_mask.sum())
+                results[place][torch.from_numpy(rows[place].loss_mask)] = values_S[:count]
+                values_S = values_S[count:]
+        return results
+
+    def padded(self, packed: list[PackedRow], columns: Sequence[str] = ()) -> list[PackedRow]:
+        """Append empty rows until every rank has as many as the one with the most. A collective."""
+        count = torch.tensor([len(packed)], device=self._ranks.device)
+        most = int(self._ranks.reduce(count, dist.ReduceOp.MAX).item())
+        return packed + [empty_row(self._ranks.device, columns)] * (most - len(packed))
+
+
+class Learner:
+    """A sharded model that is trained, and its optimizer."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        ranks: Ranks,
+        trainer: TrainerSettings,
+        num_minibatches: int = 1,
+        aggregation: Aggregation = TOKEN_MEAN,
+    ) -> None:
+        self._model = model
+        self._ranks = ranks
+        self._trainer = trainer
+        self._num_minibatches = num_minibatches
+        self._aggregation = aggregation
+        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+        self.optimizer = make_optimizer(model.parameters(), trainer)
+
+    def begin(self, step: int, *, total_steps: int) -> float:
+        """Take over and return the learning rate of training step ``step``, which counts from 1."""
+        lr = learning_rate(step, total_steps=total_steps, trainer=self._trainer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def minibatches(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> list[list[PackedRow]]:
+        """Return the packed rows of each update; those that train nothing are left out. A collective.
+
+        Args:
+            columns: that the rows of every rank bring.
+        """
+        trained = [row for row in rows if row.loss_mask.any()]
+        return [
+            self._pack([row for row in trained if row.index % self._num_minibatches == turn], columns)
+            for turn in range(self._num_minibatches)
+        ]
+
+    def denominator(self, minibatch: Sequence[PackedRow]) -> float:
+        """Return what a mini-batch's loss is divided by, 0 where no rank trains a token. A collective."""
+        units = torch.stack([row.units_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
+        return self._ranks.reduce(units.double().to(self._ranks.device), dist.ReduceOp.SUM).item()
+
+    def update(
+        self,
+        minibatch: Sequence[PackedRow],
+        loss: Callable[[int, PackedRow], LossTerms],
+        tally: Tally,
+        *,
+        denominator: float,
+    ) -> None:
+        """Make one optimizer update from the gradients of all these rows on all ranks. A collective.
+
+        Args:
+            loss: of a row, given its number and itself.
+        """
+        for number, row in enumerate(minibatch):
+            # Gradients are summed locally and cross the ranks once, with the last row.
+            cast(FSDPModule, self._model).set_requires_gradient_sync(number == len(minibatch) - 1)
+            terms = loss(number, row)
+            # FSDP takes the mean over ranks, and the loss is a mean over those of all ranks: undo the former.
+            (terms.loss * (self._ranks.size / denominator)).backward()
+            tally.add(terms, row)
+        grad_norm = self._clip_gradients()
+        tally.add_update(grad_norm)
+        if math.isfinite(grad_norm):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def _pack(self, rows: Sequence[TrainRow], columns: Sequence[str]) -> list[PackedRow]:
+        # A trajectory's rows share its position, and are together on one rank and in one mini-batch.
+        lengths = Counter[int]()
+        for row in rows:
+            lengths[row.index] += int(row.loss_mask.sum())
+        shares = [self._aggregation.share(lengths[row.index]) for row in rows]
+        packs = pack([row.num_tokens for row in rows], token_budget=self._trainer.token_budget)
+        return self._passes.padded(
+            [
+                pack_rows([rows[i] for i in members], self._ranks.device, [shares[i] for i in members])
+                for members in packs
+            ],
+            columns,
+        )
+
+    def _clip_gradients(self) -> float:
+        """Scale the gradients down to ``max_grad_norm``; return the norm they had over all ranks."""
+        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
+        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
+        grad_norm = math.sqrt(self._ranks.reduce(square, dist.ReduceOp.SUM).item())
+        if math.isfinite(grad_norm) and grad_norm > self._trainer.max_grad_norm:
+            torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (grad_norm + 1e-6))
+        return grad_norm
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
