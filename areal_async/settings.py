@@ -59,13 +59,29 @@ class RunSettings(Section):
         return name
 
 
+class OtherModelSettings(Section):
+    """A model beside the one that is served; there is one where ``algorithm`` asks for it."""
+
+    path: str | None = None
+    """Hugging Face folder or hub name; ``None`` takes ``model.path``, as it is before training."""
+
+
 class ModelSettings(Section):
-    """The model that is trained and served."""
+    """The model that is trained and served, and those beside it."""
 
     path: str = "Qwen/Qwen2.5-1.5B-Instruct"
     """Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward and backward pass and of the served weights; parameters, gradients and optimizer are float32."""
+    critic: OtherModelSettings = OtherModelSettings()
+    """PPO's: the decoder with a head of one output, new or, of a reward model's folder, that one's."""
+    reference: OtherModelSettings = OtherModelSettings()
+    """Of the KL penalty (``algorithm.kl_coef``); never trained."""
+
+    def for_role(self, role: Literal["critic", "reference"]) -> "ModelSettings":
+        """Return the settings of the model of a role, as if it were the only one."""
+        other: OtherModelSettings = getattr(self, role)
+        return ModelSettings(path=other.path or self.path, dtype=self.dtype)
 
 
 class RolloutSettings(Section):
@@ -175,6 +191,17 @@ class InferenceSettings(Section):
         return self.num_servers * self.tensor_parallel
 
 
+class CriticTrainerSettings(Section):
+    """How the critic learns, where ``algorithm`` has one; what is not here is as in ``trainer``."""
+
+    lr: float | None = Field(default=None, gt=0)
+    """Its peak learning rate; ``None`` takes ``trainer.lr``. PPO's critics usually take several times that."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Training steps over which it rises from 0; ``None`` takes ``trainer.warmup_steps``."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Its gradients are scaled down to this norm; ``None`` takes ``trainer.max_grad_norm``."""
+
+
 class TrainerSettings(Section):
     """The processes that turn batches into weights."""
 
@@ -209,6 +236,14 @@ class TrainerSettings(Section):
     max_restarts: int = Field(default=5, ge=0)
     """Times a crashed trainer group is started again from one checkpoint before the run ends; a newer one starts the
     count afresh."""
+    critic: CriticTrainerSettings = CriticTrainerSettings()
+    """The critic's own."""
+
+    @property
+    def for_critic(self) -> "TrainerSettings":
+        """Derived: these settings as the critic's engine takes them."""
+        own = {name: value for name, value in self.critic.model_dump().items() if value is not None}
+        return self.model_copy(update=own)
 
 
 class LaunchSettings(Section):
@@ -263,6 +298,14 @@ class Settings(Section):
             self.algorithm.check_run(group_size=rollout.group_size, max_new_tokens=rollout.sampling.max_new_tokens)
         if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
             raise ValueError("eval.dataset: got one beside tasks.0.eval.dataset, need one of them; leave the other out")
+        for role in ("critic", "reference"):
+            path = getattr(self.model, role).path
+            if path is not None and role not in self.algorithm.needs_models:
+                raise ValueError(
+                    f"model.{role}: got {path} with algorithm.name={self.algorithm.name}, "
+                    f"kl_coef={self.algorithm.kl_coef:g}, which asks for no {role}; leave it out, or choose "
+                    + ("a preset with a critic, as ppo" if role == "critic" else "kl_coef over 0")
+                )
         return self
 
     def _checked_rollout(self, index: int) -> RolloutSettings:

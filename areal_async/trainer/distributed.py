@@ -8,11 +8,12 @@ Bytes travel as bytes: nothing is pickled.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal_async.errors import PipelineError
 
@@ -25,6 +26,8 @@ class Ranks:
     size: int
     device: torch.device
     control: dist.ProcessGroup
+    tensors: dist.ProcessGroup | None = None
+    """Of the collectives on tensors; None takes the default one."""
 
     def all_agree(self, flag: bool) -> bool:
         """Return whether every rank passed True."""
@@ -62,8 +65,22 @@ class Ranks:
     def reduce(self, values_N: torch.Tensor, op: "dist.ReduceOp.RedOpType") -> torch.Tensor:
         """Return the values reduced over the ranks; for the thread that trains."""
         if self.size > 1:
-            dist.all_reduce(values_N, op=op)
+            dist.all_reduce(values_N, op=op, group=self.tensors)
         return values_N
+
+    def mesh(self) -> DeviceMesh:
+        """Return all ranks as the mesh that a model is sharded over."""
+        if self.tensors is None:
+            return init_device_mesh(self.device.type, (self.size,))
+        return DeviceMesh.from_group(self.tensors, self.device.type)
+
+    def apart(self, *, deadline_s: float) -> "Ranks":
+        """Return the same ranks with a group of their own for tensors. A collective, of all ranks in the same order.
+
+        A model whose calls run in a thread of their own needs it: collectives of one group must not overtake each
+        other, and two threads keep no order.
+        """
+        return replace(self, tensors=dist.new_group(timeout=timedelta(seconds=deadline_s)))
 
     def close(self) -> None:
         """Leave the process group."""

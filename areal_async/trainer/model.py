@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face decoder that answers with logprobs instead of logits.
+"""Hugging Face decoders over packed rows: the policy answers with logprobs instead of logits, the critic with values.
 
 Legend: T tokens of a packed row, S of them scored, H hidden, V vocabulary. Dropout is off always: the logprobs
 trained on must be those the server reports.
@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
@@ -24,6 +23,7 @@ HEAD_CHUNK_ELEMENTS = 1 << 24
 """Logits held at once, in elements: with 150,000 words about 110 tokens, 64 MB in float32."""
 HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are more than their head's output."""
+CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -41,14 +41,7 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of every scored token, both float32 [S]."""
-        causal_lm = cast(Any, self.causal_lm)
-        hidden_TH = causal_lm.base_model(
-            input_ids=row.token_ids_T[None],
-            position_ids=row.position_ids_T[None],
-            use_cache=False,
-            **document_arguments(row.lengths, self.attention, row.token_ids_T.device),
-        ).last_hidden_state[0]
-        hidden_SH = hidden_TH.index_select(0, row.predicting_S)
+        hidden_SH = _predicting_states(self.causal_lm, row, self.attention)
         if len(row.targets_S) <= self.chunk_tokens:
             return self._score(hidden_SH, row.targets_S)
         # The logits of one chunk are thrown away and made again in the backward pass.
@@ -64,43 +57,130 @@ class Policy(nn.Module):
         return -F.nll_loss(log_probs_SV, targets_S, reduction="none"), entropy_S
 
 
+class Critic(nn.Module):
+    """A decoder with a head of one output: the value of what stands before a token, in units of reward.
+
+    The whole is what transformers calls a sequence classifier of one label, read at every scored token instead of the
+    last; so a reward model's folder starts a critic as it is.
+    """
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+        self.attention = cast(Any, classifier).config._attn_implementation
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """Return the value before every scored token, float32 [S]."""
+        hidden_SH = _predicting_states(self.classifier, row, self.attention)
+        values_S1: Tensor = cast(Any, self.classifier).score(hidden_SH).float()
+        return values_S1.sum(-1)  # of one; a view would be no output that FSDP can hook
+
+
 def load_policy(
-    folder: Path, ranks: Ranks, *, dtype: torch.dtype, temperature: float, activation_checkpointing: bool
+    folder: Path,
+    ranks: Ranks,
+    *,
+    dtype: torch.dtype,
+    temperature: float,
+    activation_checkpointing: bool,
+    is_frozen: bool = False,
 ) -> Policy:
     """Load the model's weights in float32 and shard them over the ranks, layer by layer.
 
     Args:
         dtype: of the forward and backward pass; parameters, gradients and their reduction are float32.
+        is_frozen: never trained; the parameters are then kept in ``dtype`` too, which gives the same numbers.
 
     Raises:
         UserError: the folder holds no causal language model that this can train.
     """
+    causal_lm, _ = _load(CAUSAL_LM, folder, ranks, dtype, stored=dtype if is_frozen else torch.float32)
+    _check_trainable(causal_lm, folder)
+    causal_lm.requires_grad_(not is_frozen)
+    policy = Policy(causal_lm, temperature=temperature)
+    _shard(policy, causal_lm, ranks, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    return policy
+
+
+def load_critic(folder: Path, ranks: Ranks, *, dtype: torch.dtype, activation_checkpointing: bool) -> Critic:
+    """Load a critic as ``load_policy`` does a policy; of a folder without a head for it, with a head of zeros.
+
+    So a new critic's values are 0 everywhere, on any number of ranks, and no random number is drawn.
+
+    Raises:
+        UserError: the folder holds no decoder that this can train, or one with several labels.
+    """
+    classifier, missing = _load(CLASSIFIER, folder, ranks, dtype, stored=torch.float32, num_labels=1)
+    _check_trainable(classifier, folder)
+    if not hasattr(classifier, "score"):
+        raise UserError(
+            f"model: got {folder} of type {classifier.config.model_type}, whose classifier has no head named score; "
+            "need a decoder such as Qwen2, Qwen3 or Llama for a critic"
+        )
+    if "score.weight" in missing:
+        nn.init.zeros_(classifier.score.weight)
+    critic = Critic(classifier)
+    _shard(critic, classifier, ranks, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    return critic
+
+
+def _predicting_states(decoder: nn.Module, row: PackedRow, attention: str) -> Tensor:
+    """Return the last hidden state of the position before every scored token [S, H]."""
+    hidden_TH: Tensor = (
+        cast(Any, decoder)
+        .base_model(
+            input_ids=row.token_ids_T[None],
+            position_ids=row.position_ids_T[None],
+            use_cache=False,
+            **document_arguments(row.lengths, attention, row.token_ids_T.device),
+        )
+        .last_hidden_state[0]
+    )
+    return hidden_TH.index_select(0, row.predicting_S)
+
+
+def _load(
+    kind: str, folder: Path, ranks: Ranks, dtype: torch.dtype, *, stored: torch.dtype, **options: Any
+) -> tuple[Any, set[str]]:
+    """Return a model by one of transformers' auto classes, and the parameters that the folder did not have."""
     # Imported here: it takes seconds, and the processes that only make batches never need it.
     import transformers
 
     register_packed_attention()
     transformers.utils.logging.disable_progress_bar()
+    verbosity = transformers.utils.logging.get_verbosity()
+    if kind != CAUSAL_LM:
+        transformers.utils.logging.set_verbosity_error()  # a missing head is no news
     try:
-        causal_lm = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=attention_for(ranks.device, dtype), local_files_only=True
+        model, told = getattr(transformers, kind).from_pretrained(
+            folder,
+            dtype=stored,
+            attn_implementation=attention_for(ranks.device, dtype),
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
         )
-    except (ValueError, OSError, KeyError, ImportError) as exc:
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as exc:
         reason = str(exc).strip().partition("\n")[0]
-        raise UserError(f"model: cannot load {folder} as a causal language model: {reason}") from exc
-    _check_trainable(causal_lm, folder)
-    causal_lm.eval()
-    layers = list(cast(Any, causal_lm).base_model.layers)
+        wanted = "causal language model" if kind == CAUSAL_LM else "decoder with a head of one output"
+        raise UserError(f"model: cannot load {folder} as a {wanted}: {reason}") from exc
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+    model.eval()
+    return model, set(told["missing_keys"])
+
+
+def _shard(whole: nn.Module, decoder: Any, ranks: Ranks, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+    layers = list(decoder.base_model.layers)
     if activation_checkpointing:
         for layer in layers:
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    policy = Policy(causal_lm, temperature=temperature)
-    mesh = init_device_mesh(ranks.device.type, (ranks.size,))
+    mesh = ranks.mesh()
     precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(policy, mesh=mesh, mp_policy=precision)
-    return policy
+    fully_shard(whole, mesh=mesh, mp_policy=precision)
 
 
 def _check_trainable(causal_lm: Any, path: Path) -> None:

@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class EngineThread:
-    """The one thread of all torch work: the loop stays free, collectives stay in order."""
+    """The one thread of an engine's torch work: the loop stays free, collectives stay in order."""
 
-    def __init__(self) -> None:
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
+    def __init__(self, name: str = "engine") -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
 
     async def run(self, work: Callable[[], T]) -> T:
         """Return what ``work`` returns. A cancelled call goes on in its thread until it ends by itself."""

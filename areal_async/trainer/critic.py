@@ -1,0 +1,119 @@
+"""The engine of the critic: what a policy may expect from here on, learned from what it then got.
+
+The invariants are those of ``sharded``. Every public method is a collective, called from one thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import structlog
+from torch import Tensor
+
+from areal_async.algorithms.objective import LossTerms
+from areal_async.algorithms.values import value_loss
+from areal_async.hub import local_model
+from areal_async.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.trainer.checkpoint import Trained
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.model import DTYPES, load_critic
+from areal_async.trainer.rows import RETURNS, VALUES, PackedRow, TrainRow
+from areal_async.trainer.sharded import Learner, PackedPasses
+from areal_async.trainer.stats import Tally
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CriticStats:
+    """What one training step did to the critic. Equal on every rank; means are over the trained tokens of all."""
+
+    value_loss: float
+    """Half the squared error, clipped as the settings say."""
+    value_grad_norm: float
+    """Before clipping; the mean over the step's updates."""
+    value_clip_fraction: float
+    """Share of tokens whose error the value clip took over."""
+    value_lr: float
+    value_num_skipped: int
+    """Updates left out because the gradient was not finite."""
+
+
+class CriticEngine:
+    """A critic sharded over the ranks (FSDP2), its optimizer and its loss."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSettings,
+        trainer: TrainerSettings,
+        ranks: Ranks,
+        value_clip: float | None = None,
+        num_minibatches: int = 1,
+    ) -> None:
+        self._ranks = ranks
+        self._value_clip = value_clip
+        self._critic = load_critic(
+            local_model(model.path),
+            ranks,
+            dtype=DTYPES[model.dtype],
+            activation_checkpointing=trainer.activation_checkpointing,
+        )
+        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+        # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
+        self._learner = Learner(self._critic, ranks=ranks, trainer=trainer, num_minibatches=num_minibatches)
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Load the critic that ``model`` names and make the engine that ``algorithm`` and ``trainer`` describe."""
+        return cls(
+            model=settings.model.for_role("critic"),
+            trainer=settings.trainer.for_critic,
+            ranks=ranks,
+            value_clip=settings.algorithm.value_clip,
+            num_minibatches=settings.algorithm.num_minibatches,
+        )
+
+    def values(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return for each row the value before every token in its loss; 0 elsewhere [L]."""
+        return self._passes.infer(rows, self._critic)
+
+    def train_step(self, rows: Sequence[TrainRow], *, step: int, total_steps: int) -> CriticStats:
+        """Train on this rank's rows, each of which brings ``VALUES`` and ``RETURNS``; ranks may hold none.
+
+        Args:
+            step: counts from 1; decides the learning rate.
+            total_steps: length of the learning rate's schedule.
+        """
+        lr = self._learner.begin(step, total_steps=total_steps)
+        tally = Tally()
+        for minibatch in self._learner.minibatches(rows, (VALUES, RETURNS)):
+            denominator = self._learner.denominator(minibatch)
+            if denominator:
+                self._learner.update(minibatch, self._loss, tally, denominator=denominator)
+        if tally.num_skipped:
+            log.warning("critic.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
+        sums = tally.totals(self._ranks)
+        num_tokens = sums.get("tokens") or 1.0
+        return CriticStats(
+            value_loss=sums.get("loss", 0.0) / num_tokens,
+            value_grad_norm=tally.grad_norm,
+            value_clip_fraction=sums.get("value_clipped", 0.0) / num_tokens,
+            value_lr=lr,
+            value_num_skipped=tally.num_skipped,
+        )
+
+    @property
+    def trained(self) -> Trained:
+        """What a checkpoint holds of this engine. No collective."""
+        return Trained(self._critic.classifier, self._learner.optimizer)
+
+    def _loss(self, _number: int, row: PackedRow) -> LossTerms:
+        return value_loss(
+            self._critic(row),
+            row.columns_S[VALUES],
+            row.columns_S[RETURNS],
+            row.mask_S,
+            value_clip=self._value_clip,
+            weight_T=row.weights_S,
+        )

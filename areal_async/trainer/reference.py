@@ -1,0 +1,42 @@
+"""The engine of the reference: a policy that stays as it is, and says how likely it finds what another one does."""
+
+from collections.abc import Sequence
+from typing import Self
+
+from torch import Tensor
+
+from areal_async.hub import local_model
+from areal_async.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.model import DTYPES, load_policy
+from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.sharded import PackedPasses
+
+
+class ReferenceEngine:
+    """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
+
+    def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks, temperature: float) -> None:
+        self._policy = load_policy(
+            local_model(model.path),
+            ranks,
+            dtype=DTYPES[model.dtype],
+            temperature=temperature,
+            activation_checkpointing=False,
+            is_frozen=True,
+        )
+        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Load the reference that ``model`` names, to be asked at the temperature that is sampled at."""
+        return cls(
+            model=settings.model.for_role("reference"),
+            trainer=settings.trainer,
+            ranks=ranks,
+            temperature=settings.rollout.sampling.temperature,
+        )
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
+        return self._passes.infer(rows, lambda row: self._policy(row)[0])
