@@ -155,6 +155,11 @@ class AlgorithmSettings(Section):
             raise ValueError(
                 "proximal: got loglinear with decoupled=false, need decoupled=true; nothing else looks at it"
             )
+        if self.advantage_baseline == "critic" and self.advantage_std not in ("batch", "none"):
+            raise ValueError(
+                f"advantage_std: got {self.advantage_std} with advantage_baseline=critic, need batch or none; "
+                "a critic's advantages are those of tokens"
+            )
         if self.behave_weight_floor > self.behave_weight_cap:
             raise ValueError(
                 f"behave_weight_floor: got {self.behave_weight_floor}, need at most "
@@ -172,17 +177,17 @@ class AlgorithmSettings(Section):
         """Derived: models beside the policy."""
         return ("critic",) * (self.advantage_baseline == "critic") + ("reference",) * (self.kl_coef > 0)
 
+    @property
+    def has_kl_reward(self) -> bool:
+        """Derived: the distance to the reference comes off the rewards."""
+        return self.kl_coef > 0 and self.kl_in == "reward"
+
     def check_run(self, *, group_size: int, max_new_tokens: int) -> None:
         """Hold the choices against the rest of a run's settings.
 
         Raises:
             ValueError: they do not fit.
         """
-        if self.needs_models:
-            raise ValueError(
-                f"algorithm: got name={self.name}, kl_coef={self.kl_coef:g}, which needs a {self.needs_models[0]} "
-                "model, need one that trains the policy alone; choose another preset, or set kl_coef to 0"
-            )
         if group_size < 2 and (self.advantage_baseline == "leave_one_out" or self.filter_equal_groups):
             raise ValueError(
                 f"algorithm: got name={self.name} with rollout.group_size={group_size}, need at least 2; "

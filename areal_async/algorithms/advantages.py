@@ -54,17 +54,16 @@ class AdvantageRule:
 
 
 def advantage_rule(settings: Settings) -> AdvantageRule:
-    """Return how a step's rewards become advantages.
+    """Return how a step's rewards become advantages, as far as rewards alone say it.
 
-    Raises:
-        ValueError: they come from a critic's values, not from the rewards alone.
+    With a critic they leave the rule as they are, but for their shaping: the rest is ``values.gae``.
     """
     algorithm = settings.algorithm
-    if algorithm.advantage_baseline == "critic":
-        raise ValueError("advantages: got a critic as baseline, need one that rewards alone give; its are values.gae")
     longest = algorithm.overlong_max or settings.rollout.sampling.max_new_tokens
     cache = max(1, longest // OVERLONG_SHARE) if algorithm.overlong_cache is None else algorithm.overlong_cache
     overlong = Overlong(max_tokens=longest, cache_tokens=cache, factor=algorithm.overlong_factor) if cache else None
+    if algorithm.advantage_baseline == "critic":
+        return AdvantageRule(baseline="none", std="none", overlong=overlong)
     return AdvantageRule(baseline=algorithm.advantage_baseline, std=algorithm.advantage_std, overlong=overlong)
 
 

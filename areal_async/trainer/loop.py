@@ -33,7 +33,7 @@ from areal_async.settings import Settings
 from areal_async.staleness import age_at
 from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import Placed, SlotKey, build_rows, fetch, place, share
@@ -48,7 +48,8 @@ from areal_async.trainer.step import (
     batch_metrics,
     metrics_line,
 )
-from areal_async.trainer.threads import Beside, EngineThread
+from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.threads import Beside
 from areal_async.types import CheckpointRecord, Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
 from areal_async.wire import decode_json
 
@@ -84,8 +85,8 @@ class Trainer:
         run_directory: Path,
         *,
         ranks: Ranks,
-        engine: FsdpEngine,
-        thread: EngineThread,
+        engines: Engines,
+        lanes: Lanes,
         publisher: Publisher,
         archiving: Beside,
         bus: Bus,
@@ -98,8 +99,9 @@ class Trainer:
         self._settings = settings
         self._directory = run_directory
         self._ranks = ranks
-        self._engine = engine
-        self._thread = thread
+        self._engines = engines
+        self._thread = lanes.engine
+        self._calls = StepCalls(settings, engines=engines, lanes=lanes, ranks=ranks)
         self._publisher = publisher
         self._archiving = archiving
         self._bus = bus
@@ -134,7 +136,7 @@ class Trainer:
     async def restore(self, checkpoint: Path | None) -> None:
         """Load a checkpoint and drop what was written after it. Collective; before ``run``."""
         if checkpoint is not None:
-            ledger = await self._thread.run(lambda: self._engine.load_checkpoint(checkpoint))
+            ledger = await self._thread.run(lambda: self._engines.load_checkpoint(checkpoint))
             self._ledger = decode_json(ledger, Ledger, what=f"ledger of {checkpoint}")
             self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
         if self._feed is not None:
@@ -164,7 +166,7 @@ class Trainer:
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
             with self._waiting(waits.checkpoint(self.step), "the export after"):
-                await self._thread.run(lambda: self._engine.save_weights(self._directory / "model"))
+                await self._thread.run(lambda: self._engines.actor.save_weights(self._directory / "model"))
             await self._publisher.announce_final()  # last: whoever sees it may end the run
         await self._publisher.finish()
         self.state = "finished"
@@ -276,9 +278,7 @@ class Trainer:
         train_since = time.monotonic()
         reach("trainer.before_step")
         with self._waiting(waits.step(step), "the engine in"):
-            stats = await self._thread.run(
-                lambda: self._engine.train_step(rows, step=step, total_steps=settings.run.steps)
-            )
+            trained = await self._calls.run(rows, batch, step=step)
         reach("trainer.after_step")
         train_s = time.monotonic() - train_since
         made = Version(self._number, step)
@@ -300,12 +300,15 @@ class Trainer:
         self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
         return StepResult(
             version=made,
-            batch=batch_metrics(
-                batch,
-                [msgspec.json.decode(one, type=ShareStats) for one in shares],
-                workflows=[task.name for task in settings.tasks],
-            ),
-            stats=stats,
+            batch={
+                **batch_metrics(
+                    batch,
+                    [msgspec.json.decode(one, type=ShareStats) for one in shares],
+                    workflows=[task.name for task in settings.tasks],
+                ),
+                **trained.others,
+            },
+            stats=trained.stats,
             started=started - waited_s,
             wait_s=waited_s,
             train_s=train_s,
@@ -331,7 +334,7 @@ class Trainer:
         ledger = msgspec.json.encode(self._ledger)
         reach("trainer.before_checkpoint")
         with self._waiting(waits.checkpoint(self.step), "the writing of"):
-            await self._thread.run(lambda: self._engine.save_checkpoint(folder, ledger))
+            await self._thread.run(lambda: self._engines.save_checkpoint(folder, ledger))
         reach("trainer.after_checkpoint")
         self._checkpointed_step = self.step
         if self._lineage is not None and self._feed is not None:

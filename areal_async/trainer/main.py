@@ -15,7 +15,7 @@ from areal_async.errors import UserError
 from areal_async.settings import Settings
 from areal_async.trainer.broadcast import Broadcaster, address_towards
 from areal_async.trainer.distributed import Ranks, join_ranks
-from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.loop import Trainer
@@ -50,13 +50,13 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
     structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
-        engine = FsdpEngine.for_run(settings, ranks)
-        anyio.run(_run_rank, settings, run_directory, bus_url, ranks, engine, backend_options={"use_uvloop": True})
+        engines = Engines.for_run(settings, ranks, deadline_s=deadline_s)
+        anyio.run(_run_rank, settings, run_directory, bus_url, ranks, engines, backend_options={"use_uvloop": True})
     finally:
         ranks.close()
 
 
-async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks: Ranks, engine: FsdpEngine) -> None:
+async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks: Ranks, engines: Engines) -> None:
     async with (
         open_bus(
             bus_url,
@@ -81,7 +81,7 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
         publisher = Publisher(
             settings.inference,
             run_directory / "weights",
-            engine=engine,
+            engine=engines.actor,
             thread=thread,
             beside=Beside(loops),
             bus=bus,
@@ -92,8 +92,8 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             settings,
             run_directory,
             ranks=ranks,
-            engine=engine,
-            thread=thread,
+            engines=engines,
+            lanes=Lanes(engine=thread, is_single=ranks.device.type != "cpu"),
             publisher=publisher,
             archiving=Beside(loops),
             bus=bus,

@@ -170,8 +170,7 @@ def test_the_yes_and_no_of_older_files_are_still_read() -> None:
         ({"proximal": "loglinear", "decoupled": False}, "proximal: got loglinear with decoupled=false, need"),
         ({"behave_weight_floor": 6.0}, "behave_weight_floor: got 6.0, need at most behave_weight_cap=5.0"),
         ({"aggregation_constant": 100}, "aggregation_constant: got 100 with aggregation=token_mean, need"),
-        ({"name": "ppo"}, "algorithm: got name=ppo, kl_coef=0, which needs a critic model"),
-        ({"kl_coef": 0.1}, "algorithm: got name=grpo, kl_coef=0.1, which needs a reference model"),
+        ({"advantage_baseline": "critic"}, "advantage_std: got group with advantage_baseline=critic, need batch"),
         ({"name": "dapo", "overlong_cache": 2000}, "overlong_cache: got 2000, need at most 1000 tokens"),
         ({"dual_clip": 1.0}, "greater than 1"),
         ({"name": "drpo"}, "Input should be 'grpo'"),
@@ -188,9 +187,9 @@ def test_a_group_of_one_is_compared_with_nobody(name: str) -> None:
         run_of({"name": name}, group_size=1)
 
 
-def test_a_critics_advantages_are_not_made_of_rewards_alone() -> None:
-    assert AlgorithmSettings(name="ppo").needs_models == ("critic",)
-    settings = Settings().model_copy(update={"algorithm": AlgorithmSettings(name="ppo")})
+def test_with_a_critic_rewards_are_shaped_and_nothing_more() -> None:
+    settings = run_of({"name": "ppo", "overlong_cache": 100})
 
-    with pytest.raises(ValueError, match="got a critic as baseline"):
-        advantage_rule(settings)
+    assert settings.algorithm.needs_models == ("critic",)
+    overlong = Overlong(max_tokens=1000, cache_tokens=100)
+    assert advantage_rule(settings) == AdvantageRule(baseline="none", std="none", overlong=overlong)

@@ -1,0 +1,121 @@
+"""The training step of every preset, declared as a graph of model function calls. Pure; no torch.
+
+The first two calls run before the trainer's own: ``generate`` on the nodes, whose trajectories come over the bus, and
+``batch`` where the ranks agree on what they train. The trainer does the rest, in this graph's order.
+"""
+
+from areal_async.algorithm_settings import AlgorithmSettings
+from areal_async.dataflow import Call, Graph, Kind
+from areal_async.settings import Settings
+
+ELSEWHERE = ("generate", "batch")
+"""Calls that are done when the trainer's part of the graph begins."""
+
+
+def step_graph(settings: Settings) -> Graph:
+    """Return the checked graph of one training step, as the settings want it.
+
+    Raises:
+        UserError: the calls do not fit together.
+    """
+    algorithm = settings.algorithm
+    has_critic = algorithm.advantage_baseline == "critic"
+    has_kl_reward = algorithm.has_kl_reward
+    # Rewards that still change, or that a critic's values come off, are no advantages yet.
+    credit = "outcomes" if has_critic or has_kl_reward else "advantages"
+    calls = [
+        Call(
+            name="generate",
+            kind=Kind.GENERATE,
+            role="actor",
+            inputs=("prompts",),
+            outputs=("trajectories", "rewards"),
+        ),
+        Call(name="batch", kind=Kind.COMPUTE, inputs=("trajectories", "rewards"), outputs=("rows", credit)),
+        *_inference(settings),
+    ]
+    results = ["actor_stats"]
+    if has_kl_reward:
+        calls.append(
+            Call(
+                name="kl_penalty",
+                kind=Kind.COMPUTE,
+                inputs=("rows", "start_logprobs", "reference_logprobs"),
+                outputs=("penalties", "kl_mean"),
+            )
+        )
+        results.append("kl_mean")
+    penalties = ("penalties",) * has_kl_reward
+    if has_critic:
+        calls.append(
+            Call(
+                name="gae",
+                kind=Kind.COMPUTE,
+                inputs=("rows", "outcomes", "values", *penalties),
+                outputs=("advantages", "returns", "value_quality"),
+            )
+        )
+        calls.append(
+            Call(
+                name="train_critic",
+                kind=Kind.TRAIN,
+                role="critic",
+                inputs=("rows", "values", "returns"),
+                outputs=("critic_stats",),
+            )
+        )
+        results += ["critic_stats", "value_quality"]
+    elif has_kl_reward:
+        calls.append(
+            Call(
+                name="penalised_advantages",
+                kind=Kind.COMPUTE,
+                inputs=("rows", "outcomes", "penalties"),
+                outputs=("advantages",),
+            )
+        )
+    calls.append(
+        Call(
+            name="train_actor",
+            kind=Kind.TRAIN,
+            role="actor",
+            inputs=("rows", "advantages", *_columns(settings)),
+            outputs=("actor_stats",),
+        )
+    )
+    graph = Graph(calls=tuple(calls), given=("prompts",), results=tuple(results))
+    return graph.checked(roles(algorithm))
+
+
+def roles(algorithm: AlgorithmSettings) -> tuple[str, ...]:
+    """Return the models that the trainer holds."""
+    return ("actor", *algorithm.needs_models)
+
+
+def _inference(settings: Settings) -> list[Call]:
+    """Return the forward passes over the batch by the weights that the step starts from."""
+    algorithm = settings.algorithm
+    wanted = [
+        ("start_logprobs", "actor", algorithm.has_kl_reward or _has_proximal_pass(settings)),
+        ("reference_logprobs", "reference", "reference" in algorithm.needs_models),
+        ("values", "critic", "critic" in algorithm.needs_models),
+    ]
+    return [
+        Call(name=name, kind=Kind.INFERENCE, role=role, inputs=("rows",), outputs=(name,))
+        for name, role, is_wanted in wanted
+        if is_wanted
+    ]
+
+
+def _columns(settings: Settings) -> tuple[str, ...]:
+    """Return what the policy's loss looks at besides advantages."""
+    algorithm = settings.algorithm
+    has_kl_loss = algorithm.kl_coef > 0 and algorithm.kl_in == "loss"
+    return ("start_logprobs",) * _has_proximal_pass(settings) + ("reference_logprobs",) * has_kl_loss
+
+
+def _has_proximal_pass(settings: Settings) -> bool:
+    """Whether the proximal logprobs need a pass: after the first of several updates the weights are others."""
+    algorithm = settings.algorithm
+    is_loglinear = settings.uses_decoupled_loss and algorithm.proximal == "loglinear"
+    return algorithm.num_minibatches > 1 and not is_loglinear

@@ -1,0 +1,80 @@
+"""The engines of one rank: the policy's, and those of the models that the algorithm wants beside it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TypeVar
+
+from areal_async.settings import Settings
+from areal_async.trainer.checkpoint import Trained
+from areal_async.trainer.critic import CriticEngine
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.reference import ReferenceEngine
+from areal_async.trainer.threads import EngineThread
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engines:
+    """A model per role. All are sharded over the same ranks."""
+
+    actor: FsdpEngine
+    critic: CriticEngine | None = None
+    reference: ReferenceEngine | None = None
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks, *, deadline_s: float) -> Self:
+        """Load what the settings want. A collective.
+
+        Args:
+            deadline_s: how long one collective of an engine's own group may take.
+        """
+        wanted = settings.algorithm.needs_models
+
+        def own_ranks() -> Ranks:
+            # On a GPU all engines share one thread (``Lanes``) and so one group.
+            return ranks.apart(deadline_s=deadline_s) if ranks.device.type == "cpu" else ranks
+
+        return cls(
+            actor=FsdpEngine.for_run(settings, ranks),
+            critic=CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None,
+            reference=ReferenceEngine.for_run(settings, own_ranks()) if "reference" in wanted else None,
+        )
+
+    def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
+        """Write everything that is trained, and the ledger, as one atomic folder. A collective."""
+        self.actor.save_checkpoint(directory, ledger, others=self._others)
+
+    def load_checkpoint(self, directory: Path) -> bytes:
+        """Restore everything that is trained and return the ledger on every rank. A collective."""
+        return self.actor.load_checkpoint(directory, others=self._others)
+
+    @property
+    def _others(self) -> dict[str, Trained]:
+        return {"critic": self.critic.trained} if self.critic is not None else {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes:
+    """The threads in which the calls of a step run: one per lane on a CPU, the engine's for all on a GPU.
+
+    There one stream does the work of all models anyway, and NCCL wants the collectives of different groups in one
+    order on every rank too.
+    """
+
+    engine: EngineThread
+    """Of the policy, and of everything that is not in a step."""
+    is_single: bool
+    others: dict[str, EngineThread] = field(default_factory=dict)
+
+    def name(self, role: str) -> str:
+        """Return the lane of a role; what computes without a model has one too."""
+        return "actor" if self.is_single else role or "compute"
+
+    async def run(self, role: str, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, done in the thread of this role's lane."""
+        name = self.name(role)
+        thread = self.engine if name == "actor" else self.others.setdefault(name, EngineThread(name))
+        return await thread.run(work)

@@ -1,0 +1,140 @@
+"""What each call of a step's graph does on one rank (``algorithms.graphs`` declares them)."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import msgspec
+
+from areal_async.algorithms.advantages import advantage_rule
+from areal_async.algorithms.graphs import ELSEWHERE, step_graph
+from areal_async.dataflow import Call, execute
+from areal_async.settings import Settings
+from areal_async.trainer.credit import critic_advantages, kl_penalties, penalised_advantages
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engines import Engines, Lanes
+from areal_async.trainer.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
+from areal_async.trainer.stats import StepStats
+from areal_async.trainer.step import AgreedBatch
+
+Values = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trained:
+    """What the calls of a step report."""
+
+    stats: StepStats
+    others: dict[str, float]
+    """Of the models beside the policy; none where there are none."""
+
+
+class StepCalls:
+    """The trainer's part of the graph, on one rank."""
+
+    def __init__(self, settings: Settings, *, engines: Engines, lanes: Lanes, ranks: Ranks) -> None:
+        self._settings = settings
+        self._engines = engines
+        self._lanes = lanes
+        self._ranks = ranks
+        self._rule = advantage_rule(settings)
+        self._graph = step_graph(settings).rest(ELSEWHERE)
+        self._functions: dict[str, Callable[[_Step, Values], Values]] = {
+            "start_logprobs": self._start_logprobs,
+            "reference_logprobs": self._reference_logprobs,
+            "values": self._values,
+            "kl_penalty": self._kl_penalty,
+            "gae": self._gae,
+            "penalised_advantages": self._penalised_advantages,
+            "train_actor": self._train_actor,
+            "train_critic": self._train_critic,
+        }
+
+    async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int) -> Trained:
+        """Make every call of one step. A collective: every rank makes those of a lane in the same order.
+
+        Args:
+            rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
+        """
+        here = _Step(number=step, batch=batch)
+
+        async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
+            return await self._lanes.run(call.role, lambda: self._functions[call.name](here, inputs))
+
+        given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": batch.advantages}
+        results = await execute(
+            self._graph,
+            work,
+            {name: given[name] for name in self._graph.given},
+            lane=lambda call: self._lanes.name(call.role),
+        )
+        stats = results["actor_stats"]
+        if "kl_mean" in results:
+            stats = replace(stats, kl_mean=results["kl_mean"])
+        others: dict[str, float] = {}
+        if "critic_stats" in results:
+            others = asdict(results["critic_stats"]) | msgspec.structs.asdict(results["value_quality"])
+        return Trained(stats=stats, others=others)
+
+    def _start_logprobs(self, step: "_Step", inputs: Values) -> Values:
+        return {"start_logprobs": self._engines.actor.logprobs(inputs["rows"])}
+
+    def _reference_logprobs(self, step: "_Step", inputs: Values) -> Values:
+        assert self._engines.reference is not None
+        return {"reference_logprobs": self._engines.reference.logprobs(inputs["rows"])}
+
+    def _values(self, step: "_Step", inputs: Values) -> Values:
+        assert self._engines.critic is not None
+        return {"values": self._engines.critic.values(inputs["rows"])}
+
+    def _kl_penalty(self, step: "_Step", inputs: Values) -> Values:
+        algorithm = self._settings.algorithm
+        penalties, mean = kl_penalties(
+            inputs["rows"],
+            inputs["start_logprobs"],
+            inputs["reference_logprobs"],
+            estimator=algorithm.kl_estimator,
+            kl_coef=algorithm.kl_coef,
+            gather=self._ranks.gather_bytes,
+        )
+        return {"penalties": penalties, "kl_mean": mean}
+
+    def _gae(self, step: "_Step", inputs: Values) -> Values:
+        algorithm = self._settings.algorithm
+        advantages, returns, quality = critic_advantages(
+            inputs["rows"],
+            inputs["outcomes"],
+            inputs["values"],
+            inputs.get("penalties"),
+            gamma=algorithm.gamma,
+            gae_lambda=algorithm.gae_lambda,
+            is_whitened=algorithm.advantage_std == "batch",
+            gather=self._ranks.gather_bytes,
+        )
+        return {"advantages": advantages, "returns": returns, "value_quality": quality}
+
+    def _penalised_advantages(self, step: "_Step", inputs: Values) -> Values:
+        advantages = penalised_advantages(
+            inputs["rows"], step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._ranks.gather_bytes
+        )
+        return {"advantages": advantages}
+
+    def _train_actor(self, step: "_Step", inputs: Values) -> Values:
+        columns = [name for name in (START, REFERENCE) if name in inputs]
+        rows = with_columns(inputs["rows"], {name: inputs[name] for name in columns}, advantages=inputs["advantages"])
+        stats = self._engines.actor.train_step(
+            rows, step=step.number, total_steps=self._settings.run.steps, columns=columns
+        )
+        return {"actor_stats": stats}
+
+    def _train_critic(self, step: "_Step", inputs: Values) -> Values:
+        assert self._engines.critic is not None
+        rows = with_columns(inputs["rows"], {VALUES: inputs["values"], RETURNS: inputs["returns"]})
+        stats = self._engines.critic.train_step(rows, step=step.number, total_steps=self._settings.run.steps)
+        return {"critic_stats": stats}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Step:
+    number: int
+    batch: AgreedBatch
