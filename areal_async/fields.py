@@ -10,6 +10,8 @@ from msgspec import Meta
 
 MAX_GROUP_SIZE = 1 << 16
 MAX_SERVERS = 1024
+MAX_CREDITS = 256
+"""Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
@@ -29,6 +31,8 @@ LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
 """A lineage as the key of a JSON object."""
 StepText = LineageText
 """A step as the key of a JSON object."""
+RoleText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{0,64}\Z")]
+"""Name of a policy that speaks in a workflow; empty for the only one."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]

@@ -10,91 +10,32 @@ What a field may hold stands in its type (``fields``) and is checked where a rec
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.fields import (
+    MAX_CREDITS,
     Count,
     GroupIdText,
     GroupSize,
     LineageText,
     NumServers,
     OptionalVersionText,
+    RoleText,
     TokenText,
     VersionText,
-    is_group_id,
-    is_version,
 )
+from areal_async.ids import GroupId as GroupId
+from areal_async.ids import Version as Version
 
 NOT_SAMPLED = -1
 """The version of a token that no model of ours produced (prompt, tool output)."""
-
-
-class Version(NamedTuple):
-    """A weights version: the lineage of the trainer that made it, and the step that it ends.
-
-    Ordered by lineage, then step. Written ``1-42``; packed into one int64 per token.
-    """
-
-    lineage: int
-    step: int
-
-    def __str__(self) -> str:
-        return f"{self.lineage}-{self.step}"
-
-    @classmethod
-    def parse(cls, text: str) -> Version:
-        """Read ``1-42``.
-
-        Raises:
-            ValueError: not two non-negative integers of at most nine digits with a dash between.
-        """
-        if not is_version(text):
-            raise ValueError(f"weights version: got {text!r}, need <lineage>-<step> like 1-42")
-        lineage, step = text.split("-")
-        return cls(int(lineage), int(step))
-
-    def pack(self) -> int:
-        """Return ``lineage * 2**32 + step``."""
-        return (self.lineage << 32) | self.step
-
-    @classmethod
-    def unpack(cls, packed: int) -> Version:
-        """Invert ``pack``."""
-        return cls(packed >> 32, packed & 0xFFFFFFFF)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class GroupId:
-    """One attempt at one prompt, written ``<epoch>-<index>-<attempt>``; attempts count from 0."""
-
-    epoch: int
-    index: int
-    attempt: int
-
-    def __str__(self) -> str:
-        return f"{self.epoch}-{self.index}-{self.attempt}"
-
-    @property
-    def next_attempt(self) -> GroupId:
-        """The same prompt, once more."""
-        return GroupId(self.epoch, self.index, self.attempt + 1)
-
-    @classmethod
-    def parse(cls, text: str) -> GroupId:
-        """Read ``0-17-0``.
-
-        Raises:
-            ValueError: not three non-negative integers joined by dashes.
-        """
-        if not is_group_id(text):
-            raise ValueError(f"group id: got {text!r}, need <epoch>-<index>-<attempt> like 0-17-0")
-        return cls(*(int(part) for part in text.split("-")))
+NOT_CREDITED = -1
+"""The reply of a token that belongs to no credited one."""
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -170,6 +111,9 @@ class Sequence(Record, frozen=True, kw_only=True, eq=False):
     """The server's; 0 where ``loss_mask`` is False."""
     versions: NDArray[np.int64]
     """``Version.pack()``; ``NOT_SAMPLED`` where ``loss_mask`` is False."""
+    turns: NDArray[np.int16] | None = None
+    """Which of the slot's credits each token belongs to, from 0; ``NOT_CREDITED`` for the others, which are not
+    trained. None where the slot has no credits: one reward is for all of it."""
 
     @property
     def num_tokens(self) -> int:
@@ -185,6 +129,20 @@ class SlotStatus(StrEnum):
     REJECTED = "rejected"
 
 
+class Credit(msgspec.Struct, frozen=True, array_like=True):
+    """What one reply of a trajectory is worth, where its workflow says so reply by reply.
+
+    An array on the wire: the headers of a batch have many.
+    """
+
+    reward: float
+    """The reply's return: what it led to, later rewards included, as the workflow reckons it."""
+    num_tokens: Count
+    """Sampled ones of the reply."""
+    role: RoleText = ""
+    """``Turn.role``: a reply is compared with those of its own role."""
+
+
 class Slot(Record, frozen=True, kw_only=True):
     """The header of one trajectory: all that the cut needs, without its tokens."""
 
@@ -193,7 +151,7 @@ class Slot(Record, frozen=True, kw_only=True):
     """Names the producer too, so that two producers of one slot can be told apart."""
     status: SlotStatus
     reward: float = 0.0
-    """0 unless scored."""
+    """0 unless scored; the mean of its credits where it has any."""
     reason: str = ""
     """Why it failed or was rejected."""
     num_tokens: Count = 0
@@ -209,6 +167,8 @@ class Slot(Record, frozen=True, kw_only=True):
     """Position of the payload inside its message."""
     num_truncated: Count = 0
     """Turns that ended by length."""
+    credits: Annotated[list[Credit], msgspec.Meta(max_length=MAX_CREDITS)] = []
+    """Of its replies, in the order they were given; empty where one reward is for all of it."""
 
 
 class Trajectory(Record, frozen=True, kw_only=True):

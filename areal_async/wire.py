@@ -21,7 +21,18 @@ import numpy as np
 
 from areal_async.errors import WireError
 from areal_async.fields import Count, GroupIdText, GroupSize, TokenText, VersionText
-from areal_async.types import NOT_SAMPLED, Record, Sequence, Slot, StoredMessage, Trajectory, Version
+from areal_async.types import (
+    NOT_CREDITED,
+    NOT_SAMPLED,
+    Record,
+    Sequence,
+    Slot,
+    SlotStatus,
+    StoredMessage,
+    Trajectory,
+    Version,
+    mean,
+)
 
 SCHEMA = 1
 GROUP_HEADER = "Areal-Group"
@@ -85,7 +96,7 @@ class _SlotPayload(msgspec.Struct, array_like=True):
     sequences: list[_SequencePayload]
     info: dict[str, float]
     extensions: dict[str, msgspec.Raw] = {}
-    """A place for later fields (images by reference)."""
+    """A place for later fields (images by reference). ``turns``: a buffer per sequence, where the slot has credits."""
 
 
 class _GroupHeader(Record, frozen=True, kw_only=True):
@@ -104,9 +115,12 @@ _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
     ("versions", np.dtype("<i8")),
 )
 BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in _COLUMNS)
+_TURNS = "turns"
+_TURNS_DTYPE = np.dtype("<i2")
 _SLOT_FRAME_BYTES = 64
 _INFO_FRAME_BYTES = 16
 _SEQUENCE_FRAME_BYTES = 32
+_TURNS_FRAME_BYTES = 16
 """At least what msgpack adds: up to 9 bytes for a number, and 5 for the length of whatever has one."""
 
 
@@ -125,17 +139,25 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
                 for sequence in trajectory.sequences
             ],
             info=trajectory.info,
+            extensions=_encoded_turns(trajectory.sequences),
         )
     )
+
+
+def _encoded_turns(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
+    turns = [sequence.turns.astype(_TURNS_DTYPE).tobytes() for sequence in sequences if sequence.turns is not None]
+    return {_TURNS: msgspec.Raw(msgspec.msgpack.encode(turns))} if turns else {}
 
 
 def max_encoded_bytes(trajectory: Trajectory) -> int:
     """Return what ``encode_trajectory`` needs at most, without encoding."""
     num_bytes = _SLOT_FRAME_BYTES + 4 * len(trajectory.slot.sample_uid)
     num_bytes += sum(_INFO_FRAME_BYTES + 4 * len(key) for key in trajectory.info)
-    return num_bytes + sum(
-        _SEQUENCE_FRAME_BYTES + sequence.num_tokens * BYTES_PER_TOKEN for sequence in trajectory.sequences
-    )
+    for sequence in trajectory.sequences:
+        num_bytes += _SEQUENCE_FRAME_BYTES + sequence.num_tokens * BYTES_PER_TOKEN
+        if sequence.turns is not None:
+            num_bytes += _TURNS_FRAME_BYTES + sequence.num_tokens * _TURNS_DTYPE.itemsize
+    return num_bytes
 
 
 class EncodedMessage(NamedTuple):
@@ -195,11 +217,28 @@ def decode_headers(headers: Mapping[str, str] | None, *, sequence: int, num_byte
         raise WireError(f"{what}: got siblings outside 0..{group.group_size - 1}")
     if any(_pack(slot.oldest) > _pack(slot.newest) for slot in slots):
         raise WireError(f"{what}: got a slot whose oldest version is newer than its newest")
+    for slot in slots:
+        _check_credits(slot, what)
     return StoredMessage(
         group_id=group.group_id, workflow=group.workflow, ticket_version=group.ticket_version,
         num_failed_attempts=group.num_failed_attempts, group_size=group.group_size, slots=slots,
         sequence=sequence, num_bytes=num_bytes,
     )  # fmt: skip
+
+
+def _check_credits(slot: Slot, what: str) -> None:
+    """Hold a slot's credits against the rest of its header, which is all that the cut sees."""
+    if not slot.credits:
+        return
+    if slot.status is not SlotStatus.SCORED:
+        raise WireError(f"{what}: got credits on a slot that is {slot.status}, need a scored one")
+    num_tokens = sum(credit.num_tokens for credit in slot.credits)
+    if num_tokens > slot.num_output_tokens:
+        raise WireError(
+            f"{what}: got credits for {num_tokens} tokens, need at most the {slot.num_output_tokens} sampled"
+        )
+    if slot.reward != mean([credit.reward for credit in slot.credits]):
+        raise WireError(f"{what}: got a reward of {slot.reward:g}, which is not the mean of its credits")
 
 
 def split_message(payload: bytes) -> list[memoryview]:
@@ -239,21 +278,44 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
         raise WireError(f"{what}: got {len(body.sequences)} sequences, need at most {MAX_SEQUENCES}")
     if not all(math.isfinite(value) for value in body.info.values()):
         raise WireError(f"{what}: got info with a value that is no finite number")
-    sequences = [_sequence(item, what) for item in body.sequences]
+    turns = _turns_of(body, slot, what)
+    sequences = [_sequence(item, one, what) for item, one in zip(body.sequences, turns, strict=True)]
     for sequence in sequences:
         _check_values(sequence, slot, what)
+    if slot.credits:
+        _check_turns(sequences, slot, what)
     num_tokens = sum(sequence.num_tokens for sequence in sequences)
     if num_tokens != slot.num_tokens:
         raise WireError(f"{what}: got {num_tokens} tokens, its header says {slot.num_tokens}")
     return Trajectory(slot=slot, sequences=sequences, info=body.info)
 
 
-def _sequence(item: _SequencePayload, what: str) -> Sequence:
+def _turns_of(body: _SlotPayload, slot: Slot, what: str) -> Seq[bytes | None]:
+    if (_TURNS in body.extensions) != bool(slot.credits):
+        raise WireError(
+            f"{what}: got no turns, need them for the credits that its header has"
+            if slot.credits
+            else f"{what}: got turns, but its header has no credits"
+        )
+    if not slot.credits:
+        return [None] * len(body.sequences)
+    try:
+        turns = msgspec.msgpack.decode(body.extensions[_TURNS], type=list[bytes])
+    except _MALFORMED as exc:
+        raise WireError(f"{what}: cannot decode turns: {exc}") from exc
+    if len(turns) != len(body.sequences):
+        raise WireError(f"{what}: got turns for {len(turns)} sequences, need {len(body.sequences)}")
+    return turns
+
+
+def _sequence(item: _SequencePayload, turns: bytes | None, what: str) -> Sequence:
     if not 0 < item.num_tokens <= MAX_TOKENS:
         raise WireError(f"{what}: got {item.num_tokens} tokens, need 1 to {MAX_TOKENS}")
     columns: dict[str, Any] = {}
-    for name, dtype in _COLUMNS:
-        buffer: bytes = getattr(item, name)
+    buffers = [(name, dtype, getattr(item, name)) for name, dtype in _COLUMNS]
+    if turns is not None:
+        buffers.append((_TURNS, _TURNS_DTYPE, turns))
+    for name, dtype, buffer in buffers:
         need = item.num_tokens * dtype.itemsize
         if len(buffer) != need:
             raise WireError(f"{what}: {name} got {len(buffer)} bytes, need {need}")
@@ -280,6 +342,23 @@ def _check_values(sequence: Sequence, slot: Slot, what: str) -> None:
         raise WireError(f"{what}: got a version on a token that was not sampled")
     if sampled.size and (sampled.min() < _pack(slot.oldest) or sampled.max() > _pack(slot.newest)):
         raise WireError(f"{what}: got tokens of versions outside {slot.oldest} to {slot.newest}, which its header says")
+
+
+def _check_turns(sequences: Seq[Sequence], slot: Slot, what: str) -> None:
+    """Hold the tokens against the credits that the cut was told of: each has its own, all of them and no other."""
+    counts = np.zeros(len(slot.credits), dtype=np.int64)
+    for sequence in sequences:
+        turns = sequence.turns
+        assert turns is not None
+        if turns.min() < NOT_CREDITED or turns.max() >= len(slot.credits):
+            raise WireError(
+                f"{what}: got turns from {turns.min()} to {turns.max()}, its header has {len(slot.credits)} credits"
+            )
+        if (turns[~sequence.loss_mask] != NOT_CREDITED).any():
+            raise WireError(f"{what}: got a credit on a token that was not sampled")
+        counts += np.bincount(turns[turns != NOT_CREDITED], minlength=len(slot.credits))
+    if counts.tolist() != [credit.num_tokens for credit in slot.credits]:
+        raise WireError(f"{what}: got other numbers of tokens in its turns than its header has in its credits")
 
 
 def _ascii_json(value: Any) -> str:

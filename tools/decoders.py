@@ -63,23 +63,27 @@ def of_record(*records: types.Record) -> Decoder:
 _SAMPLED = Version(1, 2).pack()
 
 
-def _trajectory(sibling: int = 0) -> types.Trajectory:
+def _trajectory(sibling: int = 0, *, credits: tuple[types.Credit, ...] = ()) -> types.Trajectory:
     sequence = types.Sequence(
         token_ids=np.array([1, 2, 3, 4], dtype=np.int32),
         loss_mask=np.array([False, False, True, True]),
         logprobs=np.array([0, 0, -0.5, -0.25], dtype=np.float32),
         versions=np.array([NOT_SAMPLED, NOT_SAMPLED, _SAMPLED, _SAMPLED + 1], dtype=np.int64),
+        turns=np.array([-1, -1, 0, 1], dtype=np.int16) if credits else None,
     )
     slot = types.Slot(
         sibling=sibling, sample_uid=f"0-3-0.{sibling}.node-a.x", status=SlotStatus.SCORED, reward=0.5, num_tokens=4,
-        num_output_tokens=2, oldest="1-2", newest="1-3",
+        num_output_tokens=2, oldest="1-2", newest="1-3", credits=list(credits),
     )  # fmt: skip
     return types.Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})
 
 
+_CREDITS = types.Credit(0.75, 1), types.Credit(0.25, 1, "solver")
+
+
 def _message() -> wire.EncodedMessage:
     return wire.encode_message(
-        [_trajectory(0), _trajectory(1)], group_id="0-3-0", workflow="gsm8k", ticket_version="1-2",
+        [_trajectory(0, credits=_CREDITS), _trajectory(1)], group_id="0-3-0", workflow="gsm8k", ticket_version="1-2",
         num_failed_attempts=1, group_size=8,
     )  # fmt: skip
 
@@ -207,8 +211,10 @@ DECODERS: tuple[Decoder, ...] = (
     of_record(types.ServerState(server_id="n0-0", node_id="n0", url="http://127.0.0.1:1", version="1-2")),
     of_record(_WEIGHTS, types.WeightsVersion(version="1-4", path="/w")),
     decoder("trajectory headers", _decode_headers, "\n".join(_HEADERS.values()).encode()),
-    decoder("trajectory message", lambda data: wire.decode_trajectory(data, _SLOTS[1]), _PAYLOAD),
-    decoder("trajectory payload", _decode_payload_under_its_checksum, wire.encode_trajectory(_trajectory())),
+    decoder("trajectory message", lambda data: wire.decode_trajectory(data, _SLOTS[0]), _PAYLOAD),
+    decoder(
+        "trajectory payload", _decode_payload_under_its_checksum, wire.encode_trajectory(_trajectory(credits=_CREDITS))
+    ),
     decoder(
         "producer's stamp",
         lambda data: decode_stamp({STAMP_HEADER: data.decode(errors="surrogateescape")}),

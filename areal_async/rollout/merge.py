@@ -6,9 +6,11 @@ Invariant: the loss mask is True exactly on sampled tokens, each sampled token i
 with the logprob and the version it was sampled with.
 """
 
+from collections.abc import Mapping
+
 import numpy as np
 
-from areal_async.types import NOT_SAMPLED, Sequence, Turn, Version
+from areal_async.types import NOT_CREDITED, NOT_SAMPLED, Sequence, Turn, Version
 
 
 class _Row:
@@ -16,41 +18,52 @@ class _Row:
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
-        self.turns: list[tuple[int, Turn]] = []
-        """Each with the position of its first sampled token."""
+        self.turns: list[tuple[int, Turn, int]] = []
+        """Each with the position of its first sampled token, and the number of its credit."""
 
-    def append(self, turn: Turn) -> None:
-        self.turns.append((len(turn.prompt_ids), turn))
+    def append(self, turn: Turn, credit: int) -> None:
+        self.turns.append((len(turn.prompt_ids), turn, credit))
         self.token_ids = turn.prompt_ids + turn.output_ids
 
     def is_prefix_of(self, prompt_ids: list[int]) -> bool:
         return prompt_ids[: len(self.token_ids)] == self.token_ids
 
-    def sequence(self) -> Sequence:
+    def sequence(self, *, has_credits: bool) -> Sequence:
         length = len(self.token_ids)
         loss_mask = np.zeros(length, dtype=np.bool_)
         logprobs = np.zeros(length, dtype=np.float32)
         versions = np.full(length, NOT_SAMPLED, dtype=np.int64)
-        for start, turn in self.turns:
+        turns = np.full(length, NOT_CREDITED, dtype=np.int16)
+        for start, turn, credit in self.turns:
             end = start + len(turn.output_ids)
             loss_mask[start:end] = True
+            turns[start:end] = credit
             logprobs[start:end] = turn.logprobs
             for span in turn.spans:
                 versions[start + span.start : start + span.end] = Version.parse(span.version).pack()
         token_ids = np.array(self.token_ids, dtype=np.int32)
-        return Sequence(token_ids=token_ids, loss_mask=loss_mask, logprobs=logprobs, versions=versions)
+        return Sequence(
+            token_ids=token_ids,
+            loss_mask=loss_mask,
+            logprobs=logprobs,
+            versions=versions,
+            turns=turns if has_credits else None,
+        )
 
 
-def merge_turns(turns: list[Turn]) -> list[Sequence]:
+def merge_turns(turns: list[Turn], credits: Mapping[int, int] | None = None) -> list[Sequence]:
     """Return the rows to train on, oldest first.
 
     Conversations that a workflow holds side by side each get a row of their own.
+
+    Args:
+        credits: place among ``turns`` -> number of its credit; None where one reward is for all of them.
     """
     rows: list[_Row] = []
-    for turn in turns:
+    for place, turn in enumerate(turns):
         row = next((row for row in reversed(rows) if row.is_prefix_of(turn.prompt_ids)), None)
         if row is None:
             row = _Row()
             rows.append(row)
-        row.append(turn)
-    return [row.sequence() for row in rows]
+        row.append(turn, NOT_CREDITED if credits is None else credits.get(place, NOT_CREDITED))
+    return [row.sequence(has_credits=credits is not None) for row in rows]

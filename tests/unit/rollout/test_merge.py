@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.rollout.merge import merge_turns
-from areal_async.types import NOT_SAMPLED, Turn, Version, VersionSpan
+from areal_async.types import NOT_CREDITED, NOT_SAMPLED, Turn, Version, VersionSpan
 
 tokens = st.lists(st.integers(0, 5), min_size=1, max_size=6)
 
@@ -106,3 +106,23 @@ def test_conversations_held_side_by_side_keep_a_row_each() -> None:
     rows = merge_turns([turn_of([1], [2]), turn_of([3], [4]), turn_of([1, 2, 7], [8]), turn_of([3, 4, 7], [9])])
 
     assert [row.token_ids.tolist() for row in rows] == [[1, 2, 7, 8], [3, 4, 7, 9]]
+
+
+@given(conversations(), st.data())
+def test_every_token_of_a_credited_turn_knows_its_credit_and_no_other_token_does(
+    turns: list[Turn], data: st.DataObject
+) -> None:
+    chosen = data.draw(st.sets(st.integers(0, len(turns) - 1)))
+    credits = {place: number for number, place in enumerate(sorted(chosen))}
+
+    rows = merge_turns(turns, credits)
+
+    found: dict[int, list[int]] = {number: [] for number in credits.values()}
+    for row in rows:
+        assert row.turns is not None
+        assert (row.turns[~row.loss_mask] == NOT_CREDITED).all()
+        for token, number in zip(row.token_ids, row.turns, strict=True):
+            if number != NOT_CREDITED:
+                found[int(number)].append(int(token))
+    assert found == {number: turns[place].output_ids for place, number in credits.items()}
+    assert all(row.turns is None for row in merge_turns(turns))
