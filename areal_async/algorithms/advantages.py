@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from areal_async.algorithms.shaping import Overlong
 from areal_async.settings import Settings
+from areal_async.types import Credit
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards do not explode."""
@@ -30,6 +31,8 @@ class Sibling:
     reward: float
     num_tokens: int = 1
     """Sampled ones."""
+    credits: tuple[Credit, ...] = ()
+    """Of its replies, where it has any (``credit``); ``reward`` is then their mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,7 +196,9 @@ def turn_advantages(rewards: Sequence[Sequence[float]], *, gamma: float = 1.0, s
     return advantages
 
 
-def spread_over_tokens(values_K: NDArray[np.float32], turn_L: NDArray[np.int64]) -> NDArray[np.float32]:
+def spread_over_tokens(
+    values_K: NDArray[np.float32], turn_L: NDArray[np.int64] | NDArray[np.int16]
+) -> NDArray[np.float32]:
     """Give each token the value of its turn [L]; 0 where ``turn_L`` is negative, as on prompts and tool results."""
     is_sampled_L = turn_L >= 0
     values_L = np.zeros(turn_L.shape, dtype=np.float32)

@@ -10,7 +10,7 @@ from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.controller.sampler import Sampler, Share, sampler_of
 from areal_async.fields import GroupIdText, StepText, VersionText
 from areal_async.receipts import Produced, Stamp
-from areal_async.types import Admitted, Cut, GroupId, Outcome, SlotStatus
+from areal_async.types import Admitted, Credit, Cut, GroupId, Outcome, SlotStatus
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +90,14 @@ class ArchivedSlot:
     num_by_version: dict[int, int]
     """Packed version -> sampled tokens that carry it."""
     token_faults: tuple[str, ...] = ()
+    credits: tuple[Credit, ...] = ()
+    credit_advantages: tuple[float, ...] = ()
+    """By credit; ``advantage`` is then their mean."""
+
+    @property
+    def advantages(self) -> tuple[float, ...]:
+        """Of each credited reply, or the one of a slot without credits."""
+        return self.credit_advantages or (self.advantage,)
 
     @property
     def name(self) -> str:

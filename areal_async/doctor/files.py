@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from areal_async.doctor.evidence import ArchivedSlot, Ledger
 from areal_async.doctor.versions import Array, Columns, count_versions, find_faults
 from areal_async.errors import WireError
-from areal_async.types import Version
+from areal_async.types import Credit, Version
 from areal_async.wire import decode_json
 
 SCALARS = (
@@ -36,6 +36,8 @@ def read_archive(directory: Path) -> tuple[list[ArchivedSlot], list[str]]:
 
 def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
     columns = [_ListsOfLists(table.column(name)) for name in Columns._fields]
+    has_credits = "credits" in table.column_names
+    credits = table.column("credits").to_pylist() if has_credits else [None] * len(table)
     for index, scalars in enumerate(table.select(SCALARS).to_pylist()):
         sequences = [Columns(*parts) for parts in zip(*(column.row(index) for column in columns), strict=True)]
         oldest, newest = scalars.pop("oldest"), scalars.pop("newest")
@@ -44,6 +46,8 @@ def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
             num_sampled=sum(int(np.count_nonzero(one.loss_mask)) for one in sequences),
             num_by_version=count_versions(sequences),
             token_faults=find_faults(sequences, oldest=oldest, newest=newest),
+            credits=tuple(Credit(one["reward"], one["num_tokens"], one["role"]) for one in credits[index] or ()),
+            credit_advantages=tuple(one["advantage"] for one in credits[index] or ()),
         )
 
 

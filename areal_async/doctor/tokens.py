@@ -4,7 +4,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from areal_async.algorithms.advantages import Sibling, step_advantages
+from areal_async.algorithms.advantages import Sibling
+from areal_async.algorithms.credit import reply_advantages
 from areal_async.doctor.books import Books
 from areal_async.doctor.evidence import ArchivedSlot
 from areal_async.doctor.report import Finding, Kind, Ruling, rule
@@ -75,18 +76,20 @@ def rule_whole(books: Books) -> Ruling:
 def _group_faults(books: Books, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Finding]:
     rules = books.evidence.rules
     outcomes = [
-        [Sibling(reward=slot.reward, num_tokens=slot.num_sampled) for slot in siblings] for siblings in groups.values()
+        [Sibling(reward=slot.reward, num_tokens=slot.num_sampled, credits=slot.credits) for slot in siblings]
+        for siblings in groups.values()
     ]
-    every = step_advantages(outcomes, rules.advantages)
+    every = reply_advantages(outcomes, rules.advantages)
     for (group_id, siblings), expected in zip(groups.items(), every, strict=True):
         if len(siblings) < rules.of(group_id).min_group_size:
             need = rules.of(group_id).min_group_size
             text = f"step {step}: trained with {len(siblings)} siblings, need at least {need}"
             yield Finding(Kind.NOT_WHOLE, group_id, text)
-        for slot, value in zip(siblings, expected, strict=True):
-            if not math.isclose(slot.advantage, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-                text = f"step {step}: trained with advantage {slot.advantage:.6g}, the rewards give {value:.6g}"
-                yield Finding(Kind.NOT_WHOLE, slot.name, text)
+        for slot, values in zip(siblings, expected, strict=True):
+            for got, value in zip(slot.advantages, values, strict=True):
+                if not math.isclose(got, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+                    text = f"step {step}: trained with advantage {got:.6g}, the rewards give {value:.6g}"
+                    yield Finding(Kind.NOT_WHOLE, slot.name, text)
 
 
 def _reward_faults(books: Books, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Finding]:
@@ -100,6 +103,8 @@ def _reward_faults(books: Books, step: int, slots: Sequence[ArchivedSlot]) -> It
                 slot.name,
                 f"step {step}: trained {slot.sample_uid}, which its cut does not name in this group",
             )
+        elif tuple(item.slot.credits) != slot.credits:
+            yield Finding(Kind.NOT_WHOLE, slot.name, f"step {step}: archived with other credits than it was cut with")
         elif item.slot.reward != slot.reward:
             text = f"step {step}: archived with reward {slot.reward:.6g}, cut with {item.slot.reward:.6g}"
             yield Finding(Kind.NOT_WHOLE, slot.name, text)

@@ -12,14 +12,20 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from areal_async.errors import FencedError
 from areal_async.trainer.payloads import Placed
 from areal_async.types import Metrics, Trajectory, Version
 
 _VERSION = re.compile(r"\d+-\d+")
+_CREDIT = pa.struct(
+    [("reward", pa.float64()), ("num_tokens", pa.int64()), ("role", pa.string()), ("advantage", pa.float64())]
+)
 _SCHEMA = pa.schema(
     [
         ("step", pa.int64()),
@@ -38,6 +44,8 @@ _SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.list_(pa.float32()))),
         ("versions", pa.list_(pa.list_(pa.int64()))),
         ("info", pa.string()),
+        ("credits", pa.list_(_CREDIT)),
+        ("turns", pa.list_(pa.list_(pa.int16()))),
     ]
 )
 
@@ -49,9 +57,13 @@ def write_archive(
     rank: int,
     slots: Sequence[Placed],
     trajectories: Mapping[int, Trajectory],
-    advantages: Mapping[int, float],
+    advantages: Mapping[int, NDArray[np.float32]],
 ) -> None:
-    """Store one rank's share of the batch of the step that made version ``made``; synced when this returns."""
+    """Store one rank's share of the batch of the step that made version ``made``; synced when this returns.
+
+    Args:
+        advantages: by position; of each credited reply, or the one of a trajectory without credits.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     rows = []
     for placed in slots:
@@ -66,12 +78,19 @@ def write_archive(
             "sample_uid": slot.sample_uid,
             "workflow": placed.workflow,
             "reward": slot.reward,
-            "advantage": advantages[placed.position],
+            "advantage": float(np.mean(advantages[placed.position], dtype=np.float64)),
             "oldest": slot.oldest,
             "newest": slot.newest,
             "info": json.dumps(trajectory.info),
         }
-        for column in ("token_ids", "loss_mask", "logprobs", "versions"):
+        columns = ["token_ids", "loss_mask", "logprobs", "versions"]
+        if slot.credits:
+            columns.append("turns")
+            row["credits"] = [
+                {**msgspec.structs.asdict(credit), "advantage": float(advantage)}
+                for credit, advantage in zip(slot.credits, advantages[placed.position], strict=True)
+            ]
+        for column in columns:
             row[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
         rows.append(row)
     path = directory / f"step-{made.step:06d}-{made.lineage}-{rank}.parquet"

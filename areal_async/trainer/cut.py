@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from areal_async.algorithms.advantages import is_informative
+from areal_async.algorithms.credit import has_differing_replies, sibling_of
 from areal_async.types import CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
 
 SpanAge = Callable[[Version, Version], int]
@@ -71,7 +71,7 @@ class OpenGroup:
             filters_equal: dynamic sampling, which trains no group whose rewards are all equal.
         """
         if len(self.scored) >= min_group_size:
-            if filters_equal and not is_informative([item.slot.reward for item in self.scored]):
+            if filters_equal and not has_differing_replies([sibling_of(item.slot) for item in self.scored]):
                 return OutcomeKind.FILTERED, f"all rewards are {self.scored[0].slot.reward:g}"
             return None
         failed = [item.slot for item in self.slots.values() if item.slot.status is SlotStatus.FAILED]

@@ -12,12 +12,14 @@ from dataclasses import dataclass
 import anyio
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
+from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.bus import Bus
 from areal_async.errors import StalenessError, WireError
 from areal_async.trainer.pack import balance
 from areal_async.trainer.rows import TrainRow
-from areal_async.types import Cut, CutSlot, Slot, Trajectory, Version
+from areal_async.types import NOT_CREDITED, Cut, CutSlot, Slot, Trajectory, Version
 from areal_async.wire import decode_headers, decode_slot, decode_trajectory, split_message
 
 FETCHES_AT_ONCE = 4
@@ -51,6 +53,8 @@ class AgeStats(msgspec.Struct):
     max: int = 0
     num_masked: int = 0
     """Tokens left out of the loss because of their age."""
+    num_uncredited: int = 0
+    """Sampled tokens left out of the loss because their workflow credits other replies."""
 
 
 def place(cut: Cut) -> list[Placed]:
@@ -132,7 +136,7 @@ async def _search(bus: Bus, placed: Placed) -> Trajectory | None:
 def build_rows(
     trajectories: Mapping[int, Trajectory],
     *,
-    advantages: Mapping[int, float],
+    advantages: Mapping[int, NDArray[np.float32]],
     start: Version,
     age: Callable[[Version], int],
     max_staleness: int,
@@ -142,7 +146,7 @@ def build_rows(
 
     Args:
         trajectories: by position in the batch.
-        advantages: by the same.
+        advantages: by the same; of each credited reply, or the one of a trajectory without credits.
         start: the version the step starts from.
         age: in the step that runs now.
         masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
@@ -157,14 +161,16 @@ def build_rows(
             ages_by_version = np.array([age(Version.unpack(int(one))) if one >= 0 else 0 for one in packed])
             ages_L = ages_by_version[inverse]
             is_fresh_L = ages_L <= max_staleness
-            mask_L = sequence.loss_mask & is_fresh_L
-            num_stale = int((sequence.loss_mask & ~is_fresh_L).sum())
+            credited_L = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
+            mask_L = credited_L & is_fresh_L
+            num_stale = int((credited_L & ~is_fresh_L).sum())
             if num_stale and not masks_stale:
                 raise StalenessError(
                     f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
                     f"need at most {max_staleness}; the cut let them through"
                 )
             stats.num_masked += num_stale
+            stats.num_uncredited += int((sequence.loss_mask & ~credited_L).sum())
             stats.num_tokens += int(mask_L.sum())
             stats.total += int(ages_L[mask_L].sum())
             stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
@@ -173,10 +179,15 @@ def build_rows(
                     token_ids=sequence.token_ids,
                     loss_mask=mask_L,
                     behave_logprobs=sequence.logprobs,
-                    advantage=advantages[position],
+                    advantage=_laid_out(advantages[position], sequence.turns),
                     current_mask=sequence.loss_mask & ((sequence.versions & _STEP_BITS) == start.step),
                     ages=ages_L,
+                    turns=sequence.turns,
                     index=position,
                 )
             )
     return rows, stats
+
+
+def _laid_out(values_K: NDArray[np.float32], turns_L: NDArray[np.int16] | None) -> float | NDArray[np.float32]:
+    return float(values_K[0]) if turns_L is None else spread_over_tokens(values_K, turns_L)

@@ -44,13 +44,15 @@ class TrainRow:
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """What calls of other models say of each token, by name (``START``, ``VALUES``, ...); ignored where ``loss_mask``
     is False."""
+    turns: NDArray[np.int16] | None = None
+    """Number of the credited reply that each token belongs to; None where the sequence is one. A ratio or a correction
+    of whole sequences is then each reply's."""
     index: int = 0
     """Position in the step's whole batch, whatever rank holds the row: it alone decides the mini-batch."""
 
     def __post_init__(self) -> None:
         lengths = {len(self.loss_mask), len(self.behave_logprobs), len(self.current_mask), *np.shape(self.advantage)}
-        lengths |= set(np.shape(self.ages)) if self.ages is not None else set()
-        lengths |= {len(column) for column in self.columns.values()}
+        lengths |= {len(column) for column in (self.ages, self.turns, *self.columns.values()) if column is not None}
         if not self.num_tokens or lengths != {self.num_tokens}:
             raise ValueError(f"train row {self.index}: got arrays of {sorted(lengths)} for {self.num_tokens} tokens")
         if self.loss_mask[0]:
@@ -94,7 +96,7 @@ class PackedRow:
     """False only on the token of an empty row."""
     current_S: Tensor
     sequence_S: Tensor
-    """Number of each token's sequence in the row, from 0."""
+    """Number of each token's sequence in the row, or of its credited reply, from 0; each number has a token."""
     weights_S: Tensor
     """What each token counts in the loss (``algorithms.aggregation``)."""
     units_S: Tensor
@@ -119,7 +121,7 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[T
         raise ValueError("packing: got sequences without a trained token, need at least one")
     token_ids_T = np.concatenate([row.token_ids for row in rows]).astype(np.int64)
     advantages_T = np.concatenate([np.broadcast_to(np.float32(row.advantage), row.num_tokens) for row in rows])
-    sequence_S = np.repeat(np.arange(len(rows)), [row.num_tokens for row in rows])[scored_S]
+    row_S = np.repeat(np.arange(len(rows)), [row.num_tokens for row in rows])[scored_S]
     shares_N2 = np.array(shares or [TokenShare()] * len(rows), dtype=np.float64)
     ages = [row.ages for row in rows if row.ages is not None]
     columns = {
@@ -137,12 +139,24 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[T
         advantages_S=torch.from_numpy(advantages_T[scored_S]).to(device),
         mask_S=torch.ones(len(scored_S), dtype=torch.bool, device=device),
         current_S=torch.from_numpy(np.concatenate([row.current_mask for row in rows])[scored_S]).to(device),
-        sequence_S=torch.from_numpy(sequence_S).to(device),
-        weights_S=torch.from_numpy(shares_N2[sequence_S, 0].astype(np.float32)).to(device),
-        units_S=torch.from_numpy(shares_N2[sequence_S, 1]).to(device),
+        sequence_S=torch.from_numpy(_numbered(rows)).to(device),
+        weights_S=torch.from_numpy(shares_N2[row_S, 0].astype(np.float32)).to(device),
+        units_S=torch.from_numpy(shares_N2[row_S, 1]).to(device),
         ages_S=torch.from_numpy(np.concatenate(ages)[scored_S]).to(device) if len(ages) == len(rows) else None,
         columns_S={name: torch.from_numpy(column_S).to(device) for name, column_S in columns.items()},
     )
+
+
+def _numbered(rows: Sequence[TrainRow]) -> NDArray[np.int64]:
+    """Number what a ratio of whole sequences is taken of: each sequence, or each of its credited replies [S]."""
+    numbers: list[NDArray[np.int64]] = []
+    count = 0
+    for row in rows:
+        turns = row.turns if row.turns is not None else np.zeros(row.num_tokens, dtype=np.int16)
+        present, inverse = np.unique(turns[row.loss_mask], return_inverse=True)
+        numbers.append(count + inverse.astype(np.int64))
+        count += len(present)
+    return np.concatenate(numbers)
 
 
 def empty_row(device: torch.device, columns: Sequence[str] = ()) -> PackedRow:

@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from areal_async.algorithms.advantages import AdvantageRule, Sibling, step_advantages
+from areal_async.algorithms.advantages import AdvantageRule, Sibling
+from areal_async.algorithms.credit import has_differing_replies, reply_advantages, sibling_of
 from areal_async.trainer.payloads import AgeStats, Placed, SlotKey
 from areal_async.trainer.stats import StepStats
 from areal_async.types import Metrics, Version
@@ -49,8 +51,8 @@ class AgreedBatch:
     """The slots that every rank trains, and what fell out."""
 
     slots: list[Placed]
-    advantages: dict[int, float]
-    """By position."""
+    advantages: dict[int, NDArray[np.float32]]
+    """By position: of each credited reply of the slot, or the one of a slot without credits."""
     unusable: list[str]
     """Groups left with fewer than ``min_group_size`` slots."""
 
@@ -99,13 +101,10 @@ def agree_on_batch(
     Headers alone decide them, so every rank comes to the same ones.
     """
     used, unusable = part_usable(slots, missing, min_group_size=min_group_size, min_group_sizes=min_group_sizes)
-    outcomes = [
-        [Sibling(reward=one.item.slot.reward, num_tokens=one.item.slot.num_output_tokens) for one in siblings]
-        for siblings in used
-    ]
-    advantages: dict[int, float] = {}
-    for siblings, values in zip(used, step_advantages(outcomes, rule), strict=True):
-        advantages.update({placed.position: float(value) for placed, value in zip(siblings, values, strict=True)})
+    outcomes = [[sibling_of(one.item.slot) for one in siblings] for siblings in used]
+    advantages: dict[int, NDArray[np.float32]] = {}
+    for siblings, values in zip(used, reply_advantages(outcomes, rule), strict=True):
+        advantages.update({placed.position: value for placed, value in zip(siblings, values, strict=True)})
     return AgreedBatch(
         slots=[placed for siblings in used for placed in siblings], advantages=advantages, unusable=unusable
     )
@@ -133,6 +132,7 @@ def batch_metrics(
         "staleness_mean": sum(one.total for one in ages) / num_tokens if num_tokens else 0.0,
         "staleness_max": max((one.max for one in ages), default=0),
         "stale_tokens_masked": sum(one.num_masked for one in ages),
+        "uncredited_tokens": sum(one.num_uncredited for one in ages),
         "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
         "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,
         "groups_all_equal": _num_all_equal(batch),
@@ -163,10 +163,10 @@ def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, f
 
 
 def _num_all_equal(batch: AgreedBatch) -> int:
-    rewards: dict[str, set[float]] = defaultdict(set)
+    groups: dict[str, list[Sibling]] = defaultdict(list)
     for placed in batch.slots:
-        rewards[placed.group_id].add(placed.item.slot.reward)
-    return sum(len(values) == 1 for values in rewards.values())
+        groups[placed.group_id].append(sibling_of(placed.item.slot))
+    return sum(not has_differing_replies(siblings) for siblings in groups.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 from areal_async.bus import Bus, Role, take_trainer_consumer
@@ -475,7 +476,7 @@ async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh
         ages = {version: 3 - 1 - version for version in range(3)}
         _, stats = build_rows(
             found,
-            advantages=dict.fromkeys(found, 0.0),
+            advantages=dict.fromkeys(found, np.zeros(1, dtype=np.float32)),
             start=Version(1, 2),
             age=lambda version: ages[version.step],
             max_staleness=cut.max_staleness,

@@ -44,7 +44,12 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
         for position, one in trajectories.items()
     ]
     write_archive(
-        tmp_path, made=Version(1, 5), rank=0, slots=slots, trajectories=trajectories, advantages={0: 1.0, 1: -1.0}
+        tmp_path,
+        made=Version(1, 5),
+        rank=0,
+        slots=slots,
+        trajectories=trajectories,
+        advantages={0: np.float32([1.0]), 1: np.float32([-1.0])},
     )
     (tmp_path / "step-000006-1-0.parquet").write_bytes(b"no parquet")
 

@@ -26,7 +26,7 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
         rank=0,
         slots=[Placed(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
         trajectories={0: Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})},
-        advantages={0: 0.25},
+        advantages={0: np.array([0.25], dtype=np.float32)},
     )
 
 

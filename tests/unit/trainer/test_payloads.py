@@ -71,7 +71,7 @@ def _rows(versions: list[int], *, masks: bool = False) -> tuple[list[TrainRow], 
     )
     return build_rows(
         {0: Trajectory(slot=_slot(0), sequences=[sequence])},
-        advantages={0: 1.0},
+        advantages={0: np.ones(1, dtype=np.float32)},
         start=Version(1, 4),
         age=lambda version: 4 - version.step,
         max_staleness=2,
