@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         ToolCall,
         ToolResult,
         Workflow,
+        group_workflow,
     )
     from areal_async.errors import Reject, ToolError
     from areal_async.rollout.rewards import reward
@@ -38,6 +39,7 @@ _HOMES = {
     "ToolError": "areal_async.errors",
     "ToolResult": "areal_async.contracts",
     "Workflow": "areal_async.contracts",
+    "group_workflow": "areal_async.contracts",
     "mcp_tools": "areal_async.rollout.tools.mcp",
     "reward": "areal_async.rollout.rewards",
     "shared_mcp_tools": "areal_async.rollout.tools.mcp",
@@ -57,6 +59,7 @@ __all__ = [
     "ToolError",
     "ToolResult",
     "Workflow",
+    "group_workflow",
     "mcp_tools",
     "reward",
     "shared_mcp_tools",

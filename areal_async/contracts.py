@@ -7,15 +7,21 @@ A workflow needs nothing else of this package, and nothing here knows where or h
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self, overload, runtime_checkable
+from typing import Any, Protocol, Self, TypeGuard, TypeVar, overload, runtime_checkable
 
+from areal_async.errors import Reject
 from areal_async.types import Prompt
 
 Message = Mapping[str, Any]
 """``{"role": ..., "content": ...}`` as chat templates take it."""
 
 Rewards = float | Mapping[str, float]
-"""One number for the trajectory, or ``{reply.id: reward}`` for credit per turn."""
+"""One number for the whole trajectory, or ``{reply.id: return}`` for credit reply by reply.
+
+The value of a reply is its *return*: what it led to, with whatever later rewards and discount the workflow means by it.
+Its tokens are trained with the advantage of that value over those of all credited replies of the group (of its role,
+where several policies speak). Replies that are not named are not trained; ``info/num_uncredited`` counts them.
+"""
 
 
 @runtime_checkable
@@ -225,3 +231,24 @@ class Policy(Protocol):
 
 
 Workflow = Callable[[Prompt, Policy], Awaitable[Rewards]]
+
+GroupWorkflow = Callable[[Prompt, Sequence[Policy]], Awaitable[Sequence[Rewards | Reject]]]
+"""Sees all siblings of a group at once, and returns what becomes of each, in their order."""
+
+W = TypeVar("W", bound=GroupWorkflow)
+
+
+def group_workflow(function: W) -> W:
+    """Have a workflow called once for a whole group, with a policy for each sibling: for rewards that compare answers.
+
+    It returns one ``Rewards`` for each sibling, in their order; ``Reject("why")`` in the place of one withdraws that
+    sibling, and raising it withdraws all. The group is stored whole, in one message, or not at all: a call that is
+    cut short is made again from its beginning. An evaluation calls it with a single sibling.
+    """
+    function._is_group_workflow = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_group_workflow(function: Workflow | GroupWorkflow) -> TypeGuard[GroupWorkflow]:
+    """Say whether it sees all siblings at once."""
+    return getattr(function, "_is_group_workflow", False) is True

@@ -31,6 +31,10 @@ MESSAGE_OVERHEAD_BYTES = 64 << 10
 """Subject, headers and record of a message, at the most."""
 MAX_PAYLOAD_BYTES = 9 << 20
 """The broker's limit: one trajectory of ``max_trajectory_bytes`` and its headers must fit."""
+MAX_CREDIT_BYTES = 16 << 10
+"""Rewards of the single replies of one trajectory, at the most; they travel in headers, which hold 64 KB."""
+CUT_CREDIT_BYTES = 6 << 20
+"""Those of all trajectories of one cut, which is one message."""
 
 
 class RunSettings(Section):
@@ -130,8 +134,17 @@ class RolloutSettings(Section):
     @property
     def max_message_bytes(self) -> int:
         """Derived: the largest message that a producer may be waiting to store."""
-        together = min(MESSAGE_BYTES, self.group_size * self.max_trajectory_bytes)
-        return max(self.max_trajectory_bytes, together) + MESSAGE_OVERHEAD_BYTES
+        return self.max_payload_bytes + MESSAGE_OVERHEAD_BYTES
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Derived: the most that one message holds of a group's trajectories."""
+        return max(self.max_trajectory_bytes, min(MESSAGE_BYTES, self.group_size * self.max_trajectory_bytes))
+
+    @property
+    def max_credit_bytes(self) -> int:
+        """Derived: the most that the rewards of one trajectory's replies may take in its header."""
+        return min(MAX_CREDIT_BYTES, CUT_CREDIT_BYTES // (self.max_groups_in_flight * self.group_size))
 
     @property
     def max_groups_in_flight(self) -> int:

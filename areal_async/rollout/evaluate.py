@@ -7,8 +7,10 @@ from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
 from areal_async.rollout.endpoint.policy import heeding
-from areal_async.rollout.episode import call_workflow, version_range
+from areal_async.rollout.episode import call_workflow
+from areal_async.rollout.group import for_one_sibling
 from areal_async.rollout.runner import returned_unless_done, run_heartbeats
+from areal_async.rollout.slots import version_range
 from areal_async.rollout.workplace import Workplace
 from areal_async.types import EvalResult, EvalTicket, Prompt
 
@@ -36,13 +38,14 @@ async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
     policy = place.policy(greedy, name=name)
     reward, error = 0.0, ""
     try:
-        reward = await call_workflow(
-            heeding(place.workflow(ticket.workflow), policy, name=ticket.workflow),
+        scores = await call_workflow(
+            heeding(for_one_sibling(place.workflow(ticket.workflow)), policy, name=ticket.workflow),
             Prompt(epoch=0, index=ticket.index, row=ticket.row),
             policy,
             name=ticket.workflow,
             deadline_s=rollout.episode_deadline_s,
         )
+        reward = scores.reward
     except Reject as exc:
         error = f"rejected: {exc}"
     except RolloutError as exc:

@@ -17,6 +17,7 @@ from areal_async import waits
 from areal_async.errors import StreamFullError
 from areal_async.fault_points import reach
 from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
+from areal_async.rollout.credit import credit_bytes
 from areal_async.settings import MESSAGE_BYTES
 from areal_async.subjects import Names
 from areal_async.types import Slot, Ticket, Trajectory
@@ -29,7 +30,7 @@ MAX_FULL_WAIT_S = 2.0
 MAX_HEADER_BYTES = 48 << 10
 """The broker refuses headers of more than 64 KB."""
 SLOT_HEADER_BYTES = 512
-"""Of one slot, beside its reason."""
+"""Of one slot, beside its reason and its credits."""
 
 log = structlog.get_logger()
 
@@ -102,7 +103,9 @@ class Outbox:
         linger_s: float,
         backpressure: Backpressure,
         receipts: Receipts,
+        max_bytes: int = MESSAGE_BYTES,
     ) -> None:
+        """``max_bytes``: slots that are ready together travel together up to this size."""
         self._bus = bus
         self._subject = names.trajectories(ticket.workflow, ticket.group_id)
         self._ticket = ticket
@@ -112,6 +115,7 @@ class Outbox:
         self._linger_s = linger_s
         self._backpressure = backpressure
         self._receipts = receipts
+        self._max_bytes = max_bytes
         self._ready: list[Trajectory] = []
         self._changed = anyio.Event()
         self._in_flight: _Frozen | None = None
@@ -169,11 +173,11 @@ class Outbox:
         """Take as many finished slots as fit into one message."""
         taken = [self._ready.pop(0)]
         num_bytes = max_encoded_bytes(taken[0])
-        num_header_bytes = _header_bytes(taken[0])
+        num_header_bytes = header_bytes(taken[0])
         while self._ready:
             num_bytes += max_encoded_bytes(self._ready[0])
-            num_header_bytes += _header_bytes(self._ready[0])
-            if num_bytes > MESSAGE_BYTES or num_header_bytes > MAX_HEADER_BYTES:
+            num_header_bytes += header_bytes(self._ready[0])
+            if num_bytes > self._max_bytes or num_header_bytes > MAX_HEADER_BYTES:
                 break
             taken.append(self._ready.pop(0))
         ticket = self._ticket
@@ -212,6 +216,7 @@ class Outbox:
                 self._backpressure.end(self._ticket.number)
 
 
-def _header_bytes(trajectory: Trajectory) -> int:
+def header_bytes(trajectory: Trajectory) -> int:
+    """Return what a slot takes of its message's headers, at the most."""
     reason = trajectory.slot.reason
-    return SLOT_HEADER_BYTES + (len(json.dumps(reason)) if reason else 0)
+    return SLOT_HEADER_BYTES + (len(json.dumps(reason)) if reason else 0) + credit_bytes(trajectory.slot.credits)

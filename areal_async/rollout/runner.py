@@ -5,22 +5,27 @@ slots that are missing.
 """
 
 import secrets
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import cast
 
 import anyio
 import structlog
 
 from areal_async import waits
 from areal_async.bus import Delivery
+from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
 from areal_async.errors import PipelineError, WireError
 from areal_async.fault_points import reach
 from areal_async.rollout.duties import missing_siblings
-from areal_async.rollout.endpoint.policy import heeding
+from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.episode import run_episode
+from areal_async.rollout.group import run_group_episode
 from areal_async.rollout.publish import Outbox
+from areal_async.rollout.slots import Place
 from areal_async.rollout.workplace import Counts, Workplace
-from areal_async.types import SlotStatus, StoredMessage, Ticket
+from areal_async.settings import MESSAGE_BYTES
+from areal_async.types import SlotStatus, StoredMessage, Ticket, Trajectory
 from areal_async.wire import decode_headers
 
 RETURN_DEADLINE_S = 1.0
@@ -100,33 +105,59 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         linger_s=settings.rollout.linger_ms / 1000,
         backpressure=place.backpressure,
         receipts=place.receipts,
+        max_bytes=rollout.max_payload_bytes if is_group_workflow(workflow) else MESSAGE_BYTES,
     )
 
-    async def run_sibling(sibling: int) -> None:
-        sample_uid = f"{ticket.group_id}.{sibling}.{producer}"
-        policy = place.policy(rollout.sampling, name=sample_uid)
-        place.counts.num_trajectories_running += 1
+    def slot(sibling: int) -> Place:
+        return Place(
+            workflow=ticket.workflow,
+            sibling=sibling,
+            sample_uid=f"{ticket.group_id}.{sibling}.{producer}",
+            ticket_version=ticket.version,
+            max_bytes=rollout.max_trajectory_bytes,
+            max_sequence_tokens=settings.trainer.token_budget,
+            max_credit_bytes=rollout.max_credit_bytes,
+        )
+
+    @contextmanager
+    def running(slots: Sequence[Place]) -> Iterator[list[ServedPolicy]]:
+        """Make a policy for each of these siblings, which one call of the workflow fills."""
+        first = slots[0]
+        place.counts.num_trajectories_running += len(slots)
         try:
             with (
-                waits.doing(waits.slot(ticket.group_id, sibling), "the workflow of"),
-                structlog.contextvars.bound_contextvars(sample_uid=sample_uid),
+                waits.doing(waits.slot(ticket.group_id, first.sibling), "the workflow of"),
+                structlog.contextvars.bound_contextvars(sample_uid=first.sample_uid),
             ):
-                trajectory = await run_episode(
-                    heeding(workflow, policy, name=ticket.workflow),
-                    ticket.prompt,
-                    policy,
-                    name=ticket.workflow,
-                    sibling=sibling,
-                    sample_uid=sample_uid,
-                    ticket_version=ticket.version,
-                    deadline_s=rollout.episode_deadline_s,
-                    max_bytes=settings.rollout.max_trajectory_bytes,
-                    max_sequence_tokens=settings.trainer.token_budget,
-                )
+                yield [place.policy(rollout.sampling, name=one.sample_uid) for one in slots]
         finally:
-            place.counts.num_trajectories_running -= 1
-        _count(place.counts, trajectory.slot.status, trajectory.slot.reason, sample_uid)
+            place.counts.num_trajectories_running -= len(slots)
+
+    def put(trajectory: Trajectory) -> None:
+        _count(place.counts, trajectory.slot.status, trajectory.slot.reason, trajectory.slot.sample_uid)
         outbox.put(trajectory)
+
+    async def run_sibling(workflow: Workflow, sibling: int) -> None:
+        one = slot(sibling)
+        with running([one]) as (policy,):
+            heeded = heeding(workflow, policy, name=ticket.workflow)
+            trajectory = await run_episode(heeded, ticket.prompt, policy, one, deadline_s=rollout.episode_deadline_s)
+        put(trajectory)
+
+    async def run_together(workflow: GroupWorkflow) -> None:
+        every = [slot(sibling) for sibling in range(ticket.group_size)]
+        with running(every) as policies:
+            trajectories = await run_group_episode(
+                workflow,
+                ticket.prompt,
+                policies,
+                every,
+                deadline_s=rollout.episode_deadline_s,
+                max_bytes=rollout.max_payload_bytes,
+            )
+        for trajectory in trajectories:
+            if trajectory.slot.sibling in siblings:
+                put(trajectory)
 
     place.counts.num_groups_running += 1
     try:
@@ -134,8 +165,11 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(outbox.run)
                 async with anyio.create_task_group() as episodes:
-                    for sibling in siblings:
-                        episodes.start_soon(run_sibling, sibling)
+                    if is_group_workflow(workflow):
+                        episodes.start_soon(run_together, workflow)
+                    else:
+                        for sibling in siblings:
+                            episodes.start_soon(run_sibling, cast(Workflow, workflow), sibling)
                 storing.enter_context(waits.on(waits.BROKER, "its slots to be stored by"))
     finally:
         place.counts.num_groups_running -= 1

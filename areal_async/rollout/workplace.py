@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from areal_async.bus import Bus
-from areal_async.contracts import Workflow
+from areal_async.contracts import GroupWorkflow, Workflow
 from areal_async.errors import UserError
 from areal_async.receipts import Receipts
 from areal_async.rollout.endpoint.policy import ServedPolicy
@@ -43,7 +43,7 @@ class Workplace:
     node_id: str
     generator: Generator
     codec: TextCodec
-    workflows: Mapping[str, Workflow]
+    workflows: Mapping[str, Workflow | GroupWorkflow]
     frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
     """By the names of their policies."""
     endpoint: Endpoint = field(default_factory=Endpoint)
@@ -65,7 +65,7 @@ class Workplace:
             self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
         )
 
-    def workflow(self, name: str) -> Workflow:
+    def workflow(self, name: str) -> Workflow | GroupWorkflow:
         """Return the workflow of a ticket, given the policies that it takes beside ``policy``.
 
         Raises:

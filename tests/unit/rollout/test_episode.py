@@ -10,8 +10,9 @@ import pytest
 
 from areal_async.contracts import Policy, Workflow
 from areal_async.errors import FencedError, Reject, RewardError
-from areal_async.rollout.episode import checked_reward, run_episode
+from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy import RecordingPolicy
+from areal_async.rollout.slots import Place
 from areal_async.settings import SamplingSettings
 from areal_async.types import Prompt, SlotStatus, Trajectory
 from areal_async.wire import BYTES_PER_TOKEN
@@ -29,13 +30,15 @@ async def play(
         workflow,
         Prompt(epoch=0, index=0, row={"question": "q"}),
         policy,
-        name="w",
-        sibling=3,
-        sample_uid="uid",
-        ticket_version="1-1",
+        Place(
+            workflow="w",
+            sibling=3,
+            sample_uid="uid",
+            ticket_version="1-1",
+            max_bytes=max_bytes,
+            max_sequence_tokens=max_sequence_tokens,
+        ),
         deadline_s=0.05,
-        max_bytes=max_bytes,
-        max_sequence_tokens=max_sequence_tokens,
     )
 
 
@@ -178,10 +181,6 @@ async def test_cancellation_is_not_swallowed() -> None:
         raise AssertionError("it went on")
 
     assert scope.cancelled_caught
-
-
-def test_rewards_per_reply_are_averaged() -> None:
-    assert checked_reward({"a": 1.0, "b": False}, ["a", "b", "c"], "w") == 0.5
 
 
 async def test_numbers_of_the_workflow_travel_beside_those_of_the_system() -> None:

@@ -15,6 +15,7 @@ from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.named import FrozenModel, role_sampling, with_policies
+from areal_async.rollout.slots import Place
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.settings import PolicySettings, RolloutSettings, SamplingSettings, Settings
 from areal_async.types import Prompt, SlotStatus, Trajectory, Turn
@@ -51,13 +52,15 @@ class Table:
             with_policies(workflow, names, SETTINGS, {"judge": model}),
             Prompt(epoch=0, index=0, row={}),
             self.policy,
-            name="play",
-            sibling=0,
-            sample_uid="uid",
-            ticket_version="1-0",
+            Place(
+                workflow="play",
+                sibling=0,
+                sample_uid="uid",
+                ticket_version="1-0",
+                max_bytes=1 << 20,
+                max_sequence_tokens=1 << 10,
+            ),
             deadline_s=5.0,
-            max_bytes=1 << 20,
-            max_sequence_tokens=1 << 10,
         )
 
 

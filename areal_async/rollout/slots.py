@@ -1,0 +1,198 @@
+"""What fills a slot: a trajectory, made of the turns that a policy has recorded and of how its workflow ended.
+
+Pure. Invariant: ``fill_slot`` returns a trajectory whatever user code returned or raised.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from areal_async.errors import Reject, RolloutError, WorkflowError
+from areal_async.rollout.credit import Scores, checked_scores, credits_of, finite_number
+from areal_async.rollout.merge import merge_turns
+from areal_async.rollout.policy import RecordingPolicy
+from areal_async.settings import MAX_CREDIT_BYTES
+from areal_async.types import Credit, Sequence, Slot, SlotStatus, Trajectory, Turn, Version
+from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory
+
+MAX_INFO_KEYS = 64
+MAX_INFO = 1e30
+OWN_INFO = frozenset(
+    (
+        "num_turns",
+        "num_sequences",
+        "num_breaks",
+        "num_uncredited",
+        "num_tool_calls",
+        "num_tool_errors",
+        "share_valid_tool_calls",
+        "duration_s",
+    )
+)
+"""Metrics that every trajectory brings along by itself."""
+_INFO_KEY = re.compile(r"[A-Za-z0-9._/-]{1,64}")
+
+MAX_REASON_CHARACTERS = 1000
+"""The reasons of a whole group travel in the headers of one message, which hold 64 KB."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The slot that is to be filled, and what fits it."""
+
+    workflow: str
+    sibling: int
+    sample_uid: str
+    ticket_version: str
+    max_bytes: int
+    """Of the trajectory, encoded."""
+    max_sequence_tokens: int
+    """Of its longest sequence: it has to be trained in one row."""
+    max_credit_bytes: int = MAX_CREDIT_BYTES
+    """Of the rewards of its replies, in the header."""
+
+
+Ending = Scores | Reject | RolloutError
+"""How a workflow ended for one sibling."""
+
+
+def scores_of(returned: object, policy: RecordingPolicy, name: str) -> Scores:
+    """Return the rewards that a workflow gave one sibling.
+
+    Raises:
+        WorkflowError: it gave none that can be, or the sibling never called the model.
+    """
+    scores = checked_scores(returned, policy.reply_ids, name)
+    if not policy.turns:
+        raise WorkflowError(
+            f"workflow {name}: returned without a call of the model, need at least one; await policy.chat"
+        )
+    return scores
+
+
+def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration_s: float) -> Trajectory:
+    """Return what is stored of one sibling."""
+    status, reward, reason = SlotStatus.SCORED, 0.0, ""
+    sequences: list[Sequence] = []
+    credits: list[Credit] = []
+    info: dict[str, float] = {}
+    try:
+        if not isinstance(ending, Scores):
+            raise ending
+        check_size(policy.turns, max_bytes=place.max_bytes, max_sequence_tokens=place.max_sequence_tokens)
+        info = checked_info(policy.info, place.workflow)
+        credits = credits_of(ending, policy.turns, name=place.workflow, max_bytes=place.max_credit_bytes)
+        numbers = {turn: number for number, turn in enumerate(ending.by_turn)}
+        sequences = merge_turns(policy.turns, numbers if credits else None)
+        reward = ending.reward
+    except Reject as exc:
+        status, reason = SlotStatus.REJECTED, str(exc) or "rejected"
+    except RolloutError as exc:
+        status, reason = SlotStatus.FAILED, str(exc)
+    if credits:
+        info = {**info, "num_uncredited": float(len(policy.turns) - len(credits))}
+    oldest, newest = version_range(policy.turns, place.ticket_version)
+    trajectory = Trajectory(
+        slot=Slot(
+            sibling=place.sibling,
+            sample_uid=place.sample_uid,
+            status=status,
+            reward=reward,
+            reason=reason[:MAX_REASON_CHARACTERS],
+            num_tokens=sum(sequence.num_tokens for sequence in sequences),
+            num_output_tokens=sum(len(turn.output_ids) for turn in policy.turns) if sequences else 0,
+            oldest=oldest,
+            newest=newest,
+            num_truncated=sum(turn.finish_reason == "length" for turn in policy.turns),
+            credits=credits,
+        ),
+        sequences=sequences,
+        info={**info, **_own_info(policy, sequences), "duration_s": duration_s},
+    )
+    num_bytes = len(encode_trajectory(trajectory))
+    if num_bytes > place.max_bytes:
+        return failed_trajectory(
+            trajectory.slot,
+            f"trajectory: got {num_bytes} bytes, need at most rollout.max_trajectory_bytes = {place.max_bytes}",
+        )
+    return trajectory
+
+
+def check_size(turns: list[Turn], *, max_bytes: int, max_sequence_tokens: int) -> None:
+    """Refuse, before any array is made of them, turns that make a sequence too long to train, or too much to store.
+
+    What passes may still be too much, and is measured again when it is encoded.
+
+    Raises:
+        WorkflowError: it is so.
+    """
+    longest = max(len(turn.prompt_ids) + len(turn.output_ids) for turn in turns)  # the last turn of its sequence
+    if longest > max_sequence_tokens:
+        raise WorkflowError(
+            f"trajectory: got a sequence of {longest} tokens, need at most trainer.token_budget = {max_sequence_tokens}"
+        )
+    num_bytes = BYTES_PER_TOKEN * max(longest, sum(len(turn.output_ids) for turn in turns))
+    if num_bytes > max_bytes:
+        raise WorkflowError(
+            f"trajectory: got {num_bytes} bytes or more, need at most rollout.max_trajectory_bytes = {max_bytes}"
+        )
+
+
+def _own_info(policy: RecordingPolicy, sequences: list[Sequence]) -> dict[str, float]:
+    info = {
+        "num_turns": float(len(policy.turns)),
+        "num_sequences": float(len(sequences)),
+        "num_breaks": float(policy.num_breaks),
+    }
+    if policy.num_tool_calls is not None:
+        info |= {"num_tool_calls": float(policy.num_tool_calls), "num_tool_errors": float(policy.num_tool_errors)}
+    if policy.num_tool_calls:
+        info["share_valid_tool_calls"] = 1.0 - policy.num_tool_errors / policy.num_tool_calls
+    return info
+
+
+def failed_trajectory(slot: Slot, reason: str) -> Trajectory:
+    """Return the recorded failure that takes this slot's place."""
+    return Trajectory(
+        slot=Slot(
+            sibling=slot.sibling,
+            sample_uid=slot.sample_uid,
+            status=SlotStatus.FAILED,
+            reason=reason[:MAX_REASON_CHARACTERS],
+            oldest=slot.oldest,
+            newest=slot.newest,
+        ),
+        sequences=[],
+    )
+
+
+def checked_info(info: object, name: str) -> dict[str, float]:
+    """Return the workflow's own metrics.
+
+    Raises:
+        WorkflowError: too many, a name that is none, or a value that is no finite number.
+    """
+    if not isinstance(info, Mapping) or len(info) > MAX_INFO_KEYS:
+        raise WorkflowError(f"workflow {name}: got policy.info {info!r:.100}, need a dict of up to {MAX_INFO_KEYS}")
+    bad = [key for key in info if not isinstance(key, str) or not _INFO_KEY.fullmatch(key) or key in OWN_INFO]
+    if bad:
+        raise WorkflowError(
+            f"workflow {name}: got policy.info[{bad[0]!r:.100}], need a name of at most 64 letters, digits and ._/-, "
+            f"none of {', '.join(sorted(OWN_INFO))}"
+        )
+    checked = {key: finite_number(value, name, f"policy.info[{key!r}]") for key, value in info.items()}
+    large = [key for key, value in checked.items() if abs(value) > MAX_INFO]
+    if large:  # the sum over a batch has to be finite too
+        raise WorkflowError(
+            f"workflow {name}: got policy.info[{large[0]!r}] {checked[large[0]]}, need at most {MAX_INFO}"
+        )
+    return checked
+
+
+def version_range(turns: list[Turn], without_turns: str) -> tuple[str, str]:
+    """Return the oldest version of any sampled token or at submission, and the newest of any sampled token."""
+    if not turns:
+        return without_turns, without_turns
+    oldest = min(Version.parse(turn.oldest) for turn in turns)
+    newest = max([Version.parse(span.version) for turn in turns for span in turn.spans], default=oldest)
+    return str(oldest), str(newest)

@@ -1,0 +1,165 @@
+"""A group workflow's siblings end each in its own way, and fit one message, whatever the one call does."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import anyio
+import pytest
+
+from areal_async import Policy, Prompt, Reject, group_workflow
+from areal_async.contracts import GroupWorkflow
+from areal_async.errors import RolloutError, WorkflowError
+from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.group import fit_one_message, for_one_sibling, run_group_episode
+from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
+from areal_async.rollout.slots import Place
+from areal_async.settings import SamplingSettings
+from areal_async.types import Prompt as PromptRecord
+from areal_async.types import SlotStatus, Trajectory
+from tests.unit.rollout.byte_model import ScriptedModel, codec
+
+pytestmark = pytest.mark.anyio
+
+SCORED, FAILED, REJECTED = SlotStatus.SCORED, SlotStatus.FAILED, SlotStatus.REJECTED
+
+
+def policies_of(count: int) -> list[ServedPolicy]:
+    return [
+        ServedPolicy(
+            ScriptedModel([97 + number] * 3), codec(), SamplingSettings(), name=str(number), endpoint=Endpoint()
+        )
+        for number in range(count)
+    ]
+
+
+async def play(
+    workflow: GroupWorkflow, *, count: int = 3, max_bytes: int = 1 << 20, policies: list[ServedPolicy] | None = None
+) -> list[Trajectory]:
+    places = [
+        Place(
+            workflow="w", sibling=number, sample_uid=str(number), ticket_version="1-0", max_bytes=1 << 20,
+            max_sequence_tokens=100,
+        )
+        for number in range(count)
+    ]  # fmt: skip
+    prompt = PromptRecord(epoch=0, index=0, row={})
+    return await run_group_episode(
+        workflow, prompt, policies or policies_of(count), places, deadline_s=0.2, max_bytes=max_bytes
+    )
+
+
+def ending(returned: Any, *, speakers: int = 3) -> GroupWorkflow:
+    """Every sibling speaks once; then the call returns or raises what it is given."""
+
+    @group_workflow
+    async def workflow(prompt: Prompt, siblings: Sequence[Policy]) -> Any:
+        for policy in siblings[:speakers]:
+            await policy.complete([1, 2])
+        if isinstance(returned, BaseException):
+            raise returned
+        return returned
+
+    return workflow
+
+
+async def test_every_sibling_gets_its_own_reward_and_its_own_tokens() -> None:
+    trajectories = await play(ending([0.0, 0.5, {"2.1": 1.0}]))
+
+    assert [(one.slot.sibling, one.slot.status, one.slot.reward) for one in trajectories] == [
+        (0, SCORED, 0.0), (1, SCORED, 0.5), (2, SCORED, 1.0),
+    ]  # fmt: skip
+    assert [one.sequences[0].token_ids.tolist()[2:] for one in trajectories] == [[97] * 3, [98] * 3, [99] * 3]
+    assert [len(one.slot.credits) for one in trajectories] == [0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("returned", "status", "reason"),
+    [
+        (Reject("not now"), REJECTED, "not now"),
+        (ValueError("oops"), FAILED, "workflow w: ValueError: oops"),
+        ([1.0, 2.0], FAILED, "need a sequence of 3, one for each sibling"),
+        (1.0, FAILED, "returned 1.0, need a sequence of 3"),
+        ("abc", FAILED, "returned 'abc', need a sequence of 3"),
+        ({"0.1": 1.0}, FAILED, "need a sequence of 3"),
+    ],
+)
+async def test_what_ends_the_call_ends_every_sibling(returned: Any, status: SlotStatus, reason: str) -> None:
+    trajectories = await play(ending(returned))
+
+    assert [one.slot.status for one in trajectories] == [status] * 3
+    assert all(reason in one.slot.reason for one in trajectories)
+
+
+@pytest.mark.parametrize(
+    ("returned", "status", "reason"),
+    [
+        (Reject("too short"), REJECTED, "too short"),
+        (float("nan"), FAILED, "need a finite number"),
+        (None, FAILED, "returned None"),
+        ({"0.1": 1.0}, FAILED, "got rewards for replies ['0.1']"),
+    ],
+)
+async def test_what_is_wrong_with_one_sibling_is_that_siblings_alone(
+    returned: Any, status: SlotStatus, reason: str
+) -> None:
+    trajectories = await play(ending([1.0, returned, 0.0]))
+
+    assert [one.slot.status for one in trajectories] == [SCORED, status, SCORED]
+    assert reason in trajectories[1].slot.reason
+
+
+async def test_a_sibling_that_never_called_the_model_fails_alone() -> None:
+    trajectories = await play(ending([1.0, 1.0, 1.0], speakers=2))
+
+    assert [one.slot.status for one in trajectories] == [SCORED, SCORED, FAILED]
+    assert "without a call of the model" in trajectories[2].slot.reason
+
+
+async def test_a_call_past_its_deadline_fails_every_sibling() -> None:
+    @group_workflow
+    async def workflow(prompt: Prompt, siblings: Sequence[Policy]) -> Any:
+        await anyio.sleep_forever()
+
+    trajectories = await play(workflow)
+
+    assert {one.slot.reason for one in trajectories} == {"workflow w: ran past rollout.episode_deadline_s = 0.2 s"}
+
+
+async def test_a_denied_request_of_one_siblings_agent_fails_that_sibling() -> None:
+    class Denied(ServedPolicy):
+        @property
+        def failure(self) -> RolloutError | None:
+            return WorkflowError("denied") if self.reply_ids[:1] == ["1.1"] else None
+
+    policies: list[ServedPolicy] = [
+        Denied(ScriptedModel([97]), codec(), SamplingSettings(), name=str(number), endpoint=Endpoint())
+        for number in range(3)
+    ]
+
+    trajectories = await play(ending([1.0, 1.0, 1.0]), policies=policies)
+
+    assert [one.slot.reason for one in trajectories] == ["", "denied", ""]
+
+
+async def test_a_group_that_fits_no_message_becomes_recorded_failures_that_say_so() -> None:
+    trajectories = await play(ending([1.0, 1.0, 1.0]), max_bytes=300)
+
+    assert [one.slot.status for one in trajectories] == [FAILED] * 3
+    assert "a group workflow's siblings share one message" in trajectories[0].slot.reason
+
+
+async def test_long_reasons_are_shortened_until_all_fit_one_message() -> None:
+    trajectories = await play(ending(ValueError("é" * 900)), count=64)
+
+    assert all(one.slot.reason.startswith("workflow w: ValueError: ééé") for one in trajectories)
+    assert sum(map(header_bytes, trajectories)) <= MAX_HEADER_BYTES
+    assert fit_one_message(trajectories, max_bytes=1 << 20) == trajectories
+
+
+async def test_an_evaluation_is_a_group_of_one() -> None:
+    (policy,) = policies_of(1)
+
+    assert await for_one_sibling(ending([0.5]))(PromptRecord(epoch=0, index=0, row={}), policy) == 0.5
+    with pytest.raises(Reject, match="no"):
+        await for_one_sibling(ending([Reject("no")], speakers=0))(PromptRecord(epoch=0, index=0, row={}), policy)

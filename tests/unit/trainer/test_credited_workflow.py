@@ -1,0 +1,76 @@
+"""From a workflow that credits one of its replies to the weights: the other reply is read and never learned."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from areal_async.algorithms.advantages import AdvantageRule
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.payloads import build_rows, place
+from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.step import agree_on_batch
+from areal_async.types import Cut, CutGroup, CutSlot, Trajectory, Version
+from areal_async.wire import decode_headers, decode_trajectory, encode_message
+from tests.unit.rollout.test_credit import play
+from tests.unit.trainer.models import engine_of, parameters_differ
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_a_reply_without_credit_gets_no_gradient_from_the_workflow_to_the_engine(
+    model: Path, ranks: Ranks
+) -> None:
+    """The step is, to the last bit, the one of a conversation in which that reply stood in the prompt."""
+
+    def only_second(value: float) -> Any:
+        return lambda first, second: {second: value}
+
+    credited = [await play(only_second(1.0)), await play(only_second(0.0), sibling=1)]
+    whole = [await play(lambda first, second: 1.0), await play(lambda first, second: 0.0, sibling=1)]
+    told = [_with_first_reply_in_the_prompt(one) for one in whole]
+    engines = [engine_of(model, ranks, algorithm={"name": "rloo"}) for _ in range(3)]
+
+    stats = [
+        engine.train_step(_rows(trajectories), step=1, total_steps=1)
+        for engine, trajectories in zip(engines, (credited, told, whole), strict=True)
+    ]
+
+    assert [one.num_tokens for one in stats] == [4, 4, 10]
+    assert parameters_differ(engines[0], engines[1]) == 0
+    assert parameters_differ(engines[0], engines[2]) > 0
+
+
+def _with_first_reply_in_the_prompt(one: Trajectory) -> Trajectory:
+    (sequence,) = one.sequences
+    said = np.arange(9) < 7
+    changed = msgspec.structs.replace(
+        sequence,
+        loss_mask=sequence.loss_mask & ~said,
+        versions=np.where(said, -1, sequence.versions),
+        logprobs=np.where(said, 0, sequence.logprobs).astype(np.float32),
+    )
+    return Trajectory(slot=one.slot, sequences=[changed])
+
+
+def _rows(trajectories: list[Trajectory]) -> list[TrainRow]:
+    """Over the wire and through the cut, as in a run."""
+    payload, headers, _ = encode_message(
+        trajectories, group_id="0-0-0", workflow="w", ticket_version="1-0", num_failed_attempts=0, group_size=2
+    )
+    slots = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
+    group = CutGroup(group_id="0-0-0", workflow="w", slots=[CutSlot(slot=one, sequence=1) for one in slots])
+    placed = place(Cut(lineage=1, step=1, groups=[group]))
+    batch = agree_on_batch(placed, [], min_group_size=2, rule=AdvantageRule(baseline="leave_one_out", std="none"))
+    received = {one.position: decode_trajectory(payload, one.item.slot) for one in placed}
+    rows, _ = build_rows(
+        received,
+        advantages=batch.advantages,
+        start=Version(1, 0),
+        age=lambda version: 0,
+        max_staleness=0,
+        masks_stale=False,
+    )
+    return rows
