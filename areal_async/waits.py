@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NamedTuple
 
 import msgspec
 
@@ -142,8 +143,17 @@ class Wait:
         self.moved_s = time.monotonic()
 
 
+class Ended(NamedTuple):
+    """A wait that is over, by the monotonic clock of this process."""
+
+    on: str
+    since_s: float
+    until_s: float
+
+
 _waits: dict[Wait, None] = {}
 _current: ContextVar[Wait | None] = ContextVar("areal_async_wait", default=None)
+_kept: ContextVar[list[Ended] | None] = ContextVar("areal_async_kept_waits", default=None)
 
 
 @contextmanager
@@ -166,6 +176,8 @@ def on(what_on: str, what: str = "", *, waiter: str | None = None) -> Iterator[W
         del _waits[wait]
         if parent is not None:
             parent.moved()
+        if (kept := _kept.get()) is not None:
+            kept.append(Ended(what_on, wait.since_s, time.monotonic()))
 
 
 @contextmanager
@@ -177,6 +189,17 @@ def doing(what_on: str, what: str = "", *, waiter: str | None = None) -> Iterato
             yield wait
         finally:
             _current.reset(token)
+
+
+@contextmanager
+def keeping() -> Iterator[list[Ended]]:
+    """Keep what ends inside the block, in tasks that it starts too: to say later where its time has gone."""
+    kept: list[Ended] = []
+    token = _kept.set(kept)
+    try:
+        yield kept
+    finally:
+        _kept.reset(token)
 
 
 class Standing:

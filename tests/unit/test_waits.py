@@ -124,3 +124,19 @@ def test_standing_waits_that_stay_keep_their_age_and_the_others_go(monkeypatch: 
 
     assert sorted(told[0]) == [("group a", 0.0), ("group b", 0.0)]
     assert told[1:] == [[("group b", 30.0)], [("group b", 60.0)], []]
+
+
+@pytest.mark.anyio
+async def test_waits_that_end_are_kept_for_whoever_asks_and_for_nobody_else() -> None:
+    async def call(name: str) -> None:
+        with waits.on(name):
+            await anyio.lowlevel.checkpoint()
+
+    with waits.keeping() as kept:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(call, "tool add")
+            tasks.start_soon(call, "reward right")
+    await call("tool later")
+
+    assert sorted(one.on for one in kept) == ["reward right", "tool add"]
+    assert all(one.since_s <= one.until_s for one in kept)
