@@ -68,6 +68,32 @@ VERBS = {
         ),
         takes_settings=True,
     ),
+    "try": Verb(
+        "try_",
+        "run a workflow on a few rows without training, and show every token of it",
+        (
+            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; must be given"}),
+            ("--config", {"metavar": "FILE.yaml", "help": "as for run; the settings of gsm8k where there is none"}),
+            ("--n", {"metavar": "N", "type": int, "default": 1, "help": "siblings: attempts at each row (1)"}),
+            ("--index", {"metavar": "I", "type": int, "default": 0, "help": "first row of the data set to take (0)"}),
+            ("--prompts", {"metavar": "K", "type": int, "default": 1, "help": "so many rows from there (1)"}),
+            ("--row", {"metavar": "JSON", "help": "this row instead of a data set's: '{\"question\": ...}'"}),
+            (
+                "--server",
+                {
+                    "metavar": "URL",
+                    "action": "append",
+                    "default": [],
+                    "help": "an SGLang server that runs already, or our engine; may be given again; "
+                    "left out, one is started",
+                },
+            ),
+            ("--tokens", {"action": "store_true", "help": "a table of every token: id, mask, logprob, version"}),
+            ("--json", {"action": "store_true", "help": "one JSON object per trajectory, and nothing else on stdout"}),
+            _HELP_SETTINGS,
+        ),
+        takes_settings=True,
+    ),
     "sft": Verb(
         "sft",
         "fine-tune a model on prompts and their answers",

@@ -19,7 +19,7 @@ def _raise(error: BaseException) -> Callable[..., int]:
     return run
 
 
-@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["node", "--help"]])
+@pytest.mark.parametrize("words", [["--help"], ["run", "--help"], ["try", "--help"], ["node", "--help"]])
 def test_help_imports_nothing_heavy(words: list[str]) -> None:
     code = (
         "import sys\n"
@@ -48,7 +48,7 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["rum"], "unknown verb rum; did you mean run"),
         (
             ["zzz"],
-            "unknown verb zzz; need one of run, sft, status, pause, resume, stop, doctor, dead, controller, node, "
+            "unknown verb zzz; need one of run, try, sft, status, pause, resume, stop, doctor, dead, controller, node, "
             "trainer",
         ),
         (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
@@ -122,7 +122,7 @@ def test_value_of_a_setting_is_never_taken_for_the_workflow(
     assert split_overrides(words, VERBS["run"]) == (own, overrides)
 
 
-@pytest.mark.parametrize("verb", ["run", "sft"])
+@pytest.mark.parametrize("verb", ["run", "try", "sft"])
 def test_help_settings_lists_every_setting_with_its_sentence(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help-settings"]) == 0
 

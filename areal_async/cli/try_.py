@@ -1,0 +1,238 @@
+"""``try``: run a workflow on a few rows, without a trainer and without a bus, and show what it did, token by token.
+
+It is the code of a node that runs. Nothing is left on disk, except a server's log where the server could not start.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from areal_async import log
+from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_workflow
+from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
+from areal_async.cli.speech import say, settings_help
+from areal_async.cli.trial_output import JsonOutput, Output, TerminalOutput
+from areal_async.data import load_rows
+from areal_async.errors import UserError, leaves_of
+from areal_async.host import visible_gpus
+from areal_async.inference.client import InferenceClient
+from areal_async.inference.commands import NO_VERSION
+from areal_async.inference.visit import Facts, visited_servers
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.frozen import serve_frozen
+from areal_async.rollout.lag import LoopWatch
+from areal_async.rollout.named import with_policies
+from areal_async.rollout.standstill import Standstill
+from areal_async.rollout.text import load_codec
+from areal_async.rollout.trial import TRIAL, Trial
+from areal_async.rollout.user_code import UserCode
+from areal_async.rollout.workflows import load_workflow, policies_taken
+from areal_async.settings import Settings, TaskSettings
+from areal_async.types import Prompt, SlotStatus
+
+MAX_ATTEMPTS = 4096
+SPARE_STREAMS = 64
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run the siblings; the status is 1 when one of them failed."""
+    if arguments.help_settings:
+        say(settings_help(Settings))
+        return 0
+    check_arguments(arguments)
+    config = choose_trial_config(arguments.file, arguments.config, has_gpu=bool(visible_gpus()))
+    settings = load_run_settings(config, arguments.file, overrides)
+    task = task_of(settings, arguments.file)
+    check(settings, task, has_row=arguments.row is not None, has_server=bool(arguments.server))
+    output: Output = JsonOutput() if arguments.json else TerminalOutput(with_tokens=arguments.tokens)
+    output.tell(f"settings: {config}; workflow {task.workflow}, model {settings.model.path}")
+    with _TemporaryLogs() as logs:
+        log.configure("try", logs)
+        trial = _Run(settings, task, arguments, output, logs)
+        anyio.run(trial.run, backend_options={"use_uvloop": True})
+    output.summarise()
+    return 1 if output.num_of(SlotStatus.FAILED) else 0
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what means nothing.
+
+    Raises:
+        UserError: one of them.
+    """
+    if arguments.file is None:
+        raise UserError("try: got no workflow; name FILE.py, with :name when the coroutine is called otherwise")
+    for name, least in (("n", 1), ("index", 0), ("prompts", 1)):
+        if getattr(arguments, name) < least:
+            raise UserError(f"--{name}: got {getattr(arguments, name)}, need at least {least}")
+    if arguments.n * arguments.prompts > MAX_ATTEMPTS:
+        raise UserError(f"--n times --prompts: got {arguments.n * arguments.prompts}, need at most {MAX_ATTEMPTS}")
+    if arguments.row is not None and (arguments.index or arguments.prompts > 1):
+        raise UserError("--row: got --index or --prompts as well; a row given by hand is the only one")
+
+
+def choose_trial_config(file: str, config: str | None, *, has_gpu: bool) -> Path:
+    """Return the settings that ``run`` would take; where it would take none, those of gsm8k.
+
+    Raises:
+        UserError: these are not there either.
+    """
+    try:
+        return choose_config(file, config, has_gpu=has_gpu)
+    except UserError:
+        usual = CONFIGS / ("gsm8k.yaml" if has_gpu else "gsm8k_cpu.yaml")
+        if not usual.is_file():
+            raise
+        return usual
+
+
+def task_of(settings: Settings, file: str) -> TaskSettings:
+    """Return the task whose workflow this is."""
+    path, _, name = file.partition(":")
+    name = name or Path(path).stem
+    return next(
+        task
+        for task in settings.tasks
+        if Path(task.workflow.partition(":")[0]).absolute() == Path(path).absolute()
+        and (task.workflow.partition(":")[2] or Path(path).stem) == name
+    )
+
+
+def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: bool) -> None:
+    """Refuse what can be seen to be wrong without importing or fetching anything.
+
+    Raises:
+        UserError: the workflow, its rows, the model or the server's interpreter is not there.
+    """
+    check_workflow(task.workflow)
+    check_model(settings.model.path)
+    if not has_row:
+        check_dataset(task.dataset, "dataset")
+    if not has_server:
+        check_interpreter(settings.inference.python)
+
+
+def read_row(text: str) -> dict[str, Any]:
+    """Return the row that was given by hand.
+
+    Raises:
+        UserError: no JSON object.
+    """
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as exc:
+        raise UserError(f'--row: got {text:.100}, need a JSON object like \'{{"question": "..."}}\': {exc}') from exc
+    if not isinstance(row, dict):
+        raise UserError(f'--row: got a {type(row).__name__}, need a JSON object like \'{{"question": "..."}}\'')
+    return row
+
+
+def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Prompt]:
+    """Return rows of the task's data set.
+
+    Raises:
+        UserError: it has no such rows.
+    """
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    rows = load_rows(task.dataset)
+    if index + num_prompts > len(rows):
+        raise UserError(
+            f"--index {index} --prompts {num_prompts}: {task.dataset.path} has {len(rows)} rows, need some of these"
+        )
+    return [Prompt(epoch=0, index=number, row=rows[number]) for number in range(index, index + num_prompts)]
+
+
+class _Run:
+    """Everything of one command that needs the event loop."""
+
+    def __init__(
+        self, settings: Settings, task: TaskSettings, arguments: argparse.Namespace, output: Output, logs: Path
+    ) -> None:
+        self._settings = settings
+        self._task = task
+        self._arguments = arguments
+        self._output = output
+        self._logs = logs
+
+    async def run(self) -> None:
+        arguments, settings = self._arguments, self._settings
+        user_code = UserCode(Path(self._task.workflow.partition(":")[0]))
+        plain = load_workflow(self._task.workflow, policies=settings.policies)
+        taken = policies_taken(plain, settings.policies)
+        prompts = await self._prompts()
+        used = settings.model_copy(update={"policies": {name: settings.policies[name] for name in taken}})
+        max_streams = len(prompts) * arguments.n + SPARE_STREAMS
+        async with visited_servers(settings, arguments.server, log_path=self._logs / "server.log") as (pool, facts):
+            codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
+            self._compare_tokenizers(facts)
+            async with (
+                InferenceClient(
+                    pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
+                ) as client,
+                Endpoint() as endpoint,
+                serve_frozen(used, node_id=TRIAL, log_directory=self._logs, max_streams=max_streams) as frozen,
+            ):
+                self._output.begin(codec)
+                trial = Trial(
+                    settings,
+                    with_policies(plain, taken, settings, frozen),
+                    name=self._task.name,
+                    generator=client,
+                    codec=codec,
+                    endpoint=endpoint,
+                    call_parser=client.call_parser,
+                    user_code=user_code,
+                    version=facts[0].version if facts else NO_VERSION,
+                )
+                await self._run_watched(
+                    lambda: trial.run(prompts, num_siblings=arguments.n, tell=self._output.show), user_code
+                )
+
+    async def _prompts(self) -> list[Prompt]:
+        if self._arguments.row is not None:
+            return [Prompt(epoch=0, index=0, row=read_row(self._arguments.row))]
+        return await anyio.to_thread.run_sync(
+            lambda: read_prompts(self._task, index=self._arguments.index, num_prompts=self._arguments.prompts)
+        )
+
+    async def _run_watched(self, work: Callable[[], Awaitable[None]], user_code: UserCode) -> None:
+        """Name what holds up the loop at once, and end it where it does so for as long as a node would bear it."""
+        watch = LoopWatch()
+        standstill = Standstill(user_code, deadline_s=self._settings.run.watchdog_s)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(watch.run_beats)
+            watching.start_soon(standstill.run_beats)
+            with watch.watching(), standstill.watching():
+                await work()
+            watching.cancel_scope.cancel()
+
+    def _compare_tokenizers(self, facts: Sequence[Facts]) -> None:
+        """Warn where a server may read token ids otherwise than they are written here."""
+        ours = self._settings.model.path
+        for fact in facts if self._arguments.server else ():
+            if Path(fact.tokenizer_path).name != Path(ours).name:
+                self._output.tell(
+                    f"warning: server {fact.url} runs {fact.tokenizer_path}, tokens are made by model.path {ours}; "
+                    "these must be the same model's"
+                )
+
+
+class _TemporaryLogs:
+    """A folder that is gone afterwards, unless an error tells the user to look into it."""
+
+    def __enter__(self) -> Path:
+        self._folder = Path(tempfile.mkdtemp(prefix="areal-try-"))
+        return self._folder
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        told = [] if error is None else leaves_of(error)
+        if not any(str(self._folder) in str(leaf) for leaf in told):
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,98 @@
+"""Where the time of one trajectory goes: in the model, in tools, in rewards."""
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from areal_async.inference.pool import Server
+from areal_async.rollout.policy import Generator
+from areal_async.types import Turn
+from areal_async.waits import Ended
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One call of the model, by the monotonic clock."""
+
+    since_s: float
+    first_s: float | None
+    """When its first token came; ``None`` where none did."""
+    until_s: float
+    turn: Turn | None
+    """``None`` where it failed, or nobody waited for its end."""
+
+    @property
+    def duration_s(self) -> float:
+        return self.until_s - self.since_s
+
+
+class TimedGenerator:
+    """A generator that notes when each call began, gave its first token, and ended."""
+
+    def __init__(self, generator: Generator) -> None:
+        self._generator = generator
+        self.calls: list[Call] = []
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        sampling_params: Mapping[str, Any],
+        *,
+        preferred: Server | None = None,
+        on_tokens: Callable[[list[int]], None] | None = None,
+    ) -> tuple[Turn, Server]:
+        since_s = time.monotonic()
+        first_s: float | None = None
+        turn: Turn | None = None
+
+        def hear(token_ids: list[int]) -> None:
+            nonlocal first_s
+            first_s = first_s or time.monotonic()
+            if on_tokens is not None:
+                on_tokens(token_ids)
+
+        try:
+            turn, server = await self._generator.generate(
+                prompt_ids, sampling_params, preferred=preferred, on_tokens=hear
+            )
+            return turn, server
+        finally:
+            self.calls.append(Call(since_s=since_s, first_s=first_s, until_s=time.monotonic(), turn=turn))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Times:
+    """Seconds. What happens side by side counts once in each line, so that the parts may exceed the whole."""
+
+    total_s: float
+    model_s: float
+    tools_s: float
+    rewards_s: float
+    """In ``@reward`` functions, waiting for a worker included; others are the workflow's own time."""
+
+    @classmethod
+    def of(cls, *, total_s: float, calls: Iterable[Call], waits: Iterable[Ended]) -> "Times":
+        """Add up."""
+        ended = list(waits)
+
+        def waited_for(kind: str) -> float:
+            return covered_s((one.since_s, one.until_s) for one in ended if one.on.startswith(kind))
+
+        return cls(
+            total_s=total_s,
+            model_s=covered_s((call.since_s, call.until_s) for call in calls),
+            tools_s=waited_for("tool "),
+            rewards_s=waited_for("reward "),
+        )
+
+
+def covered_s(intervals: Iterable[Interval]) -> float:
+    """Return how long at least one of the intervals lasted."""
+    total_s, end_s = 0.0, float("-inf")
+    for since_s, until_s in sorted(intervals):
+        total_s += max(0.0, until_s - max(since_s, end_s))
+        end_s = max(end_s, until_s)
+    return total_s

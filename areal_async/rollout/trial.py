@@ -1,0 +1,219 @@
+"""Run a workflow on a few rows, by the very code of a node, and keep all that became of it; nothing is stored.
+
+What a node shares with others it does without: no bus, no tickets, no trainer. Invariant: every sibling ends as an
+``Attempt``, told in order, whatever user code does.
+"""
+
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import structlog
+
+from areal_async import waits
+from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
+from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.episode import run_episode
+from areal_async.rollout.group import run_group_episode
+from areal_async.rollout.merge import merge_turns
+from areal_async.rollout.policy import CallParser, Generator
+from areal_async.rollout.slots import Place as Slot
+from areal_async.rollout.stopwatch import Call, TimedGenerator, Times
+from areal_async.rollout.text import TextCodec
+from areal_async.rollout.user_code import Place, UserCode
+from areal_async.settings import Settings
+from areal_async.types import GroupId, Prompt, Trajectory, Turn
+from areal_async.types import Sequence as TokenSequence
+
+TRIAL = "trial"
+"""Who waits, and whose trajectories these are."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedTurn:
+    """A recorded turn and how long it took."""
+
+    turn: Turn
+    duration_s: float
+    first_token_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """One sibling, whatever became of it."""
+
+    prompt: Prompt
+    trajectory: Trajectory
+    turns: list[TimedTurn]
+    """All that were recorded, also where the trajectory failed."""
+    sequences: list[TokenSequence]
+    """The turns joined: what would be trained if it was scored."""
+    times: Times
+    places: list[Place] = field(default_factory=list)
+    """Where in the user's code it failed, outermost first; empty where that says nothing."""
+    hint: str = ""
+    """What else is known of why it failed."""
+
+
+class Trial:
+    """What all attempts share. Whoever makes it enters the endpoint and the generator."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        workflow: Workflow | GroupWorkflow,
+        *,
+        name: str,
+        generator: Generator,
+        codec: TextCodec,
+        endpoint: Endpoint,
+        call_parser: CallParser | None = None,
+        user_code: UserCode,
+        version: str,
+    ) -> None:
+        """Take as ``version`` what stands for the tokens' where no model was called."""
+        self._settings = settings
+        self._workflow = workflow
+        self._name = name
+        self._generator = generator
+        self._codec = codec
+        self._endpoint = endpoint
+        self._call_parser = call_parser
+        self._user_code = user_code
+        self._version = version
+        self._places = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
+
+    async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, tell: Callable[[Attempt], None]) -> None:
+        """Run all siblings of all prompts side by side; ``tell`` hears of each once, in order, as soon as it can."""
+        num_together = num_siblings if is_group_workflow(self._workflow) else 1
+        calls = [
+            (prompt, range(first, first + num_together))
+            for prompt in prompts
+            for first in range(0, num_siblings, num_together)
+        ]
+        ended: dict[int, list[Attempt]] = {}
+        num_told = 0
+
+        async def run_one(number: int) -> None:
+            nonlocal num_told
+            async with self._places:
+                ended[number] = await self.run_siblings(*calls[number])
+            while num_told in ended:
+                for attempt in ended.pop(num_told):
+                    tell(attempt)
+                num_told += 1
+
+        async with anyio.create_task_group() as running:
+            for number in range(len(calls)):
+                running.start_soon(run_one, number)
+
+    async def run_siblings(self, prompt: Prompt, siblings: Sequence[int]) -> list[Attempt]:
+        """Run what one call of the workflow fills, as ``runner`` does for a ticket."""
+        group_id = str(GroupId(prompt.epoch, prompt.index, 0))
+        slots = [self._slot(group_id, sibling) for sibling in siblings]
+        generators = [TimedGenerator(self._generator) for _ in slots]
+        policies = [
+            ServedPolicy(
+                generator,
+                self._codec,
+                self._settings.rollout_of(self._name).sampling,
+                name=slot.sample_uid,
+                endpoint=self._endpoint,
+                call_parser=self._call_parser,
+            )
+            for generator, slot in zip(generators, slots, strict=True)
+        ]
+        noted = _Noted(self._workflow)
+        started = time.monotonic()
+        with (
+            waits.doing(waits.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
+            waits.keeping() as ended,
+            structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
+        ):
+            trajectories = await self._trajectories(noted, prompt, policies, slots)
+        total_s = time.monotonic() - started
+        return [
+            Attempt(
+                prompt=prompt,
+                trajectory=trajectory,
+                turns=_timed(policy.turns, generator.calls),
+                sequences=merge_turns(policy.turns),
+                times=Times.of(total_s=total_s, calls=generator.calls, waits=ended),
+                places=self._user_code.places(noted.error) if noted.error else [],
+                hint=_hint(noted.error, prompt) if noted.error else "",
+            )
+            for trajectory, policy, generator in zip(trajectories, policies, generators, strict=True)
+        ]
+
+    async def _trajectories(
+        self, noted: "_Noted", prompt: Prompt, policies: Sequence[ServedPolicy], slots: Sequence[Slot]
+    ) -> list[Trajectory]:
+        rollout = self._settings.rollout_of(self._name)
+        if is_group_workflow(self._workflow):
+            return await run_group_episode(
+                noted.run,
+                prompt,
+                policies,
+                slots,
+                deadline_s=rollout.episode_deadline_s,
+                max_bytes=rollout.max_payload_bytes,
+            )
+        (policy,), (slot,) = policies, slots
+        workflow = heeding(noted.run, policy, name=self._name)
+        return [await run_episode(workflow, prompt, policy, slot, deadline_s=rollout.episode_deadline_s)]
+
+    def _slot(self, group_id: str, sibling: int) -> Slot:
+        rollout = self._settings.rollout_of(self._name)
+        return Slot(
+            workflow=self._name,
+            sibling=sibling,
+            sample_uid=f"{group_id}.{sibling}.{TRIAL}",
+            ticket_version=self._version,
+            max_bytes=rollout.max_trajectory_bytes,
+            max_sequence_tokens=self._settings.trainer.token_budget,
+            max_credit_bytes=rollout.max_credit_bytes,
+        )
+
+
+class _Noted:
+    """A workflow, and what it raised: the reason of its trajectory is one line, and has no traceback."""
+
+    def __init__(self, workflow: Workflow | GroupWorkflow) -> None:
+        self._workflow: Callable[..., Awaitable[Any]] = workflow
+        self.error: BaseException | None = None
+
+    async def run(self, prompt: Prompt, given: Any) -> Any:
+        """Run it; ``given`` is the policy, or every sibling's."""
+        with self:
+            return await self._workflow(prompt, given)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.error = error
+
+
+def _timed(turns: Sequence[Turn], calls: Sequence[Call]) -> list[TimedTurn]:
+    """Find each turn's call; a turn is the very object that its call returned."""
+    by_turn = {id(call.turn): call for call in calls if call.turn is not None}
+    timed = []
+    for turn in turns:
+        call = by_turn[id(turn)]
+        first_s = call.until_s if call.first_s is None else call.first_s
+        timed.append(TimedTurn(turn=turn, duration_s=call.duration_s, first_token_s=first_s - call.since_s))
+    return timed
+
+
+def _hint(error: BaseException, prompt: Prompt) -> str:
+    """Explain what its message alone does not: a column that the row does not have."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    asked_prompt = trace is not None and trace.tb_frame.f_code is Prompt.__getitem__.__code__
+    if not isinstance(error, KeyError) or not asked_prompt:
+        return ""
+    return f"row {prompt.index} has no column {error.args[0]!r}, its columns are {', '.join(prompt.row) or 'none'}"

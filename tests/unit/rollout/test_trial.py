@@ -1,0 +1,207 @@
+"""A trial tells of every sibling once, in order, with the cause and the user's own lines where it failed."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+from areal_async.contracts import GroupWorkflow, Policy, Rewards, Workflow, group_workflow
+from areal_async.errors import Reject
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.rewards import reward
+from areal_async.rollout.standstill import Standstill
+from areal_async.rollout.trial import Attempt, Trial
+from areal_async.rollout.user_code import UserCode
+from areal_async.settings import RolloutSettings, Settings
+from areal_async.types import Prompt, SlotStatus, Turn
+from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+
+pytestmark = pytest.mark.anyio
+
+HERE = Path(__file__)
+CALL = b'{"name": "add", "arguments": {"left": 1, "right": 2}}'
+
+
+@reward
+def is_there(text: str) -> float:
+    return float(bool(text))
+
+
+async def attempts_at(
+    workflow: Workflow | GroupWorkflow,
+    *answers: list[int],
+    num_prompts: int = 1,
+    num_siblings: int = 1,
+    row: Mapping[str, Any] | None = None,
+    episode_deadline_s: float = 60.0,
+    standstill_s: float = 60.0,
+) -> list[Attempt]:
+    heard: list[Attempt] = []
+    user_code = UserCode(HERE)
+    prompts = [Prompt(epoch=0, index=number, row=dict(row or {"question": "q"})) for number in range(num_prompts)]
+    async with Endpoint() as endpoint:
+        trial = Trial(
+            Settings(rollout=RolloutSettings(episode_deadline_s=episode_deadline_s)),
+            workflow,
+            name="w",
+            generator=ScriptedModel(*answers, *[[98, END] for _ in range(9)]),
+            codec=codec(),
+            endpoint=endpoint,
+            user_code=user_code,
+            version="0-0",
+        )
+        standstill = Standstill(user_code, deadline_s=standstill_s)
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(standstill.run_beats)
+            with standstill.watching():
+                await trial.run(prompts, num_siblings=num_siblings, tell=heard.append)
+            watching.cancel_scope.cancel()
+    return heard
+
+
+async def test_every_sibling_of_every_prompt_is_told_once_in_order_whoever_ends_first() -> None:
+    later = iter([0.05, 0.0, 0.02, 0.0])
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        delay_s = next(later)
+        await policy.complete([1, 2])
+        await anyio.sleep(delay_s)
+        return delay_s
+
+    heard = await attempts_at(workflow, num_prompts=2, num_siblings=2)
+
+    assert [(one.prompt.index, one.trajectory.slot.sibling) for one in heard] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [one.trajectory.slot.reward for one in heard] == [0.05, 0.0, 0.02, 0.0]
+    assert all(one.trajectory.slot.status is SlotStatus.SCORED and not one.places for one in heard)
+
+
+async def test_a_group_workflow_sees_all_siblings_of_a_prompt_at_once() -> None:
+    @group_workflow
+    async def ranked(prompt: Prompt, siblings: Sequence[Policy]) -> Sequence[float]:
+        for policy in siblings:
+            await policy.complete([1, 2])
+        return [float(number) for number in range(len(siblings))]
+
+    heard = await attempts_at(ranked, num_prompts=2, num_siblings=3)
+
+    assert [(one.prompt.index, one.trajectory.slot.sibling, one.trajectory.slot.reward) for one in heard] == [
+        (prompt, sibling, float(sibling)) for prompt in range(2) for sibling in range(3)
+    ]
+    assert all(len(one.turns) == 1 for one in heard)
+
+
+async def test_times_tell_the_model_the_tools_and_the_rewards_apart() -> None:
+    async def add(left: int, right: int) -> int:
+        """Add."""
+        await anyio.sleep(0.01)
+        return left + right
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        done = await policy.act([{"role": "user", "content": "1"}], [add])
+        return await is_there(done.text)
+
+    (attempt,) = await attempts_at(workflow, [*CALL, END])
+
+    times = attempt.times
+    assert attempt.trajectory.slot.reason == ""
+    assert attempt.trajectory.info["num_tool_calls"] == 1
+    assert times.tools_s >= 0.01
+    assert times.rewards_s > 0
+    assert times.total_s >= times.model_s + times.tools_s + times.rewards_s
+    assert len(attempt.turns) == 2
+    assert all(0 <= turn.first_token_s <= turn.duration_s for turn in attempt.turns)
+
+
+async def held_up(prompt: Prompt, policy: Policy) -> float:
+    await policy.complete([1, 2])
+    while True:
+        pass
+
+
+async def hanging(prompt: Prompt, policy: Policy) -> float:
+    await policy.complete([1, 2])
+    await anyio.sleep(60)
+    return 1.0
+
+
+async def without_column(prompt: Prompt, policy: Policy) -> float:
+    await policy.complete([1, 2])
+    return float(prompt["answer"])
+
+
+async def of_a_group(prompt: Prompt, policy: Policy) -> float:
+    await policy.complete([1, 2])
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(broken)
+    return 1.0
+
+
+async def broken() -> None:
+    raise RuntimeError("no more")
+
+
+async def rejecting(prompt: Prompt, policy: Policy) -> float:
+    await policy.complete([1, 2])
+    raise Reject("too easy")
+
+
+async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
+    await policy.complete([1, 2])
+    return "good"  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("workflow", "reason", "last_place"),
+    [
+        (held_up, "held up the event loop for run.watchdog_s = 0.3 s, at", "in held_up"),
+        (hanging, "workflow w: ran past rollout.episode_deadline_s = 0.2 s", "in hanging"),
+        (without_column, "workflow w: KeyError: 'answer'", "in without_column"),
+        (of_a_group, "workflow w: RuntimeError: no more", "in broken"),
+        (rejecting, "too easy", "in rejecting"),
+        (nonsense, "workflow w: returned 'good', need a float", None),
+    ],
+)
+async def test_what_went_wrong_is_told_with_the_users_own_line(
+    workflow: Workflow, reason: str, last_place: str | None
+) -> None:
+    (attempt,) = await attempts_at(
+        workflow,
+        episode_deadline_s=0.2 if workflow is hanging else 60.0,
+        standstill_s=0.3 if workflow is held_up else 60.0,
+    )
+
+    slot = attempt.trajectory.slot
+    assert slot.status is (SlotStatus.REJECTED if workflow is rejecting else SlotStatus.FAILED)
+    assert slot.reason.startswith(reason)
+    assert all(HERE.name in place.file for place in attempt.places)
+    assert (str(attempt.places[-1]).endswith(last_place) if last_place else not attempt.places) is True
+    assert len(attempt.sequences) == len(attempt.turns) == 1, "what the model said is kept for the user to see"
+
+
+async def test_a_column_that_is_missing_is_explained() -> None:
+    (attempt,) = await attempts_at(without_column, row={"question": "q", "reply": "a"})
+
+    assert attempt.hint == "row 0 has no column 'answer', its columns are question, reply"
+
+
+async def test_another_key_that_is_missing_is_not_taken_for_a_column() -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        return {"a": 1.0}["answer"]
+
+    (attempt,) = await attempts_at(workflow)
+
+    assert attempt.hint == ""
+    assert attempt.turns == []
+
+
+async def test_each_turn_is_timed_by_its_own_call() -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.chat([{"role": "user", "content": "q"}], n=3)
+        return 0.0
+
+    (attempt,) = await attempts_at(workflow)
+
+    said: list[Turn] = [timed.turn for timed in attempt.turns]
+    assert len(said) == len({id(turn) for turn in said}) == 3
