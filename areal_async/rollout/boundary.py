@@ -1,5 +1,6 @@
 """The one place where whatever user code raises is classified."""
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -7,6 +8,12 @@ from areal_async.errors import ArealError, Reject
 
 MAX_MESSAGE_CHARACTERS = 1500
 """A model's output may be inside a message; a reason has to stay readable."""
+MAX_READ_CHARACTERS = 10_000
+"""Of a message, before blanks are counted as one."""
+MAX_SHOWN_CHARACTERS = 100
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = MAX_SHOWN_CHARACTERS
 
 
 @contextmanager
@@ -36,7 +43,31 @@ def _only_leaf(exc: Exception) -> Exception:
 
 def describe(what: str, exc: BaseException) -> str:
     """Return ``what: Type: message`` on one line, shortened."""
-    message = " ".join(str(exc).split())
-    if len(message) > MAX_MESSAGE_CHARACTERS:
-        message = f"{message[:MAX_MESSAGE_CHARACTERS]}..."
+    message = text_of(exc)
     return f"{what}: {type(exc).__name__}: {message}" if message else f"{what}: {type(exc).__name__}"
+
+
+def text_of(exc: BaseException) -> str:
+    """Return what an error says on one line, shortened, as text that can be encoded; empty when it cannot say it."""
+    try:
+        text = str(exc)
+    except Exception:  # noqa: BLE001  # whatever user code has its errors do
+        return ""
+    is_cut = len(text) > MAX_READ_CHARACTERS
+    message = encodable(" ".join(text[:MAX_READ_CHARACTERS].split()))
+    if is_cut or len(message) > MAX_MESSAGE_CHARACTERS:
+        message = f"{message[:MAX_MESSAGE_CHARACTERS]}..."
+    return message
+
+
+def encodable(text: str) -> str:
+    """Return text without halves of characters, which nothing that travels may hold."""
+    return text.encode(errors="replace").decode()
+
+
+def shown(value: object) -> str:
+    """Return how a value looks, shortened before it is written: a large one takes no time, and nothing raises."""
+    try:
+        return encodable(_SHORT.repr(value)[:MAX_SHOWN_CHARACTERS])
+    except Exception:  # noqa: BLE001  # a ``__repr__`` is user code too
+        return f"<{type(value).__name__}>"

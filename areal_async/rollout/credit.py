@@ -13,6 +13,7 @@ import msgspec
 
 from areal_async.errors import WorkflowError
 from areal_async.fields import MAX_CREDITS
+from areal_async.rollout.boundary import shown
 from areal_async.types import Credit, Turn, mean
 
 
@@ -40,7 +41,7 @@ def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Sco
     if not returned or not set(returned) <= set(reply_ids):
         unknown = [key for key in returned if key not in reply_ids]
         raise WorkflowError(
-            f"workflow {name}: got rewards for replies {unknown!r:.200}, need ids out of {list(reply_ids)!r:.500}"
+            f"workflow {name}: got rewards for replies {shown(unknown)}, need ids out of {list(reply_ids)!r:.500}"
         )
     if len(returned) > MAX_CREDITS:
         raise WorkflowError(
@@ -88,7 +89,7 @@ def finite_number(value: object, name: str, what: str = "") -> float:
     Raises:
         WorkflowError: it is none, or not finite.
     """
-    got = f"workflow {name}: got {what} {value!r:.100}" if what else f"workflow {name}: returned {value!r:.100}"
+    got = f"workflow {name}: got {what} {shown(value)}" if what else f"workflow {name}: returned {shown(value)}"
     if not isinstance(value, numbers.Real):  # bool and int are
         raise WorkflowError(f"{got}, need a {'number' if what else 'float, or {reply.id: reward}'}")
     try:

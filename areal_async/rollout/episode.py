@@ -4,15 +4,13 @@ Invariant: ``run_episode`` returns a trajectory for every way in which user code
 cancellation and errors that end the process.
 """
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-
-import anyio
 
 from areal_async.contracts import Workflow
 from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.confine import RanPast, run_owned
 from areal_async.rollout.credit import Scores
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.rollout.slots import Ending, Place, fill_slot, scores_of
@@ -28,23 +26,24 @@ async def call_user_code(
         RolloutError: it raised, or ran past the deadline.
         Reject: it withdrew.
     """
-    with anyio.move_on_after(deadline_s) as scope, attributed_to(WorkflowError, f"workflow {name}"):
+
+    def close() -> None:
+        for policy in policies:
+            policy.close()
+
+    async def run() -> object:
         try:
-            returned = await call()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            # Nobody cancelled this task: passed on, it would end the siblings' task group without a word.
-            raise WorkflowError(f"workflow {name}: let the CancelledError of a task of its own escape") from None
-        except SystemExit as exc:
-            raise WorkflowError(f"workflow {name}: called sys.exit({exc.code!r})") from exc
+            return await call()
         finally:
-            for policy in policies:
-                policy.close()
-    if scope.cancelled_caught:
-        raise WorkflowError(f"workflow {name}: ran past rollout.episode_deadline_s = {deadline_s:g} s")
-    return returned
+            close()
+
+    with attributed_to(WorkflowError, what := f"workflow {name}"):
+        try:
+            return await run_owned(run, name=what, deadline_s=deadline_s)
+        except RanPast:
+            raise WorkflowError(f"{what}: ran past rollout.episode_deadline_s = {deadline_s:g} s") from None
+        finally:
+            close()
 
 
 async def call_workflow(
@@ -57,7 +56,8 @@ async def call_workflow(
         Reject: it withdrew.
     """
     returned = await call_user_code(lambda: workflow(prompt, policy), [policy], name=name, deadline_s=deadline_s)
-    return scores_of(returned, policy, name)
+    with attributed_to(WorkflowError, f"workflow {name}"):
+        return scores_of(returned, policy, name)
 
 
 async def run_episode(

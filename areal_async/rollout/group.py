@@ -11,7 +11,7 @@ import msgspec
 
 from areal_async.contracts import GroupWorkflow, Policy, Rewards, Workflow, is_group_workflow
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.boundary import attributed_to, shown
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.episode import call_user_code
 from areal_async.rollout.publish import MAX_HEADER_BYTES, SLOT_HEADER_BYTES, header_bytes
@@ -108,7 +108,8 @@ def _ending(outcome: object, policy: ServedPolicy, name: str) -> Ending:
     if policy.failure is not None:
         return policy.failure
     try:
-        return scores_of(outcome, policy, name)
+        with attributed_to(WorkflowError, f"workflow {name}"):
+            return scores_of(outcome, policy, name)
     except WorkflowError as exc:
         return exc
 
@@ -116,7 +117,7 @@ def _ending(outcome: object, policy: ServedPolicy, name: str) -> Ending:
 def _one_each(returned: object, num_siblings: int) -> list[object]:
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != num_siblings:
         raise WorkflowError(
-            f"group workflow: returned {returned!r:.100}, need a sequence of {num_siblings}, one for each sibling: "
+            f"group workflow: returned {shown(returned)}, need a sequence of {num_siblings}, one for each sibling: "
             "a float, {reply.id: reward} or Reject(...)"
         )
     return list(returned)

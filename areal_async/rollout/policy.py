@@ -16,6 +16,7 @@ from areal_async.contracts import Act, Message, Reply, RunnableTool, ToolCall, T
 from areal_async.errors import WorkflowError
 from areal_async.inference.call_parser import FoundCalls
 from areal_async.inference.pool import Server
+from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.conversation import Conversations, Opening
 from areal_async.rollout.stream import RecordingStream
 from areal_async.rollout.text import TextCodec
@@ -101,6 +102,7 @@ class RecordingPolicy:
         self._conversations = Conversations(codec)
         self._streams: list[RecordingStream] = []
         self._num_calls_written = 0
+        self._is_closed = False
 
     @property
     def turns(self) -> list[Turn]:
@@ -180,9 +182,10 @@ class RecordingPolicy:
         opening = self._open(messages, tools)
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
-            turn, self._server = await self._generator.generate(
-                opening.prompt_ids, params, preferred=self._server, on_tokens=on_tokens
-            )
+            with in_nobodys_name():
+                turn, self._server = await self._generator.generate(
+                    opening.prompt_ids, params, preferred=self._server, on_tokens=on_tokens
+                )
             return self._record(turn, opening, await self._parse(turn, opening))
 
         self._streams.append(stream := RecordingStream(generate, self._codec))
@@ -226,7 +229,8 @@ class RecordingPolicy:
             said += [result.message for result in came]
 
     def close(self) -> None:
-        """End what the workflow has left running."""
+        """End what the workflow has left running; what it calls from now on is refused, and nothing is recorded."""
+        self._is_closed = True
         for stream in self._streams:
             stream.cancel()
 
@@ -242,7 +246,8 @@ class RecordingPolicy:
         preferred = self._server
 
         async def generate_one(number: int) -> None:
-            turns[number], self._server = await self._generator.generate(prompt_ids, params, preferred=preferred)
+            with in_nobodys_name():
+                turns[number], self._server = await self._generator.generate(prompt_ids, params, preferred=preferred)
 
         if num_turns == 1:
             await generate_one(0)
@@ -264,6 +269,7 @@ class RecordingPolicy:
 
     def _record(self, turn: Turn, opening: Opening | None, parsed: Parsed) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""
+        self._check_open()
         if self._role:
             turn = msgspec.structs.replace(turn, role=self._role)
         self.turns.append(turn)
@@ -281,11 +287,15 @@ class RecordingPolicy:
             id=reply_id,
             text=text,
             message=message,
-            token_ids=turn.output_ids,
-            logprobs=turn.logprobs,
+            token_ids=list(turn.output_ids),  # the workflow's own: what it does to them is not trained
+            logprobs=list(turn.logprobs),
             finish_reason=turn.finish_reason,
             tool_calls=calls,
         )
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise WorkflowError("policy call: got one after the end of its trajectory; await what the workflow starts")
 
     def _next_call_id(self) -> str:
         """Return nine letters and digits, which is what the strictest templates take."""
@@ -293,6 +303,7 @@ class RecordingPolicy:
         return f"call{self._num_calls_written:05d}"
 
     def _sampling_params(self, overrides: Mapping[str, Any]) -> dict[str, Any]:
+        self._check_open()
         sampling = self.sampling
         if overrides:
             try:

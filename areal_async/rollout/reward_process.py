@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import time
+from contextlib import suppress
 
 import msgspec
 
@@ -16,6 +17,9 @@ from areal_async.rollout.reward_worker import FRAME, MAX_ANSWER_BYTES, Answer
 
 START_DEADLINE_S = 120.0
 """For starting the interpreter and importing the user's file, which is not the reward's own time."""
+
+DYING_S = 0.5
+"""A process that ends closes its pipes first: so long it may take until its status is known."""
 
 
 class RewardProcess:
@@ -52,6 +56,8 @@ class RewardProcess:
             self.close()
             raise RewardError(f"reward {name}: ran past {exc} s and was killed") from None
         except (OSError, EOFError) as exc:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(DYING_S)
             self.close()
             what = f" ({exc})" if str(exc) else ""
             raise RewardError(f"reward {name}: its worker died with status {self._process.returncode}{what}") from exc

@@ -21,7 +21,7 @@ import msgspec
 
 from areal_async.errors import ArealError, Reject, RewardError
 from areal_async.inference.parenthood import die_with_parent
-from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.boundary import attributed_to, describe, shown, text_of
 from areal_async.rollout.files import load_file
 
 FRAME = "<I"
@@ -57,7 +57,9 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             with attributed_to(RewardError, "raised"):
                 answer = Answer(value=_number(function(*call.args, **call.kwargs)))
         except (ArealError, Reject) as exc:
-            answer = Answer(error=str(exc))
+            answer = Answer(error=text_of(exc) or type(exc).__name__)  # empty would say that there is none
+        except BaseException as exc:  # noqa: BLE001  # sys.exit too: no reason to start another worker
+            answer = Answer(error=describe("raised", exc))
         _send(answers, answer)
 
 
@@ -98,9 +100,9 @@ def _module(call: Call) -> Any:
 
 def _number(value: Any) -> float:
     if not isinstance(value, numbers.Real):  # bool and int are
-        raise RewardError(f"returned {value!r:.100} of type {type(value).__name__}, need a finite number")
+        raise RewardError(f"returned {shown(value)} of type {type(value).__name__}, need a finite number")
     if not math.isfinite(value):
-        raise RewardError(f"returned {value!r}, need a finite number")
+        raise RewardError(f"returned {shown(value)}, need a finite number")
     return float(value)
 
 

@@ -7,6 +7,7 @@ slots that are missing.
 import secrets
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from copy import deepcopy
 from typing import cast
 
 import anyio
@@ -141,7 +142,8 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         one = slot(sibling)
         with running([one]) as (policy,):
             heeded = heeding(workflow, policy, name=ticket.workflow)
-            trajectory = await run_episode(heeded, ticket.prompt, policy, one, deadline_s=rollout.episode_deadline_s)
+            prompt = deepcopy(ticket.prompt)  # of its own: what it does to its row is nothing to its siblings
+            trajectory = await run_episode(heeded, prompt, policy, one, deadline_s=rollout.episode_deadline_s)
         put(trajectory)
 
     async def run_together(workflow: GroupWorkflow) -> None:
@@ -149,7 +151,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         with running(every) as policies:
             trajectories = await run_group_episode(
                 workflow,
-                ticket.prompt,
+                deepcopy(ticket.prompt),
                 policies,
                 every,
                 deadline_s=rollout.episode_deadline_s,

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal_async.errors import Reject, RolloutError, WorkflowError
+from areal_async.rollout.boundary import attributed_to, shown, text_of
 from areal_async.rollout.credit import Scores, checked_scores, credits_of, finite_number
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.settings import MAX_CREDIT_BYTES
 from areal_async.types import Credit, Sequence, Slot, SlotStatus, Trajectory, Turn, Version
-from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory
+from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory, max_encoded_bytes
 
 MAX_INFO_KEYS = 64
 MAX_INFO = 1e30
@@ -80,15 +81,16 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration
         if not isinstance(ending, Scores):
             raise ending
         check_size(policy.turns, max_bytes=place.max_bytes, max_sequence_tokens=place.max_sequence_tokens)
-        info = checked_info(policy.info, place.workflow)
+        with attributed_to(WorkflowError, f"workflow {place.workflow}: policy.info"):
+            info = checked_info(policy.info, place.workflow)
         credits = credits_of(ending, policy.turns, name=place.workflow, max_bytes=place.max_credit_bytes)
         numbers = {turn: number for number, turn in enumerate(ending.by_turn)}
         sequences = merge_turns(policy.turns, numbers if credits else None)
         reward = ending.reward
     except Reject as exc:
-        status, reason = SlotStatus.REJECTED, str(exc) or "rejected"
+        status, reason = SlotStatus.REJECTED, text_of(exc) or "rejected"
     except RolloutError as exc:
-        status, reason = SlotStatus.FAILED, str(exc)
+        status, reason = SlotStatus.FAILED, text_of(exc)
     if credits:
         info = {**info, "num_uncredited": float(len(policy.turns) - len(credits))}
     oldest, newest = version_range(policy.turns, place.ticket_version)
@@ -109,8 +111,8 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration
         sequences=sequences,
         info={**info, **_own_info(policy, sequences), "duration_s": duration_s},
     )
-    num_bytes = len(encode_trajectory(trajectory))
-    if num_bytes > place.max_bytes:
+    num_bytes = max_encoded_bytes(trajectory)
+    if num_bytes > place.max_bytes and (num_bytes := len(encode_trajectory(trajectory))) > place.max_bytes:
         return failed_trajectory(
             trajectory.slot,
             f"trajectory: got {num_bytes} bytes, need at most rollout.max_trajectory_bytes = {place.max_bytes}",
@@ -173,11 +175,11 @@ def checked_info(info: object, name: str) -> dict[str, float]:
         WorkflowError: too many, a name that is none, or a value that is no finite number.
     """
     if not isinstance(info, Mapping) or len(info) > MAX_INFO_KEYS:
-        raise WorkflowError(f"workflow {name}: got policy.info {info!r:.100}, need a dict of up to {MAX_INFO_KEYS}")
+        raise WorkflowError(f"workflow {name}: got policy.info {shown(info)}, need a dict of up to {MAX_INFO_KEYS}")
     bad = [key for key in info if not isinstance(key, str) or not _INFO_KEY.fullmatch(key) or key in OWN_INFO]
     if bad:
         raise WorkflowError(
-            f"workflow {name}: got policy.info[{bad[0]!r:.100}], need a name of at most 64 letters, digits and ._/-, "
+            f"workflow {name}: got policy.info[{shown(bad[0])}], need a name of at most 64 letters, digits and ._/-, "
             f"none of {', '.join(sorted(OWN_INFO))}"
         )
     checked = {key: finite_number(value, name, f"policy.info[{key!r}]") for key, value in info.items()}

@@ -9,7 +9,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -20,7 +20,8 @@ from anyio.lowlevel import RunVar
 from areal_async import waits
 from areal_async.contracts import RunnableTool, ToolCall, ToolResult
 from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
-from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.boundary import attributed_to, describe, encodable
+from areal_async.rollout.confine import OwnError, RanPast, run_within
 from areal_async.rollout.tools.schema import Tool, describe_tool
 
 NUM_THREADS = 64
@@ -82,7 +83,7 @@ class Toolbox:
         with attributed_to(ToolError, tool.name):
             with waits.on(f"tool {tool.name}"):
                 value = await _call(tool, arguments, timeout_s)
-            return _shortened(as_text(value))
+            return encodable(_shortened(as_text(value)))
 
 
 def as_text(value: Any) -> str:
@@ -98,14 +99,18 @@ def as_text(value: Any) -> str:
 async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> Any:
     function = functools.partial(tool.function, **arguments)
     if inspect.iscoroutinefunction(tool.function):
-        with anyio.move_on_after(timeout_s):
-            return await function()
-    else:
-        async with _threads():
-            with anyio.move_on_after(timeout_s):
-                value = await _call_in_thread(tool.name, function)
-                return await value if inspect.isawaitable(value) else value
-    raise ToolError(f"{tool.name}: no answer within {timeout_s:g} s")
+        return await _run(tool.name, function(), timeout_s)
+    async with _threads():
+        return await _run(tool.name, _call_in_thread(tool.name, function), timeout_s)
+
+
+async def _run(name: str, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
+    try:
+        return await run_within(work, name=name, deadline_s=timeout_s)
+    except RanPast:
+        raise ToolError(f"{name}: no answer within {timeout_s:g} s") from None
+    except OwnError as exc:  # it is the tool's, and told to the model like any other
+        raise ToolError(str(exc)) from exc.__cause__
 
 
 _places: RunVar[anyio.Semaphore] = RunVar("tool_threads")
@@ -137,7 +142,8 @@ async def _call_in_thread(name: str, function: Callable[[], Any]) -> Any:
     work = functools.partial(contextvars.copy_context().run, _work, name, function, future)
     threading.Thread(target=work, name=f"tool {name}", daemon=True).start()
     try:
-        return await asyncio.wrap_future(future)
+        value = await asyncio.wrap_future(future)
+        return await value if inspect.isawaitable(value) else value
     finally:
         if not future.done():
             _left_behind.add(future)
@@ -147,11 +153,16 @@ async def _call_in_thread(name: str, function: Callable[[], Any]) -> Any:
 def _work(name: str, function: Callable[[], Any], future: Future[Any]) -> None:
     try:
         with attributed_to(ToolError, name):
-            future.set_result(function())
+            value = function()
+            # Written here: a large value would hold up the event loop for as long as that takes.
+            result = value if inspect.isawaitable(value) else as_text(value)
+        future.set_result(result)
     except (ArealError, Reject) as exc:
         future.set_exception(exc)
     except SystemExit as exc:
         future.set_exception(ToolError(f"{name}: called sys.exit({exc.code!r})"))
+    except BaseException as exc:  # noqa: BLE001  # nobody else would hear of it, and the caller would wait
+        future.set_exception(ToolError(describe(name, exc)))
 
 
 def _shortened(text: str) -> str:

@@ -2,11 +2,15 @@
 
 import math
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
+from typing import Any
 
-from areal_async import reward
+from areal_async import Reject, reward
+from areal_async.errors import RewardError
 
 
 @reward
@@ -90,3 +94,54 @@ def has_torch() -> bool:
 @reward
 def process_id() -> int:
     return os.getpid()
+
+
+class Panic(BaseException):
+    """As libraries written in Rust raise it."""
+
+
+def recurse(depth: int) -> int:
+    return recurse(depth + 1) + 1
+
+
+@reward(timeout_s=2.0)
+def nonsense(kind: str) -> Any:
+    match kind:
+        case "exit":
+            sys.exit(3)
+        case "interrupt":
+            raise KeyboardInterrupt
+        case "panic":
+            raise Panic("in Rust")
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "leave":
+            os._exit(7)
+        case "none":
+            return None
+        case "nan":
+            return math.nan
+        case "1e400":
+            return 1e400
+        case "10**400":
+            return 10**400
+        case "text":
+            return "1.0"
+        case "flood":
+            return "x" * 10**8
+        case "no words":
+            raise RewardError("")
+        case "no reason":
+            raise Reject
+        case "half":
+            raise ValueError("\ud800")
+        case "closed":
+            os.closerange(3, 100)
+        case "recursion":
+            recurse(0)
+        case "hold the interpreter":
+            sum(range(10**12))
+        case "leaks":
+            threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+            print("x" * 10**5)
+    return 1.0
