@@ -105,6 +105,8 @@ class RolloutSettings(Section):
     """Failed attempts at one prompt before it is recorded dead."""
     episode_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds after which a node stores an unfinished sibling as failed."""
+    loop_deadline_s: float = Field(default=20.0, ge=5)
+    """Seconds one workflow may hold up its node's event loop; then the node ends itself, and that slot has failed."""
     sampling: SamplingSettings = SamplingSettings()
     max_trajectories_per_node: int = Field(default=512, ge=1)
     """Workflows running at once on one node."""

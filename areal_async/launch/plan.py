@@ -6,6 +6,7 @@ from pathlib import Path
 
 from areal_async.host import LOOPBACK, free_port
 from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.blockages import excuse_for
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Crew
@@ -67,6 +68,7 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
             restart_window_s=ROLE_RESTART_WINDOW_S,
             work_done=work_done,
             stop_deadline_s=NODE_STOP_S,
+            excuse=excuse_for(directory.path, "0"),
         ),
         Crew(
             name="controller",

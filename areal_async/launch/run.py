@@ -12,6 +12,7 @@ from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_fo
 from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
+from areal_async.launch.blockages import run_blockages
 from areal_async.launch.orders import heed_stop, take_back_stop, tell_changes
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
@@ -68,6 +69,7 @@ async def launch(
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, bus)
             tasks.start_soon(stalls.run)
+            tasks.start_soon(run_blockages, directory.path, notify)
             tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
             async with anyio.create_task_group() as telling:
                 with said:

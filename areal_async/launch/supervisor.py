@@ -2,7 +2,8 @@
 
     crew      processes that live and die together: the controller, a node, all ranks of the trainer
     a death   the whole crew is started again after a pause, until its limit; then the run ends with the cause. Deaths
-              long ago, or before work that lasts, no longer count: a run of weeks outlives any number of them
+              long ago, or before work that lasts, no longer count: a run of weeks outlives any number of them. Nor
+              does one with an excuse: what caused it is known and will not be run again
     status 2  the user's mistake: the run ends at once with that process's sentence
     the end   the crew that ``ends_run`` exits 0, then the others are stopped
 
@@ -26,6 +27,8 @@ from areal_async.launch.crew import FAREWELL_S, Death, end_all, run_together
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0
+MAX_EXCUSED = 100
+"""Deaths with an excuse, without any lasting work between them, after which the next ones count."""
 FAILED_STOP_S = 10.0
 """How long processes get to end themselves once the run has failed."""
 
@@ -70,6 +73,8 @@ class Crew:
     """How long it may take to end itself when asked to."""
     work_done: Callable[[], int] | None = None
     """Asked at each death for the amount of lasting work; when it has grown, the deaths before are forgotten."""
+    excuse: Callable[[Death], str | None] | None = None
+    """Asked at each death for the sentence that excuses it: then it does not count. None where nothing does."""
     ends_run: bool = False
     """Exiting 0 finishes the run; the others are then stopped."""
     may_finish: bool = False
@@ -84,6 +89,7 @@ class _Member:
     processes: list[Process] = field(default_factory=list)
     ended: anyio.Event = field(default_factory=anyio.Event)
     deaths: deque[float] = field(default_factory=deque)
+    num_excused: int = 0
     work_done: int = 0
     """At the last death."""
     is_asked_to_end: bool = False
@@ -95,16 +101,29 @@ class _Member:
         if self.is_asked_to_end:  # while it was being started
             process.terminate()
 
+    def excuse(self, death: Death) -> str | None:
+        """Return why a death does not count; None when it does."""
+        self._note_work()
+        excuse = self.crew.excuse(death) if self.crew.excuse is not None else None
+        if excuse is None or self.num_excused == MAX_EXCUSED:
+            return None
+        self.num_excused += 1
+        return excuse
+
     def note_death(self) -> None:
         """Count one more, and forget those that no longer tell against a restart."""
         crew, now = self.crew, time.monotonic()
-        work_done = crew.work_done() if crew.work_done is not None else 0
-        if work_done > self.work_done:
-            self.work_done = work_done
-            self.deaths.clear()
+        self._note_work()
         self.deaths.append(now)
         while crew.restart_window_s is not None and self.deaths[0] < now - crew.restart_window_s:
             self.deaths.popleft()
+
+    def _note_work(self) -> None:
+        work_done = self.crew.work_done() if self.crew.work_done is not None else 0
+        if work_done > self.work_done:
+            self.work_done = work_done
+            self.deaths.clear()
+            self.num_excused = 0
 
     def ask_to_end(self) -> None:
         """Ask the first process, which takes the others along."""
@@ -237,6 +256,9 @@ class Supervisor:
         if (reason := await self._read_failure()) is not None:
             raise PipelineError(reason)
         crew = member.crew
+        if (excuse := member.excuse(death)) is not None:
+            self._notify(f"{excuse}; starting {crew.name} again")
+            return
         member.note_death()
         if len(member.deaths) > crew.max_restarts:
             window = f" in {crew.restart_window_s / 60:g} minutes" if crew.restart_window_s else ""

@@ -6,6 +6,8 @@ import structlog
 from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
+from areal_async.rollout.blockage import Work
+from areal_async.rollout.confine import working_on
 from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.episode import call_workflow
 from areal_async.rollout.group import for_one_sibling
@@ -23,6 +25,7 @@ async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delive
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
             row, evaluation = waits.row(ticket.eval_id, ticket.index), waits.evaluation(ticket.eval_id)
+            working_on.set(Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
             with waits.doing(row, "the workflow of", waiter=evaluation):
                 result = await _answer(place, ticket)
             msg_id = f"eval.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"

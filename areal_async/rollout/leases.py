@@ -1,6 +1,6 @@
 """Leasing tickets: as many as there is room for, only while a server can serve, none once the node drains."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Set
 from functools import partial
 
 import anyio
@@ -8,6 +8,7 @@ import anyio
 from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.inference.pool import Pool
+from areal_async.rollout.amends import RowKey, row_key
 from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.runner import returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
@@ -22,17 +23,21 @@ MAX_EVALUATIONS = 128
 
 Handler = Callable[[Delivery], Awaitable[None]]
 Task = tuple[Delivery, Handler | None]
-"""A ticket and what to do with it; None is nothing, as its group is settled."""
+"""A ticket and what to do with it; None is nothing, as its group is settled or its row has its result."""
 
 
 class Leases:
     """A node's two loops that take tickets."""
 
-    def __init__(self, place: Workplace, pool: Pool, draining: anyio.Event) -> None:
+    def __init__(
+        self, place: Workplace, pool: Pool, draining: anyio.Event, *, ended_rows: Set[RowKey] = frozenset()
+    ) -> None:
+        """``ended_rows``: of evaluations, which have their result already."""
         self._place = place
         self._pools = (pool, *(model.pool for model in place.frozen.values()))
         """A workflow without one of its policies would only wait, while its deadline runs."""
         self._draining = draining
+        self._ended_rows = ended_rows
         self._settled = SettledGroups(place.bus)
         self._name = waits.node(place.node_id)
 
@@ -66,7 +71,7 @@ class Leases:
     async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._place.bus.decode(delivery, EvalTicket)) for delivery in deliveries]
         return [
-            (delivery, partial(run_eval_ticket, self._place, ticket))
+            (delivery, None if row_key(ticket) in self._ended_rows else partial(run_eval_ticket, self._place, ticket))
             for delivery, ticket in tickets
             if ticket is not None
         ]

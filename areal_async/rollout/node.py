@@ -15,6 +15,8 @@ from areal_async.bus import Bus
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
+from areal_async.rollout.amends import RowKey, make_amends
+from areal_async.rollout.blockage import BlockageFile
 from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.frozen import serve_frozen
@@ -80,7 +82,8 @@ class _Node:
         self._draining = draining
         self._log_directory = run_directory / "logs"
         self._fleet = Fleet(settings, node_id=node_id, log_directory=self._log_directory, publish=self._publish_state)
-        self._watch = LoopWatch(deadline_s=settings.run.watchdog_s)
+        self._blockage = BlockageFile(run_directory, node_id)
+        self._watch = LoopWatch(deadline_s=settings.rollout.loop_deadline_s, file=self._blockage)
 
     async def run(self, grace_s: float) -> None:
         settings = self._settings
@@ -117,16 +120,17 @@ class _Node:
                     services.start_soon(self._watch.run_beats)
                     services.start_soon(run_metrics, place, self._fleet.pool, self._watch)
                     log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
+                    ended_rows = await make_amends(place, self._blockage)
                     with self._watch.watching():  # from here on: importing the tokenizer's library holds everything up
-                        await self._run_leases(place, grace_s)
+                        await self._run_leases(place, ended_rows, grace_s)
                 services.cancel_scope.cancel()
         finally:
             await self._sign_off()
         log.info("node.ended", node_id=self._node_id)
 
-    async def _run_leases(self, place: Workplace, grace_s: float) -> None:
+    async def _run_leases(self, place: Workplace, ended_rows: set[RowKey], grace_s: float) -> None:
         """Work until drained: groups that do not end within the grace are cancelled and their tickets given back."""
-        leases = Leases(place, self._fleet.pool, self._draining)
+        leases = Leases(place, self._fleet.pool, self._draining, ended_rows=ended_rows)
 
         async def end_after_grace() -> None:
             await self._draining.wait()

@@ -18,6 +18,8 @@ from areal_async.bus import Delivery
 from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
 from areal_async.errors import PipelineError, WireError
 from areal_async.fault_points import reach
+from areal_async.rollout.blockage import Work
+from areal_async.rollout.confine import working_on
 from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.episode import run_episode
@@ -70,7 +72,7 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
         async with returned_unless_done(delivery):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
-                stored = await _stored_messages(place, ticket) if delivery.num_delivered > 1 else []
+                stored = await stored_messages(place, ticket) if delivery.num_delivered > 1 else []
                 await _run_siblings(place, ticket, missing_siblings(ticket, stored))
                 tasks.cancel_scope.cancel()
             reach("node.before_ack")
@@ -78,7 +80,8 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
             reach("node.after_ack")
 
 
-async def _stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
+async def stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
+    """Return what is stored of a ticket's group."""
     names = place.bus.names
     subject = names.trajectories(ticket.workflow, ticket.group_id)
     stored: list[StoredMessage] = []
@@ -124,10 +127,21 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
     def running(slots: Sequence[Place]) -> Iterator[list[ServedPolicy]]:
         """Make a policy for each of these siblings, which one call of the workflow fills."""
         first = slots[0]
+        name = waits.slot(ticket.group_id, first.sibling)
+        working_on.set(
+            Work(
+                workflow=ticket.workflow,
+                name=name,
+                ticket=ticket,
+                sibling=first.sibling,
+                is_whole_group=is_group_workflow(workflow),
+                sample_uid=first.sample_uid,
+            )
+        )
         place.counts.num_trajectories_running += len(slots)
         try:
             with (
-                waits.doing(waits.slot(ticket.group_id, first.sibling), "the workflow of"),
+                waits.doing(name, "the workflow of"),
                 structlog.contextvars.bound_contextvars(sample_uid=first.sample_uid),
             ):
                 yield [place.policy(rollout.sampling, name=one.sample_uid) for one in slots]

@@ -11,6 +11,7 @@ import pytest
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.crew import Death
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.supervisor import Crew, RunEnd, Supervisor
 from tests.brokers import until
@@ -68,6 +69,7 @@ class _Stage:
         may_finish: bool = False,
         stop_deadline_s: float = 20.0,
         work_done: Callable[[], int] | None = None,
+        excuse: Callable[[Death], str | None] | None = None,
     ) -> None:
         def make_specs() -> Sequence[ProcessSpec]:
             names = [name] if len(codes) == 1 else [f"{name}-{rank}" for rank in range(len(codes))]
@@ -88,6 +90,7 @@ class _Stage:
                 max_restarts=max_restarts,
                 restart_window_s=600.0,
                 work_done=work_done,
+                excuse=excuse,
                 stop_deadline_s=stop_deadline_s,
                 ends_run=ends_run,
                 may_finish=may_finish,
@@ -237,6 +240,29 @@ async def test_crew_that_gets_no_further_is_given_up_however_much_it_did_before(
         pytest.RaisesExc(PipelineError, match="trainer: died 3 times in 10 minutes without getting any further")
     ):
         await stage.run()
+
+
+async def test_a_death_with_an_excuse_does_not_count_and_is_told(stage: _Stage) -> None:
+    stage.add("node", SERVE)
+    stage.add(
+        "controller", _fails_first(3), ends_run=True, max_restarts=0, excuse=lambda death: f"a slot, {death.name}"
+    )
+
+    assert await stage.run() is RunEnd.FINISHED
+
+    assert stage.told.count("a slot, controller; starting controller again") == 3
+
+
+async def test_excuses_without_end_and_without_lasting_work_count_at_last(
+    stage: _Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.launch.supervisor.MAX_EXCUSED", 2)
+    stage.add("controller", "raise SystemExit(1)", ends_run=True, max_restarts=0, excuse=lambda death: "a slot")
+
+    with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="died 1 times")):
+        await stage.run()
+
+    assert len(stage.backend.started) == 3
 
 
 async def test_mistake_of_the_user_ends_the_run_at_once_with_its_sentence(stage: _Stage) -> None:

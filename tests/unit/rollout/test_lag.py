@@ -1,14 +1,19 @@
 """A blocked loop is reported, with the line that blocks it, while it is blocked."""
 
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import anyio
 import pytest
 import structlog
 
-from areal_async.rollout.lag import ENDED_BY_WATCH, Look, LoopWatch
+from areal_async.rollout.blockage import ENDED_BY_WATCH, ENDED_FOR_CULPRIT, Blockage, BlockageFile, Work
+from areal_async.rollout.lag import Look, LoopWatch
+
+REPOSITORY = Path(__file__).parents[3]
 
 pytestmark = pytest.mark.anyio
 
@@ -32,6 +37,7 @@ async def test_blocking_call_is_named_and_measured(monkeypatch: pytest.MonkeyPat
 
     assert num_reports == 1
     assert logs[0]["event"] == "loop.blocked"
+    assert logs[0]["place"].endswith(" hold_up_the_loop")
     assert any("hold_up_the_loop" in frame for frame in logs[0]["frames"])
     assert watch.lag.max_s > 0.3
 
@@ -39,7 +45,7 @@ async def test_blocking_call_is_named_and_measured(monkeypatch: pytest.MonkeyPat
 def test_a_loop_that_stands_still_past_the_deadline_is_ended_with_its_process() -> None:
     program = (
         "import time, anyio\n"
-        "from areal_async.rollout.lag import ENDED_BY_WATCH, LoopWatch\n"
+        "from areal_async.rollout.lag import LoopWatch\n"
         "async def main():\n"
         "    watch = LoopWatch(deadline_s=0.2)\n"
         "    with watch.watching():\n"
@@ -66,3 +72,102 @@ def test_time_for_which_the_process_was_stopped_is_told_from_work(
     before = Look(at_s=100.0, worked_s=5.0)
 
     assert Look(at_s=100.25 + late_s, worked_s=5.0 + worked_s).found_stopped_since(before) is is_stopped
+
+
+PROGRAM = """
+import asyncio, json, re, sys, time
+from pathlib import Path
+import anyio
+from areal_async.rollout.blockage import BlockageFile, Work
+from areal_async.rollout.confine import run_owned, working_on
+from areal_async.rollout.lag import LoopWatch
+
+
+def hold_up():
+    print(time.time(), flush=True)
+    BLOCK
+
+
+async def hold_up_later():
+    await asyncio.sleep(0)
+    hold_up()
+
+
+async def workflow():
+    hold_up()
+
+
+async def workflow_with_a_task():
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(hold_up_later)
+
+
+async def workflow_with_a_callback():
+    asyncio.get_running_loop().call_soon(hold_up)
+    await asyncio.sleep(60)
+
+
+async def main():
+    watch = LoopWatch(deadline_s=float(sys.argv[3]), file=BlockageFile(Path(sys.argv[1]), "0"))
+    async with anyio.create_task_group() as tasks:
+        with watch.watching():
+            tasks.start_soon(watch.run_beats)
+            await anyio.sleep(0.05)
+            working_on.set(Work(workflow="w", name="slot 0-1-0.2"))
+            await run_owned(globals()[sys.argv[2]], name="workflow w", deadline_s=60)
+            await anyio.sleep(0.5)
+            tasks.cancel_scope.cancel()
+
+anyio.run(main, backend_options={"use_uvloop": True})
+"""
+
+
+def run_blocked(
+    tmp_path: Path, block: str, *, workflow: str = "workflow", deadline_s: float = 3.0
+) -> tuple["subprocess.CompletedProcess[str]", Blockage | None, Path]:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM.replace("BLOCK", block))
+    ended = subprocess.run(
+        [sys.executable, str(program), str(tmp_path), workflow, str(deadline_s)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    return ended, BlockageFile(tmp_path, "0").read(), program
+
+
+@pytest.mark.parametrize("block", ["while True: pass", "time.sleep(60)", 're.match("(a|a)*b", "a" * 60)'])
+def test_what_holds_up_the_loop_is_named_with_its_slot_and_line_and_its_process_ended(
+    tmp_path: Path, block: str
+) -> None:
+    ended, blockage, program = run_blocked(tmp_path, block)
+
+    assert ended.returncode == ENDED_FOR_CULPRIT, ended.stderr
+    assert blockage is not None
+    assert blockage.work == Work(workflow="w", name="slot 0-1-0.2")
+    assert blockage.place == f"{program}:12 hold_up"
+    assert blockage.blocked_s >= 3.0
+    assert "loop.blocked" in ended.stdout
+
+
+def test_a_task_that_the_workflow_has_started_is_known_for_its_own(tmp_path: Path) -> None:
+    ended, blockage, _ = run_blocked(tmp_path, "time.sleep(60)", workflow="workflow_with_a_task")
+
+    assert ended.returncode == ENDED_FOR_CULPRIT, ended.stderr
+    assert blockage is not None
+    assert blockage.work == Work(workflow="w", name="slot 0-1-0.2")
+
+
+def test_where_nobody_knows_whose_it_is_the_line_is_named_and_the_status_is_another(tmp_path: Path) -> None:
+    ended, blockage, program = run_blocked(tmp_path, "time.sleep(60)", workflow="workflow_with_a_callback")
+
+    assert ended.returncode == ENDED_BY_WATCH, ended.stderr
+    assert blockage is not None
+    assert (blockage.work, blockage.place) == (None, f"{program}:12 hold_up")
+
+
+def test_a_loop_that_moves_again_leaves_nothing_to_make_amends_for(tmp_path: Path) -> None:
+    ended, blockage, _ = run_blocked(tmp_path, "time.sleep(2.6)", deadline_s=30.0)
+
+    assert ended.returncode == 0, ended.stderr
+    assert "loop.blocked" in ended.stdout
+    assert blockage is None

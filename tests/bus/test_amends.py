@@ -1,0 +1,163 @@
+"""A node that ended itself for a slot: the next one stores that slot as failed before it leases anything."""
+
+import anyio
+import pytest
+
+from areal_async import wire
+from areal_async.bus import Bus, EmbeddedBroker, Role
+from areal_async.launch.blockages import excuse_for, run_blockages
+from areal_async.launch.crew import Death
+from areal_async.rollout.amends import make_amends, row_key
+from areal_async.rollout.blockage import ENDED_BY_WATCH, ENDED_FOR_CULPRIT, Blockage, BlockageFile, Work
+from areal_async.rollout.workplace import Workplace
+from areal_async.settings import Settings
+from areal_async.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
+from tests.brokers import OpenRole, until
+from tests.unit.rollout.byte_model import ScriptedModel, codec
+
+pytestmark = pytest.mark.anyio
+
+TICKET = Ticket(group_id="0-3-0", workflow="w", row={"question": "q"}, group_size=4, version="1-2")
+ROW = EvalTicket(eval_id="1-2", index=7, workflow="w", row={}, attempt=1)
+PLACE = "w.py:12 look"
+
+
+@pytest.fixture
+def file(settings: Settings) -> BlockageFile:
+    return BlockageFile(settings.run_directory, "0")
+
+
+@pytest.fixture
+async def place(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> Workplace:
+    return Workplace(
+        settings=settings,
+        bus=await open_role(Role.NODE),
+        node_id="0",
+        generator=ScriptedModel(),
+        codec=codec(),
+        workflows={},
+    )
+
+
+def held_up_by(sibling: int) -> Blockage:
+    work = Work(workflow="w", name=f"slot 0-3-0.{sibling}", ticket=TICKET, sibling=sibling, sample_uid="uid")
+    return Blockage(node_id="0", blocked_s=21.4, place=PLACE, work=work)
+
+
+async def stored(bus: Bus) -> list[Slot]:
+    messages = await bus.read_log(bus.names.trajectories_stream, bus.names.trajectories("w", "0-3-0"))
+    found = [
+        slot
+        for message in messages
+        for slot in wire.decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data)).slots
+    ]
+    return sorted(found, key=lambda slot: slot.sibling)
+
+
+async def test_the_slot_that_held_up_the_loop_is_stored_as_failed_once(
+    place: Workplace, file: BlockageFile, open_role: OpenRole
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+    file.write(held_up_by(2))
+
+    assert await make_amends(place, file) == set()
+    file.write(held_up_by(2))  # as if the node had ended before it could remove it
+    await make_amends(place, file)
+
+    (slot,) = await stored(operator)
+    assert (slot.sibling, slot.status, slot.oldest) == (2, "failed", "1-2")
+    assert slot.reason.startswith(f"workflow w: held up the event loop of node 0 for 21 s, at {PLACE}; await, or call")
+    assert file.read() is None
+
+
+async def test_the_second_sibling_that_does_so_takes_the_rest_of_its_group_along(
+    place: Workplace, file: BlockageFile, open_role: OpenRole
+) -> None:
+    for sibling in (2, 0):
+        file.write(held_up_by(sibling))
+        await make_amends(place, file)
+
+    slots = await stored(await open_role(Role.OPERATOR))
+    assert [slot.sibling for slot in slots] == [0, 1, 2, 3]
+    assert all(slot.status == "failed" and PLACE in slot.reason for slot in slots)
+    assert [slot.reason.startswith("workflow w: not run, as two siblings") for slot in slots] == [
+        False,
+        True,
+        False,
+        True,
+    ]
+
+
+async def test_nothing_is_stored_for_a_group_that_is_settled(
+    place: Workplace, file: BlockageFile, open_role: OpenRole
+) -> None:
+    controller = await open_role(Role.CONTROLLER)
+    outcome = Outcome(group_id="0-3-0", kind=OutcomeKind.ABANDONED, lineage=1)
+    await controller.publish(place.bus.names.outcomes, outcome, msg_id="outcome")
+    file.write(held_up_by(2))
+
+    await make_amends(place, file)
+
+    assert await stored(await open_role(Role.OPERATOR)) == []
+    assert file.read() is None
+
+
+async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_acknowledged(
+    place: Workplace, file: BlockageFile, open_role: OpenRole
+) -> None:
+    work = Work(workflow="w", name="row 1-2.7", eval_ticket=ROW)
+    file.write(Blockage(node_id="0", blocked_s=20.2, place=PLACE, work=work))
+
+    assert await make_amends(place, file) == {row_key(ROW)}
+
+    controller = await open_role(Role.CONTROLLER)
+    names = controller.names
+    async with controller.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
+        (delivery,) = await inbox.fetch(1, wait_s=10)
+        result = await controller.decode(delivery, EvalResult)
+    assert result is not None
+    assert (result.eval_id, result.index) == ("1-2", 7)
+    assert "held up the event loop" in result.error
+
+
+async def test_without_a_culprit_there_is_nothing_to_store(place: Workplace, file: BlockageFile) -> None:
+    assert await make_amends(place, file) == set()
+    file.write(Blockage(node_id="0", blocked_s=20.2, place=PLACE))
+
+    assert await make_amends(place, file) == set()
+    assert file.read() is None
+
+
+async def test_the_user_is_told_of_each_loop_that_stands_still_once(settings: Settings, file: BlockageFile) -> None:
+    told: list[str] = []
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_blockages, settings.run_directory, told.append)
+        await anyio.wait_all_tasks_blocked()
+        file.write(held_up_by(2))
+        await until(lambda: bool(told))
+        await anyio.sleep(0.6)
+        tasks.cancel_scope.cancel()
+
+    assert told == [f"workflow w, slot 0-3-0.2, holds up the event loop of node 0, at {PLACE}"]
+
+
+@pytest.mark.parametrize(
+    ("status", "is_named", "is_excused"),
+    [
+        (ENDED_FOR_CULPRIT, True, True),
+        (ENDED_FOR_CULPRIT, False, False),
+        (ENDED_BY_WATCH, True, False),
+        (1, True, False),
+    ],
+)
+def test_only_a_death_for_a_slot_that_is_named_has_an_excuse(
+    settings: Settings, file: BlockageFile, status: int, is_named: bool, is_excused: bool
+) -> None:
+    if is_named:
+        file.write(held_up_by(2))
+
+    excuse = excuse_for(settings.run_directory, "0")(Death("node-0", status, "last words"))
+
+    assert (excuse is not None) is is_excused
+    if excuse:
+        assert "slot 0-3-0.2" in excuse
