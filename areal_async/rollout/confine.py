@@ -9,6 +9,7 @@ Invariant: when ``run_owned`` is left, by return, error or cancellation, no task
 
 import asyncio
 import contextvars
+import functools
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -125,6 +126,7 @@ async def run_owned(work: Callable[[], Awaitable[T]], *, name: str, deadline_s: 
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is not make_task:
         loop.set_task_factory(make_task)  # type: ignore[arg-type]
+        loop.stop = functools.partial(_stop, loop.stop)  # type: ignore[method-assign]
 
     async def run() -> T:
         return await work()
@@ -231,6 +233,14 @@ def owner_of(task: "asyncio.Task[Any]") -> Owner | None:
     """Say in whose name a task runs. From any thread."""
     coroutine = task.get_coro()
     return coroutine.owner if isinstance(coroutine, Confined) else None
+
+
+def _stop(stop: Callable[[], None]) -> None:
+    """Stop the loop, unless a workflow asks for it: all the others are on it."""
+    owner = _owner.get()
+    if owner is not None:
+        raise WorkflowError(f"{owner.name}: called loop.stop(), need the loop for all trajectories of the node")
+    stop()
 
 
 def _tell(owner: Owner) -> None:

@@ -127,6 +127,14 @@ def cancel_myself() -> None:
     task.cancel()
 
 
+def stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+
+
+def close_the_loop() -> None:
+    asyncio.get_running_loop().close()
+
+
 @pytest.mark.parametrize(
     ("workflow", "reason"),
     [
@@ -152,6 +160,8 @@ def cancel_myself() -> None:
         pytest.param(raising(WorkflowError("\ud800" * 10**6)), "???", id="endless message of ours"),
         pytest.param(does(lambda: recurse(0)), "workflow w: RecursionError", id="recursion"),
         pytest.param(does(cancel_myself), "let a CancelledError escape", id="cancels itself"),
+        pytest.param(does(stop_the_loop), "workflow w: called loop.stop()", id="stops the loop"),
+        pytest.param(does(close_the_loop), "workflow w: RuntimeError: Cannot close a running", id="closes the loop"),
         pytest.param(returns(None), "workflow w: returned None, need a float", id="None"),
         pytest.param(returns(math.nan), "workflow w: returned nan, need a finite number", id="NaN"),
         pytest.param(returns(1e400), "workflow w: returned inf, need a finite number", id="1e400"),
