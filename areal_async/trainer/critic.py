@@ -16,6 +16,7 @@ from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.flops import decoder_flops
 from areal_async.trainer.model import DTYPES, load_critic
 from areal_async.trainer.rows import RETURNS, VALUES, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -59,9 +60,13 @@ class CriticEngine:
             dtype=DTYPES[model.dtype],
             activation_checkpointing=trainer.activation_checkpointing,
         )
-        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+        self._passes = PackedPasses(
+            ranks, token_budget=trainer.token_budget, flops=decoder_flops(self._critic.classifier)
+        )
         # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
-        self._learner = Learner(self._critic, ranks=ranks, trainer=trainer, num_minibatches=num_minibatches)
+        self._learner = Learner(
+            self._critic, passes=self._passes, ranks=ranks, trainer=trainer, num_minibatches=num_minibatches
+        )
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:

@@ -24,6 +24,7 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer import checkpoint, weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.model import DTYPES, load_policy
 from areal_async.trainer.rows import REFERENCE, START, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -59,9 +60,15 @@ class FsdpEngine:
             temperature=temperature,
             activation_checkpointing=trainer.activation_checkpointing,
         )
-        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+        self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
+        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget, flops=self.flops)
         self._learner = Learner(
-            self._policy, ranks=ranks, trainer=trainer, num_minibatches=num_minibatches, aggregation=aggregation
+            self._policy,
+            passes=self._passes,
+            ranks=ranks,
+            trainer=trainer,
+            num_minibatches=num_minibatches,
+            aggregation=aggregation,
         )
 
     @classmethod

@@ -364,7 +364,13 @@ class Trainer:
 
     async def _fetch(self, cut: Cut) -> Share:
         slots = place(cut)
-        mine = share(slots, rank=self._ranks.rank, num_ranks=self._ranks.size)
+        mine = share(
+            slots,
+            rank=self._ranks.rank,
+            num_ranks=self._ranks.size,
+            flops=self._engines.actor.flops,
+            num_minibatches=self._settings.algorithm.num_minibatches,
+        )
         with waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)):
             trajectories, missing = await fetch(self._bus, mine)
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.bus import Bus
 from areal_async.errors import StalenessError, WireError
+from areal_async.trainer.flops import DecoderFlops
 from areal_async.trainer.pack import balance
 from areal_async.trainer.rows import TrainRow
 from areal_async.types import NOT_CREDITED, Cut, CutSlot, Slot, Trajectory, Version
@@ -66,10 +67,20 @@ def place(cut: Cut) -> list[Placed]:
     ]
 
 
-def share(slots: Sequence[Placed], *, rank: int, num_ranks: int) -> list[Placed]:
-    """Return this rank's slots, balanced over ranks by tokens; the same on every rank that asks."""
-    parts = balance([placed.item.slot.num_tokens for placed in slots], num_ranks=num_ranks)
-    return [slots[index] for index in sorted(parts[rank])]
+def share(
+    slots: Sequence[Placed], *, rank: int, num_ranks: int, flops: DecoderFlops, num_minibatches: int = 1
+) -> list[Placed]:
+    """Return this rank's slots, the same on every rank that asks.
+
+    Each mini-batch is balanced over the ranks by itself, for they wait for each other in every update. A header knows
+    no sequences: a trajectory of several counts as one of all their tokens, which overrates its attention.
+    """
+    mine: list[Placed] = []
+    for turn in range(num_minibatches):
+        members = [placed for placed in slots if placed.position % num_minibatches == turn]
+        costs = [flops.forward(one.item.slot.num_tokens, one.item.slot.num_output_tokens) for one in members]
+        mine += [members[index] for index in balance(costs, num_ranks=num_ranks)[rank]]
+    return sorted(mine, key=lambda placed: placed.position)
 
 
 async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory], list[SlotKey]]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.flops import decoder_flops
 from areal_async.trainer.model import DTYPES, load_policy
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.sharded import PackedPasses
@@ -25,7 +26,9 @@ class ReferenceEngine:
             activation_checkpointing=False,
             is_frozen=True,
         )
-        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+        self._passes = PackedPasses(
+            ranks, token_budget=trainer.token_budget, flops=decoder_flops(self._policy.causal_lm)
+        )
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:

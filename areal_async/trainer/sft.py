@@ -61,11 +61,11 @@ def _fine_tune(settings: SftSettings, ranks: Ranks) -> None:
     batches = endless_batches(trained, size=size, seed=settings.run.seed)
     for step in range(1, total_steps + 1):
         started = time.monotonic()
-        mine = _share([rows[index] for index in next(batches)], ranks)
+        mine = _share([rows[index] for index in next(batches)], engine, ranks)
         stats = engine.train_step(mine, step=step, total_steps=total_steps)
         if journal:
             journal.record(step, stats, time_step_s=time.monotonic() - started)
-    loss = held_out_loss(engine, _share([rows[index] for index in held_out], ranks), ranks)
+    loss = held_out_loss(engine, _share([rows[index] for index in held_out], engine, ranks), ranks)
     engine.save_weights(settings.run_directory / "model")
     if journal:
         journal.finish(loss, num_rows=len(held_out))
@@ -139,8 +139,9 @@ def _example(prompt: list[int], answer: list[int]) -> TrainRow:
     )
 
 
-def _share(rows: Sequence[TrainRow], ranks: Ranks) -> list[TrainRow]:
-    return [rows[place] for place in balance([row.num_tokens for row in rows], num_ranks=ranks.size)[ranks.rank]]
+def _share(rows: Sequence[TrainRow], engine: FsdpEngine, ranks: Ranks) -> list[TrainRow]:
+    costs = [engine.flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
+    return [rows[place] for place in balance(costs, num_ranks=ranks.size)[ranks.rank]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
+from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation, TokenShare
 from areal_async.algorithms.objective import LossTerms
 from areal_async.settings import TrainerSettings
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.division import divide
+from areal_async.trainer.flops import DecoderFlops
 from areal_async.trainer.optimizer import learning_rate, make_optimizer
-from areal_async.trainer.pack import pack
+from areal_async.trainer.pack import Parts
 from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
 from areal_async.trainer.stats import Tally
 
@@ -29,31 +31,47 @@ from areal_async.trainer.stats import Tally
 class PackedPasses:
     """Forward passes of a sharded model over rows, of which each rank may hold another number."""
 
-    def __init__(self, ranks: Ranks, *, token_budget: int) -> None:
+    def __init__(self, ranks: Ranks, *, token_budget: int, flops: DecoderFlops) -> None:
+        """Take the model's operations as ``flops``, by which rows are made to cost alike."""
         self._ranks = ranks
         self._token_budget = token_budget
+        self._flops = flops
 
     @torch.no_grad()
     def infer(self, rows: Sequence[TrainRow], forward: Callable[[PackedRow], Tensor]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""
         results = [torch.zeros(row.num_tokens) for row in rows]
         scored = [place for place, row in enumerate(rows) if row.loss_mask.any()]
-        packs = pack([rows[place].num_tokens for place in scored], token_budget=self._token_budget)
-        packed = self.padded([pack_rows([rows[scored[i]] for i in members], self._ranks.device) for members in packs])
-        for number, row in enumerate(packed):
+        trained = [rows[place] for place in scored]
+        parts = self.divide(trained)
+        for members, row in zip(parts, self.pack(trained, parts), strict=True):
             values_S = forward(row).cpu()
-            for member in packs[number] if number < len(packs) else []:
+            for member in members:
                 place = scored[member]
                 count = int(rows[place].loss_mask.sum())
                 results[place][torch.from_numpy(rows[place].loss_mask)] = values_S[:count]
                 values_S = values_S[count:]
         return results
 
-    def padded(self, packed: list[PackedRow], columns: Sequence[str] = ()) -> list[PackedRow]:
-        """Append empty rows until every rank has as many as the one with the most. A collective."""
-        count = torch.tensor([len(packed)], device=self._ranks.device)
-        most = int(self._ranks.reduce(count, dist.ReduceOp.MAX).item())
-        return packed + [empty_row(self._ranks.device, columns)] * (most - len(packed))
+    def divide(self, rows: Sequence[TrainRow]) -> Parts:
+        """Return which rows share a packed one: as many parts on every rank, some perhaps empty. A collective."""
+        return divide(rows, flops=self._flops, token_budget=self._token_budget, ranks=self._ranks)
+
+    def pack(
+        self,
+        rows: Sequence[TrainRow],
+        parts: Parts,
+        shares: Sequence[TokenShare] | None = None,
+        columns: Sequence[str] = (),
+    ) -> list[PackedRow]:
+        """Return the packed rows of ``divide``'s parts, an empty one for each that is empty."""
+        device = self._ranks.device
+        return [
+            pack_rows([rows[i] for i in members], device, [shares[i] for i in members] if shares else None)
+            if members
+            else empty_row(device, columns)
+            for members in parts
+        ]
 
 
 class Learner:
@@ -63,6 +81,7 @@ class Learner:
         self,
         model: nn.Module,
         *,
+        passes: PackedPasses,
         ranks: Ranks,
         trainer: TrainerSettings,
         num_minibatches: int = 1,
@@ -73,7 +92,7 @@ class Learner:
         self._trainer = trainer
         self._num_minibatches = num_minibatches
         self._aggregation = aggregation
-        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget)
+        self._passes = passes
         self.optimizer = make_optimizer(model.parameters(), trainer)
 
     def begin(self, step: int, *, total_steps: int) -> float:
@@ -132,14 +151,7 @@ class Learner:
         for row in rows:
             lengths[row.index] += int(row.loss_mask.sum())
         shares = [self._aggregation.share(lengths[row.index]) for row in rows]
-        packs = pack([row.num_tokens for row in rows], token_budget=self._trainer.token_budget)
-        return self._passes.padded(
-            [
-                pack_rows([rows[i] for i in members], self._ranks.device, [shares[i] for i in members])
-                for members in packs
-            ],
-            columns,
-        )
+        return self._passes.pack(rows, self._passes.divide(rows), shares, columns)
 
     def _clip_gradients(self) -> float:
         """Scale the gradients down to ``max_grad_norm``; return the norm they had over all ranks."""

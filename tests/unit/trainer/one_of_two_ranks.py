@@ -2,10 +2,16 @@
 
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from areal_async.trainer.distributed import join_ranks
+import numpy as np
+
+from areal_async.trainer.distributed import Ranks, join_ranks
+from areal_async.trainer.division import divide
+from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.rows import TrainRow
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_senders import send_together
 
@@ -21,6 +27,8 @@ def main(model: Path, directory: Path) -> None:
         "all_true": ranks.all_agree(True),
         "one_false": ranks.all_agree(is_first),
     }
+    words["uneven"] = _lengths_of_rows([5, 5, 1, 1] if is_first else [10, 2], ranks)
+    words["even"] = _lengths_of_rows([5, 5, 1, 1] if is_first else [6, 6], ranks)
     engine = engine_of(model, ranks)
     rows = random_rows(7)
     stats = [
@@ -35,6 +43,22 @@ def main(model: Path, directory: Path) -> None:
     send_together(model, directory, ranks)
     ranks.close()
     sys.stdout.write(json.dumps(words))
+
+
+def _lengths_of_rows(lengths: Sequence[int], ranks: Ranks) -> list[list[int]]:
+    """Divide sequences whose cost is their length into rows of 10 tokens."""
+    rows = [
+        TrainRow(
+            token_ids=np.zeros(length, np.int32),
+            loss_mask=np.arange(length) > 0,
+            behave_logprobs=np.zeros(length, np.float32),
+            advantage=1.0,
+            current_mask=np.zeros(length, np.bool_),
+        )
+        for length in lengths
+    ]
+    linear = DecoderFlops(per_token=1, per_scored_token=0, per_pair=0)
+    return [[lengths[i] for i in row] for row in divide(rows, flops=linear, token_budget=10, ranks=ranks)]
 
 
 if __name__ == "__main__":

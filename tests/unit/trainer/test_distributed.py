@@ -108,6 +108,15 @@ def test_ranks_without_rows_give_no_logprobs_and_keep_step(pair: Pair) -> None:
     assert [words["num_logprobs"] for words in pair.words] == [1, 0]
 
 
+def test_ranks_make_as_many_rows_and_choose_together_how_they_are_filled(pair: Pair) -> None:
+    first, second = pair.words
+
+    # Even rows on the first would meet a full one and a short one on the second: 10 + 6 against 10 + 2.
+    assert (first["uneven"], second["uneven"]) == ([[5, 5], [1, 1]], [[10], [2]])
+    # Here the second's rows are even: 6 + 6 against 10 + 6.
+    assert (first["even"], second["even"]) == ([[5, 1], [5, 1]], [[6], [6]])
+
+
 def test_a_rank_alone_hears_itself(ranks: Ranks) -> None:
     assert ranks.broadcast_bytes(b"word") == b"word"
     assert ranks.gather_bytes(b"word") == [b"word"]

@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.errors import StalenessError
-from areal_async.trainer.payloads import AgeStats, build_rows, place, share
+from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.payloads import AgeStats, Placed, build_rows, place, share
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.step import ShareStats, add_up_info, agree_on_batch, batch_metrics
 from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+
+FLOPS = DecoderFlops(per_token=100, per_scored_token=10, per_pair=2)
 
 
 def _slot(sibling: int, *, reward: float = 0.0, num_tokens: int = 4) -> Slot:
@@ -41,24 +44,42 @@ def _cut(*groups: list[float]) -> Cut:
     )
 
 
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(1, 4))
-def test_every_slot_is_exactly_one_ranks(lengths: list[int], num_ranks: int) -> None:
-    cut = Cut(
-        lineage=1,
-        step=1,
-        groups=[
-            CutGroup(
-                group_id="0-0-0",
-                workflow="w",
-                slots=[CutSlot(slot=_slot(i, num_tokens=length), sequence=1) for i, length in enumerate(lengths)],
-            )
-        ],
-    )
-    slots = place(cut)
+def _cut_of_lengths(lengths: list[int]) -> Cut:
+    slots = [CutSlot(slot=_slot(i, num_tokens=length), sequence=1) for i, length in enumerate(lengths)]
+    return Cut(lineage=1, step=1, groups=[CutGroup(group_id="0-0-0", workflow="w", slots=slots)])
 
-    parts = [share(slots, rank=rank, num_ranks=num_ranks) for rank in range(num_ranks)]
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=20), st.integers(1, 4), st.integers(1, 3))
+def test_every_slot_is_exactly_one_ranks_and_each_mini_batch_is_balanced(
+    lengths: list[int], num_ranks: int, num_minibatches: int
+) -> None:
+    slots = place(_cut_of_lengths(lengths))
+
+    parts = [
+        share(slots, rank=rank, num_ranks=num_ranks, flops=FLOPS, num_minibatches=num_minibatches)
+        for rank in range(num_ranks)
+    ]
 
     assert sorted(placed.position for part in parts for placed in part) == list(range(len(lengths)))
+    for turn in range(num_minibatches):
+        costs = [[_cost(one) for one in part if one.position % num_minibatches == turn] for part in parts]
+        loads = [sum(own) for own in costs]
+        assert max(loads) - min(loads) <= max((max(own) for own in costs if own), default=0)
+
+
+def test_a_long_trajectory_weighs_more_than_its_tokens() -> None:
+    slots = place(_cut_of_lengths([512, *[64] * 16]))
+    linear = DecoderFlops(per_token=1, per_scored_token=0, per_pair=0)
+
+    ways = [[share(slots, rank=rank, num_ranks=2, flops=flops) for rank in range(2)] for flops in (FLOPS, linear)]
+
+    by_cost, by_tokens = (sorted(len(part) for part in parts) for parts in ways)
+    assert by_cost == [1, 16]  # the long one alone
+    assert by_tokens == [5, 12]
+
+
+def _cost(placed: Placed) -> int:
+    return FLOPS.forward(placed.item.slot.num_tokens, placed.item.slot.num_output_tokens)
 
 
 def _rows(versions: list[int], *, masks: bool = False) -> tuple[list[TrainRow], AgeStats]:

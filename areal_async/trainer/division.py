@@ -1,0 +1,40 @@
+"""Which of a rank's sequences share a row, so that the rows which ranks compute side by side are alike.
+
+Ranks wait for the slowest in every row: its layers are gathered for all of them together. So each rank divides its
+sequences into as many rows as the rank that needs the most, and of the ways to do that they take the one whose rows
+cost least when the k-th costs what the dearest k-th of any rank does.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.pack import Parts, fill, pack, part_costs, spread
+from areal_async.trainer.rows import TrainRow
+
+
+def divide(rows: Sequence[TrainRow], *, flops: DecoderFlops, token_budget: int, ranks: Ranks) -> Parts:
+    """Return the indices of the sequences in each row; as many rows on every rank, the last of which may be empty.
+
+    A collective, of one number and of two per row.
+
+    Raises:
+        UserError: a sequence is longer than a row.
+    """
+    lengths = [row.num_tokens for row in rows]
+    costs = [flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
+    packed = pack(lengths, token_budget=token_budget)
+    most = ranks.reduce(torch.tensor([len(packed)], device=ranks.device), dist.ReduceOp.MAX)
+    num_rows = int(most.item())
+    ways = [
+        spread(lengths, costs, token_budget=token_budget, num_rows=num_rows),
+        fill(packed, costs, num_rows=num_rows),
+    ]
+    if ranks.size == 1 or not num_rows:
+        return ways[0]
+    dearest = torch.tensor([part_costs(way, costs) for way in ways], dtype=torch.float64, device=ranks.device)
+    takes = ranks.reduce(dearest, dist.ReduceOp.MAX).sum(1)
+    return ways[int(takes.argmin().item())]
