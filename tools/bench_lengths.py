@@ -1,0 +1,119 @@
+"""How long prompts and answers are in the trainer's benchmarks, and what packing leaves unused of them.
+
+    python -m tools.bench_lengths
+
+Two kinds: ``gsm8k``, the shipped word problems with their worked answers, and ``heavy``, the same questions with
+answers of Pareto-distributed length as in ``tools/heavy_tail.py``, up to what the tiny model's context holds.
+"""
+
+import argparse
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.pack import balance, fill, pack, part_costs, spread
+from tools.heavy_tail import SHORTEST_TOKENS, TAIL_EXPONENT
+
+QUESTIONS = Path("configs/data/gsm8k_tiny_sft.jsonl")
+KINDS = ("gsm8k", "heavy")
+LONGEST_TOKENS = 440
+"""Of a heavy-tailed answer; with the longest question it fits the tiny model's context of 512."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompted:
+    """A prompt and how long its answers are."""
+
+    prompt_ids: list[int]
+    answer_lengths: list[int]
+
+    @property
+    def lengths(self) -> list[int]:
+        """Of its sequences, prompt included."""
+        return [len(self.prompt_ids) + length for length in self.answer_lengths]
+
+
+def draw(kind: str, tokenizer: Any, *, groups: int, group_size: int, seed: int) -> list[Prompted]:
+    """Return prompts, each with the lengths of ``group_size`` answers."""
+    chance = random.Random(seed)
+    rows = [json.loads(line) for line in QUESTIONS.read_text(encoding="utf-8").splitlines()]
+    answers = [len(ids) + 1 for ids in tokenizer([row["answer"] for row in rows])["input_ids"]]
+    texts = [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["question"]}], add_generation_prompt=True, tokenize=False
+        )
+        for row in chance.sample(rows, groups)
+    ]
+    prompts = tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+    def length() -> int:
+        if kind == "gsm8k":
+            return chance.choice(answers)
+        return min(LONGEST_TOKENS, int(SHORTEST_TOKENS * chance.paretovariate(TAIL_EXPONENT)))
+
+    return [Prompted(list(ids), [length() for _ in range(group_size)]) for ids in prompts]
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """What a batch's packing comes to."""
+
+    num_rows: int
+    """On all ranks, empty ones included."""
+    waste: float
+    """Share of the rows' token budget that no token fills."""
+    idle: float
+    """Share of the ranks' time that they wait for the slowest, by the cost model."""
+
+
+def packed(lengths: Sequence[int], *, token_budget: int, num_ranks: int, flops: DecoderFlops) -> Packed:
+    """Divide a batch as a training step does (``trainer.division``)."""
+    costs = [flops.forward(length, length) for length in lengths]
+    shares = balance(costs, num_ranks=num_ranks)
+    own = [([lengths[i] for i in share], [costs[i] for i in share]) for share in shares]
+    most = max(len(pack(mine, token_budget=token_budget)) for mine, _ in own)
+    ways = [
+        [part_costs(spread(mine, dear, token_budget=token_budget, num_rows=most), dear) for mine, dear in own],
+        [part_costs(fill(pack(mine, token_budget=token_budget), dear, num_rows=most), dear) for mine, dear in own],
+    ]
+    takes = min(sum(max(row) for row in zip(*ranks, strict=True)) for ranks in ways)
+    return Packed(
+        num_rows=most * num_ranks,
+        waste=1.0 - sum(lengths) / (most * num_ranks * token_budget),
+        idle=1.0 - sum(costs) / (takes * num_ranks),
+    )
+
+
+def main() -> None:
+    """Print a table of waste and idle time."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    from areal_async.trainer.flops import decoder_flops
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="configs/models/tiny")
+    parser.add_argument("--groups", type=int, default=128)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=1)
+    arguments = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model)
+    flops = decoder_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model)))
+    print(f"{'lengths':<8} {'sequences':>9} {'tokens':>8} {'longest':>7} {'budget':>6} {'ranks':>5} {'rows':>4} "
+          f"{'least':>5} {'waste':>6} {'idle':>6}")  # fmt: skip
+    for kind in KINDS:
+        drawn = draw(kind, tokenizer, groups=arguments.groups, group_size=arguments.group_size, seed=arguments.seed)
+        lengths = [length for prompted in drawn for length in prompted.lengths]
+        for token_budget in (512, 1024, 2048):
+            for num_ranks in (1, 2, 4):
+                one = packed(lengths, token_budget=token_budget, num_ranks=num_ranks, flops=flops)
+                least = -(-sum(lengths) // token_budget)
+                print(f"{kind:<8} {len(lengths):>9,} {sum(lengths):>8,} {max(lengths):>7} {token_budget:>6,} "
+                      f"{num_ranks:>5} {one.num_rows:>4} {least:>5} {one.waste:>6.1%} {one.idle:>6.1%}")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
