@@ -98,9 +98,9 @@ def trainer_of(arguments: argparse.Namespace, stage: Stage) -> Any:
             trainer.preparing = dict.fromkeys(trainer.preparing, 0.0)
             self.clock = Clock()
 
-        def on_pre_optimizer_step(self, *_given: Any, model: Any, **_more: Any) -> None:
+        def on_pre_optimizer_step(self, *_given: Any, **more: Any) -> None:
             if not self.grad_norm:  # once: in the first round, which is not measured
-                gradients = [p.grad for p in model.parameters() if p.grad is not None]
+                gradients = [p.grad for p in more["model"].parameters() if p.grad is not None]
                 self.grad_norm = float(torch.nn.utils.get_total_norm(gradients))
 
         def on_step_end(self, *_given: Any, **_more: Any) -> None:

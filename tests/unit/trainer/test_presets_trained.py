@@ -34,7 +34,9 @@ def test_a_step_of_a_preset_is_the_same_however_rows_are_packed(
 
     assert asdict(stats) == pytest.approx(asdict(stats_alone), rel=1e-4, abs=1e-5)
     assert stats.grad_norm > 0
-    assert parameters_differ(packed, alone) < 1e-3 * 1e-2 * stats.num_updates
+    # AdamW divides each gradient by its own size, which makes rounding visible at the scale of the learning rate; that
+    # the gradient is the same to 1e-5 is ``test_engine``'s to say.
+    assert parameters_differ(packed, alone) < 4e-3 * 1e-2 * stats.num_updates
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
