@@ -57,6 +57,8 @@ class Record:
     num_tool_calls: int | None = None
     """Calls that ``act`` was asked to run, good ones and bad ones; None where no model was given tools to act."""
     num_tool_errors: int = 0
+    max_sequence_tokens: int | None = None
+    """What a trainer can pack; a prompt that leaves no room in it is refused. None where nothing is trained."""
 
 
 class CallParser(Protocol):
@@ -130,6 +132,15 @@ class RecordingPolicy:
         return self._own.num_tool_errors
 
     @property
+    def max_sequence_tokens(self) -> int | None:
+        """As ``Record.max_sequence_tokens``."""
+        return self._own.max_sequence_tokens
+
+    @max_sequence_tokens.setter
+    def max_sequence_tokens(self, most: int | None) -> None:
+        self._own.max_sequence_tokens = most
+
+    @property
     def info(self) -> dict[str, float]:
         """The trajectory's, whichever of its policies is asked."""
         return self._trajectory.info
@@ -182,6 +193,7 @@ class RecordingPolicy:
         opening = self._open(messages, tools)
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
+            self._check_room(opening.prompt_ids)
             with in_nobodys_name():
                 turn, self._server = await self._generator.generate(
                     opening.prompt_ids, params, preferred=self._server, on_tokens=on_tokens
@@ -242,6 +254,7 @@ class RecordingPolicy:
 
     async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any], num_turns: int) -> list[Turn]:
         """Return ``num_turns`` completions of one prompt, generated side by side."""
+        self._check_room(prompt_ids)
         turns: dict[int, Turn] = {}
         preferred = self._server
 
@@ -256,6 +269,15 @@ class RecordingPolicy:
                 for number in range(num_turns):
                     generating.start_soon(generate_one, number)
         return [turns[number] for number in range(num_turns)]
+
+    def _check_room(self, prompt_ids: Sequence[int]) -> None:
+        """Refuse, before a server spends anything on it, a prompt that no answer could follow in a packed row."""
+        most = self._own.max_sequence_tokens
+        if most is not None and len(prompt_ids) >= most:
+            raise WorkflowError(
+                f"policy call: got a prompt of {len(prompt_ids)} tokens, "
+                f"need fewer than trainer.token_budget = {most}; shorten it, or raise that"
+            )
 
     async def _parse(self, turn: Turn, opening: Opening | None) -> Parsed:
         """Take a reply apart where the model was given tools."""

@@ -144,7 +144,10 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                 waits.doing(name, "the workflow of"),
                 structlog.contextvars.bound_contextvars(sample_uid=first.sample_uid),
             ):
-                yield [place.policy(rollout.sampling, name=one.sample_uid) for one in slots]
+                policies = [place.policy(rollout.sampling, name=one.sample_uid) for one in slots]
+                for policy in policies:
+                    policy.max_sequence_tokens = first.max_sequence_tokens
+                yield policies
         finally:
             place.counts.num_trajectories_running -= len(slots)
 

@@ -41,6 +41,23 @@ async def test_chat_renders_the_template_and_returns_the_text_without_special_to
     assert (reply.token_ids, reply.logprobs, reply.finish_reason) == ([104, 105, END], [-1.0] * 3, "stop")
 
 
+async def test_a_prompt_that_fills_a_packed_row_is_refused_before_anything_is_generated() -> None:
+    policy = policy_of(model := ScriptedModel([98, END]))
+    prompt_ids = list(range(20))
+    policy.max_sequence_tokens = 20
+
+    with pytest.raises(WorkflowError, match="got a prompt of 20 tokens, need fewer than trainer.token_budget = 20"):
+        await policy.complete(prompt_ids)
+    with pytest.raises(WorkflowError, match="need fewer than trainer.token_budget = 20"):
+        await policy.chat([{"role": "user", "content": "q" * 20}])
+    with pytest.raises(WorkflowError, match="need fewer than trainer.token_budget = 20"):
+        async for _ in policy.stream([{"role": "user", "content": "q" * 20}]):
+            pass
+    assert model.calls == []
+
+    assert (await policy.complete(prompt_ids[1:])).token_ids == [98, END]
+
+
 async def test_conversation_goes_on_from_the_tokens_that_were_said() -> None:
     said = [201, 105, END]  # decodes to "ai", which would be tokenized as [97, 105]
     policy = policy_of(model := ScriptedModel(said, [98, END], [99, END]))

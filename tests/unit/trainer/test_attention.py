@@ -37,9 +37,7 @@ def test_packed_attention_is_that_of_each_document_alone(lengths: list[int], sha
     torch.manual_seed(seed)
     total = sum(lengths)
     # As models give them: a transposed view of the projection.
-    parts = [
-        torch.randn(1, total, heads, WIDTH, requires_grad=True) for heads in (HEADS, shared_heads, shared_heads)
-    ]
+    parts = [torch.randn(1, total, heads, WIDTH, requires_grad=True) for heads in (HEADS, shared_heads, shared_heads)]
     direction = torch.randn(1, total, HEADS, WIDTH)
     results = []
     for attend in (_packed, alone):
