@@ -200,6 +200,28 @@ async def test_agent_may_speak_with_any_of_them_and_what_it_was_denied_is_the_tr
         assert policy.failure is not None
 
 
+async def test_workflow_of_all_siblings_has_one_judge_and_a_role_for_each() -> None:
+    trained, frozen = ScriptedModel([97, END], [98, END]), ScriptedModel([49, END])
+    table = Table(trained, frozen)
+    siblings = [table.policy, table.new_policy(SAMPLING)]
+    seen: list[int] = []
+
+    async def compare(prompt: Prompt, siblings: list[Policy], opponent: list[Policy], judge: Policy) -> list[Rewards]:
+        for one in opponent:
+            await one.chat(QUESTION)
+        seen.append(len((await judge.chat(QUESTION)).token_ids))
+        return [0.0, 1.0]
+
+    compare.marked = True  # type: ignore[attr-defined]
+    model = FrozenModel(generator=frozen, codec=codec(), pool=Pool([], deadline_s=1.0))
+    bound: Any = with_policies(compare, ["opponent", "judge"], SETTINGS, {"judge": model})
+
+    assert await bound(Prompt(epoch=0, index=0, row={}), siblings) == [0.0, 1.0]
+    assert [[turn.output_ids for turn in one.turns] for one in siblings] == [[[97, END]], [[98, END]]]
+    assert seen == [2]
+    assert bound.marked, "what a decorator has said of it still holds"
+
+
 def test_role_is_greedy_in_evaluation_where_the_policy_is() -> None:
     own = PolicySettings(sampling=SamplingSettings(temperature=1.3, top_p=0.5, max_new_tokens=4))
     greedy = SAMPLING.model_copy(update={"temperature": 0.0})
