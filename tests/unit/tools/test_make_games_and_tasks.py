@@ -10,7 +10,7 @@ import pytest
 
 from rewards.code_tests import passes_all
 from rewards.countdown import target_reached
-from tools import make_coding, make_countdown
+from tools import make_coding, make_countdown, make_nim
 
 SHIPPED = make_countdown.DATA
 
@@ -24,6 +24,7 @@ def rows(name: str) -> list[dict[str, Any]]:
     [
         (make_countdown, ("countdown_train", "countdown_test")),
         (make_coding, ("coding_train", "coding_test")),
+        (make_nim, ("nim_train", "nim_test")),
     ],
 )
 def test_what_ships_is_what_the_tool_writes(tool: Any, names: tuple[str, str], tmp_path: Path) -> None:
@@ -31,6 +32,13 @@ def test_what_ships_is_what_the_tool_writes(tool: Any, names: tuple[str, str], t
 
     for name in names:
         assert (tmp_path / f"{name}.jsonl").read_bytes() == (SHIPPED / f"{name}.jsonl").read_bytes()
+
+
+def test_no_game_of_nim_is_in_both_files() -> None:
+    train, test = ({row["stones"] for row in rows(name)} for name in ("nim_train", "nim_test"))
+
+    assert not train & test
+    assert max(train) >= max(test), "the model is asked for what lies between the games it has seen"
 
 
 def test_every_game_can_be_won() -> None:

@@ -1,0 +1,63 @@
+"""Nim, played by two roles of the model under training: who takes the last stone wins.
+
+`policy` and `opponent` are the same weights in two roles, each with a conversation and a credit of its own: every move
+of the winner is worth 1.0, every move of the loser -1.0. A move that the rules forbid loses the game at once.
+"""
+
+from areal_async import Message, Policy, Prompt, Reply, Rewards
+from rewards.math_answer import last_number, marked_answer
+
+MOST = 3
+"""Stones that a player may take at once, and at least one."""
+
+
+async def self_play(prompt: Prompt, policy: Policy, opponent: Policy) -> Rewards:
+    """Play one game from ``prompt["stones"]`` stones; ``prompt["first"]`` names the role that begins."""
+    stones = int(prompt["stones"])
+    players = [policy, opponent] if prompt["first"] == "policy" else [opponent, policy]
+    said: list[list[Message]] = [[], []]
+    replies: list[list[Reply]] = [[], []]
+    num_best = num_chances = 0
+    turn = 0
+    while True:
+        said[turn].append({"role": "user", "content": question(stones)})
+        reply = await players[turn].chat(said[turn])
+        said[turn].append(reply.message)
+        replies[turn].append(reply)
+        taken = read_move(reply.text, stones)
+        if best_move(stones):
+            num_chances += 1
+            num_best += taken == best_move(stones)
+        if taken is None:
+            winner = 1 - turn
+            break
+        stones -= taken
+        if not stones:
+            winner = turn
+            break
+        turn = 1 - turn
+    num_moves = len(replies[0]) + len(replies[1])
+    policy.info["num_moves"] = num_moves
+    policy.info["share_legal_moves"] = (num_moves - (taken is None)) / num_moves
+    policy.info["policy_wins"] = players[winner] is policy
+    if num_chances:
+        policy.info["share_best_moves"] = num_best / num_chances
+    return {reply.id: 1.0 if player == winner else -1.0 for player in (0, 1) for reply in replies[player]}
+
+
+def question(stones: int) -> str:
+    """Return what a player is told before a move."""
+    left = "1 stone is" if stones == 1 else f"{stones} stones are"
+    return f"{left} left. Take 1, 2 or 3. How many do you take?"
+
+
+def read_move(text: str, stones: int) -> int | None:
+    """Return the number of stones that a player takes; None for a move that the rules forbid."""
+    marked = marked_answer(text)
+    number = last_number(text if marked is None else marked)
+    return next((taken for taken in range(1, min(MOST, stones) + 1) if taken == number), None)
+
+
+def best_move(stones: int) -> int:
+    """Return the number to take that leaves the other a lost game; 0 where there is none."""
+    return stones % (MOST + 1)
