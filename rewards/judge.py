@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 
 import anyio
 
-from areal_async import Message, Policy
+from areal_async import Policy
 from areal_async.errors import RewardError, leaves_of
 
 MAX_SHOWN: Final = 200
@@ -113,6 +113,18 @@ async def judge_score(
         raise ValueError(f"scale: got {scale.low:g} to {scale.high:g}, need a low end below the high one")
     if template is None:
         template = SCORE_TEMPLATE if reference is None else REFERENCE_TEMPLATE
+    request = score_request(template, question=question, answer=answer, reference=reference, scale=scale)
+    votes = await _ask(judge, request, num_votes, sampling)
+    score = _mean(votes, lambda text: parse_score(text, scale), f"a score from {scale.low:g} to {scale.high:g}")
+    return (score - scale.low) / (scale.high - scale.low)
+
+
+def score_request(template: str, *, question: str, answer: str, reference: str | None, scale: Scale = TEN) -> str:
+    """Return what ``judge_score`` asks, which a model that is to judge has to learn to read.
+
+    Raises:
+        ValueError: the template has no place for the answer.
+    """
     fields = {
         "question": question,
         "answer": _unmarked(answer),
@@ -120,9 +132,7 @@ async def judge_score(
         "low": f"{scale.low:g}",
         "high": f"{scale.high:g}",
     }
-    votes = await _ask(judge, _filled(template, fields, need=("answer",)), num_votes, sampling)
-    score = _mean(votes, lambda text: parse_score(text, scale), f"a score from {scale.low:g} to {scale.high:g}")
-    return (score - scale.low) / (scale.high - scale.low)
+    return _filled(template, fields, need=("answer",))
 
 
 async def judge_prefers(
@@ -154,8 +164,8 @@ async def judge_prefers(
     async def ask(is_swapped: bool) -> None:
         shown = reversed(answers) if is_swapped else answers
         fields = {"question": question, **dict(zip(("first", "second"), shown, strict=True))}
-        messages = _filled(template, fields, need=("first", "second"))
-        worth = _mean(await _ask(judge, messages, num_votes, sampling), parse_preference, "Better: A, B or tie")
+        request = _filled(template, fields, need=("first", "second"))
+        worth = _mean(await _ask(judge, request, num_votes, sampling), parse_preference, "Better: A, B or tie")
         found[is_swapped] = 1.0 - worth if is_swapped else worth
 
     try:
@@ -188,16 +198,10 @@ def parse_preference(text: str) -> float | None:
     return _WORTH[found[-1]["better"].lower()] if found else None
 
 
-def score_request(question: str, answer: str, reference: str, scale: Scale = TEN) -> str:
-    """Return what ``judge_score`` asks a judge that is given a reference: what a grader has to learn to read."""
-    fields = {"question": question, "answer": _unmarked(answer), "reference": reference}
-    fields |= {"low": f"{scale.low:g}", "high": f"{scale.high:g}"}
-    return str(_filled(REFERENCE_TEMPLATE, fields, need=("answer",))[0]["content"])
-
-
-async def _ask(judge: Policy, messages: list[Message], num_votes: int, sampling: Mapping[str, Any]) -> list[str]:
+async def _ask(judge: Policy, request: str, num_votes: int, sampling: Mapping[str, Any]) -> list[str]:
     if num_votes < 1:
         raise ValueError(f"num_votes: got {num_votes}, need at least 1")
+    messages = [{"role": "user", "content": request}]
     return [reply.text for reply in await judge.chat(messages, n=num_votes, **sampling)]
 
 
@@ -212,12 +216,12 @@ def _mean(votes: list[str], parse: Callable[[str], float | None], need: str) -> 
     return math.fsum(found) / len(found)
 
 
-def _filled(template: str, fields: Mapping[str, str], *, need: tuple[str, ...]) -> list[Message]:
+def _filled(template: str, fields: Mapping[str, str], *, need: tuple[str, ...]) -> str:
     """Return the question to the judge. Filled in one go: what is judged cannot name a field of its own."""
     missing = [name for name in need if f"{{{name}}}" not in template]
     if missing:
         raise ValueError(f"template: got none with {{{missing[0]}}}, need a place for what is judged")
-    return [{"role": "user", "content": _FIELD.sub(lambda field: fields.get(field[1], field[0]), template)}]
+    return _FIELD.sub(lambda field: fields.get(field[1], field[0]), template)
 
 
 def _unmarked(answer: str) -> str:

@@ -292,8 +292,8 @@ class RecordingPolicy:
     def _record(self, turn: Turn, opening: Opening | None, parsed: Parsed) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""
         self._check_open()
-        if self._role:
-            turn = msgspec.structs.replace(turn, role=self._role)
+        if self._role:  # in place, before anybody else has it: who timed the call knows the turn by its identity
+            msgspec.structs.force_setattr(turn, "role", self._role)
         self.turns.append(turn)
         reply_id = f"{self._name}.{len(self.turns)}"
         self.reply_ids.append(reply_id)
