@@ -15,7 +15,9 @@ MAX_CREDITS = 256
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
+_ROLE = "[A-Za-z0-9_-]{0,64}"
 
+is_role = re.compile(_ROLE).fullmatch
 is_version = re.compile(_VERSION).fullmatch
 is_group_id = re.compile(_GROUP_ID).fullmatch
 
@@ -31,7 +33,7 @@ LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
 """A lineage as the key of a JSON object."""
 StepText = LineageText
 """A step as the key of a JSON object."""
-RoleText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{0,64}\Z")]
+RoleText = Annotated[str, Meta(pattern=rf"\A{_ROLE}\Z")]
 """Name of a policy that speaks in a workflow; empty for the only one."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from areal_async.errors import WorkflowError
-from areal_async.fields import MAX_CREDITS
+from areal_async.fields import MAX_CREDITS, is_role
 from areal_async.rollout.boundary import shown
 from areal_async.types import Credit, Turn, mean
 
@@ -50,7 +50,7 @@ def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Sco
         )
     values = {key: finite_number(value, name) for key, value in returned.items()}
     by_turn = {place: values[reply_id] for place, reply_id in enumerate(reply_ids) if reply_id in values}
-    return Scores(mean(list(by_turn.values())), by_turn)
+    return Scores(finite_number(mean(list(by_turn.values())), name), by_turn)
 
 
 def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: int) -> list[Credit]:
@@ -65,6 +65,11 @@ def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: i
     credits = [
         Credit(reward, len(turns[place].output_ids), turns[place].role) for place, reward in scores.by_turn.items()
     ]
+    strange = [credit.role for credit in credits if not is_role(credit.role)]
+    if strange:
+        raise WorkflowError(
+            f"workflow {name}: got a policy named {strange[0]!r:.100}, need at most 64 letters, digits and _-"
+        )
     num_bytes = credit_bytes(credits)
     if num_bytes > max_bytes:
         raise WorkflowError(

@@ -69,6 +69,7 @@ async def test_one_number_leaves_no_trace_of_credits() -> None:
         (lambda first, second: {}, "got rewards for replies []"),
         (lambda first, second: {first: 1.0, "x": 1.0}, "got rewards for replies ['x'], need ids out of ['uid.1'"),
         (lambda first, second: {first: float("nan")}, "returned nan, need a finite number"),
+        (lambda first, second: {first: 1.5e308, second: 1.5e308}, "returned inf, need a finite number"),
         (lambda first, second: {first: "good"}, "returned 'good', need a float, or {reply.id: reward}"),
     ],
 )
@@ -102,6 +103,13 @@ def test_the_most_that_one_slot_may_credit_fits_the_headers_of_a_message() -> No
 
     assert len(msgspec.json.encode(credits)) + 1000 < MAX_CREDIT_BYTES
     assert 2 * MAX_CREDIT_BYTES < MAX_HEADER_BYTES
+
+
+def test_a_role_that_cannot_travel_is_refused() -> None:
+    turn = Turn(prompt_ids=[1], output_ids=[2], logprobs=[], spans=[], oldest="1-0", finish_reason="stop", role="a b")
+
+    with pytest.raises(WorkflowError, match="got a policy named 'a b', need at most 64 letters"):
+        credits_of(Scores(1.0, {0: 1.0}), [turn], name="w", max_bytes=1000)
 
 
 def test_a_batch_of_the_largest_credits_fits_one_message() -> None:
