@@ -35,6 +35,8 @@ StepText = LineageText
 """A step as the key of a JSON object."""
 RoleText = Annotated[str, Meta(pattern=rf"\A{_ROLE}\Z")]
 """Name of a policy that speaks in a workflow; empty for the only one."""
+StretchText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}-[0-9]{1,9}\Z")]
+"""A pool of rows and its stretch, as the key of a JSON object."""
 Count = Annotated[int, Meta(ge=0, le=1 << 53)]
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]

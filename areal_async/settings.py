@@ -17,6 +17,7 @@ from areal_async.policy_settings import check_names
 from areal_async.section import Section as Section
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import RUN_NAME, Names
+from areal_async.task_settings import CurriculumSettings as CurriculumSettings
 from areal_async.task_settings import DatasetSettings as DatasetSettings
 from areal_async.task_settings import EvalSettings as EvalSettings
 from areal_async.task_settings import TaskSettings as TaskSettings
@@ -108,6 +109,7 @@ class RolloutSettings(Section):
     loop_deadline_s: float = Field(default=20.0, ge=5)
     """Seconds one workflow may hold up its node's event loop; then the node ends itself, and that slot has failed."""
     sampling: SamplingSettings = SamplingSettings()
+    curriculum: CurriculumSettings = CurriculumSettings()
     max_trajectories_per_node: int = Field(default=512, ge=1)
     """Workflows running at once on one node."""
     max_trajectory_bytes: int = Field(default=8 << 20, ge=1 << 10, le=8 << 20)
@@ -421,6 +423,7 @@ DATA_DEFINING = (
     "tasks.*.group_size",
     "model.path",
     "rollout.group_size",
+    "rollout.curriculum",
     "run.seed",
 )
 """Settings that a resumed run must not change; a star stands for every item of a list."""

@@ -1,9 +1,9 @@
-"""The sections about what is asked: data sets, tasks and their shares, held-out data."""
+"""The sections about what is asked: data sets, tasks and their shares, held-out data, the curriculum."""
 
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -95,3 +95,26 @@ class EvalSettings(Section):
     """Held-out rows of the first task; ``None`` for those that each task names (``tasks.0.eval``), if any."""
     limit: int = Field(default=256, ge=1)
     """Rows to take of each task, from the first."""
+
+
+class CurriculumSettings(Section):
+    """Which prompts are passed over for a while because nothing is to be learned from them now."""
+
+    name: Literal["none", "pass_rate"] = "none"
+    """``none`` admits every prompt once per epoch, ``pass_rate`` more seldom those that are always or never solved."""
+    solved: float = 0.95
+    """Running mean reward from which on a prompt counts as always solved."""
+    unsolved: float = 0.05
+    """Running mean reward up to which a prompt counts as never solved."""
+    newest_weight: float = Field(default=0.5, gt=0, le=1)
+    """Of the newest visit in the running mean; 1 looks at that one alone."""
+    keep: float = Field(default=0.25, gt=0, le=1)
+    """Share of those prompts that is admitted in an epoch all the same: what they teach may have changed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.unsolved >= self.solved:
+            raise ValueError(
+                f"unsolved: got {self.unsolved}, need less than solved={self.solved}; else every prompt would be both"
+            )
+        return self

@@ -26,6 +26,7 @@ from areal_async.fields import (
     NumServers,
     OptionalVersionText,
     RoleText,
+    StretchText,
     TokenText,
     VersionText,
 )
@@ -236,6 +237,8 @@ class Outcome(Record, frozen=True, kw_only=True):
     reason: str = ""
     num_failed_attempts: Count = 0
     """At this prompt, this attempt included when it failed."""
+    mean_reward: float | None = None
+    """Over the scored slots, of a group that was whole and trained nothing all the same (``filtered``, ``stale``)."""
     num_whole_before: Count = 0
     """Groups found whole since the outcome that failed before this one: whether failures follow one another."""
     sample_uid: str = ""
@@ -361,9 +364,13 @@ class Admitted(Record, frozen=True, kw_only=True):
     total: Count = 0
     """Groups admitted, re-admissions included."""
     num_fresh: Count = 0
-    """Prompts admitted for the first time: the position in the sampler's endless sequence."""
+    """The position in the sampler's endless sequence: prompts admitted for the first time, or passed over."""
     num_readmitted: Count = 0
     """How many of the re-admissible outcomes, in their stored order, were admitted again."""
+    num_skipped: Count = 0
+    """Prompts that the curriculum has passed over."""
+    known: dict[StretchText, Count] = {}
+    """For each stretch that the curriculum decides about: how many visits were known when it began."""
 
 
 class EvalTicket(Record, frozen=True, kw_only=True):

@@ -4,9 +4,11 @@ Pure: everything follows from the books and the sampler. An ``Admission`` is car
 before the record; what a crash between the two repeats is de-duplicated by the tickets' ids.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from areal_async.controller.accounts import RUN_ENDED, Accounts, Readmission
+from areal_async.controller.curriculum import Choice, Curriculum
 from areal_async.controller.sampler import Sampler
 from areal_async.types import Admitted, GroupId, Outcome, OutcomeKind, Version, WeightsVersion
 
@@ -39,26 +41,38 @@ def missing_for_admission(accounts: Accounts, *, last_step: int) -> str:
     return ""
 
 
-def next_admission(accounts: Accounts, sampler: Sampler, *, last_step: int) -> Admission | None:
-    """Return what is to be admitted now, as far as credit reaches."""
+def next_admission(
+    accounts: Accounts, sampler: Sampler, *, last_step: int, curriculum: Curriculum | None = None
+) -> Admission | None:
+    """Return what is to be admitted now, as far as credit reaches.
+
+    Under a curriculum that may be nothing at all: then the record alone moves on.
+    """
     if accounts.held is None or missing_for_admission(accounts, last_step=last_step):
         return None
     count, admitted = min(accounts.num_credits, ADMISSION_BATCH), accounts.admitted
     again = accounts.due_readmissions[:count]
-    fresh = [
-        Readmission(group_id=sampler.group_at(admitted.num_fresh + offset), num_failed_attempts=0)
-        for offset in range(count - len(again))
-    ]
+    choice = _choose(admitted, sampler, curriculum, count - len(again))
+    fresh = [Readmission(group_id=group, num_failed_attempts=0) for group in choice.groups]
     return Admission(
         items=[*again, *fresh],
         version=accounts.held,
         first_number=admitted.total + 1,
         record=Admitted(
-            total=admitted.total + count,
-            num_fresh=admitted.num_fresh + len(fresh),
+            total=admitted.total + len(again) + len(fresh),
+            num_fresh=admitted.num_fresh + choice.num_looked_at,
             num_readmitted=admitted.num_readmitted + len(again),
+            num_skipped=admitted.num_skipped + choice.num_looked_at - len(fresh),
+            known=dict(choice.known),
         ),
     )
+
+
+def _choose(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None, count: int) -> Choice:
+    if curriculum is not None:
+        return curriculum.choose(admitted, count)
+    groups = [sampler.group_at(admitted.num_fresh + offset) for offset in range(count)]
+    return Choice(groups=groups, num_looked_at=count, known=admitted.known)
 
 
 def has_ended(accounts: Accounts, newest: WeightsVersion | None) -> bool:
@@ -66,10 +80,19 @@ def has_ended(accounts: Accounts, newest: WeightsVersion | None) -> bool:
     return newest is not None and newest.final and accounts.held == Version.parse(newest.version)
 
 
-def left_over(accounts: Accounts, sampler: Sampler, *, last_step: int) -> list[Outcome]:
+def first_groups(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None) -> Iterable[GroupId]:
+    """Return every prompt that was admitted for the first time, in that order."""
+    if curriculum is not None:
+        return curriculum.first_groups(admitted.num_fresh, admitted.known)
+    return (sampler.group_at(position) for position in range(admitted.num_fresh))
+
+
+def left_over(
+    accounts: Accounts, sampler: Sampler, *, last_step: int, curriculum: Curriculum | None = None
+) -> list[Outcome]:
     """Return what is to be recorded of groups that were admitted and can never train now."""
     admitted = accounts.admitted
-    ids: list[GroupId] = [sampler.group_at(position) for position in range(admitted.num_fresh)]
+    ids = list(first_groups(admitted, sampler, curriculum))
     ids += [item.group_id for item in accounts.readmissions[: admitted.num_readmitted]]
     settled = accounts.journal.trained_groups(through_step=last_step) | accounts.journal.outcomes.keys()
     lineage = accounts.journal.lineage

@@ -23,6 +23,7 @@ from areal_async import waits
 from areal_async.bus import Bus, Message, serving
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
+from areal_async.controller.curriculum import Visits, curriculum_of
 from areal_async.controller.evaluation import Evaluator, newest_due_step
 from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.sampler import Share, sampler_of
@@ -56,6 +57,8 @@ class Controller:
         self._accounts = accounts
         ratios = [task.ratio for task in settings.tasks]
         self._sampler = sampler_of(list(map(Share, tasks.num_rows, ratios)), seed=settings.run.seed)
+        self._visits = Visits()
+        self._curriculum = curriculum_of(settings, self._sampler, self._visits)
         self._admitted_revision = 0
         self._log_sequence = 0
         self._changed = anyio.Event()
@@ -107,6 +110,8 @@ class Controller:
     async def _read(self, message: Message) -> None:
         entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
         self._log_sequence = message.sequence
+        if self._curriculum is not None and isinstance(entry, Cut | Outcome):
+            self._visits.read(entry)
         if isinstance(entry, Cut):
             self._accounts.add_cut(entry, sequence=message.sequence)
         elif isinstance(entry, Outcome):
@@ -160,7 +165,7 @@ class Controller:
                 self.waits_for = f"resume: {self._steering.control.by or 'an operator'} has paused the run"
             if not self._may_admit and not self.waits_for:
                 self.waits_for = "the first evaluation"
-            admission = next_admission(self._accounts, self._sampler, last_step=last_step)
+            admission = next_admission(self._accounts, self._sampler, last_step=last_step, curriculum=self._curriculum)
             if admission is None or is_paused or not self._may_admit:
                 with self._waiting(waits.ADMISSION):
                     await changed.wait()
@@ -234,7 +239,9 @@ class Controller:
             except ConflictError:
                 continue  # it admitted once more
         await self._read_existing_log()
-        outcomes = left_over(self._accounts, self._sampler, last_step=self._settings.run.steps)
+        outcomes = left_over(
+            self._accounts, self._sampler, last_step=self._settings.run.steps, curriculum=self._curriculum
+        )
         async with anyio.create_task_group() as publishing:
             for outcome in outcomes:
                 publishing.start_soon(self._publish_outcome, outcome)
@@ -263,6 +270,7 @@ class Controller:
         accounts, control = self._accounts, self._steering.control
         return {
             "admitted": accounts.admitted.total,
+            "skipped": accounts.admitted.num_skipped,
             "settled": accounts.num_settled,
             "in_flight": accounts.num_in_flight,
             "credits": accounts.num_credits,

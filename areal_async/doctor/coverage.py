@@ -1,9 +1,17 @@
-"""P7: with the default sampler each prompt has one admission per epoch, and none is given up in silence. Pure."""
+"""P7: with the default sampler each prompt has one admission per epoch, and none is given up in silence. Pure.
+
+A curriculum passes prompts over. Which ones follows from the record and the log, and is worked out here again: that
+none but those was left out can be proved under it too.
+"""
 
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+import msgspec
+
+from areal_async.controller.admission import first_groups
+from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
 from areal_async.controller.sampler import Pool
 from areal_async.doctor.books import OPEN, TRAINED, Books
 from areal_async.doctor.report import Finding, Kind, Ruling, rule
@@ -17,7 +25,7 @@ def admitted_groups(books: Books) -> list[GroupId]:
     rules, admitted = books.evidence.rules, books.evidence.admitted
     again = [item.group_id for item in books.accounts.readmissions[: admitted.num_readmitted]]
     if rules.num_rows:
-        return [rules.sampler.group_at(position) for position in range(admitted.num_fresh)] + again
+        return [*first_groups(admitted, rules.sampler, _curriculum(books)), *again]
     # Without the data's size: what left a trace; of a live run, before the tickets were read.
     known = {group_id for group_id, _ in books.received.values()} if books.evidence.is_live else books.groups.keys()
     return sorted({group for group in map(GroupId.parse, known) if group.attempt == 0} | set(again))
@@ -36,12 +44,31 @@ def rule_covered(books: Books, admitted: list[GroupId]) -> Ruling:
     if len(books.accounts.readmissions) < record.num_readmitted:
         text = f"the record counts {record.num_readmitted} re-admissions, the log {len(books.accounts.readmissions)}"
         findings.append(Finding(Kind.DISAGREES, "admitted", text))
+    num_first = sum(group.attempt == 0 for group in admitted)
+    if evidence.rules.num_rows and num_first != record.num_fresh - record.num_skipped:
+        text = (
+            f"the record counts {record.num_skipped} prompts passed over, the log gives {record.num_fresh - num_first}"
+        )
+        findings.append(Finding(Kind.DISAGREES, "admitted", text))
     missing = [] if evidence.rules.num_rows else [f"the data: {evidence.rules.why_no_rows}"]
     missing += evidence.absent_streams
     if not record.total:
         missing.append("nothing is admitted yet")
-    sentence = "; ".join([*_visits(books, admitted), f"{record.num_readmitted} re-admissions"])
+    parts = [*_visits(books, admitted), f"{record.num_readmitted} re-admissions"]
+    if evidence.rules.curriculum is not None:
+        parts.append(f"{record.num_skipped} visits passed over by the curriculum, so no epoch is promised to be whole")
+    sentence = "; ".join(parts)
     return rule("P7", "covered", sentence, findings=findings, missing=missing)
+
+
+def _curriculum(books: Books) -> Curriculum | None:
+    """Return what passed prompts over, with all that the log says of their visits."""
+    rules, visits = books.evidence.rules, Visits()
+    if rules.curriculum is None:
+        return None
+    for entry in books.evidence.log:
+        visits.read(entry)
+    return Curriculum(rules.curriculum, rules.sampler, visits, seed=rules.seed)
 
 
 def _visits(books: Books, admitted: list[GroupId]) -> Iterator[str]:
@@ -76,7 +103,9 @@ def _strangers(books: Books) -> Iterator[Finding]:
     due = {item.group_id for item in books.accounts.readmissions}
     if rules.num_rows:
         # tickets are published before the record moves on
-        due |= {rules.sampler.group_at(position) for position in range(last.num_fresh + rules.max_groups_in_flight)}
+        far = MAX_LOOKED_AT if rules.curriculum else rules.max_groups_in_flight
+        further = msgspec.structs.replace(last, num_fresh=last.num_fresh + far)
+        due |= set(first_groups(further, rules.sampler, _curriculum(books)))
     for group in sorted(map(GroupId.parse, books.groups)):
         if group.attempt and group not in due:
             yield Finding(

@@ -10,6 +10,7 @@ from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.controller.sampler import Sampler, Share, sampler_of
 from areal_async.fields import GroupIdText, StepText, VersionText
 from areal_async.receipts import Produced, Stamp
+from areal_async.settings import CurriculumSettings
 from areal_async.types import Admitted, Credit, Cut, GroupId, Outcome, SlotStatus
 
 
@@ -39,6 +40,8 @@ class Rules:
     tasks: tuple[TaskRules, ...] = ()
     """In the order of the settings; none when the data cannot be read."""
     why_no_rows: str = ""
+    curriculum: CurriculumSettings | None = None
+    """What passes prompts over; None where nothing does."""
 
     @property
     def num_rows(self) -> int:

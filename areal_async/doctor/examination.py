@@ -95,6 +95,7 @@ def read_rules(settings: Settings) -> Rules:
         advantages=advantage_rule(settings),
         seed=settings.run.seed,
         tasks=tasks,
+        curriculum=None if rollout.curriculum.name == "none" else rollout.curriculum,
         why_no_rows=why_no_rows or "the settings name no task",
     )
 

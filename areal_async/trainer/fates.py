@@ -9,8 +9,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from areal_async.trainer.cut import OpenGroup
 from areal_async.trainer.inventory import Inventory
-from areal_async.types import Cut, CutGroup, Outcome, OutcomeKind, StoredMessage
+from areal_async.types import Cut, CutGroup, Outcome, OutcomeKind, StoredMessage, mean
+
+TAUGHT_NOTHING = (OutcomeKind.FILTERED, OutcomeKind.STALE)
+"""Ends of whole groups that are not trained."""
 
 D = TypeVar("D")
 """A delivery: opaque here."""
@@ -131,6 +135,7 @@ class Fates(Generic[D]):
     def _untrained(self, group_id: str, kind: OutcomeKind, *, reason: str, step: int) -> Outcome:
         group = self.inventory.open.get(group_id) or self._in_cuts.get(group_id)
         num_failed = group.num_failed_attempts if group else 0
+        scored = group.scored if isinstance(group, OpenGroup) and kind in TAUGHT_NOTHING else []
         if kind is OutcomeKind.FAILED:
             num_failed += 1
             if num_failed >= self._max_attempts:
@@ -142,6 +147,7 @@ class Fates(Generic[D]):
             step=step,
             reason=reason,
             num_failed_attempts=num_failed,
+            mean_reward=mean([item.slot.reward for item in scored]) if scored else None,
             num_whole_before=self._num_whole,
             workflow=group.workflow if group else "",
         )

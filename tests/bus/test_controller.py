@@ -83,12 +83,12 @@ class World:
         """All tickets, once there are ``count`` and the controller waits before admitting more."""
 
         async def is_so() -> bool:
-            return len(await self._tickets()) >= count and controller.waits_for.startswith(waits_for)
+            return len(await self.all_tickets()) >= count and controller.waits_for.startswith(waits_for)
 
         await until(is_so)
-        return await self._tickets()
+        return await self.all_tickets()
 
-    async def _tickets(self) -> list[Ticket]:
+    async def all_tickets(self) -> list[Ticket]:
         names = self.trainer.names
         return [
             decode(one.data, Ticket) for one in await self.trainer.read_log(names.tickets_stream, names.all_tickets)
@@ -103,12 +103,18 @@ async def world(open_role: OpenRole) -> World:
 
 
 @asynccontextmanager
-async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any = None) -> AsyncIterator[Controller]:
-    async with anyio.create_task_group() as running:
-        controller = _controller(await open_role(Role.CONTROLLER), settings, held_out)
-        running.start_soon(controller.run)
+async def running(controller: Controller) -> AsyncIterator[Controller]:
+    """Run a controller for as long as the block lasts."""
+    async with anyio.create_task_group() as loops:
+        loops.start_soon(controller.run)
         yield controller
-        running.cancel_scope.cancel()
+        loops.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any = None) -> AsyncIterator[Controller]:
+    async with running(_controller(await open_role(Role.CONTROLLER), settings, held_out)) as controller:
+        yield controller
 
 
 def _controller(bus: Bus, settings: Settings, held_out: Any = None) -> Controller:

@@ -69,3 +69,8 @@ def test_every_task_may_have_held_out_rows_and_the_runs_are_the_first_tasks() ->
     assert settings_of({}).held_out == []
     with pytest.raises(ValidationError, match="beside tasks.0.eval.dataset, need one of them"):
         settings_of(own, eval={"dataset": ROWS})
+
+
+def test_a_curriculum_whose_bounds_cross_is_refused() -> None:
+    with pytest.raises(ValidationError, match="unsolved: got 0.9, need less than solved=0.5"):
+        settings_of({}, rollout={"curriculum": {"name": "pass_rate", "solved": 0.5, "unsolved": 0.9}})

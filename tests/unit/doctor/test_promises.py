@@ -6,10 +6,12 @@ import msgspec
 import pytest
 
 from areal_async.controller.accounts import RUN_ENDED
+from areal_async.controller.curriculum import Curriculum, Visits
 from areal_async.doctor.evidence import Evidence, Ledger, TaskRules
 from areal_async.doctor.examination import diagnose
 from areal_async.doctor.report import Kind, Ruling, Verdict
 from areal_async.receipts import Stamp
+from areal_async.settings import CurriculumSettings
 from areal_async.types import Admitted, Cut, CutKind, Outcome, OutcomeKind, Version
 from tests.unit.doctor.remains import (
     GROUPS,
@@ -431,6 +433,51 @@ def test_a_task_decides_which_siblings_its_groups_have() -> None:
     evidence.stored = [stored(groups[0], 0), stored(groups[0], 1), stored(groups[1], 0), stored(groups[1], 1)]
 
     assert refuted_ids(evidence, "P1", Kind.LOST) == [f"{groups[1]}.2"]
+
+
+def under_a_curriculum() -> Evidence:
+    """An epoch of 100 in which all was solved, and the next one, all of it settled."""
+    evidence = Evidence(rules=replace(whole_run().rules, curriculum=CurriculumSettings(name="pass_rate")))
+    first = [str(evidence.rules.sampler.group_at(position)) for position in range(100)]
+    evidence.log = [outcome(one, OutcomeKind.FILTERED, mean_reward=1.0) for one in first]
+    visits, known = Visits(), {"0-1": 100}
+    for entry in evidence.log:
+        visits.read(entry)
+    curriculum = Curriculum(CurriculumSettings(name="pass_rate"), evidence.rules.sampler, visits, seed=1)
+    admitted = [str(group) for group in curriculum.first_groups(200, known)]
+    evidence.tickets = set(admitted[100:])
+    evidence.admitted = evidence.admitted_last = Admitted(
+        total=len(admitted), num_fresh=200, num_skipped=200 - len(admitted), known=known
+    )
+    return evidence
+
+
+def test_a_curriculum_passes_over_what_it_must_and_nothing_else() -> None:
+    evidence = under_a_curriculum()
+    num_skipped = evidence.admitted.num_skipped
+
+    judged = ruling(evidence, "P7")
+
+    assert judged.verdict is Verdict.PROVED
+    assert 50 < num_skipped < 100
+    sentence = f"{num_skipped} visits passed over by the curriculum, so no epoch is promised to be whole"
+    assert judged.sentence.endswith(sentence)
+
+
+def test_a_prompt_that_the_curriculum_passes_over_is_out_of_turn() -> None:
+    evidence = under_a_curriculum()
+    everything = {str(evidence.rules.sampler.group_at(position)) for position in range(100, 200)}
+    passed_over = min(everything - evidence.tickets)
+    evidence.tickets |= {passed_over}
+
+    assert refuted_ids(evidence, "P7", Kind.OUT_OF_TURN) == [passed_over]
+
+
+def test_a_record_that_counts_other_prompts_as_passed_over_disagrees() -> None:
+    evidence = under_a_curriculum()
+    evidence.admitted = msgspec.structs.replace(evidence.admitted, num_skipped=evidence.admitted.num_skipped - 1)
+
+    assert refuted_ids(evidence, "P7", Kind.DISAGREES) == ["admitted"]
 
 
 def test_coverage_is_not_decidable_without_the_data() -> None:

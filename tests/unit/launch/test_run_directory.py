@@ -77,6 +77,7 @@ def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory
         (["--tasks.0.dataset.split", "test"], "tasks.0.dataset was "),
         (["--tasks.0.ratio", "2"], "tasks.0.ratio was 1.0, is 2.0"),
         (["--tasks.0.group_size", "16"], "tasks.0.group_size was None, is 16"),
+        (["--rollout.curriculum.name", "pass_rate"], "rollout.curriculum was {'name': 'none'"),
     ],
 )
 def test_settings_that_define_the_data_may_not_change(directory: RunDirectory, words: list[str], name: str) -> None:
@@ -91,10 +92,14 @@ def test_settings_that_define_the_data_may_not_change(directory: RunDirectory, w
 def test_a_run_that_was_started_before_a_setting_was_there_had_its_default(directory: RunDirectory) -> None:
     directory.write_settings(_settings())
     before = yaml.safe_load(directory.config.read_text())
+    del before["rollout"]["curriculum"]
     del before["tasks"][0]["group_size"]
     directory.config.write_text(yaml.safe_dump(before))
 
     directory.refuse_changed_data(_settings("--tasks.0.min_group_size", "2"))
+
+    with pytest.raises(UserError, match="rollout.curriculum was"):
+        directory.refuse_changed_data(_settings("--rollout.curriculum.keep", "0.5"))
 
 
 def test_clear_removes_all_but_the_lock(directory: RunDirectory) -> None:

@@ -122,6 +122,15 @@ def test_groups_of_equal_rewards_are_filtered_whatever_their_task(workflow: str)
     assert bench.decide() == Settle(["0-2-0"], OutcomeKind.FILTERED, "all rewards are 0")
 
 
+def test_the_outcome_of_a_filtered_group_says_what_its_siblings_came_to() -> None:
+    bench = Bench(filters_equal=True)
+    bench.add(_message(1, 0, 1))
+
+    (outcome,) = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FILTERED, reason="", step=1)
+
+    assert outcome.mean_reward == 0.5
+
+
 def test_a_stop_ends_the_journal() -> None:
     bench = Bench()
     bench.add(_message(1, 0, 1), _message(2, 0, 1))

@@ -1,0 +1,159 @@
+"""Which prompts are passed over for an epoch: most of those that are always solved, or never, as things stand.
+
+Pure, and repeatable. What is known of a prompt is the running mean of its groups' mean rewards, in the order of the
+log. What is known when a *stretch* of a pool begins (an epoch, or a few short ones) decides for the whole stretch, and
+how many visits that takes in stands in the ``admitted`` record before any ticket of the stretch is published. The rest
+is a hash. So a controller that is killed between its tickets and the record decides the same again when it returns,
+and anybody can tell afterwards what was passed over.
+"""
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from areal_async.controller.sampler import Pool, Sampler
+from areal_async.settings import CurriculumSettings, Settings
+from areal_async.types import Admitted, Cut, CutKind, GroupId, Outcome, mean
+
+MIN_STRETCH = 64
+"""Rows of a pool, at least, between two looks at what is known: keeps the record short where epochs are."""
+MAX_LOOKED_AT = 1024
+"""Positions that one admission looks at, at the most: then others have their turn."""
+
+
+class Visits:
+    """What prompts came to, in the order of the log."""
+
+    def __init__(self) -> None:
+        self._indices = array("q")
+        self._means = array("d")
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, number: int) -> tuple[int, float]:
+        """Return a visit's row and its group's mean reward."""
+        return self._indices[number], self._means[number]
+
+    def read(self, entry: Cut | Outcome) -> None:
+        """Read an entry of the log: groups that were cut, and those whose rewards taught nothing."""
+        if isinstance(entry, Outcome):
+            if entry.mean_reward is not None:
+                self._add(entry.group_id, entry.mean_reward)
+        elif entry.kind is CutKind.CUT:
+            for group in entry.groups:
+                if group.slots:
+                    self._add(group.group_id, mean([item.slot.reward for item in group.slots]))
+
+    def _add(self, group_id: str, reward: float) -> None:
+        self._indices.append(GroupId.parse(group_id).index)
+        self._means.append(reward)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Prompts to be admitted next."""
+
+    groups: list[GroupId]
+    num_looked_at: int
+    """Positions that are behind them, passed over or not."""
+    known: Mapping[str, int]
+    """What ``Admitted.known`` becomes."""
+
+
+class Curriculum:
+    """Decides position by position, given what the record says was known."""
+
+    def __init__(
+        self,
+        settings: CurriculumSettings,
+        sampler: Sampler,
+        visits: Visits,
+        *,
+        seed: int,
+        min_stretch: int = MIN_STRETCH,
+    ) -> None:
+        """``visits``: others may go on adding to it."""
+        self._settings = settings
+        self._sampler = sampler
+        self._visits = visits
+        self._seed = seed
+        self._min_stretch = min_stretch
+        self._dull: dict[int, tuple[str, Set[int]]] = {}
+        """Pool -> its stretch that was asked for last, and the rows that teach nothing in it."""
+        self._rates: dict[int, float] = {}
+        self._num_read = 0
+        """Visits that ``_rates`` takes in."""
+
+    def choose(self, admitted: Admitted, count: int) -> Choice:
+        """Return up to ``count`` prompts from where the record stands.
+
+        A stretch that begins ends the choice, as what is known by now must be on record before it decides anything.
+        """
+        groups: list[GroupId] = []
+        known, position = dict(admitted.known), admitted.num_fresh
+        while len(groups) < count and position - admitted.num_fresh < MAX_LOOKED_AT:
+            group = self._sampler.group_at(position)
+            number, pool = self._pool_of(group)
+            stretch = self._stretch(number, pool, group)
+            if stretch and stretch not in known:
+                known[stretch] = len(self._visits)
+                break
+            if self._admits(group, number, pool, stretch, known):
+                groups.append(group)
+            position += 1
+        return Choice(groups=groups, num_looked_at=position - admitted.num_fresh, known=known)
+
+    def first_groups(self, num_positions: int, known: Mapping[str, int]) -> Iterator[GroupId]:
+        """Yield the prompts that are admitted at the first positions, as far as ``known`` decides."""
+        for position in range(num_positions):
+            group = self._sampler.group_at(position)
+            number, pool = self._pool_of(group)
+            stretch = self._stretch(number, pool, group)
+            if stretch and stretch not in known:
+                return
+            if self._admits(group, number, pool, stretch, known):
+                yield group
+
+    def _pool_of(self, group: GroupId) -> tuple[int, Pool]:
+        return next((number, pool) for number, pool in enumerate(self._sampler.pools) if pool.holds(group.index))
+
+    def _stretch(self, number: int, pool: Pool, group: GroupId) -> str:
+        """Name the stretch that a prompt is visited in; the first, of which nothing is known, has no name."""
+        stretch = group.epoch // math.ceil(self._min_stretch / pool.num_rows)
+        return f"{number}-{stretch}" if stretch else ""
+
+    def _admits(self, group: GroupId, number: int, pool: Pool, stretch: str, known: Mapping[str, int]) -> bool:
+        if not stretch:
+            return True
+        if self._dull.get(number, ("",))[0] != stretch:
+            self._dull[number] = stretch, self._dull_rows(pool, known[stretch])
+        return group.index not in self._dull[number][1] or self._is_kept(group)
+
+    def _is_kept(self, group: GroupId) -> bool:
+        digest = blake2b(f"{self._seed}.{group.epoch}.{group.index}".encode(), digest_size=7).digest()
+        return int.from_bytes(digest) < self._settings.keep * 2**56
+
+    def _dull_rows(self, pool: Pool, num_visits: int) -> Set[int]:
+        self._read_visits(num_visits)
+        low, high = self._settings.unsolved, self._settings.solved
+        return {index for index, rate in self._rates.items() if pool.holds(index) and not low < rate < high}
+
+    def _read_visits(self, num_visits: int) -> None:
+        if num_visits < self._num_read:
+            self._rates.clear()
+            self._num_read = 0
+        weight = self._settings.newest_weight
+        for number in range(self._num_read, min(num_visits, len(self._visits))):
+            index, reward = self._visits[number]
+            before = self._rates.get(index, reward)
+            self._rates[index] = before + weight * (reward - before)
+        self._num_read = num_visits
+
+
+def curriculum_of(settings: Settings, sampler: Sampler, visits: Visits) -> Curriculum | None:
+    """Return what the settings ask for; None where every prompt is admitted."""
+    own = settings.rollout.curriculum
+    return None if own.name == "none" else Curriculum(own, sampler, visits, seed=settings.run.seed)

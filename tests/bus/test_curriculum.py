@@ -1,0 +1,137 @@
+"""Under a curriculum the controller passes over what is solved, and one that is killed passes over the same again."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_async.bus import Bus, Role
+from areal_async.controller import controller as controlled
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.controller import Controller
+from areal_async.controller.sampler import Sampler
+from areal_async.controller.tasks import Tasks
+from areal_async.errors import PipelineError
+from areal_async.fault_points import FIRED, SPECIFICATION, FaultPoints
+from areal_async.settings import (
+    BusSettings,
+    CurriculumSettings,
+    DatasetSettings,
+    EvalSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
+from areal_async.subjects import ADMITTED
+from areal_async.types import Admitted, Cut, CutGroup, CutKind, CutSlot, GroupId, Slot, SlotStatus, Ticket
+from tests.brokers import OpenRole
+from tests.bus.test_controller import World, running
+
+pytestmark = pytest.mark.anyio
+
+NUM_ROWS = 64
+IN_FLIGHT = 32
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path, steps=50),
+        tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path="x")),),
+        rollout=RolloutSettings(
+            group_size=2, min_group_size=1, batch_groups=IN_FLIGHT // 2, max_staleness=1,
+            curriculum=CurriculumSettings(name="pass_rate"),
+        ),
+        eval=EvalSettings(every_steps=0),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )  # fmt: skip
+
+
+@pytest.fixture
+async def world(open_role: OpenRole) -> World:
+    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
+    await world.cut(CutKind.BEGIN, 0)
+    await world.hold("1-0")
+    return world
+
+
+def controller_of(bus: Bus, settings: Settings) -> Controller:
+    accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
+    return Controller(bus, settings, Tasks([("w", [{}] * NUM_ROWS)]), None, accounts=accounts)
+
+
+async def train(world: World, tickets: list[Ticket], *, step: int) -> None:
+    """Cut these groups; the lower half of the rows is always solved, the upper one half of the time."""
+    groups = [
+        CutGroup(group_id=one.group_id, workflow="w", slots=[_slot(sibling, one) for sibling in (0, 1)])
+        for one in tickets
+    ]
+    await world.trainer.publish(world.trainer.names.cuts, Cut(lineage=1, step=step, groups=groups))
+    await world.hold(f"1-{step}")
+
+
+def _slot(sibling: int, ticket: Ticket) -> CutSlot:
+    reward = 1.0 if GroupId.parse(ticket.group_id).index < NUM_ROWS // 2 else float(sibling)
+    slot = Slot(sibling=sibling, sample_uid="u", status=SlotStatus.SCORED, reward=reward, oldest="1-0", newest="1-0")
+    return CutSlot(slot=slot, sequence=1)
+
+
+async def first_epoch(open_role: OpenRole, settings: Settings, world: World) -> list[Ticket]:
+    """Admit an epoch and train it: what is known then decides about the next."""
+    tickets: list[Ticket] = []
+    async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+        for step in (1, 2):
+            seen = {one.group_id for one in tickets}
+            tickets = await world.tickets(step * IN_FLIGHT, controller)
+            await train(world, [one for one in tickets if one.group_id not in seen], step=step)
+        return await world.tickets(NUM_ROWS + IN_FLIGHT, controller)
+
+
+def rows_of(tickets: list[Ticket], *, epoch: int) -> list[int]:
+    groups = [GroupId.parse(one.group_id) for one in tickets]
+    return [group.index for group in groups if group.epoch == epoch]
+
+
+async def test_what_is_solved_is_admitted_more_seldom(open_role: OpenRole, settings: Settings, world: World) -> None:
+    tickets = await first_epoch(open_role, settings, world)
+
+    record, _ = await (await open_role(Role.OPERATOR)).get(ADMITTED, Admitted)
+    assert record is not None
+    order = [str(Sampler(NUM_ROWS, seed=1).group_at(position)) for position in range(NUM_ROWS)]
+    assert {one.group_id for one in tickets[:NUM_ROWS]} == set(order), "nothing is known in the first epoch"
+    rows = rows_of(tickets, epoch=1)
+    assert len(rows) == len(set(rows)) == IN_FLIGHT
+    num_solved = sum(row < NUM_ROWS // 2 for row in rows)
+    assert num_solved < (len(rows) - num_solved) / 2
+    assert record.num_skipped > 10
+    assert (record.total, record.num_fresh) == (NUM_ROWS + IN_FLIGHT, NUM_ROWS + IN_FLIGHT + record.num_skipped)
+
+
+async def test_a_controller_killed_between_its_tickets_and_the_record_decides_the_same_again(
+    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Though by then it knows of prompts that were solved meanwhile."""
+    # two admissions of the first epoch, the record of what is known, and the tickets of the second epoch
+    armed = {SPECIFICATION: "controller.before_cursor:4:raise", FIRED: str(tmp_path / "fired")}
+    with monkeypatch.context() as patch:
+        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
+        with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="before_cursor"), flatten_subgroups=True):
+            await first_epoch(open_role, settings, world)
+    operator = await open_role(Role.OPERATOR)
+    before, _ = await operator.get(ADMITTED, Admitted)
+    published = await world.all_tickets()
+    assert before is not None
+    assert (before.total, len(published)) == (NUM_ROWS, NUM_ROWS + IN_FLIGHT)
+    solved = [_slot(1, published[0])]
+    groups = [CutGroup(group_id=f"0-{index}-0", workflow="w", slots=solved) for index in range(NUM_ROWS)]
+    for _ in range(5):  # of a lineage that is fenced: it trains nothing, and is known
+        await world.trainer.publish(world.trainer.names.cuts, Cut(lineage=0, step=0, groups=groups))
+
+    async with running(controller_of(await open_role(Role.CONTROLLER, "1"), settings)) as controller:
+        again = await world.tickets(NUM_ROWS + IN_FLIGHT, controller)
+
+    assert again == published
+    record, _ = await operator.get(ADMITTED, Admitted)
+    assert record is not None
+    assert record.total == len(again)
+    assert record.known == before.known
