@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from areal_async.subjects import ADMITTED, CHECKPOINT
 from areal_async.trainer.cut import OpenGroup
 from areal_async.trainer.cutter import OVER_AGE
@@ -68,6 +70,8 @@ class Oracle:
         self._had_mishap = False
         """A branch, a cut made short, a lost payload, a server older than the ticket: groups may be over the bound."""
         self._admitted = Admitted()
+        self._order: list[tuple[int, int]] = []
+        """The prompts, as they have their turn."""
         self._checkpoint: Content = ()
         self.seen: Counter[str] = Counter()
         """How often each kind of thing has happened: to know what was explored."""
@@ -92,6 +96,7 @@ class Oracle:
             return
         if record.group_id in self._outcomes:
             return
+        require(record.group_id in self._tickets, "P7 covered", f"{record.group_id} ends, and was never admitted")
         self._outcomes[record.group_id] = record
         if record.reason == OVER_AGE and self._config.when_stale == "wait":
             require(self._had_mishap, "P7 length bias", f"{record.group_id} was not waited for under when_stale: wait")
@@ -145,17 +150,25 @@ class Oracle:
 
     def _check_admitted(self, record: Admitted) -> None:
         old, self._admitted = self._admitted, record
-        counts = record.total, record.num_fresh, record.num_readmitted
-        before = old.total, old.num_fresh, old.num_readmitted
+        counts = record.total, record.num_fresh, record.num_readmitted, record.num_skipped
+        before = old.total, old.num_fresh, old.num_readmitted, old.num_skipped
         rewinds = any(now < then for now, then in zip(counts, before, strict=True))
         require(not rewinds, "P7 covered", f"the cursor rewinds from {old} to {record}")
-        require(record.total == record.num_fresh + record.num_readmitted, "P7 covered", f"{record} does not add up")
+        num_first = record.num_fresh - record.num_skipped
+        require(record.total == num_first + record.num_readmitted, "P7 covered", f"{record} does not add up")
+        require(self._config.keep is not None or not record.num_skipped, "P7 covered", f"{record} passes prompts over")
+        self.seen["prompt passed over"] += record.num_skipped - old.num_skipped
         fresh = {(GroupId.parse(name).epoch, GroupId.parse(name).index) for name in self._tickets}
-        epochs, rest = divmod(record.num_fresh, self._config.num_rows)
-        for epoch in range(epochs + bool(rest)):
-            num_due = self._config.num_rows if epoch < epochs else rest
-            num_tickets = sum(one == epoch for one, _ in fresh)
-            require(num_tickets >= num_due, "P7 covered", f"{record}, but epoch {epoch} has {num_tickets} tickets")
+        # a prompt that was decided about twice, and otherwise, is one too many
+        num_tickets = len(fresh & set(map(self._prompt_at, range(record.num_fresh))))
+        require(num_tickets == num_first, "P7 covered", f"{record}, but {num_tickets} of its prompts have tickets")
+
+    def _prompt_at(self, position: int) -> tuple[int, int]:
+        while len(self._order) <= position:
+            epoch, num_rows = len(self._order) // self._config.num_rows, self._config.num_rows
+            order = np.random.default_rng([1, epoch]).permutation(num_rows).tolist()
+            self._order += [(epoch, index) for index in order]
+        return self._order[position]
 
     def on_admission(self, *, total: int, log_length: int, held: Version) -> None:
         """A controller admits, having read so much of the log, and seen that the servers hold this version."""

@@ -15,6 +15,8 @@ import pytest
 from areal_async.bus import take_trainer_consumer
 from areal_async.bus.sweep import settled_prefix
 from areal_async.controller.accounts import Accounts, Readmission
+from areal_async.controller.curriculum import Curriculum
+from areal_async.controller.sampler import Pool, Sampler
 from areal_async.journal import Journal
 from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE
 from areal_async.trainer import cutter
@@ -23,6 +25,7 @@ from areal_async.trainer.cutter import Cutter
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.lineage import Lineage
 from areal_async.types import (
+    Admitted,
     CheckpointRecord,
     Cut,
     CutKind,
@@ -280,3 +283,22 @@ def _(patch: pytest.MonkeyPatch) -> None:
     right = Accounts.held_step.fget
     assert right is not None
     patch.setattr(Accounts, "held_step", property(lambda self: max(right(self), self.journal.restored_step)))
+
+
+@_planted("a curriculum decides by what is known by now")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = Curriculum._admits
+
+    def admits(self: Curriculum, group: GroupId, number: int, pool: Pool, stretch: str, known: Any) -> bool:
+        self._dull.clear()
+        return right(self, group, number, pool, stretch, dict.fromkeys(known, len(self._visits)))
+
+    patch.setattr(Curriculum, "_admits", admits)
+
+
+@_planted("what was passed over is abandoned at the end")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def every(admitted: Admitted, sampler: Sampler, curriculum: Any) -> Iterable[GroupId]:
+        return map(sampler.group_at, range(admitted.num_fresh))
+
+    patch.setattr("areal_async.controller.admission.first_groups", every)

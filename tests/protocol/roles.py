@@ -11,15 +11,18 @@ from typing import TYPE_CHECKING
 
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import Admission, has_ended, left_over, next_admission
+from areal_async.controller.curriculum import Curriculum, Visits
 from areal_async.controller.sampler import Sampler
 from areal_async.errors import ConflictError, FencedError, StreamFullError
 from areal_async.journal import Journal, without_slots
 from areal_async.rollout.duties import is_settled, missing_siblings
+from areal_async.settings import CurriculumSettings
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
     Admitted,
     Cut,
+    GroupId,
     RunState,
     ServerState,
     Slot,
@@ -76,6 +79,13 @@ class ControllerModel:
         self.bus: ModelBus = self.process.bus
         self.accounts = Accounts(max_groups_in_flight=limit)
         self.sampler = Sampler(config.num_rows, seed=1)
+        self.visits = Visits()
+        self.curriculum = None if config.keep is None else self.make_curriculum(config.keep)
+
+    def make_curriculum(self, keep: float) -> Curriculum:
+        """Every epoch is a stretch."""
+        settings = CurriculumSettings(name="pass_rate", keep=keep)
+        return Curriculum(settings, self.sampler, self.visits, seed=1, min_stretch=1)
 
     async def run(self) -> None:
         record, self.revision = await self.bus.get(ADMITTED, Admitted)
@@ -88,7 +98,8 @@ class ControllerModel:
         while not has_ended(self.accounts, self.newest):
             await idle()
         await self._take_over()
-        for outcome in left_over(self.accounts, self.sampler, last_step=self.world.config.steps):
+        last_step = self.world.config.steps
+        for outcome in left_over(self.accounts, self.sampler, last_step=last_step, curriculum=self.curriculum):
             await self.bus.publish(NAMES.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
         await self.bus.put(RUN_STATE, RunState(state="finished"))
 
@@ -108,6 +119,7 @@ class ControllerModel:
 
     def _read(self, entry: LogEntry) -> None:
         read_entry(entry, self.accounts)
+        self.visits.read(entry.record)
         self.num_read += 1
         self.world.touch()
 
@@ -133,7 +145,7 @@ class ControllerModel:
     async def _run_admission(self) -> None:
         last_step = self.world.config.steps
         while not self.has_taken_over:
-            admission = next_admission(self.accounts, self.sampler, last_step=last_step)
+            admission = next_admission(self.accounts, self.sampler, last_step=last_step, curriculum=self.curriculum)
             if admission is None:
                 await idle()
                 continue
@@ -244,6 +256,7 @@ class NodeModel:
             sibling=sibling,
             sample_uid=f"{ticket.group_id}.{sibling}.{producer}",
             status=status,
+            reward=float(GroupId.parse(ticket.group_id).index % 2),
             reason="" if status is SlotStatus.SCORED else "why",
             oldest=str(started),
             newest=str(newest),

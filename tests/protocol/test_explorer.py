@@ -11,6 +11,8 @@ MAX_STEPS_TO_FIND = 200_000
 WHERE = {
     "an older trainer can still record a checkpoint": Config(batch_groups=1, steps=5, checkpoint_every=1),
     "a trainer purges without asking whether a newer one has begun": Config(min_group_size=2, steps=5, max_attempts=3),
+    "a curriculum decides by what is known by now": Config(num_rows=2, steps=5, keep=0.5),
+    "what was passed over is abandoned at the end": Config(num_rows=2, steps=5, keep=0.5),
 }
 """Settings under which a fault is looked for, where drawn ones seldom lead there."""
 MET = (
@@ -23,6 +25,7 @@ MET = (
     "outcome trained",
     "payload lost",
     "readmission",
+    "prompt passed over",
     "trajectory acked",
     "trajectory purged",
 )
