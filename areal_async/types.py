@@ -47,6 +47,7 @@ class Prompt(Record, frozen=True, kw_only=True):
     """One dataset row with a stable id. ``prompt["question"]`` reads a column."""
 
     epoch: int
+    """Of its task, where tasks have epochs of their own."""
     index: int
     """Position in the data set (tasks concatenated in the order of the settings), from 0."""
     row: dict[str, Any]

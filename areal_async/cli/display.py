@@ -186,9 +186,11 @@ def _step_rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
 def _groups_text(view: RunView) -> str:
     in_flight, credits = (int(number(view.controller, key)) for key in ("in_flight", "credits"))
     running = sum(int(number(node, "num_groups_running")) for node in view.nodes.values())
-    return (
+    text = (
         f"in flight {in_flight} (running {running}, ready or training {max(0, in_flight - running)}), credits {credits}"
     )
+    skipped = int(number(view.controller, "skipped"))
+    return f"{text}, passed over {skipped} prompts" if skipped else text
 
 
 def _beside(*parts: RenderableType) -> RenderableType:

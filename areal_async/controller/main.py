@@ -39,14 +39,14 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
 
 def _check_sendable(tasks: Tasks) -> None:
     """Rows travel as JSON; say so before the first ticket does not."""
-    workflow, row = tasks.at(0)
-    try:
-        msgspec.json.encode(row)
-    except TypeError as exc:
-        raise UserError(
-            f"dataset of {workflow}: got a row that is no JSON ({exc}), need text, numbers, lists and mappings; "
-            "leave the other columns out"
-        ) from exc
+    for workflow, row in tasks.first_rows:
+        try:
+            msgspec.json.encode(row)
+        except TypeError as exc:
+            raise UserError(
+                f"dataset of {workflow}: got a row that is no JSON ({exc}), need text, numbers, lists and mappings; "
+                "leave the other columns out"
+            ) from exc
 
 
 def _head(rows: Any, limit: int) -> Any:

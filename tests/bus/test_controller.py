@@ -1,5 +1,6 @@
 """The controller admits by credit and nothing else, and a restarted one goes on where the broker says."""
 
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -150,6 +151,24 @@ async def test_credit_returns_when_the_servers_hold_what_a_cut_made(
         assert len(tickets) == 6
         assert {one.version for one in tickets[4:]} == {"1-1"}
         assert [one.number for one in tickets] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_tasks_take_turns_by_their_ratios_and_each_has_groups_of_its_own_size(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    other = TaskSettings(workflow="other.py", dataset=DatasetSettings(path="x"), ratio=3.0, group_size=5)
+    mixed = settings.model_copy(update={"tasks": (*settings.tasks, other)})
+    await world.hold("1-0")
+    accounts = Accounts(max_groups_in_flight=mixed.rollout.max_groups_in_flight)
+    bus, tasks = await open_role(Role.CONTROLLER), Tasks([("w", ROWS), ("other", ROWS)])
+    async with running(Controller(bus, mixed, tasks, None, accounts=accounts)) as controller:
+        for one in await world.tickets(4, controller):
+            await world.outcome(one.group_id, OutcomeKind.STALE)
+        tickets = await world.tickets(8, controller)
+
+    assert sorted((one.workflow, one.group_size) for one in tickets) == [("other", 5)] * 6 + [("w", 2)] * 2
+    epochs = Counter((one.workflow, one.group_id.split("-")[0]) for one in tickets)
+    assert epochs == {("other", "0"): 5, ("other", "1"): 1, ("w", "0"): 2}
 
 
 async def test_epochs_follow_each_other_without_a_barrier(

@@ -208,6 +208,12 @@ def test_panel_shows_steps_servers_groups_and_who_waits(view: RunView) -> None:
         assert part in text
 
 
+def test_panel_says_how_many_prompts_a_curriculum_has_passed_over(view: RunView) -> None:
+    view.on_metrics(METRICS + "controller.0", b'{"state": "admitting", "in_flight": 10, "credits": 2, "skipped": 7}')
+
+    assert "credits 2, passed over 7 prompts" in _drawn(view)
+
+
 def test_sparkline_spans_from_least_to_greatest() -> None:
     assert sparkline([]) == ""
     assert sparkline([0.3, 0.3]) == "▁▁"
