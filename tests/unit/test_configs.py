@@ -1,0 +1,54 @@
+"""Every run that ships can be started: its workflow is there, its own data has the columns, the GPUs suffice."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from areal_async.cli.run import check
+from areal_async.launch.plan import plan_crews
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import Settings
+from areal_async.settings_sources import load_settings
+
+ROOT = Path(__file__).parents[2]
+RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "tasks" in yaml.safe_load(path.read_text()))
+WORKFLOWS = sorted(
+    path.stem for path in (ROOT / "workflows").glob("*.py") if (ROOT / f"configs/{path.stem}_cpu.yaml").exists()
+)
+NUM_GPUS = 8
+
+
+def settings_of(path: Path) -> Settings:
+    return load_settings(path, [], Settings, use_environment=False)
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_run_passes_the_checks_that_need_no_gpu(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    settings = settings_of(path)
+    if settings.inference.python is not None:  # what an environment of its own holds is not this test's
+        settings = settings.model_copy(update={"inference": settings.inference.model_copy(update={"python": None})})
+
+    check(settings)
+    plan_crews(settings, RunDirectory(tmp_path), gpus=tuple(map(str, range(NUM_GPUS))))
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_each_workflow_has_settings_for_both_kinds_of_machine(name: str) -> None:
+    for config in (ROOT / f"configs/{name}.yaml", ROOT / f"configs/{name}_cpu.yaml"):
+        assert [task.workflow for task in settings_of(config).tasks] == [f"workflows/{name}.py"]
+
+
+@pytest.mark.parametrize("path", RUNS, ids=lambda path: path.name)
+def test_train_and_test_files_of_ours_have_the_same_columns(path: Path) -> None:
+    settings = settings_of(path)
+    datasets = [task.dataset for task in settings.tasks] + ([settings.eval.dataset] if settings.eval.dataset else [])
+    columns = set()
+    for dataset in datasets:
+        if dataset.path.endswith(".jsonl"):
+            with (ROOT / dataset.path).open(encoding="utf-8") as lines:
+                columns.add(tuple(json.loads(lines.readline())))
+
+    assert len(columns) <= 1
