@@ -16,7 +16,7 @@ from areal_async.sandbox.shared import shared_sandbox
 LIMITS: Final = Limits(wall_s=5.0, cpu_s=5)
 MOST_CHARACTERS: Final = 4000
 """Of what comes back: a conversation has to hold it."""
-_NOTHING: Final = "(it ended and printed nothing; print what you want to see)"
+NOTHING_PRINTED: Final = "(it ended and printed nothing; print what you want to see)"
 
 
 async def python(code: str) -> str:
@@ -41,7 +41,7 @@ def _told(execution: Execution, limits: Limits) -> str:
             parts.append(f"(ended: it took more than {limits.memory_bytes >> 20} MiB of memory)")
         case End.ENDED if execution.status:
             parts.append(f"(ended with status {execution.status})")
-    return "\n".join(part for part in parts if part) or _NOTHING
+    return "\n".join(part for part in parts if part) or NOTHING_PRINTED
 
 
 def _shortened(text: str) -> str:
