@@ -22,6 +22,7 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
+from areal_async import waits
 from areal_async.errors import ToolError, UserError, WorkflowError
 from areal_async.inference import parenthood
 from areal_async.rollout.boundary import attributed_to
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from mcp.client.stdio import StdioServerParameters
     from mcp_types import CallToolResult, Tool
 
-START_DEADLINE_S = 30.0
+START_DEADLINE_S = 60.0
 MAX_STARTING = 2 * (os.cpu_count() or 1)
 """Servers that start at once on a node; each is a program that loads."""
 MAX_TOOLS = 256
@@ -110,7 +111,8 @@ class Connection:
         Raises:
             WorkflowError: it did not, within its deadline or at all.
         """
-        await self._opened.wait()
+        with waits.on(str(self.address), "the start of"):
+            await self._opened.wait()
         if self._client is None:
             raise WorkflowError(f"{self.address}: cannot be used: {self._cause()}")
         return self

@@ -9,13 +9,15 @@ from typing import Any
 
 import anyio
 import pytest
-from mcp_types import CallToolResult, EmbeddedResource, ResourceLink, TextResourceContents
+from mcp_types import CallToolResult, EmbeddedResource, ResourceLink, TextResourceContents, Tool
 
 from areal_async import DescribedTool, ToolCall, ToolResult, mcp_tools, shared_mcp_tools
 from areal_async.errors import ToolError, UserError, WorkflowError
 from areal_async.host import free_port
 from areal_async.rollout.tools import mcp_connection
+from areal_async.rollout.tools.mcp import _tool as described
 from areal_async.rollout.tools.mcp import text_of
+from areal_async.rollout.tools.mcp_connection import Address, Connection
 from areal_async.rollout.tools.run import Toolbox
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -254,6 +256,24 @@ async def test_server_that_floods_is_given_up_at_its_deadline_while_the_loop_goe
         tasks.cancel_scope.cancel()
 
     assert beats > 20
+
+
+@pytest.mark.parametrize("broken", [{"type": "nonsense"}, {"type": "object", "properties": {"a": {"type": 5}}}])
+def test_schema_that_is_none_is_refused_with_the_tools_name(broken: dict[str, Any]) -> None:
+    offered = Tool(name="odd", input_schema=broken)
+
+    with pytest.raises(WorkflowError, match="MCP server .*: tool 'odd' has no valid schema"):
+        described(offered, Address(url="http://a/mcp"), never, None)
+
+
+def test_name_that_models_do_not_write_is_written_otherwise() -> None:
+    offered = Tool(name="files/read.text", input_schema={"type": "object"})
+
+    assert described(offered, Address(url="http://a/mcp"), never, None).name == "files_read_text"
+
+
+async def never() -> Connection:
+    raise AssertionError
 
 
 def test_structured_content_alone_is_told_as_json_and_resources_by_their_text() -> None:
