@@ -3,8 +3,11 @@
     python tools/compare_ranks.py
     python tools/compare_ranks.py --model configs/models/tiny --ranks 3 --steps 3 --batch batch.npz
 
+    python tools/compare_ranks.py --critic
+
 The batch is random sequences whose behaviour logprobs come from perturbed weights; ``--batch`` keeps it in a file,
-and takes it from there when the file is there. Prints the relative difference of every step's unclipped gradient
+and takes it from there when the file is there. With ``--critic`` a critic is trained on it, towards random returns.
+Prints the relative difference of every step's unclipped gradient
 norm and of every parameter's change over all steps; exits with 1 when one is over the tolerance.
 """
 
@@ -23,10 +26,11 @@ from numpy.typing import NDArray
 
 from areal_async.host import LOOPBACK, free_port
 from areal_async.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
+from areal_async.trainer.critic import CriticEngine
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.pack import balance
-from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.rows import RETURNS, VALUES, TrainRow, with_columns
 
 PERTURBATION = 0.05
 """Standard deviation of the noise on the weights that sampled, relative to each tensor's own."""
@@ -56,6 +60,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--sequences", type=int, default=48)
     parser.add_argument("--max-tokens", type=int, default=96, help="of the longest sequence")
     parser.add_argument("--minibatches", type=int, default=1, help="optimizer updates per step")
+    parser.add_argument("--critic", action="store_true", help="train a critic instead of the policy")
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tolerance", type=float, default=1e-3)
@@ -81,7 +86,8 @@ def compare(arguments: argparse.Namespace, alone: Ranks) -> int:
 def _launch(arguments: argparse.Namespace, *, output: Path) -> None:
     """Run this file once per rank and wait for all of them."""
     given = vars(arguments) | {"output": output}
-    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    flags = ["--critic"] * given.pop("critic")
+    options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))] + flags
     address = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port())}
     workers = [
         subprocess.Popen(
@@ -122,14 +128,23 @@ def _settings(arguments: argparse.Namespace, model: Path) -> Settings:
 
 def _train(arguments: argparse.Namespace, ranks: Ranks) -> Arrays:
     """Return the gradient norm of each step, and on rank 0 the change of each parameter over all of them."""
-    engine = FsdpEngine.for_run(_settings(arguments, arguments.model), ranks)
     rows = _read(arguments.batch)
     mine = [rows[place] for place in balance([row.num_tokens for row in rows], num_ranks=ranks.size)[ranks.rank]]
+    settings = _settings(arguments, arguments.model)
+    engine = CriticEngine.for_run(settings, ranks) if arguments.critic else FsdpEngine.for_run(settings, ranks)
     before = engine.full_parameters()
-    steps = range(1, arguments.steps + 1)
-    norms = [engine.train_step(mine, step=step, total_steps=arguments.steps).grad_norm for step in steps]
+    norms = [_train_step(engine, mine, step=step, steps=arguments.steps) for step in range(1, arguments.steps + 1)]
     after = engine.full_parameters()
     return {"grad_norm": np.array(norms), **{name: (after[name] - before[name]).numpy() for name in after}}
+
+
+def _train_step(engine: CriticEngine | FsdpEngine, rows: list[TrainRow], *, step: int, steps: int) -> float:
+    """Train once and return the gradient's norm."""
+    if isinstance(engine, FsdpEngine):
+        return engine.train_step(rows, step=step, total_steps=steps).grad_norm
+    returns = [np.random.default_rng(row.index).normal(size=row.num_tokens) for row in rows]
+    rows = with_columns(rows, {VALUES: engine.values(rows), RETURNS: returns})
+    return engine.train_step(rows, step=step, total_steps=steps).value_grad_norm
 
 
 def _judge(alone: Arrays, together: Arrays, arguments: argparse.Namespace) -> int:

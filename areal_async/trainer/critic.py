@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import Self
 
 import structlog
+import torch
 from torch import Tensor
 
 from areal_async.algorithms.objective import LossTerms
 from areal_async.algorithms.values import value_loss
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.trainer import weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.flops import decoder_flops
@@ -107,6 +109,11 @@ class CriticEngine:
             value_lr=lr,
             value_num_skipped=tally.num_skipped,
         )
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
+        buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
+        return weights.gather(self._critic.classifier, buckets, self._ranks)
 
     @property
     def trained(self) -> Trained:
