@@ -1,0 +1,90 @@
+"""Steps of PPO with a critic and a reference on one rank or on one of two; run as a module it prints what it saw."""
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+
+from areal_async.settings import AlgorithmSettings, ModelSettings, RunSettings, Settings, TrainerSettings
+from areal_async.trainer.distributed import Ranks, join_ranks
+from areal_async.trainer.engines import Engines, Lanes
+from areal_async.trainer.payloads import Placed
+from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.step import AgreedBatch
+from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.threads import EngineThread
+from areal_async.types import CutSlot, Slot, SlotStatus
+from tests.unit.trainer.models import random_rows
+
+NUM_STEPS = 3
+
+
+class Learners:
+    """Everything that trains, and its calls."""
+
+    def __init__(self, model: Path, ranks: Ranks, **algorithm: Any) -> None:
+        settings = Settings(
+            run=RunSettings(steps=NUM_STEPS),
+            model=ModelSettings(path=str(model), dtype="float32"),
+            algorithm=AlgorithmSettings.model_validate(algorithm),
+            trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, "critic": {"lr": 1e-2}}),
+        )
+        self.engines = Engines.for_run(settings, ranks, deadline_s=60.0)
+        lanes = Lanes(engine=EngineThread(), is_single=False)
+        self._calls = StepCalls(settings, engines=self.engines, lanes=lanes, ranks=ranks)
+
+    def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
+        """Train on these rows of the batch, and return everything that is reported."""
+        trained = anyio.run(lambda: self._calls.run(rows, batch(), step=step))
+        return asdict(trained.stats) | trained.others
+
+    def fingerprint(self) -> dict[str, float]:
+        """Return numbers that tell the parameters of actor and critic."""
+        parameters = self.engines.actor.full_parameters()
+        if self.engines.critic is not None:
+            parameters |= {f"critic.{name}": one for name, one in self.engines.critic.full_parameters().items()}
+        return {name: float(one.double().norm()) for name, one in parameters.items()}
+
+
+def batch_rows() -> list[TrainRow]:
+    """Return the rows of the whole batch; a row's advantage is its trajectory's outcome."""
+    return random_rows(7)
+
+
+def batch() -> AgreedBatch:
+    """Return the batch as every rank knows it: two groups."""
+    slots = []
+    for row in batch_rows():
+        slot = Slot(
+            sibling=row.index,
+            sample_uid=str(row.index),
+            status=SlotStatus.SCORED,
+            reward=float(np.asarray(row.advantage)),
+            num_output_tokens=int(row.loss_mask.sum()),
+            oldest="1-0",
+            newest="1-0",
+        )
+        group_id = "a" if row.index < 4 else "b"
+        slots.append(Placed(position=row.index, group_id=group_id, workflow="w", item=CutSlot(sequence=1, slot=slot)))
+    outcomes = {placed.position: placed.item.slot.reward for placed in slots}
+    return AgreedBatch(slots=slots, advantages=outcomes, unusable=[])
+
+
+def main(model: Path, algorithm: dict[str, Any]) -> None:
+    """Train beside another rank: each with rows, then all rows on one."""
+    ranks = join_ranks(deadline_s=120.0)
+    learners = Learners(model, ranks, **algorithm)
+    rows, is_first = batch_rows(), ranks.rank == 0
+    mine = [rows[:5] if is_first else rows[5:], [] if is_first else rows, rows[:1] if is_first else rows[1:]]
+    stats = [learners.train(part, step=step) for step, part in enumerate(mine, start=1)]
+    sys.stdout.write("\n" + json.dumps({"stats": stats, "fingerprint": learners.fingerprint()}))
+    sys.stdout.flush()
+    ranks.close()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
