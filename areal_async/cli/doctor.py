@@ -1,9 +1,13 @@
-"""``doctor``: examine a run and say what holds. Exit status 0 when nothing is refuted, 1 when something is."""
+"""``doctor``: examine a run and say what holds. Exit status 0 when nothing is refuted, 1 when something is.
+
+With ``--graph`` it draws the calls that a training step is made of instead, and needs no run.
+"""
 
 import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import anyio
 import structlog
@@ -11,10 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.algorithms.graphs import step_graph
 from areal_async.cli.speech import say
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.report import Ruling, Verdict
+from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
+from areal_async.settings_sources import load_settings
 
 MAX_SHOWN = 20
 """Findings printed per promise; ``--json`` has them all."""
@@ -22,7 +29,18 @@ STYLES = {Verdict.PROVED: "green", Verdict.REFUTED: "bold red", Verdict.UNDECIDE
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Examine one run and print the diagnosis."""
+    """Examine one run and print the diagnosis, or print the graph of a step.
+
+    Raises:
+        UserError: neither a run nor settings, settings beside a run, or a graph that cannot run.
+    """
+    if arguments.graph is not None:
+        say(step_graph(load_settings(Path(arguments.graph), overrides)).mermaid())
+        return 0
+    if overrides:
+        raise UserError(f"doctor: got {overrides[0]} without --graph, need a run's own settings; leave it out")
+    if arguments.run is None:
+        raise UserError("doctor: got neither a run nor settings; name --run NAME or --graph FILE.yaml")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     directory = find_run(arguments.run)
     settings, bus_url = directory.read_settings(), directory.read_bus_url()

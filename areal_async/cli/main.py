@@ -110,11 +110,16 @@ VERBS = {
     "stop": Verb("orders", "end a live run after its step, with a checkpoint to go on from", (_RUN, _BY, _REASON)),
     "doctor": Verb(
         "doctor",
-        "prove or refute a run's promises, live or dead, from what it has left",
+        "prove or refute a run's promises, live or dead, from what it has left; or draw a step's graph",
         (
-            _RUN,
+            ("--run", {"metavar": "NAME", "help": "name of the run, or its directory"}),
             ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
+            (
+                "--graph",
+                {"metavar": "FILE.yaml", "help": "check and draw the calls of a step with these settings, as Mermaid"},
+            ),
         ),
+        takes_settings=True,
     ),
     "dead": Verb(
         "dead",

@@ -10,6 +10,7 @@ from pathlib import Path
 import anyio
 
 from areal_async import log
+from areal_async.algorithms.graphs import step_graph
 from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
 from areal_async.cli.display import choose_display
 from areal_async.cli.speech import say, settings_help
@@ -120,7 +121,8 @@ def check(settings: Settings) -> None:
     """Refuse what can be seen to be wrong without importing or fetching anything.
 
     Raises:
-        UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there.
+        UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there, or the
+            calls of a step do not fit together.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
@@ -130,9 +132,13 @@ def check(settings: Settings) -> None:
     if settings.eval.dataset is not None:
         check_dataset(settings.eval.dataset, "eval.dataset")
     check_policies((task.workflow for task in settings.tasks), settings.policies)
-    check_model(settings.model.path)
+    model = settings.model
+    for setting, path in (("", model.path), ("critic.", model.critic.path), ("reference.", model.reference.path)):
+        if path is not None:
+            check_model(path, f"model.{setting}path")
     for name, policy in settings.frozen_policies.items():
         check_model(str(policy.path), f"policies.{name}.path")
+    step_graph(settings)
     check_interpreter(settings.inference.python)
     check_tool_call_parser(settings)
 

@@ -77,3 +77,27 @@ def test_a_run_is_found_by_name_among_the_runs_here_or_by_its_directory(
 def test_a_run_that_is_not_there_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--run", "no-such-run"]) == 2
     assert capsys.readouterr().err.startswith("--run: got no-such-run, need ")
+
+
+def test_the_graph_of_a_step_is_drawn_from_settings_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    status = main(["doctor", "--graph", "configs/gsm8k_cpu.yaml", "--algorithm.name", "ppo"])
+
+    lines = capsys.readouterr().out.splitlines()
+    assert status == 0
+    assert lines[0] == "flowchart TD"
+    assert '  train_critic["train_critic<br/>train critic"]' in lines
+    assert "  gae -- advantages --> train_actor" in lines
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "got neither a run nor settings; name --run NAME or --graph FILE.yaml"),
+        (["--run", "r", "--algorithm.name", "ppo"], "got --algorithm.name without --graph"),
+    ],
+)
+def test_a_doctor_without_a_patient_says_so(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *words]) == UserError.exit_code
+    assert sentence in capsys.readouterr().err
