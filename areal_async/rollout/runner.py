@@ -184,11 +184,11 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(outbox.run)
                 async with anyio.create_task_group() as episodes:
-                    if is_group_workflow(workflow):
-                        episodes.start_soon(run_together, workflow)
-                    else:
+                    if not is_group_workflow(workflow):
                         for sibling in siblings:
                             episodes.start_soon(run_sibling, cast(Workflow, workflow), sibling)
+                    elif siblings:
+                        episodes.start_soon(run_together, workflow)
                 storing.enter_context(waits.on(waits.BROKER, "its slots to be stored by"))
     finally:
         place.counts.num_groups_running -= 1
