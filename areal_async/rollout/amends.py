@@ -68,8 +68,10 @@ async def _store_slots(place: Workplace, blockage: Blockage, ticket: Ticket) -> 
         backpressure=place.backpressure,
         receipts=place.receipts,
     )
+    work = blockage.work
     for sibling, reason in siblings.items():
-        uid = f"{ticket.group_id}.{sibling}.{place.node_id}.{secrets.token_hex(4)}"
+        is_culprit = work is not None and sibling == work.sibling
+        uid = work.sample_uid if is_culprit and work else f"{ticket.group_id}.{sibling}.{place.node_id}.not_run"
         slot = Slot(
             sibling=sibling, sample_uid=uid, status=SlotStatus.FAILED, oldest=ticket.version, newest=ticket.version
         )
@@ -81,14 +83,15 @@ async def _store_slots(place: Workplace, blockage: Blockage, ticket: Ticket) -> 
 def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) -> dict[int, str]:
     """Return the siblings to store as failed, each with its reason; none where that was done before."""
     assert blockage.work is not None
-    missing = missing_siblings(ticket, stored)
-    culprit = blockage.work.sibling
-    if culprit not in missing:
+    slots = [slot for message in stored for slot in message.slots]
+    if any(slot.sample_uid == blockage.work.sample_uid for slot in slots):
         return {}
+    missing = missing_siblings(ticket, stored)
     if blockage.work.is_whole_group:
         return dict.fromkeys(missing, blockage.reason)
-    reasons = {culprit: blockage.reason}
-    if any(HELD_UP in slot.reason for message in stored for slot in message.slots):
+    culprit = blockage.work.sibling
+    reasons = {culprit: blockage.reason} if culprit in missing else {}
+    if any(HELD_UP in slot.reason for slot in slots):
         others = (
             f"workflow {ticket.workflow}: not run, as two siblings {HELD_UP} of a node; the last, {blockage.reason}"
         )

@@ -39,8 +39,10 @@ async def place(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings)
     )
 
 
-def held_up_by(sibling: int) -> Blockage:
-    work = Work(workflow="w", name=f"slot 0-3-0.{sibling}", ticket=TICKET, sibling=sibling, sample_uid="uid")
+def held_up_by(sibling: int, uid: str = "uid") -> Blockage:
+    work = Work(
+        workflow="w", name=f"slot 0-3-0.{sibling}", ticket=TICKET, sibling=sibling, sample_uid=f"{uid}.{sibling}"
+    )
     return Blockage(node_id="0", blocked_s=21.4, place=PLACE, work=work)
 
 
@@ -86,6 +88,17 @@ async def test_the_second_sibling_that_does_so_takes_the_rest_of_its_group_along
         False,
         True,
     ]
+
+
+async def test_a_workflow_of_all_siblings_takes_its_group_along_the_second_time(
+    place: Workplace, file: BlockageFile, open_role: OpenRole
+) -> None:
+    for uid in ("first", "second"):
+        file.write(held_up_by(0, uid))
+        await make_amends(place, file)
+
+    slots = await stored(await open_role(Role.OPERATOR))
+    assert [(slot.sibling, slot.status) for slot in slots] == [(sibling, "failed") for sibling in range(4)]
 
 
 async def test_nothing_is_stored_for_a_group_that_is_settled(
