@@ -7,6 +7,7 @@ from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
 from areal_async.rollout.blockage import Work
+from areal_async.rollout.boundary import text_of
 from areal_async.rollout.confine import working_on
 from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.episode import call_workflow
@@ -50,9 +51,9 @@ async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
         )
         reward = scores.reward
     except Reject as exc:
-        error = f"rejected: {exc}"
+        error = f"rejected: {text_of(exc)}"
     except RolloutError as exc:
-        error = str(exc)
+        error = text_of(exc) or type(exc).__name__  # empty would say that there is a reward
         log.warning("evaluation.failed", eval_id=ticket.eval_id, index=ticket.index, reason=error)
     oldest, newest = version_range(policy.turns, "")
     return EvalResult(

@@ -1,0 +1,57 @@
+"""A held-out row has a reward or an error, whatever its workflow does."""
+
+from typing import Any, cast
+
+import pytest
+
+from areal_async.bus import Bus
+from areal_async.contracts import Policy
+from areal_async.errors import Reject, WorkflowError
+from areal_async.rollout.evaluate import _answer
+from areal_async.rollout.workplace import Workplace
+from areal_async.settings import Settings
+from areal_async.types import EvalTicket, Prompt
+from areal_async.wire import encode
+from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+
+pytestmark = pytest.mark.anyio
+
+
+class Mute(Exception):
+    def __str__(self) -> str:
+        raise ValueError("not a word")
+
+
+@pytest.mark.parametrize(
+    ("action", "error"),
+    [
+        (1.0, ""),
+        (None, "workflow w: returned None"),
+        (WorkflowError(""), "WorkflowError"),
+        (Mute(), "workflow w: Mute"),
+        (ValueError("\ud800"), "workflow w: ValueError: ?"),
+        (Reject(Mute()), "rejected: "),
+        (KeyboardInterrupt(), "workflow w: KeyboardInterrupt"),
+    ],
+)
+async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, action: Any, error: str) -> None:
+    async def workflow(prompt: Prompt, policy: Policy) -> Any:
+        await policy.complete([1])
+        if isinstance(action, BaseException):
+            raise action
+        return action
+
+    place = Workplace(
+        settings=settings,
+        bus=cast(Bus, None),
+        node_id="0",
+        generator=ScriptedModel([98, END]),
+        codec=codec(),
+        workflows={"w": workflow},
+    )
+
+    result = await _answer(place, EvalTicket(eval_id="1-0", index=3, workflow="w", row={}))
+
+    assert result.error.startswith(error)
+    assert bool(result.error) is bool(error)
+    assert encode(result)
