@@ -115,6 +115,8 @@ class AlgorithmSettings(Section):
     """How far a critic's value may move in one step before its error stops counting; ``None`` for any."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer updates per training step."""
+    calls: tuple[str, ...] = ()
+    """Calls of your own in a training step: ``FILE.py:name``, a function named like what it makes (``advantages``)."""
 
     @model_validator(mode="before")
     @classmethod

@@ -17,6 +17,9 @@ import anyio
 
 from areal_async.errors import UserError
 
+BEFORE = "_before_"
+"""Stands in the name of a value that another call changes (``Graph.having``)."""
+
 
 class Kind(StrEnum):
     """What a call does with a model."""
@@ -85,7 +88,7 @@ class Graph:
         for name in call.outputs:
             makers = [place for place, one in enumerate(calls) if name in one.outputs]
             if makers and name in call.inputs:
-                before = f"{name}_before_{call.name}"
+                before = f"{name}{BEFORE}{call.name}"
                 maker = calls[makers[0]]
                 calls[makers[0]] = replace(maker, outputs=_renamed(maker.outputs, name, before))
                 added = replace(added, inputs=_renamed(added.inputs, name, before))
@@ -153,6 +156,11 @@ class Graph:
             done.append(ready)
             have.update(ready.outputs)
         return done
+
+
+def plain_name(name: str) -> str:
+    """Return what a value was called before a call came between it and those that take it."""
+    return name.partition(BEFORE)[0]
 
 
 Work = Callable[[Call, dict[str, Any]], Awaitable[Mapping[str, Any]]]

@@ -1,4 +1,4 @@
-"""The training step of every preset, declared as a graph of model function calls. Pure; no torch.
+"""The training step of every preset, declared as a graph of model function calls. No torch.
 
 The first two calls run before the trainer's own: ``generate`` on the nodes, whose trajectories come over the bus, and
 ``batch`` where the ranks agree on what they train. The trainer does the rest, in this graph's order.
@@ -7,6 +7,7 @@ The first two calls run before the trainer's own: ``generate`` on the nodes, who
 from areal_async.algorithm_settings import AlgorithmSettings
 from areal_async.dataflow import Call, Graph, Kind
 from areal_async.settings import Settings
+from areal_async.user_calls import read_call
 
 ELSEWHERE = ("generate", "batch")
 """Calls that are done when the trainer's part of the graph begins."""
@@ -16,7 +17,7 @@ def step_graph(settings: Settings) -> Graph:
     """Return the checked graph of one training step, as the settings want it.
 
     Raises:
-        UserError: the calls do not fit together.
+        UserError: the calls do not fit together, or one of the user's own is not there.
     """
     algorithm = settings.algorithm
     has_critic = algorithm.advantage_baseline == "critic"
@@ -84,7 +85,11 @@ def step_graph(settings: Settings) -> Graph:
         )
     )
     graph = Graph(calls=tuple(calls), given=("prompts",), results=tuple(results))
-    return graph.checked(roles(algorithm))
+    for spec in algorithm.calls:
+        graph = graph.having(read_call(spec))
+    graph = graph.checked(roles(algorithm))
+    graph.rest(ELSEWHERE).checked(roles(algorithm))  # a call of the user's own comes after those
+    return graph
 
 
 def roles(algorithm: AlgorithmSettings) -> tuple[str, ...]:

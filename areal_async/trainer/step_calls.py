@@ -8,7 +8,7 @@ import msgspec
 
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.algorithms.graphs import ELSEWHERE, step_graph
-from areal_async.dataflow import Call, execute
+from areal_async.dataflow import Call, execute, plain_name
 from areal_async.settings import Settings
 from areal_async.trainer.credit import critic_advantages, kl_penalties, penalised_advantages
 from areal_async.trainer.distributed import Ranks
@@ -16,6 +16,7 @@ from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
 from areal_async.trainer.stats import StepStats
 from areal_async.trainer.step import AgreedBatch
+from areal_async.user_calls import load_function, read_call
 
 Values = dict[str, Any]
 
@@ -49,6 +50,7 @@ class StepCalls:
             "train_actor": self._train_actor,
             "train_critic": self._train_critic,
         }
+        self._own = {read_call(spec).name: load_function(spec) for spec in settings.algorithm.calls}
 
     async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int) -> Trained:
         """Make every call of one step. A collective: every rank makes those of a lane in the same order.
@@ -59,13 +61,13 @@ class StepCalls:
         here = _Step(number=step, batch=batch)
 
         async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
-            return await self._lanes.run(call.role, lambda: self._functions[call.name](here, inputs))
+            return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
 
         given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": batch.advantages}
         results = await execute(
             self._graph,
             work,
-            {name: given[name] for name in self._graph.given},
+            {name: given[plain_name(name)] for name in self._graph.given},
             lane=lambda call: self._lanes.name(call.role),
         )
         stats = results["actor_stats"]
@@ -75,6 +77,14 @@ class StepCalls:
         if "critic_stats" in results:
             others = asdict(results["critic_stats"]) | msgspec.structs.asdict(results["value_quality"])
         return Trained(stats=stats, others=others)
+
+    def _call(self, call: Call, step: "_Step", inputs: Values) -> Values:
+        own = self._own.get(call.name)
+        if own is None:
+            made = self._functions[call.name](step, inputs)
+            return {name: made[plain_name(name)] for name in call.outputs}
+        # By place: what it takes may have been renamed, where it comes between a value's maker and takers.
+        return {call.outputs[0]: own(*(inputs[name] for name in call.inputs))}
 
     def _start_logprobs(self, step: "_Step", inputs: Values) -> Values:
         return {"start_logprobs": self._engines.actor.logprobs(inputs["rows"])}

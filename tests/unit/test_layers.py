@@ -19,6 +19,7 @@ LAYERS = (
         "settings_tree",
         "sft_settings",
         "task_settings",
+        "user_calls",
         "contracts",
         "wire",
         "log",

@@ -1,5 +1,6 @@
 """The step of every preset is a graph that can run: its calls, their order and the models that they need."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from areal_async.algorithm_settings import PRESETS
 from areal_async.algorithms.graphs import ELSEWHERE, roles, step_graph
 from areal_async.dataflow import Graph
+from areal_async.errors import UserError
 from areal_async.settings import AlgorithmSettings, Settings
 
 
@@ -63,3 +65,34 @@ def test_a_penalty_in_the_loss_is_the_losss_business() -> None:
 
 def test_a_loglinear_proximal_policy_needs_no_pass() -> None:
     assert calls(graph_of({"proximal": "loglinear", "num_minibatches": 4})) == ["train_actor"]
+
+
+def test_a_call_of_the_users_own_stands_before_the_training(tmp_path: Path) -> None:
+    file = tmp_path / "clip.py"
+    file.write_text("import nothing_there\n\ndef advantages(rows, advantages):\n    return advantages\n")
+
+    graph = graph_of({"name": "ppo", "calls": [f"{file}:advantages"]})
+
+    assert calls(graph) == ["values", "gae", "train_critic", "clip_advantages", "train_actor"]
+    assert inputs(graph, "clip_advantages") == ("rows", "advantages_before_clip_advantages")
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "sentence"),
+    [
+        ("def advantages(rows, advantages): ...", "credit", "no function credit in"),
+        ("def advantages(rows, advantages): ...", "", "need FILE.py:name"),
+        ("def advantages(*all): ...", "advantages", "takes more than named values"),
+        ("def advantages(", "advantages", "is not Python"),
+        ("def advantages(judgement): ...", "advantages", "advantages is made by batch and by"),
+        ("def credit(judgement): ...", "credit", "takes judgement, which nobody makes"),
+        ("def credit(rows): ...", "credit", "makes credit, which nobody takes"),
+        ("def rewards(rewards): ...", "rewards", "makes rewards, which nobody takes"),
+    ],
+)
+def test_a_wrong_call_of_the_users_own_is_one_sentence(text: str, name: str, sentence: str, tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(text)
+
+    with pytest.raises(UserError, match=sentence):
+        graph_of({"calls": [f"{file}:{name}"]})

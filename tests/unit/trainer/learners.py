@@ -74,17 +74,18 @@ def batch() -> AgreedBatch:
     return AgreedBatch(slots=slots, advantages=outcomes, unusable=[])
 
 
-def main(model: Path, algorithm: dict[str, Any]) -> None:
-    """Train beside another rank: each with rows, then all rows on one."""
+def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
+    """Train beside another rank: each with rows, then all rows on one; last, write a checkpoint."""
     ranks = join_ranks(deadline_s=120.0)
     learners = Learners(model, ranks, **algorithm)
     rows, is_first = batch_rows(), ranks.rank == 0
     mine = [rows[:5] if is_first else rows[5:], [] if is_first else rows, rows[:1] if is_first else rows[1:]]
     stats = [learners.train(part, step=step) for step, part in enumerate(mine, start=1)]
+    learners.engines.save_checkpoint(directory / "checkpoint", b"ledger")
     sys.stdout.write("\n" + json.dumps({"stats": stats, "fingerprint": learners.fingerprint()}))
     sys.stdout.flush()
     ranks.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -19,11 +19,12 @@ PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
 
 
 @pytest.mark.timeout(240)
-def test_two_ranks_train_actor_and_critic_as_one_does(model: Path, ranks: Ranks) -> None:
+def test_two_ranks_train_actor_and_critic_as_one_does(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     alone = Learners(model, ranks, **PPO)
     stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]
 
-    printed = run_on_ranks(2, "tests.unit.trainer.learners", str(model), json.dumps(PPO), deadline_s=200.0)
+    words = (str(model), json.dumps(PPO), str(tmp_path))
+    printed = run_on_ranks(2, "tests.unit.trainer.learners", *words, deadline_s=200.0)
 
     first, second = (json.loads(output.splitlines()[-1]) for output in printed)
     assert first["stats"] == second["stats"]
@@ -32,6 +33,31 @@ def test_two_ranks_train_actor_and_critic_as_one_does(model: Path, ranks: Ranks)
     assert first["fingerprint"] == pytest.approx(alone.fingerprint(), rel=1e-5, abs=1e-6)
     assert stats[1]["kl_mean"] > 0  # the policy has left the reference, so every call had something to say
     assert stats[1]["explained_variance"] != 0
+    resumed = Learners(model, ranks, **PPO)
+    assert resumed.engines.load_checkpoint(tmp_path / "checkpoint") == b"ledger"
+    assert resumed.fingerprint() == pytest.approx(first["fingerprint"], rel=1e-6)
+
+
+def test_a_resumed_step_equals_one_that_was_never_interrupted(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    through, resumed = Learners(model, ranks, **PPO), Learners(model, ranks, **PPO)
+    through.train(batch_rows(), step=1)
+    through.engines.save_checkpoint(tmp_path / "1-1", b"ledger")
+
+    resumed.engines.load_checkpoint(tmp_path / "1-1")
+
+    for step in (2, 3):
+        assert resumed.train(batch_rows(), step=step) == through.train(batch_rows(), step=step)
+    assert resumed.fingerprint() == through.fingerprint()
+
+
+def test_a_call_of_the_users_own_changes_what_the_policy_is_told(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    file = tmp_path / "muted.py"
+    file.write_text("def advantages(rows, advantages):\n    return [0.0 * one for one in advantages]\n")
+
+    stats = Learners(model, ranks, calls=[f"{file}:advantages"]).train(batch_rows(), step=1)
+
+    assert stats["grad_norm"] == 0
+    assert Learners(model, ranks).train(batch_rows(), step=1)["grad_norm"] > 0
 
 
 def test_the_critic_learns_while_the_policy_does(model: Path, ranks: Ranks) -> None:
