@@ -55,8 +55,9 @@ class Controller:
         self._tasks = tasks
         self._evaluator = evaluator
         self._accounts = accounts
-        ratios = [task.ratio for task in settings.tasks]
-        self._sampler = sampler_of(list(map(Share, tasks.num_rows, ratios)), seed=settings.run.seed)
+        ratios = {task.name: task.ratio for task in settings.tasks}
+        shares = [Share(count, ratios.get(name, 1.0)) for name, count in zip(tasks.names, tasks.num_rows, strict=True)]
+        self._sampler = sampler_of(shares, seed=settings.run.seed)
         self._visits = Visits()
         self._curriculum = curriculum_of(settings, self._sampler, self._visits)
         self._admitted_revision = 0
