@@ -175,6 +175,13 @@ class AlgorithmSettings(Section):
         return self
 
     @property
+    def one_reward_for(self) -> str:
+        """Derived: what makes a step know one reward for a whole trajectory alone; empty where replies have theirs."""
+        if "critic" in self.needs_models:
+            return f"algorithm.name={self.name}"
+        return "algorithm.kl_in=reward" if self.has_kl_reward else ""
+
+    @property
     def needs_models(self) -> tuple[str, ...]:
         """Derived: models beside the policy."""
         return ("critic",) * (self.advantage_baseline == "critic") + ("reference",) * (self.kl_coef > 0)

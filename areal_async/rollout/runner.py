@@ -121,6 +121,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
             max_bytes=rollout.max_trajectory_bytes,
             max_sequence_tokens=settings.trainer.token_budget,
             max_credit_bytes=rollout.max_credit_bytes,
+            one_reward_for=settings.algorithm.one_reward_for,
         )
 
     @contextmanager

@@ -51,6 +51,8 @@ class Place:
     """Of its longest sequence: it has to be trained in one row."""
     max_credit_bytes: int = MAX_CREDIT_BYTES
     """Of the rewards of its replies, in the header."""
+    one_reward_for: str = ""
+    """The setting that takes one reward for a whole trajectory; empty where its replies may have their own."""
 
 
 Ending = Scores | Reject | RolloutError
@@ -80,6 +82,11 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration
     try:
         if not isinstance(ending, Scores):
             raise ending
+        if ending.by_turn and place.one_reward_for:
+            raise WorkflowError(
+                f"workflow {place.workflow}: got rewards for replies with {place.one_reward_for}, which takes one for "
+                "the whole trajectory; return a float, or choose another algorithm"
+            )
         check_size(policy.turns, max_bytes=place.max_bytes, max_sequence_tokens=place.max_sequence_tokens)
         with attributed_to(WorkflowError, f"workflow {place.workflow}: policy.info"):
             info = checked_info(policy.info, place.workflow)

@@ -175,6 +175,7 @@ class Trial:
             max_bytes=rollout.max_trajectory_bytes,
             max_sequence_tokens=self._settings.trainer.token_budget,
             max_credit_bytes=rollout.max_credit_bytes,
+            one_reward_for=self._settings.algorithm.one_reward_for,
         )
 
 

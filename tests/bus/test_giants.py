@@ -10,7 +10,7 @@ from areal_async.bus import EmbeddedBroker, Role, broker_config, take_trainer_co
 from areal_async.bus.log import BATCH_BYTES
 from areal_async.receipts import Receipts
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.rollout.runner import READS_AT_ONCE
+from areal_async.rollout.workplace import READS_AT_ONCE
 from areal_async.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, fetch
 from areal_async.types import CutSlot, Ticket

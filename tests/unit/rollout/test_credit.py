@@ -1,5 +1,6 @@
 """Rewards of single replies are read from what a workflow returns, and kept with their tokens."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -13,7 +14,7 @@ from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.slots import Place
-from areal_async.settings import MAX_CREDIT_BYTES, RolloutSettings, SamplingSettings
+from areal_async.settings import MAX_CREDIT_BYTES, AlgorithmSettings, RolloutSettings, SamplingSettings
 from areal_async.types import Credit, Prompt, SlotStatus, Trajectory, Turn
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 
@@ -22,7 +23,13 @@ pytestmark = pytest.mark.anyio
 FIRST, ASKED, SECOND = [11, 12, 13], [20, 21], [14, 15]
 
 
-async def play(returned: Any, *, max_credit_bytes: int = MAX_CREDIT_BYTES, sibling: int = 0) -> Trajectory:
+async def play(
+    returned: Any,
+    *,
+    max_credit_bytes: int = MAX_CREDIT_BYTES,
+    sibling: int = 0,
+    algorithm: Mapping[str, Any] | None = None,
+) -> Trajectory:
     """Two turns of one conversation; ``returned`` makes of their ids what the workflow returns."""
     policy = RecordingPolicy(ScriptedModel(FIRST, SECOND), codec(), SamplingSettings(), name="uid")
 
@@ -34,6 +41,7 @@ async def play(returned: Any, *, max_credit_bytes: int = MAX_CREDIT_BYTES, sibli
     place = Place(
         workflow="w", sibling=sibling, sample_uid=f"uid{sibling}", ticket_version="1-0", max_bytes=1 << 20,
         max_sequence_tokens=100, max_credit_bytes=max_credit_bytes,
+        one_reward_for=AlgorithmSettings(**(algorithm or {})).one_reward_for,
     )  # fmt: skip
     return await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=5)
 
@@ -78,6 +86,16 @@ async def test_rewards_that_cannot_be_are_a_recorded_failure(returned: Any, reas
 
     assert (slot.status, slot.reward, slot.credits) == (SlotStatus.FAILED, 0.0, [])
     assert reason in slot.reason
+
+
+@pytest.mark.parametrize("algorithm", [{"name": "ppo"}, {"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}])
+async def test_credits_where_a_step_knows_one_reward_are_a_recorded_failure(algorithm: dict[str, Any]) -> None:
+    trajectory = await play(lambda first, second: {first: 1.0}, algorithm=algorithm)
+    whole = await play(lambda first, second: 1.0, algorithm=algorithm)
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert "which takes one for the whole trajectory" in trajectory.slot.reason
+    assert whole.slot.status is SlotStatus.SCORED
 
 
 async def test_credits_that_the_header_of_a_batch_has_no_room_for_are_a_recorded_failure() -> None:

@@ -1,4 +1,4 @@
-"""The grader's lessons are asked as the workflow asks and graded by the run's own rule; the shipped one has learnt."""
+"""The lessons of the grader are asked as the workflow asks, and graded by the rule that the run is scored by."""
 
 import itertools
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from rewards.judge import TEN, parse_score, score_request
 from rewards.math_answer import numbers_match
 from tools import make_tiny_grader
-from tools.word_problems import Split
+from tools.word_problems import FAMILIES, Split
 from workflows.judge import TEMPLATE
 
 
@@ -30,7 +30,9 @@ def test_half_of_the_lessons_are_right_answers_by_the_run_s_own_rule() -> None:
         assert parse_score(row["answer"], TEN) == expected, row
         asked = score_request(TEMPLATE, question="", answer=answer, reference=reference)
         assert row["messages"] == [{"role": "user", "content": asked}]
-    assert sum(parse_score(row["answer"], TEN) == TEN.high for row in rows) == 100
+    assert 70 < sum(parse_score(row["answer"], TEN) == TEN.high for row in rows) < 130
+    by_family = [parse_score(row["answer"], TEN) for row in rows[:: len(FAMILIES)]]
+    assert len(set(by_family)) == 2, "the kind of problem tells nothing"
 
 
 def test_same_seed_gives_the_same_lessons() -> None:
