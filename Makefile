@@ -8,14 +8,17 @@ CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
 
-.PHONY: run test test-sglang faults faults-quick check setup clean
+.PHONY: run test test-runs test-sglang faults faults-quick check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
 # Two files at a time, each whole in one process, in their order: the long ones come first. ARGS="-n 0 ..." undoes it.
-test: $(STAMP)  ## every test that runs without a GPU and without SGLang
-	$(BIN)/python -m pytest -m "not sglang" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(STAMP)  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
+	$(BIN)/python -m pytest -m "not sglang and not whole_runs" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
+	$(BIN)/python -m pytest -m whole_runs -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
 test-sglang: $(STAMP)  ## the contract with the servers, against the real SGLang too; builds its environment first
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.test_run import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
 
 NAMED_S = 5.0
 SLACK_S = 5.0

@@ -12,7 +12,7 @@ import pytest
 from areal_async.types import GroupId
 from tests.e2e.test_run import REPOSITORY, Run, assert_accounts
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 RATIO = 3
 

@@ -8,7 +8,7 @@ import pytest
 from tests.e2e.test_doctor import PROMISES, diagnose
 from tests.e2e.test_run import Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.whole_runs]
 
 
 def test_tries_are_credited_one_by_one(tmp_path: Path) -> None:

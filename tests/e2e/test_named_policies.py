@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from areal_async.types import NOT_SAMPLED, Version
 from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, events
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.whole_runs]
 
 
 def arguments(name: str) -> tuple[str, str]:

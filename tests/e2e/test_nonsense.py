@@ -9,7 +9,7 @@ import pytest
 
 from tests.e2e.test_run import REPOSITORY, Run
 
-pytestmark = pytest.mark.timeout(420)
+pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
 
 NUM_GOOD = 16
 WORKFLOW = """

@@ -6,7 +6,7 @@ import pytest
 
 from tests.e2e.test_run import Run
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.whole_runs]
 
 
 def test_program_of_its_own_is_trained(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes, wait_until
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 
 def _verb(*words: str) -> str:

@@ -21,7 +21,7 @@ DEADLINE_S = 240.0
 MAX_LINES = 120
 """One page."""
 
-pytestmark = pytest.mark.timeout(480)
+pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
 
 
 def chapter() -> str:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.e2e.test_run import Run
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 
 @pytest.mark.parametrize("name", ["search", "python_tool"])

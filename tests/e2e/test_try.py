@@ -17,7 +17,7 @@ MODEL = REPOSITORY / "configs" / "models" / "tiny"
 DEADLINE_S = 150.0
 END_OF_TURN = 2
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 
 @pytest.fixture(scope="module")
