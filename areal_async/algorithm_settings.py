@@ -108,7 +108,7 @@ class AlgorithmSettings(Section):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of PPO with a critic and of later turns' rewards."""
+    """Discount of PPO with a critic, per token. What a workflow gives a reply it has discounted itself."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda."""
     value_clip: float | None = Field(default=0.2, gt=0)

@@ -11,6 +11,7 @@ What it takes and makes is read from the source, so that a run is checked before
 import ast
 import importlib.util
 import sys
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,13 +54,17 @@ def load_function(spec: str) -> Callable[..., Any]:
     root = str(Path.cwd())
     if root not in sys.path:
         sys.path.insert(0, root)
-    found = importlib.util.spec_from_file_location(f"areal_async_calls_{Path(file).stem}", file)
+    # A name of its own: two files may have one stem.
+    module_name = f"areal_async_calls_{Path(file).stem}_{zlib.crc32(str(Path(file).resolve()).encode()):08x}"
+    found = importlib.util.spec_from_file_location(module_name, file)
     if found is None or found.loader is None:
         raise UserError(f"algorithm.calls: got {file}, need a Python file that ends in .py")
     module = importlib.util.module_from_spec(found)
+    sys.modules[module_name] = module  # as an import does, before the file runs: its dataclasses look there
     try:
         found.loader.exec_module(module)
     except Exception as exc:  # whatever a user's file raises
+        del sys.modules[module_name]
         raise UserError(f"algorithm.calls: importing {file} raised {type(exc).__name__}: {exc}") from exc
     function: Callable[..., Any] = getattr(module, name)
     return function

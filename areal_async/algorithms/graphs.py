@@ -6,6 +6,7 @@ The first two calls run before the trainer's own: ``generate`` on the nodes, who
 
 from areal_async.algorithm_settings import AlgorithmSettings
 from areal_async.dataflow import Call, Graph, Kind
+from areal_async.errors import UserError
 from areal_async.settings import Settings
 from areal_async.user_calls import read_call
 
@@ -86,7 +87,13 @@ def step_graph(settings: Settings) -> Graph:
     )
     graph = Graph(calls=tuple(calls), given=("prompts",), results=tuple(results))
     for spec in algorithm.calls:
-        graph = graph.having(read_call(spec))
+        call = read_call(spec)
+        if "rows" in call.outputs or "outcomes" in call.outputs and not has_critic:
+            raise UserError(
+                f"algorithm.calls: got {spec}, which makes {call.outputs[0]}, need advantages: all "
+                "else is told by the place of its row"
+            )
+        graph = graph.having(call)
     graph = graph.checked(roles(algorithm))
     graph.rest(ELSEWHERE).checked(roles(algorithm))  # a call of the user's own comes after those
     return graph

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from areal_async.errors import PipelineError
+from areal_async.errors import PipelineError, UserError
 from areal_async.fault_points import reach
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import finish, partial_name
@@ -60,6 +60,7 @@ def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ran
     """Restore models and optimizers in place and return the ledger on every rank. A collective.
 
     Raises:
+        UserError: it was made without one of these models.
         PipelineError: no checkpoint there, or one of other models.
     """
     import torch.distributed.checkpoint as dcp
@@ -68,8 +69,16 @@ def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ran
     if not ledger.is_file():
         raise PipelineError(f"checkpoint: {directory} is not one, {LEDGER} is missing")
     state = _states(policy, others)
+    reader = dcp.FileSystemReader(directory / STATE)
+    saved = {str(key).partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
+    missing = sorted(set(others) - saved)
+    if missing:
+        raise UserError(
+            f"checkpoint: {directory} has no {missing[0]}; go on with the algorithm it was made with, or "
+            "start anew with --fresh"
+        )
     try:
-        dcp.load(state, storage_reader=dcp.FileSystemReader(directory / STATE), process_group=ranks.control)
+        dcp.load(state, storage_reader=reader, process_group=ranks.control)
     except dcp.CheckpointException as exc:
         reasons = {f"{type(error[0]).__name__}: {error[0]}" for error in exc.failures.values()}
         raise PipelineError(f"checkpoint: {directory} does not fit this model: {'; '.join(sorted(reasons))}") from exc

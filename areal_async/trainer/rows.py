@@ -67,7 +67,15 @@ class TrainRow:
 def with_columns(
     rows: Sequence[TrainRow], columns: Mapping[str, Sequence[Any]], *, advantages: Sequence[Any] | None = None
 ) -> list[TrainRow]:
-    """Return the rows with these columns, each a list of arrays by row, and their advantages replaced."""
+    """Return the rows with these columns, each a list of arrays by row, and their advantages replaced.
+
+    Raises:
+        ValueError: a list is not as long as the rows.
+    """
+    named = [*columns.items(), *([("advantages", advantages)] if advantages is not None else [])]
+    for name, values in named:
+        if len(values) != len(rows):
+            raise ValueError(f"{name}: got {len(values)} for {len(rows)} rows, need one for each, in their order")
     return [
         replace(
             row,

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.algorithms.graphs import ELSEWHERE, step_graph
@@ -63,7 +64,9 @@ class StepCalls:
         async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
             return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
 
-        given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": batch.advantages}
+        # Where these are still outcomes, a trajectory has one: its replies have none of their own then (``Place``).
+        outcomes = {position: float(np.mean(values)) for position, values in batch.advantages.items()}
+        given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": outcomes}
         results = await execute(
             self._graph,
             work,

@@ -96,3 +96,14 @@ def test_a_wrong_call_of_the_users_own_is_one_sentence(text: str, name: str, sen
 
     with pytest.raises(UserError, match=sentence):
         graph_of({"calls": [f"{file}:{name}"]})
+
+
+@pytest.mark.parametrize(("made", "algorithm"), [("rows", {}), ("outcomes", {"kl_coef": 0.1, "kl_in": "reward"})])
+def test_a_call_that_would_part_rows_from_what_is_told_of_them_is_refused(
+    tmp_path: Path, made: str, algorithm: dict[str, Any]
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"def {made}({made}):\n    return {made}\n")
+
+    with pytest.raises(UserError, match="need advantages"):
+        step_graph(Settings(algorithm=AlgorithmSettings(calls=(f"{file}:{made}",), **algorithm)))

@@ -70,7 +70,7 @@ def batch() -> AgreedBatch:
         )
         group_id = "a" if row.index < 4 else "b"
         slots.append(Placed(position=row.index, group_id=group_id, workflow="w", item=CutSlot(sequence=1, slot=slot)))
-    outcomes = {placed.position: placed.item.slot.reward for placed in slots}
+    outcomes = {placed.position: np.array([placed.item.slot.reward], dtype=np.float32) for placed in slots}
     return AgreedBatch(slots=slots, advantages=outcomes, unusable=[])
 
 
