@@ -66,8 +66,8 @@ async def serving(
         return report()
 
     def statistics(stats: EndpointStats) -> Report | None:
-        # The library writes it with a plain encoder, which knows no records.
-        return msgspec.to_builtins(report()) if stats.name == "status" else None
+        # The library writes it with a plain encoder, which knows no records, and writes what is no number as no JSON.
+        return msgspec.json.decode(msgspec.json.encode(report())) if stats.name == "status" else None
 
     subject = bus.names.status(bus.role, instance)
     own = Endpoint(name="status", subject=subject, description="what this process does now", answer=status)

@@ -78,6 +78,8 @@ class Controller:
         """
         record, self._admitted_revision = await self._bus.get(ADMITTED, Admitted)
         self._accounts.admitted = record or Admitted()
+        control, _ = await self._bus.get(CONTROL, Control)  # before anything is admitted: a pause outlives a controller
+        self._steering.control = control or Control()
         async with anyio.create_task_group() as loops:
             for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening, self.run_steering):
                 loops.start_soon(loop)
@@ -301,12 +303,21 @@ class Controller:
         while True:
             await anyio.sleep(interval_s)
             self._clock_s = clock.tick(time.monotonic())
-            if self._steering.control.is_paused:
+            if self._steering.control.is_paused and self._has_nothing_to_finish:
                 self._moved_s = self._clock_s  # nothing moves because nobody wants it to
             quiet_s = self._clock_s - self._moved_s
             if quiet_s >= run.watchdog_s:
                 await self._tell_stall(quiet_s)
                 self._moved_s = self._clock_s
+
+    @property
+    def _has_nothing_to_finish(self) -> bool:
+        """Whether what was admitted before a pause is done, as far as the other roles have said."""
+        if self._evaluator and self._evaluator.waits_for:
+            return False
+        idle = {"node": "runs 0 groups", "trainer": "waiting"}
+        said = self._reports.by_name.items()
+        return all(heard.state.startswith(idle.get(name.split()[0], "")) for name, heard in said)
 
     async def _tell_stall(self, quiet_s: float) -> None:
         silence_s = silence_after(self._settings.run.watchdog_s)

@@ -129,6 +129,6 @@ def whole_weights(shares: Sequence[Share]) -> list[int]:
     return whole if total <= MAX_PERIOD else [max(1, one * MAX_PERIOD // total) for one in whole]
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=512)
 def _permutation(num_rows: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
     return np.random.default_rng(list(seed)).permutation(num_rows)
