@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         group_workflow,
     )
     from areal_async.errors import Reject, ToolError
+    from areal_async.rollout.confine import shared
     from areal_async.rollout.rewards import reward
     from areal_async.rollout.tools.mcp import mcp_tools, shared_mcp_tools
     from areal_async.rollout.tools.schema import tool
@@ -42,6 +43,7 @@ _HOMES = {
     "group_workflow": "areal_async.contracts",
     "mcp_tools": "areal_async.rollout.tools.mcp",
     "reward": "areal_async.rollout.rewards",
+    "shared": "areal_async.rollout.confine",
     "shared_mcp_tools": "areal_async.rollout.tools.mcp",
     "tool": "areal_async.rollout.tools.schema",
 }
@@ -62,6 +64,7 @@ __all__ = [
     "group_workflow",
     "mcp_tools",
     "reward",
+    "shared",
     "shared_mcp_tools",
     "tool",
 ]

@@ -311,6 +311,13 @@ class Settings(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
         check_names(self.policies)
+        for name, policy in self.policies.items():
+            own = policy.sampling_over(self.rollout.sampling).temperature
+            if not policy.is_frozen and own != self.rollout.sampling.temperature:
+                raise ValueError(
+                    f"policies.{name}.sampling.temperature: got {own}, need rollout.sampling.temperature="
+                    f"{self.rollout.sampling.temperature}; a role is trained, and the loss knows one temperature"
+                )
         for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
             self.algorithm.check_run(group_size=rollout.group_size, max_new_tokens=rollout.sampling.max_new_tokens)
         if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:

@@ -23,6 +23,7 @@ from areal_async.cli.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.data import load_rows
 from areal_async.errors import UserError, leaves_of
 from areal_async.host import visible_gpus
+from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.visit import Facts, visited_servers
@@ -116,8 +117,11 @@ def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: 
     check_model(settings.model.path)
     if not has_row:
         check_dataset(task.dataset, "dataset")
+    for name, policy in settings.frozen_policies.items():
+        check_model(str(policy.path), f"policies.{name}.path")
     if not has_server:
         check_interpreter(settings.inference.python)
+        check_tool_call_parser(settings)
 
 
 def read_row(text: str) -> dict[str, Any]:
@@ -168,7 +172,13 @@ class _Run:
         plain = load_workflow(self._task.workflow, policies=settings.policies)
         taken = policies_taken(plain, settings.policies)
         prompts = await self._prompts()
-        used = settings.model_copy(update={"policies": {name: settings.policies[name] for name in taken}})
+        used = settings.model_copy(
+            update={
+                "policies": {name: settings.policies[name] for name in taken},
+                "inference": settings.inference.model_copy(update={"num_servers": 1}),  # one is started here
+            }
+        )
+        own = settings.model_copy(update={"rollout": settings.rollout_of(self._task.name)})
         max_streams = len(prompts) * arguments.n + SPARE_STREAMS
         async with visited_servers(settings, arguments.server, log_path=self._logs / "server.log") as (pool, facts):
             codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
@@ -183,7 +193,7 @@ class _Run:
                 self._output.begin(codec)
                 trial = Trial(
                     settings,
-                    with_policies(plain, taken, settings, frozen),
+                    with_policies(plain, taken, own, frozen),
                     name=self._task.name,
                     generator=client,
                     codec=codec,

@@ -178,6 +178,16 @@ def in_nobodys_name() -> Iterator[None]:
         _owner.reset(token)
 
 
+@contextmanager
+def shared() -> Iterator[None]:
+    """Open in this block what all trajectories of a node share (a browser, a connection with a task of its own).
+
+    What a workflow starts elsewhere ends with its trajectory.
+    """
+    with in_nobodys_name():
+        yield
+
+
 async def _end(tasks: Collection["asyncio.Task[Any]"], owner: Owner | None = None) -> None:
     """Cancel tasks, and those that join ``tasks`` meanwhile; end what does not heed that."""
     loop = asyncio.get_running_loop()

@@ -14,8 +14,8 @@ from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to, shown
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.episode import call_user_code
-from areal_async.rollout.publish import MAX_HEADER_BYTES, SLOT_HEADER_BYTES, header_bytes
-from areal_async.rollout.slots import Ending, Place, failed_trajectory, fill_slot, scores_of
+from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
+from areal_async.rollout.slots import MAX_REASON_CHARACTERS, Ending, Place, failed_trajectory, fill_slot, scores_of
 from areal_async.types import Prompt, Trajectory
 from areal_async.wire import max_encoded_bytes
 
@@ -56,7 +56,7 @@ async def run_group_episode(
 
 def fit_one_message(trajectories: Sequence[Trajectory], *, max_bytes: int) -> list[Trajectory]:
     """Return the trajectories of a group as they can travel in one message; too large ones as recorded failures."""
-    num_header_bytes = sum(header_bytes(one) for one in trajectories if not one.slot.reason)
+    num_header_bytes = sum(header_bytes(_told_in(one, MIN_REASON_CHARACTERS)) for one in trajectories)
     num_bytes = sum(map(max_encoded_bytes, trajectories))
     if num_bytes > max_bytes or num_header_bytes > MAX_HEADER_BYTES:
         reason = (
@@ -65,9 +65,11 @@ def fit_one_message(trajectories: Sequence[Trajectory], *, max_bytes: int) -> li
             "generate less, or lower rollout.group_size"
         )
         trajectories = [failed_trajectory(one.slot, reason) for one in trajectories]
-    if sum(map(header_bytes, trajectories)) <= MAX_HEADER_BYTES:
-        return list(trajectories)
-    return [_with_short_reason(one, MAX_HEADER_BYTES // len(trajectories) - SLOT_HEADER_BYTES) for one in trajectories]
+    fitted, num_characters = list(trajectories), MAX_REASON_CHARACTERS
+    while sum(map(header_bytes, fitted)) > MAX_HEADER_BYTES and num_characters > MIN_REASON_CHARACTERS:
+        num_characters = max(MIN_REASON_CHARACTERS, num_characters * 3 // 4)
+        fitted = [_told_in(one, num_characters) for one in trajectories]
+    return fitted
 
 
 def for_one_sibling(workflow: Workflow | GroupWorkflow) -> Workflow:
@@ -123,10 +125,9 @@ def _one_each(returned: object, num_siblings: int) -> list[object]:
     return list(returned)
 
 
-def _with_short_reason(trajectory: Trajectory, num_bytes: int) -> Trajectory:
-    """Shorten a reason to what a header has room for; six bytes is the most that a character takes there."""
+def _told_in(trajectory: Trajectory, num_characters: int) -> Trajectory:
+    """Return it with a reason of so many characters at the most."""
     slot = trajectory.slot
-    if header_bytes(trajectory) <= SLOT_HEADER_BYTES + num_bytes or not slot.reason:
+    if len(slot.reason) <= num_characters:
         return trajectory
-    reason = slot.reason[: max(MIN_REASON_CHARACTERS, num_bytes // 6)]
-    return msgspec.structs.replace(trajectory, slot=msgspec.structs.replace(slot, reason=reason))
+    return msgspec.structs.replace(trajectory, slot=msgspec.structs.replace(slot, reason=slot.reason[:num_characters]))

@@ -286,7 +286,8 @@ class RecordingPolicy:
         written = self._codec.decode_reply(turn.output_ids)
         if self._call_parser is None:
             return parse_reply(written, self._codec.tool_format)
-        found = await self._call_parser.find(written, opening.tools, preferred=self._server)
+        with in_nobodys_name():
+            found = await self._call_parser.find(written, opening.tools, preferred=self._server)
         return Parsed(found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
 
     def _record(self, turn: Turn, opening: Opening | None, parsed: Parsed) -> Reply:

@@ -117,5 +117,7 @@ _own = threading.local()
 def _call_in_worker(name: str, request: bytes, timeout_s: float) -> float:
     process: RewardProcess | None = getattr(_own, "process", None)
     if process is None or not process.is_alive:
+        if process is not None:
+            process.close()  # dead, and its pipes are still open
         process = _own.process = RewardProcess()
     return process.call(name, request, timeout_s=timeout_s)

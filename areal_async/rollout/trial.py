@@ -6,6 +6,7 @@ What a node shares with others it does without: no bus, no tickets, no trainer. 
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,6 +127,9 @@ class Trial:
             )
             for generator, slot in zip(generators, slots, strict=True)
         ]
+        for policy, slot in zip(policies, slots, strict=True):
+            policy.max_sequence_tokens = slot.max_sequence_tokens
+        given = deepcopy(prompt)  # what a workflow does to its row is nothing to the other siblings
         noted = _Noted(self._workflow)
         started = time.monotonic()
         with (
@@ -133,7 +137,7 @@ class Trial:
             waits.keeping() as ended,
             structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
         ):
-            trajectories = await self._trajectories(noted, prompt, policies, slots)
+            trajectories = await self._trajectories(noted, given, policies, slots)
         total_s = time.monotonic() - started
         return [
             Attempt(

@@ -76,4 +76,5 @@ class Workplace:
                 f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
             )
         workflow, policies = self.workflows[name], self.settings.policies
-        return with_policies(workflow, policies_taken(workflow, policies), self.settings, self.frozen)
+        own = self.settings.model_copy(update={"rollout": self.settings.rollout_of(name)})
+        return with_policies(workflow, policies_taken(workflow, policies), own, self.frozen)

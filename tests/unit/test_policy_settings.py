@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from areal_async.errors import UserError
 from areal_async.settings import Settings
@@ -74,3 +75,10 @@ def test_command_line_reaches_into_a_policy_by_its_name(tmp_path: Path) -> None:
 def test_what_is_no_policy_is_refused_in_one_sentence(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         load(tmp_path, text)
+
+
+def test_a_role_has_the_temperature_of_the_run_as_its_turns_are_trained() -> None:
+    with pytest.raises(ValidationError, match=r"policies.opponent.sampling.temperature: got 0.5, need"):
+        Settings.model_validate({"policies": {"opponent": {"sampling": {"temperature": 0.5}}}})
+
+    Settings.model_validate({"policies": {"judge": {"path": "org/judge", "sampling": {"temperature": 0.5}}}})

@@ -5,6 +5,7 @@ from typing import Any
 
 import anyio
 import pytest
+from msgspec import structs
 
 from areal_async import Policy, Prompt, Reject, group_workflow
 from areal_async.contracts import GroupWorkflow
@@ -13,10 +14,10 @@ from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.group import fit_one_message, for_one_sibling, run_group_episode
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
-from areal_async.rollout.slots import Place
+from areal_async.rollout.slots import Place, failed_trajectory
 from areal_async.settings import SamplingSettings
+from areal_async.types import Credit, SlotStatus, Trajectory
 from areal_async.types import Prompt as PromptRecord
-from areal_async.types import SlotStatus, Trajectory
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -163,3 +164,17 @@ async def test_an_evaluation_is_a_group_of_one() -> None:
     assert await for_one_sibling(ending([0.5]))(PromptRecord(epoch=0, index=0, row={}), policy) == 0.5
     with pytest.raises(Reject, match="no"):
         await for_one_sibling(ending([Reject("no")], speakers=0))(PromptRecord(epoch=0, index=0, row={}), policy)
+
+
+async def test_reasons_take_only_what_credits_have_left_of_one_message() -> None:
+    reason = "\x01" * 1000  # six bytes for each, in JSON
+    scored = (await play(ending([0.0] * 8), count=8))[:8]
+    credited = [Credit(0.1234567890123 + number, 10, "") for number in range(140)]
+    large = [structs.replace(one, slot=structs.replace(one.slot, credits=credited)) for one in scored]
+    told = [failed_trajectory(structs.replace(one.slot, sibling=8 + one.slot.sibling), reason) for one in scored]
+
+    fitted = fit_one_message([*large, *told], max_bytes=1 << 20)
+
+    assert sum(map(header_bytes, fitted)) <= MAX_HEADER_BYTES < sum(map(header_bytes, [*large, *told]))
+    assert [one.slot.credits for one in fitted[:8]] == [one.slot.credits for one in large]
+    assert all(len(one.slot.reason) >= 60 for one in fitted[8:])

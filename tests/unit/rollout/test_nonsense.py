@@ -518,3 +518,24 @@ async def test_whatever_a_reward_does_is_an_error_and_never_a_zero(kind: str, re
 async def test_a_reward_that_leaves_threads_and_output_behind_is_scored() -> None:
     assert await sample_rewards.nonsense("leaks") == 1.0
     assert await sample_rewards.length_of("ok") == 2.0
+
+
+async def test_what_all_trajectories_share_outlives_the_one_that_opened_it() -> None:
+    opened: list[asyncio.Task[None]] = []
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        with confine.shared():
+            opened.append(asyncio.ensure_future(asyncio.sleep(60)))
+        return 1.0
+
+    policy = RecordingPolicy(ScriptedModel([98, END]), codec(), SamplingSettings(), name="uid")
+    place = Place(
+        workflow="w", sibling=0, sample_uid="uid", ticket_version="1-1", max_bytes=1 << 20, max_sequence_tokens=100
+    )
+    trajectory = await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=5.0)
+    await asyncio.sleep(0.1)
+
+    assert trajectory.slot.status is SlotStatus.SCORED
+    assert not opened[0].done()
+    opened[0].cancel()
