@@ -11,7 +11,7 @@ BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parqu
 """File suffix -> the builder that reads it."""
 
 
-def load_rows(settings: DatasetSettings) -> Any:
+def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
     """Return the rows as a ``datasets.Dataset``.
 
     A path to a file or folder that is there is read from disk; anything else is a hub name.
@@ -22,6 +22,8 @@ def load_rows(settings: DatasetSettings) -> Any:
     # Imported here: it takes most of a second.
     import datasets
 
+    if not shows_progress:
+        datasets.disable_progress_bars()
     path = Path(settings.path)
     try:
         if path.is_file():

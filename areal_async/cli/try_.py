@@ -5,7 +5,6 @@ It is the code of a node that runs. Nothing is left on disk, except a server's l
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
@@ -145,8 +144,7 @@ def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Pr
     Raises:
         UserError: it has no such rows.
     """
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    rows = load_rows(task.dataset)
+    rows = load_rows(task.dataset, shows_progress=False)
     if index + num_prompts > len(rows):
         raise UserError(
             f"--index {index} --prompts {num_prompts}: {task.dataset.path} has {len(rows)} rows, need some of these"
