@@ -116,7 +116,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--file", default="workflows/gsm8k.py")
-    parser.add_argument("--steps", type=int, default=300, help="enough that the kills fall into the run")
+    parser.add_argument("--steps", type=int, default=720, help="enough that the kills fall into the run")
     parser.add_argument("--minutes", type=float, default=10.0, help="over which the kills are spread")
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--runs", type=int, default=3, help="of each kind")
