@@ -225,7 +225,13 @@ class TrainerSettings(Section):
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes; one per GPU."""
     engine: Literal["fsdp2"] = "fsdp2"
-    """Fully sharded data parallel."""
+    """Fully sharded data parallel, over the ranks that the three settings below leave."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Stages that the layers are cut into; a row passes from rank to rank."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the arithmetic of each layer; they should be of one node."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model, each sharded over its own ranks (HSDP): with one per node only gradients cross nodes."""
     lr: float = Field(default=1.0e-6, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -255,6 +261,17 @@ class TrainerSettings(Section):
     count afresh."""
     critic: CriticTrainerSettings = CriticTrainerSettings()
     """The critic's own."""
+
+    @model_validator(mode="after")
+    def _check_layout(self) -> Self:
+        whole = self.pipeline_parallel * self.tensor_parallel * self.replicas
+        if self.num_ranks % whole:
+            raise ValueError(
+                f"num_ranks: got {self.num_ranks} with pipeline_parallel={self.pipeline_parallel}, "
+                f"tensor_parallel={self.tensor_parallel}, replicas={self.replicas}, need a multiple of {whole}; "
+                "raise it, or lower one of these"
+            )
+        return self
 
     @property
     def for_critic(self) -> "TrainerSettings":

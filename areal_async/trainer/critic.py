@@ -18,7 +18,9 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer import weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.execution import Execution, WholeModel
 from areal_async.trainer.flops import decoder_flops
+from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_critic
 from areal_async.trainer.rows import RETURNS, VALUES, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -54,20 +56,26 @@ class CriticEngine:
         value_clip: float | None = None,
         num_minibatches: int = 1,
     ) -> None:
-        self._ranks = ranks
+        self.grid = Grid.of(ranks, trainer)
         self._value_clip = value_clip
         self._critic = load_critic(
             local_model(model.path),
-            ranks,
+            self.grid,
             dtype=DTYPES[model.dtype],
             activation_checkpointing=trainer.activation_checkpointing,
         )
+        self._execution: Execution[Tensor] = WholeModel(self._critic)
         self._passes = PackedPasses(
-            ranks, token_budget=trainer.token_budget, flops=decoder_flops(self._critic.classifier)
+            self.grid.data, token_budget=trainer.token_budget, flops=decoder_flops(self._critic.classifier)
         )
         # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
         self._learner = Learner(
-            self._critic, passes=self._passes, ranks=ranks, trainer=trainer, num_minibatches=num_minibatches
+            self._critic,
+            execution=self._execution,
+            passes=self._passes,
+            grid=self.grid,
+            trainer=trainer,
+            num_minibatches=num_minibatches,
         )
 
     @classmethod
@@ -83,7 +91,7 @@ class CriticEngine:
 
     def values(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the value before every token in its loss; 0 elsewhere [L]."""
-        return self._passes.infer(rows, self._critic)
+        return self._passes.infer(rows, self._execution.infer)
 
     def train_step(self, rows: Sequence[TrainRow], *, step: int, total_steps: int) -> CriticStats:
         """Train on this rank's rows, each of which brings ``VALUES`` and ``RETURNS``; ranks may hold none.
@@ -100,7 +108,7 @@ class CriticEngine:
                 self._learner.update(minibatch, self._loss, tally, denominator=denominator)
         if tally.num_skipped:
             log.warning("critic.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
-        sums = tally.totals(self._ranks)
+        sums = tally.totals(self.grid.data)
         num_tokens = sums.get("tokens") or 1.0
         return CriticStats(
             value_loss=sums.get("loss", 0.0) / num_tokens,
@@ -113,16 +121,16 @@ class CriticEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
         buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
-        return weights.gather(self._critic.classifier, buckets, self._ranks)
+        return weights.gather(self._critic.classifier, buckets, self.grid.all)
 
     @property
     def trained(self) -> Trained:
         """What a checkpoint holds of this engine. No collective."""
         return Trained(self._critic.classifier, self._learner.optimizer)
 
-    def _loss(self, _number: int, row: PackedRow) -> LossTerms:
+    def _loss(self, _number: int, row: PackedRow, values_S: Tensor) -> LossTerms:
         return value_loss(
-            self._critic(row),
+            values_S,
             row.columns_S[VALUES],
             row.columns_S[RETURNS],
             row.mask_S,

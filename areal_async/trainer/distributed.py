@@ -13,7 +13,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from areal_async.errors import PipelineError
 
@@ -25,6 +24,8 @@ class Ranks:
     rank: int
     size: int
     device: torch.device
+    deadline_s: float
+    """How long any one collective may take."""
     control: dist.ProcessGroup
     tensors: dist.ProcessGroup | None = None
     """Of the collectives on tensors; None takes the default one."""
@@ -44,9 +45,9 @@ class Ranks:
         if self.rank == 0 and payload is None:
             raise ValueError("broadcast: got None on rank 0, need the bytes to send")
         length = torch.tensor([len(payload or b"")])
-        dist.broadcast(length, src=0, group=self.control)
+        dist.broadcast(length, group_src=0, group=self.control)
         buffer = _to_tensor(payload or b"", int(length.item()))
-        dist.broadcast(buffer, src=0, group=self.control)
+        dist.broadcast(buffer, group_src=0, group=self.control)
         return _to_bytes(buffer)
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
@@ -68,19 +69,13 @@ class Ranks:
             dist.all_reduce(values_N, op=op, group=self.tensors)
         return values_N
 
-    def mesh(self) -> DeviceMesh:
-        """Return all ranks as the mesh that a model is sharded over."""
-        if self.tensors is None:
-            return init_device_mesh(self.device.type, (self.size,))
-        return DeviceMesh.from_group(self.tensors, self.device.type)
-
-    def apart(self, *, deadline_s: float) -> "Ranks":
+    def apart(self) -> "Ranks":
         """Return the same ranks with a group of their own for tensors. A collective, of all ranks in the same order.
 
         A model whose calls run in a thread of their own needs it: collectives of one group must not overtake each
         other, and two threads keep no order.
         """
-        return replace(self, tensors=dist.new_group(timeout=timedelta(seconds=deadline_s)))
+        return replace(self, tensors=dist.new_group(timeout=timedelta(seconds=self.deadline_s)))
 
     def close(self) -> None:
         """Leave the process group."""
@@ -119,7 +114,7 @@ def join_ranks(*, deadline_s: float, num_threads: int = 1) -> Ranks:
         control = dist.new_group(backend="gloo", timeout=deadline)
     except (RuntimeError, ValueError) as exc:
         raise PipelineError(f"trainer rank {rank} of {size}: could not join its peers: {exc}") from exc
-    return Ranks(rank=rank, size=size, device=device, control=control)
+    return Ranks(rank=rank, size=size, device=device, deadline_s=deadline_s, control=control)
 
 
 @contextmanager

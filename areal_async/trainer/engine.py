@@ -24,7 +24,9 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer import checkpoint, weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.execution import Execution, Loss, WholeModel
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
+from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_policy
 from areal_async.trainer.rows import REFERENCE, START, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -33,6 +35,9 @@ from areal_async.trainer.stats import StepStats, Tally
 __all__ = ["FsdpEngine", "StepStats"]
 
 log = structlog.get_logger()
+
+Scores = tuple[Tensor, Tensor]
+"""Logprob and entropy of each scored token, both [S]."""
 
 
 class FsdpEngine:
@@ -51,21 +56,23 @@ class FsdpEngine:
     ) -> None:
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
-        self._ranks = ranks
+        self.grid = Grid.of(ranks, trainer)
         self._objective = objective
         self._policy = load_policy(
             self._source,
-            ranks,
+            self.grid,
             dtype=self._dtype,
             temperature=temperature,
             activation_checkpointing=trainer.activation_checkpointing,
         )
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
-        self._passes = PackedPasses(ranks, token_budget=trainer.token_budget, flops=self.flops)
+        self._execution: Execution[Scores] = WholeModel(self._policy)
+        self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
         self._learner = Learner(
             self._policy,
+            execution=self._execution,
             passes=self._passes,
-            ranks=ranks,
+            grid=self.grid,
             trainer=trainer,
             num_minibatches=num_minibatches,
             aggregation=aggregation,
@@ -110,11 +117,11 @@ class FsdpEngine:
                 self._learner.update(minibatch, loss, tally, denominator=denominator)
         if tally.num_skipped:
             log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
-        return tally.stats(self._ranks, lr=lr)
+        return tally.stats(self.grid.data, lr=lr)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss, given those before it; 0 elsewhere [L]."""
-        return self._passes.infer(rows, lambda row: self._policy(row)[0])
+        return self._passes.infer(rows, self._packed_logprobs)
 
     @property
     def vocab_size(self) -> int:
@@ -124,12 +131,12 @@ class FsdpEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
         buckets = weights.plan(self._policy.causal_lm, torch.float32, max_bytes=0)
-        return weights.gather(self._policy.causal_lm, buckets, self._ranks)
+        return weights.gather(self._policy.causal_lm, buckets, self.grid.all)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
         buckets = self.plan_buckets(max_bytes=0)
-        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self._ranks)
+        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self.grid.all)
 
     def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
         """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
@@ -143,7 +150,7 @@ class FsdpEngine:
         Args:
             send: takes each bucket's bytes on rank 0's device. It may block, shorter than a collective may take.
         """
-        return weights.gather(self._policy.causal_lm, buckets, self._ranks, send=send)
+        return weights.gather(self._policy.causal_lm, buckets, self.grid.all, send=send)
 
     def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
@@ -161,23 +168,20 @@ class FsdpEngine:
         Args:
             others: models trained beside this one, by role.
         """
-        checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self._ranks)
+        checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self.grid.all)
 
     def load_checkpoint(self, directory: Path, *, others: Mapping[str, Trained] | None = None) -> bytes:
         """Restore models and optimizers, written by any number of ranks, and return the ledger on every rank."""
-        return checkpoint.load(self.trained, directory, others=others or {}, ranks=self._ranks)
+        return checkpoint.load(self.trained, directory, others=others or {}, ranks=self.grid.all)
 
-    @torch.no_grad()
-    def _packed_logprobs(self, minibatch: Iterable[PackedRow]) -> list[Tensor]:
-        return [self._policy(row)[0] for row in minibatch]
+    def _packed_logprobs(self, minibatch: Sequence[PackedRow]) -> list[Tensor]:
+        return [logprobs_S for logprobs_S, _ in self._execution.infer(minibatch)]
 
-    def _loss(
-        self, *, starts_S: Sequence[Tensor] | None, keeps_S: Sequence[Tensor] | None
-    ) -> Callable[[int, PackedRow], LossTerms]:
+    def _loss(self, *, starts_S: Sequence[Tensor] | None, keeps_S: Sequence[Tensor] | None) -> Loss[Scores]:
         """Return the loss of the rows of a mini-batch."""
 
-        def loss(number: int, row: PackedRow) -> LossTerms:
-            logprobs_S, entropy_S = self._policy(row)
+        def loss(number: int, row: PackedRow, scores: Scores) -> LossTerms:
+            logprobs_S, entropy_S = scores
             return self._objective(
                 ScoredTokens(
                     logprobs_T=logprobs_S,
@@ -216,13 +220,14 @@ class FsdpEngine:
 
     def _of_all_ranks(self, values_N: Tensor) -> Tensor:
         """Return the values of every rank, of which each may hold another number."""
-        if self._ranks.size == 1:
+        ranks = self.grid.data
+        if ranks.size == 1:
             return values_N
         count = torch.tensor([len(values_N)], device=values_N.device)
-        most = int(self._ranks.reduce(count, dist.ReduceOp.MAX).item())
+        most = int(ranks.reduce(count, dist.ReduceOp.MAX).item())
         padded = torch.cat([values_N, values_N.new_full((most - len(values_N),), math.nan)])
-        parts = [torch.empty_like(padded) for _ in range(self._ranks.size)]
-        dist.all_gather(parts, padded)
+        parts = [torch.empty_like(padded) for _ in range(ranks.size)]
+        dist.all_gather(parts, padded, group=ranks.tensors)
         every = torch.cat(parts)
         return every[~every.isnan()]
 

@@ -25,17 +25,13 @@ class Engines:
     reference: ReferenceEngine | None = None
 
     @classmethod
-    def for_run(cls, settings: Settings, ranks: Ranks, *, deadline_s: float) -> Self:
-        """Load what the settings want. A collective.
-
-        Args:
-            deadline_s: how long one collective of an engine's own group may take.
-        """
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Load what the settings want. A collective."""
         wanted = settings.algorithm.needs_models
 
         def own_ranks() -> Ranks:
             # On a GPU all engines share one thread (``Lanes``) and so one group.
-            return ranks.apart(deadline_s=deadline_s) if ranks.device.type == "cpu" else ranks
+            return ranks.apart() if ranks.device.type == "cpu" else ranks
 
         return cls(
             actor=FsdpEngine.for_run(settings, ranks),

@@ -100,8 +100,9 @@ class Trainer:
         self._directory = run_directory
         self._ranks = ranks
         self._engines = engines
+        self._grid = engines.actor.grid
         self._thread = lanes.engine
-        self._calls = StepCalls(settings, engines=engines, lanes=lanes, ranks=ranks)
+        self._calls = StepCalls(settings, engines=engines, lanes=lanes)
         self._publisher = publisher
         self._archiving = archiving
         self._bus = bus
@@ -286,13 +287,15 @@ class Trainer:
             write_archive,
             self._directory / "trajectories",
             made=made,
-            rank=self._ranks.rank,
+            rank=self._grid.data.rank,
             slots=mine,
             trajectories=trajectories,
             advantages=batch.advantages,
         )
-        await self._archiving.start(lambda: anyio.to_thread.run_sync(archive))
-        own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
+        own = ShareStats()
+        if self._grid.is_speaker:
+            await self._archiving.start(lambda: anyio.to_thread.run_sync(archive))
+            own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
         shares = await self._gather(msgspec.json.encode(own))
         self.step = step
         self._reader.journal.forget_slots(through_step=self._checkpointed_step)
@@ -366,8 +369,8 @@ class Trainer:
         slots = place(cut)
         mine = share(
             slots,
-            rank=self._ranks.rank,
-            num_ranks=self._ranks.size,
+            rank=self._grid.data.rank,
+            num_ranks=self._grid.data.size,
             flops=self._engines.actor.flops,
             num_minibatches=self._settings.algorithm.num_minibatches,
         )

@@ -50,7 +50,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     stacks.install(stacks.path_for(run_directory, f"trainer-{ranks.rank}"))
     structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
-        engines = Engines.for_run(settings, ranks, deadline_s=deadline_s)
+        engines = Engines.for_run(settings, ranks)
         anyio.run(_run_rank, settings, run_directory, bus_url, ranks, engines, backend_options={"use_uvloop": True})
     finally:
         ranks.close()

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_async.errors import UserError
 from areal_async.trainer.attention import attention_for, document_arguments, register_packed_attention
-from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.grid import Grid
 from areal_async.trainer.rows import PackedRow
 
 HEAD_CHUNK_ELEMENTS = 1 << 24
@@ -78,7 +78,7 @@ class Critic(nn.Module):
 
 def load_policy(
     folder: Path,
-    ranks: Ranks,
+    grid: Grid,
     *,
     dtype: torch.dtype,
     temperature: float,
@@ -94,15 +94,15 @@ def load_policy(
     Raises:
         UserError: the folder holds no causal language model that this can train.
     """
-    causal_lm, _ = _load(CAUSAL_LM, folder, ranks, dtype, stored=dtype if is_frozen else torch.float32)
+    causal_lm, _ = _load(CAUSAL_LM, folder, grid.all.device, dtype, stored=dtype if is_frozen else torch.float32)
     _check_trainable(causal_lm, folder)
     causal_lm.requires_grad_(not is_frozen)
     policy = Policy(causal_lm, temperature=temperature)
-    _shard(policy, causal_lm, ranks, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    _shard(policy, causal_lm, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
     return policy
 
 
-def load_critic(folder: Path, ranks: Ranks, *, dtype: torch.dtype, activation_checkpointing: bool) -> Critic:
+def load_critic(folder: Path, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool) -> Critic:
     """Load a critic as ``load_policy`` does a policy; of a folder without a head for it, with a head of zeros.
 
     So a new critic's values are 0 everywhere, on any number of ranks, and no random number is drawn.
@@ -110,7 +110,7 @@ def load_critic(folder: Path, ranks: Ranks, *, dtype: torch.dtype, activation_ch
     Raises:
         UserError: the folder holds no decoder that this can train, or one with several labels.
     """
-    classifier, missing = _load(CLASSIFIER, folder, ranks, dtype, stored=torch.float32, num_labels=1)
+    classifier, missing = _load(CLASSIFIER, folder, grid.all.device, dtype, stored=torch.float32, num_labels=1)
     _check_trainable(classifier, folder)
     if not hasattr(classifier, "score"):
         raise UserError(
@@ -120,7 +120,7 @@ def load_critic(folder: Path, ranks: Ranks, *, dtype: torch.dtype, activation_ch
     if "score.weight" in missing:
         nn.init.zeros_(classifier.score.weight)
     critic = Critic(classifier)
-    _shard(critic, classifier, ranks, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    _shard(critic, classifier, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
     return critic
 
 
@@ -140,7 +140,7 @@ def _predicting_states(decoder: nn.Module, row: PackedRow, attention: str) -> Te
 
 
 def _load(
-    kind: str, folder: Path, ranks: Ranks, dtype: torch.dtype, *, stored: torch.dtype, **options: Any
+    kind: str, folder: Path, device: torch.device, dtype: torch.dtype, *, stored: torch.dtype, **options: Any
 ) -> tuple[Any, set[str]]:
     """Return a model by one of transformers' auto classes, and the parameters that the folder did not have."""
     # Imported here: it takes seconds, and the processes that only make batches never need it.
@@ -155,7 +155,7 @@ def _load(
         model, told = getattr(transformers, kind).from_pretrained(
             folder,
             dtype=stored,
-            attn_implementation=attention_for(ranks.device, dtype),
+            attn_implementation=attention_for(device, dtype),
             local_files_only=True,
             output_loading_info=True,
             **options,
@@ -170,13 +170,13 @@ def _load(
     return model, set(told["missing_keys"])
 
 
-def _shard(whole: nn.Module, decoder: Any, ranks: Ranks, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+def _shard(whole: nn.Module, decoder: Any, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
     layers = list(decoder.base_model.layers)
     if activation_checkpointing:
         for layer in layers:
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    mesh = ranks.mesh()
+    mesh = grid.data_mesh
     precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision)

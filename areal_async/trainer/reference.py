@@ -8,7 +8,9 @@ from torch import Tensor
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.execution import Execution, WholeModel
 from areal_async.trainer.flops import decoder_flops
+from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_policy
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.sharded import PackedPasses
@@ -18,16 +20,18 @@ class ReferenceEngine:
     """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks, temperature: float) -> None:
+        self.grid = Grid.of(ranks, trainer)
         self._policy = load_policy(
             local_model(model.path),
-            ranks,
+            self.grid,
             dtype=DTYPES[model.dtype],
             temperature=temperature,
             activation_checkpointing=False,
             is_frozen=True,
         )
+        self._execution: Execution[tuple[Tensor, Tensor]] = WholeModel(self._policy)
         self._passes = PackedPasses(
-            ranks, token_budget=trainer.token_budget, flops=decoder_flops(self._policy.causal_lm)
+            self.grid.data, token_budget=trainer.token_budget, flops=decoder_flops(self._policy.causal_lm)
         )
 
     @classmethod
@@ -42,4 +46,4 @@ class ReferenceEngine:
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
-        return self._passes.infer(rows, lambda row: self._policy(row)[0])
+        return self._passes.infer(rows, lambda packed: [logprobs_S for logprobs_S, _ in self._execution.infer(packed)])

@@ -61,11 +61,11 @@ def _fine_tune(settings: SftSettings, ranks: Ranks) -> None:
     batches = endless_batches(trained, size=size, seed=settings.run.seed)
     for step in range(1, total_steps + 1):
         started = time.monotonic()
-        mine = _share([rows[index] for index in next(batches)], engine, ranks)
+        mine = _share([rows[index] for index in next(batches)], engine)
         stats = engine.train_step(mine, step=step, total_steps=total_steps)
         if journal:
             journal.record(step, stats, time_step_s=time.monotonic() - started)
-    loss = held_out_loss(engine, _share([rows[index] for index in held_out], engine, ranks), ranks)
+    loss = held_out_loss(engine, _share([rows[index] for index in held_out], engine))
     engine.save_weights(settings.run_directory / "model")
     if journal:
         journal.finish(loss, num_rows=len(held_out))
@@ -116,9 +116,9 @@ def endless_batches(rows: NDArray[np.int64], *, size: int, seed: int) -> Iterato
         waiting = waiting[size:]
 
 
-def held_out_loss(engine: FsdpEngine, rows: Sequence[TrainRow], ranks: Ranks) -> float:
+def held_out_loss(engine: FsdpEngine, rows: Sequence[TrainRow]) -> float:
     """Return the mean negative log likelihood over all ranks' rows, 0 for none. A collective."""
-    logprobs = engine.logprobs(rows)
+    logprobs, ranks = engine.logprobs(rows), engine.grid.data
     sums = torch.tensor(
         [sum(float(row.sum()) for row in logprobs), sum(float(row.loss_mask.sum()) for row in rows)],
         dtype=torch.float64,
@@ -139,9 +139,9 @@ def _example(prompt: list[int], answer: list[int]) -> TrainRow:
     )
 
 
-def _share(rows: Sequence[TrainRow], engine: FsdpEngine, ranks: Ranks) -> list[TrainRow]:
+def _share(rows: Sequence[TrainRow], engine: FsdpEngine) -> list[TrainRow]:
     costs = [engine.flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
-    return [rows[place] for place in balance(costs, num_ranks=ranks.size)[ranks.rank]]
+    return [rows[place] for place in balance(costs, num_ranks=engine.grid.data.size)[engine.grid.data.rank]]
 
 
 @dataclass(frozen=True, slots=True)

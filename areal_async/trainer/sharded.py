@@ -8,44 +8,49 @@ ones, so that the collectives inside the model meet. Nothing here draws random n
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation, TokenShare
-from areal_async.algorithms.objective import LossTerms
 from areal_async.settings import TrainerSettings
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.division import divide
+from areal_async.trainer.execution import Execution, Loss
 from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.grid import STAGE, Grid
 from areal_async.trainer.optimizer import learning_rate, make_optimizer
 from areal_async.trainer.pack import Parts
 from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
 from areal_async.trainer.stats import Tally
+
+T = TypeVar("T")
 
 
 class PackedPasses:
     """Forward passes of a sharded model over rows, of which each rank may hold another number."""
 
     def __init__(self, ranks: Ranks, *, token_budget: int, flops: DecoderFlops) -> None:
-        """Take the model's operations as ``flops``, by which rows are made to cost alike."""
+        """Pass rows that lie on ``ranks``, each others.
+
+        Args:
+            flops: the model's operations, by which rows are made to cost alike.
+        """
         self._ranks = ranks
         self._token_budget = token_budget
         self._flops = flops
 
-    @torch.no_grad()
-    def infer(self, rows: Sequence[TrainRow], forward: Callable[[PackedRow], Tensor]) -> list[Tensor]:
+    def infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""
         results = [torch.zeros(row.num_tokens) for row in rows]
         scored = [place for place, row in enumerate(rows) if row.loss_mask.any()]
         trained = [rows[place] for place in scored]
         parts = self.divide(trained)
-        for members, row in zip(parts, self.pack(trained, parts), strict=True):
-            values_S = forward(row).cpu()
+        for members, outputs_S in zip(parts, forward(self.pack(trained, parts)), strict=True):
+            values_S = outputs_S.cpu()
             for member in members:
                 place = scored[member]
                 count = int(rows[place].loss_mask.sum())
@@ -74,21 +79,23 @@ class PackedPasses:
         ]
 
 
-class Learner:
-    """A sharded model that is trained, and its optimizer."""
+class Learner(Generic[T]):
+    """A model that is trained, and its optimizer. ``T``: what the model says of a row (``execution``)."""
 
     def __init__(
         self,
         model: nn.Module,
         *,
+        execution: Execution[T],
         passes: PackedPasses,
-        ranks: Ranks,
+        grid: Grid,
         trainer: TrainerSettings,
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
         self._model = model
-        self._ranks = ranks
+        self._execution = execution
+        self._grid = grid
         self._trainer = trainer
         self._num_minibatches = num_minibatches
         self._aggregation = aggregation
@@ -117,27 +124,20 @@ class Learner:
     def denominator(self, minibatch: Sequence[PackedRow]) -> float:
         """Return what a mini-batch's loss is divided by, 0 where no rank trains a token. A collective."""
         units = torch.stack([row.units_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
-        return self._ranks.reduce(units.double().to(self._ranks.device), dist.ReduceOp.SUM).item()
+        return self._grid.data.reduce(units.double().to(self._grid.all.device), dist.ReduceOp.SUM).item()
 
     def update(
         self,
         minibatch: Sequence[PackedRow],
-        loss: Callable[[int, PackedRow], LossTerms],
+        loss: Loss[T],
         tally: Tally,
         *,
         denominator: float,
     ) -> None:
-        """Make one optimizer update from the gradients of all these rows on all ranks. A collective.
-
-        Args:
-            loss: of a row, given its number and itself.
-        """
-        for number, row in enumerate(minibatch):
-            # Gradients are summed locally and cross the ranks once, with the last row.
-            cast(FSDPModule, self._model).set_requires_gradient_sync(number == len(minibatch) - 1)
-            terms = loss(number, row)
-            # FSDP takes the mean over ranks, and the loss is a mean over those of all ranks: undo the former.
-            (terms.loss * (self._ranks.size / denominator)).backward()
+        """Make one optimizer update from the gradients of all these rows on all ranks. A collective."""
+        # Gradients are the mean over ranks, and the loss is a mean over the units of all ranks: undo the former.
+        scale = self._grid.data.size / denominator
+        for row, terms in zip(minibatch, self._execution.train(minibatch, loss, scale=scale), strict=True):
             tally.add(terms, row)
         grad_norm = self._clip_gradients()
         tally.add_update(grad_norm)
@@ -155,12 +155,24 @@ class Learner:
 
     def _clip_gradients(self) -> float:
         """Scale the gradients down to ``max_grad_norm``; return the norm they had over all ranks."""
-        gradients = [_local(p.grad) for p in self._model.parameters() if p.grad is not None]
-        square = torch.stack(torch._foreach_norm(gradients)).double().square().sum()
-        grad_norm = math.sqrt(self._ranks.reduce(square, dist.ReduceOp.SUM).item())
+        whole = [p.grad for p in self._model.parameters() if p.grad is not None]
+        gradients = [_local(gradient) for gradient in whole]
+        # Several ranks of a stage may hold the same shard, which counts once.
+        copies = torch.tensor([self._num_copies(gradient) for gradient in whole], dtype=torch.float64)
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+        square = (squares / copies.to(squares.device)).sum()
+        grad_norm = math.sqrt(self._grid.all.reduce(square, dist.ReduceOp.SUM).item())
         if math.isfinite(grad_norm) and grad_norm > self._trainer.max_grad_norm:
             torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (grad_norm + 1e-6))
         return grad_norm
+
+    def _num_copies(self, gradient: Tensor) -> int:
+        """Return how many ranks of a stage hold this rank's shard."""
+        num_ranks = self._grid.all.size // self._grid.sizes[STAGE]
+        if not isinstance(gradient, DTensor):
+            return num_ranks
+        mesh, placements = gradient.device_mesh, gradient.placements
+        return num_ranks // math.prod(mesh.size(dim) for dim, one in enumerate(placements) if isinstance(one, Shard))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -20,10 +20,10 @@ from areal_async.types import Metrics, Version
 
 
 class ShareStats(msgspec.Struct):
-    """What a rank says of the trajectories it has trained in a step."""
+    """What a rank says of the trajectories it has trained in a step; nothing where another one speaks for it."""
 
-    ages: AgeStats
-    info: dict[str, tuple[float, int]]
+    ages: AgeStats = msgspec.field(default_factory=AgeStats)
+    info: dict[str, tuple[float, int]] = {}
     """Metric of the workflows -> sum, and number of the trajectories that have it."""
 
 

@@ -12,7 +12,6 @@ from areal_async.algorithms.graphs import ELSEWHERE, step_graph
 from areal_async.dataflow import Call, execute, plain_name
 from areal_async.settings import Settings
 from areal_async.trainer.credit import critic_advantages, kl_penalties, penalised_advantages
-from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
 from areal_async.trainer.stats import StepStats
@@ -34,11 +33,12 @@ class Trained:
 class StepCalls:
     """The trainer's part of the graph, on one rank."""
 
-    def __init__(self, settings: Settings, *, engines: Engines, lanes: Lanes, ranks: Ranks) -> None:
+    def __init__(self, settings: Settings, *, engines: Engines, lanes: Lanes) -> None:
         self._settings = settings
         self._engines = engines
         self._lanes = lanes
-        self._ranks = ranks
+        # Each rank of the model's grid makes the calls on the rows it holds, whoever else holds the same.
+        self._gather = engines.actor.grid.data.gather_bytes
         self._rule = advantage_rule(settings)
         self._graph = step_graph(settings).rest(ELSEWHERE)
         self._functions: dict[str, Callable[[_Step, Values], Values]] = {
@@ -108,7 +108,7 @@ class StepCalls:
             inputs["reference_logprobs"],
             estimator=algorithm.kl_estimator,
             kl_coef=algorithm.kl_coef,
-            gather=self._ranks.gather_bytes,
+            gather=self._gather,
         )
         return {"penalties": penalties, "kl_mean": mean}
 
@@ -122,13 +122,13 @@ class StepCalls:
             gamma=algorithm.gamma,
             gae_lambda=algorithm.gae_lambda,
             is_whitened=algorithm.advantage_std == "batch",
-            gather=self._ranks.gather_bytes,
+            gather=self._gather,
         )
         return {"advantages": advantages, "returns": returns, "value_quality": quality}
 
     def _penalised_advantages(self, step: "_Step", inputs: Values) -> Values:
         advantages = penalised_advantages(
-            inputs["rows"], step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._ranks.gather_bytes
+            inputs["rows"], step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._gather
         )
         return {"advantages": advantages}
 

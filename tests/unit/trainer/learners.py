@@ -33,9 +33,9 @@ class Learners:
             algorithm=AlgorithmSettings.model_validate(algorithm),
             trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, "critic": {"lr": 1e-2}}),
         )
-        self.engines = Engines.for_run(settings, ranks, deadline_s=60.0)
+        self.engines = Engines.for_run(settings, ranks)
         lanes = Lanes(engine=EngineThread(), is_single=False)
-        self._calls = StepCalls(settings, engines=self.engines, lanes=lanes, ranks=ranks)
+        self._calls = StepCalls(settings, engines=self.engines, lanes=lanes)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
         """Train on these rows of the batch, and return everything that is reported."""
