@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
+from areal_async.metrics_settings import MetricsSettings as MetricsSettings
 from areal_async.policy_settings import PolicySettings as PolicySettings
 from areal_async.policy_settings import SamplingSettings as SamplingSettings
 from areal_async.policy_settings import check_names
@@ -319,6 +320,7 @@ class Settings(Section):
     inference: InferenceSettings = InferenceSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
+    metrics: MetricsSettings = MetricsSettings()
     launch: LaunchSettings = LaunchSettings()
     bus: BusSettings = BusSettings()
 

@@ -11,7 +11,9 @@ import anyio
 
 from areal_async import log
 from areal_async.algorithms.graphs import step_graph
+from areal_async.bus import Bus
 from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
+from areal_async.cli.curves import Follower
 from areal_async.cli.display import choose_display
 from areal_async.cli.speech import say, settings_help
 from areal_async.cli.summary import summarise
@@ -57,6 +59,13 @@ def _run_locked(settings: Settings, directory: RunDirectory, *, is_fresh: bool, 
     view = RunView(settings)
     display = choose_display(view, is_plain=is_plain)
 
+    follower = Follower(settings)
+
+    async def watch(bus: Bus) -> None:
+        async with anyio.create_task_group() as watching:
+            watching.start_soon(follower.run)
+            await display.watch(bus)
+
     async def run_to_end() -> RunEnd:
         return await launch(
             settings,
@@ -64,10 +73,13 @@ def _run_locked(settings: Settings, directory: RunDirectory, *, is_fresh: bool, 
             backend=LocalBackend(),
             is_fresh=is_fresh,
             notify=display.notify,
-            watch=display.watch,
+            watch=watch,
         )
 
-    end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
+    try:
+        end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
+    finally:
+        follower.close()
     name = settings.run.name
     match end:
         case RunEnd.ALREADY_FINISHED:

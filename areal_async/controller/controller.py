@@ -280,6 +280,7 @@ class Controller:
             "held": str(accounts.held or ""),
             "num_dead_letters": self._bus.num_dead_letters,
             "is_paused": control.is_paused,
+            "quiet_s": round(max(self._clock_s - self._moved_s, 0.0), 1),
             "state": "paused" if control.is_paused else self._state,
             "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
             "waits": waits.report(waits.CONTROLLER),

@@ -16,6 +16,7 @@ from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
 from areal_async.data import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
+from areal_async.exporters.prometheus import exporting
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
 from areal_async.types import RunState
@@ -66,7 +67,8 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
         controller = Controller(bus, settings, tasks, evaluator, accounts=accounts)
         try:
-            await controller.run()
+            async with exporting(settings, run_directory, role="controller", report=controller.report):
+                await controller.run()
         except* PipelineError as group:
             await _record_failure(bus, group)
             raise

@@ -8,6 +8,7 @@ import msgspec
 
 from areal_async import waits
 from areal_async.bus import serving
+from areal_async.exporters.prometheus import exporting
 from areal_async.inference.pool import Pool
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.workplace import Workplace
@@ -22,8 +23,11 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
     def report() -> dict[str, Any]:
         return {**node_report(place, pool, watch), "tokens_per_s": tokens_per_s}
 
-    async with serving(
-        place.bus, instance=place.node_id, description="runs workflows and their inference servers", report=report
+    async with (
+        serving(
+            place.bus, instance=place.node_id, description="runs workflows and their inference servers", report=report
+        ),
+        exporting(place.settings, place.settings.run_directory, role="node", instance=place.node_id, report=report),
     ):
         num_tokens_before, before_s = 0, time.monotonic()
         while True:

@@ -12,6 +12,7 @@ from areal_async import log as logging
 from areal_async import stacks, waits
 from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
 from areal_async.errors import UserError
+from areal_async.exporters.prometheus import exporting
 from areal_async.settings import Settings
 from areal_async.trainer.broadcast import Broadcaster, address_towards
 from areal_async.trainer.distributed import Ranks, join_ranks
@@ -102,7 +103,7 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             lineage=lineage,
             feed=feed,
         )
-        loops.start_soon(_run_metrics, bus, trainer, ranks.rank)
+        loops.start_soon(_run_metrics, bus, trainer, ranks.rank, settings, run_directory)
         await trainer.restore(_existing(begin.checkpoint))
         if feed is not None:
             loops.start_soon(feed.run_inbox)
@@ -143,14 +144,16 @@ def _existing(checkpoint: str) -> Path | None:
     return Path(checkpoint) if checkpoint else None
 
 
-async def _run_metrics(bus: Bus, trainer: Trainer, rank: int) -> None:
+async def _run_metrics(bus: Bus, trainer: Trainer, rank: int, settings: Settings, run_directory: Path) -> None:
     """Say every second, and whenever asked, what this rank does, and each step's line as it comes."""
     told = 0
-    async with serving(
-        bus,
-        instance=str(rank),
-        description="a rank of the trainer",
-        report=lambda: {**_state(bus, trainer, rank), "last_step": trainer.last_line},
+
+    def report() -> dict[str, Any]:
+        return {**_state(bus, trainer, rank), "last_step": trainer.last_line}
+
+    async with (
+        serving(bus, instance=str(rank), description="a rank of the trainer", report=report),
+        exporting(settings, run_directory, role="trainer", instance=str(rank), report=report),
     ):
         while True:
             if trainer.last_line is not None and trainer.step != told:

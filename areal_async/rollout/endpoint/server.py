@@ -5,23 +5,19 @@ nothing. Signals are the node's own affair: the server never takes hold of them.
 """
 
 import asyncio
-import contextvars
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Self
 
 import anyio
 import structlog
-import uvicorn
 
+from areal_async.http_server import GuestServer, serve_app
 from areal_async.rollout.endpoint.app import App
 from areal_async.rollout.endpoint.session import Session
 
 KEEP_ALIVE_S = 120
 """Longer than clients keep a connection that they do not use: none is closed under a request."""
 BACKLOG = 2048
-SHUTDOWN_GRACE_S = 1
 SHUTDOWN_DEADLINE_S = 3.0
 
 log = structlog.get_logger()
@@ -32,7 +28,7 @@ class Endpoint:
 
     def __init__(self) -> None:
         self._sessions: dict[str, Session] = {}
-        self._server: _Server | None = None
+        self._server: GuestServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._address = ""
 
@@ -70,32 +66,11 @@ class Endpoint:
     def _start(self) -> None:
         listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
         self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
-        config = uvicorn.Config(
+        self._server, self._serving = serve_app(
             App(self._sessions),
-            access_log=False,
-            log_config=None,
-            log_level="warning",
-            lifespan="off",
-            loop="none",
-            ws="none",
+            listening,
+            loop=asyncio.get_running_loop(),
             backlog=BACKLOG,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
         )
-        self._server = _Server(config)
-        # The workflow that happens to be the first must not lend its name to what all of them use.
-        serving = self._server.serve(sockets=[listening])
-        self._serving = asyncio.get_running_loop().create_task(serving, context=contextvars.Context())
-        self._serving.add_done_callback(_report)
         log.info("endpoint.started", url=self._address)
-
-
-class _Server(uvicorn.Server):
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-def _report(serving: "asyncio.Task[None]") -> None:
-    if not serving.cancelled() and (error := serving.exception()) is not None:
-        log.error("endpoint.ended", cause=f"{type(error).__name__}: {error}")

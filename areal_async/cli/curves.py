@@ -1,0 +1,68 @@
+"""A run's files followed onto boards: each line of ``metrics.jsonl`` and ``eval.jsonl``, once.
+
+The launcher does it, which outlives every other process: boards show what the files say, also after a restart.
+"""
+
+import anyio
+import anyio.to_thread
+
+from areal_async.cli.tail import JsonLines, Line
+from areal_async.exporters.curves import Curves
+from areal_async.settings import Settings
+from areal_async.types import Version
+
+INTERVAL_S = 2.0
+
+
+class Follower:
+    """What the boards were given so far."""
+
+    def __init__(self, settings: Settings) -> None:
+        directory = settings.run_directory
+        self._curves = Curves(settings, directory)
+        self._steps_file = JsonLines(directory / "metrics.jsonl")
+        self._evaluations_file = JsonLines(directory / "eval.jsonl")
+        self._told: list[Line] = []
+
+    async def run(self) -> None:
+        """Follow until cancelled, beside the event loop: a board may lie on a slow disk."""
+        while True:
+            await anyio.to_thread.run_sync(self.catch_up)
+            await anyio.sleep(INTERVAL_S)
+
+    def catch_up(self) -> None:
+        """Tell the boards what the files have gained."""
+        news = self._steps_file.read_new()
+        lines = news.lines
+        if news.is_from_start:
+            same = _num_same(self._told, lines)
+            if same < len(self._told):
+                self._curves.rewind(to_step=_step(lines[same - 1]) if same else 0)
+            self._told, lines = self._told[:same], lines[same:]
+        for line in lines:
+            self._curves.add(line, step=_step(line))
+        self._told += lines
+        for line in self._evaluations_file.read_new().lines:
+            self._curves.add(
+                {"accuracy": line.get("accuracy"), "num_failed": line.get("num_failed")},
+                step=Version.parse(str(line.get("eval_id"))).step,
+                prefix=f"eval/{line['workflow']}/" if line.get("workflow") else "eval/",
+            )
+        self._curves.flush()
+
+    def close(self) -> None:
+        """Tell the last of it."""
+        self.catch_up()
+        self._curves.close()
+
+
+def _step(line: Line) -> int:
+    return int(line.get("step", 0))
+
+
+def _num_same(before: list[Line], now: list[Line]) -> int:
+    """Return how many lines both begin with."""
+    return next(
+        (place for place, (old, new) in enumerate(zip(before, now, strict=False)) if old != new),
+        min(len(before), len(now)),
+    )

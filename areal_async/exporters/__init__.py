@@ -1,0 +1,1 @@
+"""Numbers of a run in the formats of other programs: Prometheus, TensorBoard, Weights & Biases."""

@@ -1,0 +1,99 @@
+"""``/metrics`` of one process, and the file that tells Prometheus where it is.
+
+Ports are free ones, since any number of processes share a host; ``<run.directory>/prometheus/*.json``, a file per
+process, are in the form of Prometheus's file-based service discovery, whose ``file_sd_configs`` follow them.
+"""
+
+import asyncio
+import json
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import structlog
+
+from areal_async.exporters.samples import COUNTER, GAUGE, Sample, samples
+from areal_async.http_server import serve_app
+from areal_async.settings import Settings
+
+STOP_DEADLINE_S = 3.0
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def exporting(
+    settings: Settings, run_directory: Path, *, role: str, report: Callable[[], dict[str, Any]], instance: str = "0"
+) -> AsyncIterator[None]:
+    """Serve what ``report`` says while the block runs, where ``metrics.prometheus`` asks for it.
+
+    Args:
+        report: called for each scrape, on the event loop; it must not block or raise.
+    """
+    if not settings.metrics.prometheus:
+        yield
+        return
+    # Imported here: most runs never need it.
+    from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, make_asgi_app
+
+    registry = CollectorRegistry(auto_describe=False)
+    for own in (PROCESS_COLLECTOR, GC_COLLECTOR, PLATFORM_COLLECTOR):
+        registry.register(own)
+    registry.register(_Collector(lambda: [*samples(role, report()), *_disk(run_directory)]))
+    listening = socket.create_server((settings.metrics.prometheus_host, 0))
+    server, serving = serve_app(make_asgi_app(registry), listening, loop=asyncio.get_running_loop())
+    target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
+    # In one folder for all runs: the discovery follows patterns of file names, not of folders.
+    place = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"
+    write_target(place, target, labels={"run": settings.run.name, "role": role, "instance": instance})
+    log.info("prometheus.serving", url=f"http://{target}/metrics")
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
+        server.should_exit = True
+        with anyio.move_on_after(STOP_DEADLINE_S, shield=True):
+            await asyncio.wait([serving])
+        serving.cancel()
+
+
+def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
+    """Write one group of targets, whole or not at all: Prometheus watches the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n")
+    temporary.rename(path)
+
+
+class _Collector:
+    """Makes metric families of what a process reports now."""
+
+    def __init__(self, read: Callable[[], Iterable[Sample]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Any]:
+        """Return one family per name."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {GAUGE: GaugeMetricFamily, COUNTER: CounterMetricFamily}
+        families: dict[str, Any] = {}
+        for sample in self._read():
+            if sample.name not in families:
+                families[sample.name] = kinds[sample.kind](sample.name, sample.help, labels=[*sample.labels])
+            families[sample.name].add_metric([*sample.labels.values()], sample.value)
+        return families.values()
+
+
+def _disk(run_directory: Path) -> Iterable[Sample]:
+    usage = shutil.disk_usage(run_directory)
+    yield Sample("areal_disk_free_bytes", GAUGE, "Free space where the run directory is.", usage.free)
+    yield Sample("areal_disk_size_bytes", GAUGE, "Size of that file system.", usage.total)
+
+
+def _host(address: str) -> str:
+    """Return the name that others reach this process by."""
+    return socket.gethostname() if address in ("0.0.0.0", "::") else address

@@ -1,0 +1,157 @@
+"""A process's numbers as Prometheus scrapes them, and the monitoring files that rest on their names."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import promql_parser
+import pytest
+import yaml
+from prometheus_client.parser import text_string_to_metric_families
+
+from areal_async.exporters.prometheus import exporting
+from areal_async.exporters.samples import CONTROLLER, COUNTER, NODE, SERVER, STEP, TRAINER, samples, step_samples
+from areal_async.settings import MetricsSettings, RunSettings, Settings
+
+MONITORING = Path(__file__).parents[3] / "configs" / "monitoring"
+NODE_REPORT = {
+    "node_id": "n0",
+    "state": "runs 2 groups",
+    "num_scored": 7,
+    "num_failed": 1,
+    "num_rejected": 0,
+    "num_generated_tokens": 900,
+    "servers": {
+        "n0-0": {"version": "1-4", "fence": "", "num_requests": 3, "limit": 8, "outstanding_tokens": 40, "frozen": ""},
+        "n0-1": {"version": "", "fence": "its process ended", "num_requests": 0, "frozen": "grader"},
+    },
+}
+LINE = {
+    "step": 4,
+    "weights_version": "1-4",
+    "reward_mean": 0.5,
+    "time_train_s": 2.0,
+    "num_groups": 16,
+    "reward/gsm8k": 0.4,
+    "info/turns": 2.0,
+}
+
+
+def _settings(tmp_path: Path, **metrics: Any) -> Settings:
+    return Settings(run=RunSettings(name="seen", directory=tmp_path), metrics=MetricsSettings(**metrics))
+
+
+def _by_name(role: str, report: dict[str, Any]) -> dict[tuple[str, ...], float]:
+    return {(one.name, *one.labels.values()): one.value for one in samples(role, report)}
+
+
+def test_a_nodes_servers_are_told_apart_and_a_fence_is_a_number() -> None:
+    """So that an alert can name the server."""
+    seen = _by_name("node", NODE_REPORT)
+    assert seen["areal_trajectories_total", "scored"] == 7
+    assert seen["areal_server_fenced", "n0-0", "policy"] == 0
+    assert seen["areal_server_fenced", "n0-1", "grader"] == 1
+    assert seen["areal_server_weights_step", "n0-0", "policy"] == 4
+    assert ("areal_server_weights_step", "n0-1", "grader") not in seen
+
+
+def test_a_steps_numbers_have_base_units_and_parts_become_labels() -> None:
+    """``time_train_s`` is seconds, and every workflow's reward one series of one name."""
+    seen = {(one.name, *one.labels.items()): one.value for one in step_samples(LINE)}
+    assert seen == {
+        ("areal_step_reward_mean",): 0.5,
+        ("areal_step_train_seconds",): 2.0,
+        ("areal_step_groups",): 16,
+        ("areal_step_reward_by_workflow", ("workflow", "gsm8k")): 0.4,
+        ("areal_step_info_by_key", ("key", "turns")): 2.0,
+    }
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    """A report of an older or newer process costs nothing but the numbers it lacks."""
+    assert list(samples("trainer", {"step": "four", "last_step": None})) == []
+    assert list(samples("node", {"servers": "none"})) == []
+    assert list(samples("broker", {"step": 4})) == []
+
+
+@pytest.mark.anyio
+async def test_a_scrape_says_what_the_report_says_now_and_the_target_goes_with_the_process(tmp_path: Path) -> None:
+    """Over real HTTP, in the form that Prometheus reads."""
+    report = {"step": 4, "last_step": LINE}
+    settings = _settings(tmp_path, prometheus=True)
+    place = tmp_path / "prometheus" / "seen-trainer-0.json"
+    async with exporting(settings, tmp_path, role="trainer", report=lambda: report), httpx.AsyncClient() as client:
+        (group,) = json.loads(place.read_text())
+        assert group["labels"] == {"run": "seen", "role": "trainer", "instance": "0"}
+        url = f"http://{group['targets'][0]}/metrics"
+        before = _scraped((await client.get(url)).text)
+        report["step"] = 5
+        after = _scraped((await client.get(url)).text)
+    assert (before["areal_step"], after["areal_step"]) == (4, 5)
+    assert after["areal_step_reward_mean"] == 0.5
+    assert after["areal_disk_free_bytes"] > 0
+    assert after["process_cpu_seconds_total"] > 0
+    assert not place.exists()
+
+
+@pytest.mark.anyio
+async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
+    """Most runs are not scraped."""
+    async with exporting(_settings(tmp_path), tmp_path, role="trainer", report=dict):
+        assert not (tmp_path / "prometheus").exists()
+
+
+def test_every_number_that_the_alerts_and_the_dashboard_name_is_exported() -> None:
+    """A renamed metric must not leave a panel empty or an alert silent."""
+    exported = {field.name for fields in (CONTROLLER, NODE, SERVER, TRAINER) for field in fields}
+    exported |= {sample.name for sample in step_samples(dict.fromkeys(STEP, 1.0) | {"reward/gsm8k": 1.0})}
+    exported |= {"areal_server_fenced", "areal_server_weights_step", "areal_disk_free_bytes", "areal_disk_size_bytes"}
+    exported |= {"up", "process_resident_memory_bytes", "process_cpu_seconds_total"}
+    expressions = [*_alerts(), *_panels()]
+    assert len(expressions) > 25
+    for expression in expressions:
+        named = set(_names(promql_parser.parse(expression)))
+        assert named, expression
+        assert named <= exported, expression
+
+
+def test_what_grows_within_a_life_is_named_so() -> None:
+    """Prometheus' rule: ``_total`` on counters and on nothing else."""
+    for field in (*CONTROLLER, *NODE, *SERVER, *TRAINER):
+        assert field.name.endswith("_total") == (field.kind == COUNTER), field.name
+
+
+def _scraped(text: str) -> dict[str, float]:
+    families = text_string_to_metric_families(text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def _alerts() -> Iterator[str]:
+    for group in yaml.safe_load((MONITORING / "alerts.yml").read_text())["groups"]:
+        for rule in group["rules"]:
+            yield rule["expr"]
+
+
+def _panels() -> Iterator[str]:
+    for panel in json.loads((MONITORING / "grafana.json").read_text())["panels"]:
+        for target in panel["targets"]:
+            yield target["expr"].replace("$run", ".*")
+
+
+def _names(node: Any) -> Iterator[str]:
+    """Walk an expression for the series it selects."""
+    match node:
+        case promql_parser.VectorSelector():
+            yield node.name
+        case promql_parser.MatrixSelector():
+            yield from _names(node.vector_selector)
+        case promql_parser.BinaryExpr():
+            yield from _names(node.lhs)
+            yield from _names(node.rhs)
+        case promql_parser.Call():
+            for argument in node.args:
+                yield from _names(argument)
+        case promql_parser.AggregateExpr() | promql_parser.ParenExpr():
+            yield from _names(node.expr)
