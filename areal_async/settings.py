@@ -297,6 +297,8 @@ class BusSettings(Section):
     """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; ``None`` for none."""
     ca: Path | None = None
     """PEM file of the authority that signed an external broker's certificate; ``None`` trusts the system's."""
+    monitor_url: str | None = None
+    """An external broker's monitoring page: ``doctor`` sees there how it syncs; ``None`` tries port 8222."""
     http_port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded broker's monitoring page; 0 takes a free one."""
     port: int = Field(default=0, ge=0, le=65535)

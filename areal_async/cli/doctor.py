@@ -1,5 +1,6 @@
 """``doctor``: examine a run and say what holds. Exit status 0 when nothing is refuted, 1 when something is.
 
+With a workflow or settings it looks before a run instead (``preflight``).
 With ``--graph`` it draws the calls that a training step is made of instead, and needs no run.
 """
 
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.algorithms.graphs import step_graph
+from areal_async.cli import preflight
 from areal_async.cli.speech import say
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.report import Ruling, Verdict
@@ -37,10 +39,14 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.graph is not None:
         say(step_graph(load_settings(Path(arguments.graph), overrides)).mermaid())
         return 0
+    if arguments.file is not None or arguments.config is not None:
+        if arguments.run is not None:
+            raise UserError("doctor: got a run and one that is to be started, need one of them; leave --run out")
+        return preflight.run(arguments, overrides)
     if overrides:
-        raise UserError(f"doctor: got {overrides[0]} without --graph, need a run's own settings; leave it out")
+        raise UserError(f"doctor: got {overrides[0]} with --run, need a run's own settings; leave it out")
     if arguments.run is None:
-        raise UserError("doctor: got neither a run nor settings; name --run NAME or --graph FILE.yaml")
+        raise UserError("doctor: got neither a run nor settings; name FILE.py, --run NAME or --graph FILE.yaml")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     directory = find_run(arguments.run)
     settings, bus_url = directory.read_settings(), directory.read_bus_url()

@@ -110,8 +110,10 @@ VERBS = {
     "stop": Verb("orders", "end a live run after its step, with a checkpoint to go on from", (_RUN, _BY, _REASON)),
     "doctor": Verb(
         "doctor",
-        "prove or refute a run's promises, live or dead, from what it has left; or draw a step's graph",
+        "before a run: what it will meet here; of a run: prove or refute its promises from what it has left",
         (
+            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow of a run that is to be started"}),
+            ("--config", {"metavar": "FILE.yaml", "help": "settings of a run that is to be started, as for run"}),
             ("--run", {"metavar": "NAME", "help": "name of the run, or its directory"}),
             ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
             (

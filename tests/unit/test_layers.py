@@ -36,7 +36,7 @@ LAYERS = (
     {"bus", "exporters", "inference", "algorithms", "sandbox"},
     {"rollout", "trainer", "controller"},
     {"launch"},
-    {"doctor"},
+    {"doctor", "preflight"},
     {"cli"},
     {"__main__"},
 )

@@ -1,0 +1,63 @@
+"""What a look before a run finds: one line per thing looked at, with its cure where something is wrong."""
+
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+
+import msgspec
+
+from areal_async.errors import UserError
+
+
+class Level(StrEnum):
+    """What a finding means for the run."""
+
+    GOOD = "good"
+    WARNING = "warning"
+    """It may run, slower or less safely than it could."""
+    ERROR = "error"
+    """It will not start, or not last."""
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that was looked at."""
+
+    check: str
+    """``memory``, ``broker``, ...: what was looked at."""
+    level: Level
+    saw: str
+    cure: str = ""
+    """What to do; empty where nothing is to be done."""
+
+
+def good(check: str, saw: str) -> Finding:
+    """Return a finding that asks for nothing."""
+    return Finding(check=check, level=Level.GOOD, saw=saw)
+
+
+def warning(check: str, saw: str, cure: str) -> Finding:
+    """Return one that should be looked at."""
+    return Finding(check=check, level=Level.WARNING, saw=saw, cure=cure)
+
+
+def error(check: str, saw: str, cure: str) -> Finding:
+    """Return one that is to be cured first."""
+    return Finding(check=check, level=Level.ERROR, saw=saw, cure=cure)
+
+
+def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return what ``look`` finds; a user's mistake that it raises is a finding too."""
+    try:
+        return list(look())
+    except UserError as mistake:
+        return [of_mistake(check, mistake)]
+
+
+def of_mistake(check: str, mistake: UserError) -> Finding:
+    """Part an error's sentence: what is wrong, and after the semicolon what to do."""
+    saw, _, cure = " ".join(str(mistake).split()).partition("; ")
+    return error(check, saw, cure or "change that")
+
+
+def gigabytes(num_bytes: float) -> str:
+    """Return a size for people."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,136 @@
+"""``doctor`` before a run: what is wrong is found before anything is started, each with its cure."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_async.preflight.broker import check_broker, judge_varz
+from areal_async.preflight.findings import Level
+from areal_async.preflight.host import check_clock, check_disk, check_limits, check_processes
+from areal_async.preflight.machine import Machine, look_at_machine, parse_gpus
+from areal_async.preflight.memory import ModelSize
+from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings, TrainerSettings
+
+ROOT = Path(__file__).parents[3]
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def _machine(**given: Any) -> Machine:
+    seen = {"num_cores": 2, "memory_bytes": None, "gpus": (), "open_files": 4096, "shared_memory_bytes": None}
+    return Machine(**seen | {"is_clock_kept": None} | given)
+
+
+def _doctor(*arguments: str) -> tuple[int, list[dict[str, str]]]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "areal_async", "doctor", "--json", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ended.stderr == ""
+    return ended.returncode, json.loads(ended.stdout)
+
+
+def test_the_cpu_job_may_start_and_every_check_has_spoken(tmp_path: Path) -> None:
+    """The command that a user types first, whole."""
+    status, findings = _doctor("workflows/gsm8k.py", "--run.directory", str(tmp_path))
+    assert status == 0
+    assert not [one for one in findings if one["level"] == "error"]
+    checks = {one["check"].partition(" ")[0] for one in findings}
+    assert checks >= {
+        "versions", "inference", "broker", "ports", "cores", "workflow", "data", "held-out", "model", "chat", "memory",
+        "disk", "limits", "clock",
+    }  # fmt: skip
+
+
+def test_everything_that_is_wrong_is_told_at_once_with_its_cure(tmp_path: Path) -> None:
+    """One look, not one mistake per start: a taken port, no data, a model without weights, a node's open files."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, findings = _doctor(
+            "workflows/gsm8k.py",
+            *("--run.directory", str(tmp_path)),
+            *("--model.path", str(tmp_path / "model")),
+            *("--tasks.0.dataset.path", str(tmp_path / "no.jsonl")),
+            *("--bus.port", str(taken.getsockname()[1])),
+            *("--rollout.max_trajectories_per_node", "100000000"),
+        )
+    wrong = {one["check"]: one for one in findings if one["level"] == "error"}
+    assert status == 1
+    assert set(wrong) == {"ports", "data of gsm8k", "model actor", "limits"}
+    assert all(one["cure"] for one in wrong.values())
+    assert "is taken" in wrong["ports"]["saw"]
+
+
+def test_a_broker_that_syncs_now_and_then_is_a_warning_and_one_that_always_does_is_not() -> None:
+    """The broker's own page tells; P1 rests on it."""
+    page = {"jetstream": {"config": {"sync_interval": 120_000_000_000}}, "now": NOW.isoformat()}
+    (disk, clock) = judge_varz(page, now=NOW)
+    assert disk.level is Level.WARNING
+    assert "every 120 s" in disk.saw
+    assert clock.level is Level.GOOD
+    page["jetstream"] = {"config": {"sync_always": True, "sync_interval": 120_000_000_000}}
+    assert judge_varz(page, now=NOW)[0].level is Level.GOOD
+
+
+def test_a_broker_with_another_time_is_a_warning() -> None:
+    """A minute off: logs of two hosts cannot be laid side by side."""
+    page = {"jetstream": {"config": {"sync_always": True}}, "now": (NOW - timedelta(seconds=60)).isoformat()}
+    assert judge_varz(page, now=NOW)[1].level is Level.WARNING
+    assert len(judge_varz({}, now=NOW)) == 1
+
+
+@pytest.mark.anyio
+async def test_a_broker_that_is_not_there_is_one_error(tmp_path: Path) -> None:
+    """With the address that was tried."""
+    settings = Settings(run=RunSettings(directory=tmp_path), bus=BusSettings(url="nats://127.0.0.1:9"))
+    (finding,) = await check_broker(settings)
+    assert finding.level is Level.ERROR
+    assert "127.0.0.1:9" in finding.saw
+
+
+def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(tmp_path: Path) -> None:
+    """Twelve bytes a parameter, for each that is kept and the one being written."""
+    settings = Settings(run=RunSettings(directory=tmp_path), trainer=TrainerSettings(keep_checkpoints=9))
+    vast = ModelSize(num_parameters=10**13, num_layers=1, hidden=1, kv_width=1, vocab=1, context=1)
+    (finding,) = check_disk(settings, {"actor": vast})
+    assert finding.level is Level.ERROR
+    assert "checkpoints 1200000.0 GB" in finding.saw
+
+
+def test_threads_beyond_the_cores_and_files_beyond_the_limit_are_told(tmp_path: Path) -> None:
+    """The former only costs time."""
+    crowded = Settings(run=RunSettings(directory=tmp_path), trainer=TrainerSettings(num_threads=8))
+    (cores,) = check_processes(crowded, _machine())
+    assert cores.level is Level.WARNING
+    many = Settings(rollout=RolloutSettings(max_trajectories_per_node=4096))
+    (limits,) = check_limits(many, _machine(open_files=1024))
+    assert limits.level is Level.ERROR
+    (clock,) = check_clock(_machine(is_clock_kept=False))
+    assert clock.level is Level.WARNING
+
+
+def test_only_visible_gpus_are_looked_at_by_number_or_name() -> None:
+    """As ``CUDA_VISIBLE_DEVICES`` writes them."""
+    table = "0, GPU-aa, NVIDIA H100, 81559, 80000\n1, GPU-bb, NVIDIA H100, 81559, 100\n"
+    assert [gpu.free_bytes >> 20 for gpu in parse_gpus(table, ("1",))] == [100]
+    assert [gpu.memory_bytes >> 20 for gpu in parse_gpus(table, ("GPU-aa",))] == [81559]
+
+
+def test_this_host_tells_what_it_has() -> None:
+    """Numbers that cannot be: none of them is a default."""
+    machine = look_at_machine()
+    assert machine.num_cores >= 1
+    assert machine.open_files >= 256
+    assert machine.memory_bytes is None or machine.memory_bytes > 1 << 20
