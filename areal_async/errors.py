@@ -8,6 +8,7 @@
     │   └── ToolError           a tool's call went wrong: told to the model, which may try again
     └── PipelineError           ends the process with a non-zero status, never swallowed
         ├── UserError           a mistake the user can mend: one sentence, no traceback
+        │   └── UnreachableError  the broker does not answer: it is down, or elsewhere
         ├── BusError            the broker refused, or did not answer within its deadline
         │   ├── StreamFullError the stream holds ``max_bytes``: wait, the message is not stored
         │   ├── ConflictError   a compare-and-set lost: the value is no longer the one that was read
@@ -52,6 +53,10 @@ class UserError(PipelineError):
     """A mistake the user can mend. The command line prints its one sentence and exits with ``exit_code``."""
 
     exit_code = 2
+
+
+class UnreachableError(UserError):
+    """The broker does not answer at its address."""
 
 
 class BusError(PipelineError):

@@ -49,6 +49,11 @@ class Names:
         return f"AREAL_{self.run}_DEAD"
 
     @property
+    def events_stream(self) -> str:
+        """What has happened, as the roles and the broker tell it."""
+        return f"AREAL_{self.run}_EVENTS"
+
+    @property
     def bucket(self) -> str:
         """The key-value bucket with the run's state."""
         return f"AREAL_{self.run}"
@@ -99,9 +104,10 @@ class Names:
         """A new weights version was put into the bucket."""
         return f"areal.{self.run}.weights"
 
-    def events(self, role: str, instance: str = "0") -> str:
-        """Events of one process of a role; a role may publish under its own name alone."""
-        return f"areal.{self.run}.events.{_token(role)}.{_token(instance)}"
+    def event(self, kind: str, role: str, instance: str = "0") -> str:
+        """One kind of event (``role.lost``) of one process; a role may publish under its own name alone."""
+        thing, what = kind.split(".")
+        return f"areal.{self.run}.events.{_token(role)}.{_token(instance)}.{_token(thing)}.{_token(what)}"
 
     def metrics(self, role: str, instance: str = "0") -> str:
         """Metrics of one process of a role; a role may publish under its own name alone."""

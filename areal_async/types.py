@@ -451,6 +451,8 @@ class ServerState(Record, frozen=True, kw_only=True):
     """GPUs it is spread over: its ranks in an update group."""
     fenced: bool = False
     reason: str = ""
+    failure: str = ""
+    """Why it was fenced the last time, other than to be started."""
 
 
 class FleetSize(Record, frozen=True, kw_only=True):

@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from areal_async.events import Event
+
 MAX_RECORDS = 200
 """Waits that a process tells of at once, some ten kilobytes: whole chains, those that began first before the others."""
 
@@ -110,10 +112,9 @@ class WaitReport(msgspec.Struct, frozen=True):
     """Waits beyond what is told at once."""
 
 
-class Stall(msgspec.Struct, frozen=True, kw_only=True):
+class Stall(Event, frozen=True, kw_only=True, tag=STALLED):
     """The event that says that the run stands still, and why."""
 
-    event: str = STALLED
     quiet_s: int
     sentence: str
     culprit: str

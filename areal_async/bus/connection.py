@@ -26,7 +26,7 @@ import structlog
 
 from areal_async.bus.permissions import Role
 from areal_async.bus.private import read_private
-from areal_async.errors import BusError, UserError
+from areal_async.errors import BusError, UnreachableError, UserError
 
 MIN_SERVER_VERSION = (2, 12, 7)
 """Older ones have known holes in their permissions, and silently ignore options that promises rest on."""
@@ -390,7 +390,8 @@ async def connect(
         ca: Certificates (PEM) of the authority that signed the broker's; ``None`` for those the system trusts.
 
     Raises:
-        UserError: no address, unreachable within ``deadline_s``, not trusted, refused, too old, or without JetStream.
+        UserError: no address, not trusted, refused, too old, or without JetStream.
+        UnreachableError: no answer within ``deadline_s``.
     """
     _check_url(url)
     authentication = _authentication(credentials) | _trust(url, ca)
@@ -414,7 +415,7 @@ async def connect(
                     last_error = last_error or connection.last_error
             await anyio.sleep(RECONNECT_WAIT_S)
     reason = str(last_error) or repr(last_error)
-    raise UserError(f"broker {url}: not reachable within {deadline_s:g} s ({reason}); start it or set bus.url")
+    raise UnreachableError(f"broker {url}: not reachable within {deadline_s:g} s ({reason}); start it or set bus.url")
 
 
 def _check_url(url: str) -> None:

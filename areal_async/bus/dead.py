@@ -5,13 +5,17 @@ letter's id is that of the message: within the stream's duplicate window it is s
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
+import msgspec
 import structlog
 
 from areal_async import wire
 from areal_async.bus.api import Api
+from areal_async.bus.connection import ConnectionLostError
 from areal_async.errors import WireError
+from areal_async.events import MessageBuried
 from areal_async.subjects import Names
 from areal_async.types import DeadLetter, Record
 
@@ -67,6 +71,10 @@ class DeadLetters:
         msg_id = f"undecodable.{message.stream}.{message.sequence}"
         await self._api.ask(self._names.undecodable, wire.encode(letter), {"Nats-Msg-Id": msg_id})
         self.num_buried += 1
+        event = MessageBuried(stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
+        with suppress(ConnectionLostError):
+            subject = self._names.event(event.kind, letter.reader)
+            await self._api.connection.publish(subject, msgspec.json.encode(event))
         log.warning("message.buried", stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
 
 

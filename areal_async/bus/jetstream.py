@@ -13,6 +13,7 @@ from typing import NamedTuple, Self, TypeVar
 from uuid import uuid4
 
 import anyio
+import msgspec
 import structlog
 
 from areal_async import wire
@@ -25,6 +26,7 @@ from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
 from areal_async.errors import BusError, StreamFullError, WireError
+from areal_async.events import Event
 from areal_async.subjects import Names
 from areal_async.types import Record
 
@@ -147,6 +149,10 @@ class Bus:
                 await self.connection.publish(subject, data)
             except ConnectionLostError:
                 log.debug("bus.event_dropped", subject=subject)
+
+    async def tell(self, event: Event, *, instance: str = "0") -> None:
+        """Tell what has happened, for whoever listens now and for the stream of events. Never waits long."""
+        await self.emit(self.names.event(event.kind, self.role, instance), msgspec.json.encode(event))
 
     # streams: reading
 

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import IO
@@ -87,8 +88,13 @@ def find_binary() -> Path:
 class EmbeddedBroker:
     """The broker of one run. ``start``, then ``run`` in a task group, then ``aclose``."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self, settings: Settings, *, on_change: Callable[[str, str, int], None] = lambda _state, _reason, _starts: None
+    ) -> None:
+        """Take what is told of every start (``running``) and death (``died``): state, reason, number of starts."""
         self._settings = settings
+        self._on_change = on_change
+        self._num_starts = 0
         self._directory = settings.run_directory.absolute() / "bus"
         self._log_path = settings.run_directory.absolute() / "logs" / "nats.log"
         self._binary = Path()
@@ -164,6 +170,8 @@ class EmbeddedBroker:
             deaths.append(anyio.current_time())
             num_recent = sum(1 for at in deaths if at > anyio.current_time() - RESTART_WINDOW_S)
             log.warning("broker.died", status=status, num_recent=num_recent)
+            how = f"by {signal.Signals(-status).name}" if status < 0 else f"with status {status}"
+            self._on_change("died", f"broker ended {how}", self._num_starts)
             if num_recent > MAX_RESTARTS:
                 raise BusError(
                     f"embedded broker: died {num_recent} times in {RESTART_WINDOW_S:g} s, last with status {status}; "
@@ -253,6 +261,8 @@ class EmbeddedBroker:
         with anyio.move_on_after(START_DEADLINE_S):
             while self._process.returncode is None:
                 if await _is_healthy(self._http_port):
+                    self._num_starts += 1
+                    self._on_change("running", "", self._num_starts)
                     return
                 await anyio.sleep(0.01)
         status = self._process.returncode

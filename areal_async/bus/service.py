@@ -8,6 +8,9 @@ Source: NATS ADR-32, "Service API".
 """
 
 import math
+import os
+import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -58,16 +61,23 @@ async def serving(
     """Answer as this role's service while the block runs, through restarts of the broker.
 
     Args:
-        report: called for each question what the process does now; it must not block or raise.
+        report: called for each question what the process does now; it must not block or raise. Which process it is
+            on which host, and for how long it has served, is added.
         endpoints: besides ``status``, which every service has.
     """
 
     async def status(_: Report) -> Report:
-        return report()
+        return whole_report()
 
     def statistics(stats: EndpointStats) -> Report | None:
         # The library writes it with a plain encoder, which knows no records, and writes what is no number as no JSON.
-        return msgspec.json.decode(msgspec.json.encode(report())) if stats.name == "status" else None
+        return msgspec.json.decode(msgspec.json.encode(whole_report())) if stats.name == "status" else None
+
+    since_s = time.monotonic()
+    of_process = {"pid": os.getpid(), "host": socket.gethostname()}
+
+    def whole_report() -> Report:
+        return {**report(), **of_process, "up_s": round(time.monotonic() - since_s, 1)}
 
     subject = bus.names.status(bus.role, instance)
     own = Endpoint(name="status", subject=subject, description="what this process does now", answer=status)

@@ -19,6 +19,11 @@ SCHEMA = {"areal.schema": "1"}
 CHANGEABLE = {"max_bytes", "duplicate_window", "max_msg_size", "metadata", "description", "allow_rollup_hdrs"}
 """Fields of a stream that may change under its messages."""
 MIN_ACK_PENDING = 1000
+MAX_EVENTS_BYTES = 16 << 20
+MAX_EVENT_BYTES = 64 << 10
+MAX_EVENT_AGE_S = 30 * 86400.0
+ADVISORIES = ("CREATED", "DELETED", "MSG_TERMINATED", "MAX_DELIVERIES")
+"""What the broker tells of a consumer and is kept: a lineage is taken, a message is given up."""
 STORAGE_RESERVED = 10047
 """The broker's disk limit is below what the streams reserve."""
 
@@ -56,12 +61,19 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
     # no rollup: by its header whoever may write one key could purge them all
     bucket = {"max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": False, "deny_delete": True}
     audit = {"deny_delete": True}
+    history = {
+        "discard": "old",
+        "max_bytes": MAX_EVENTS_BYTES,
+        "max_msg_size": MAX_EVENT_BYTES,
+        "max_age": _ns(MAX_EVENT_AGE_S),
+    }
     return [
         _stream(names.tickets_stream, "workqueue", [f"{run}.tickets.>"], common),
         _stream(names.trajectories_stream, "workqueue", [f"{run}.trajectories.>"], common, trajectories),
         _stream(names.outcomes_stream, "limits", [names.outcomes, names.cuts], common, audit),
         _stream(names.eval_stream, "workqueue", [f"{run}.eval.>"], common),
         _stream(names.dead_stream, "limits", [f"{run}.dead.>"], common, audit),
+        _stream(names.events_stream, "limits", [names.all_events, *_advisories(names)], common, audit, history),
         _stream(f"KV_{names.bucket}", "limits", [f"$KV.{names.bucket}.>"], common, bucket),
     ]
 
@@ -146,7 +158,17 @@ def all_streams(names: Names) -> list[str]:
         names.outcomes_stream,
         names.eval_stream,
         names.dead_stream,
+        names.events_stream,
         f"KV_{names.bucket}",
+    ]
+
+
+def _advisories(names: Names) -> list[str]:
+    """Return the subjects on which the broker tells of this run's streams and of their consumers."""
+    streams = [stream for stream in all_streams(names) if stream != names.events_stream]
+    return [
+        *(f"$JS.EVENT.ADVISORY.STREAM.*.{stream}" for stream in streams),
+        *(f"$JS.EVENT.ADVISORY.CONSUMER.{what}.{stream}.>" for stream in streams for what in ADVISORIES),
     ]
 
 

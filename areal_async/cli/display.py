@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
-from areal_async.cli.view import RunView, by_task, evaluation_text, event_text, number, step_text, trained_tokens_per_s
+from areal_async.cli.view import RunView, by_task, evaluation_text, notice_text, number, step_text, trained_tokens_per_s
 from areal_async.launch.supervisor import Notify
 
 REFRESH_S = 0.5
@@ -116,7 +116,7 @@ async def listen(bus: Bus, view: RunView, notify: Notify) -> None:
 async def _listen_to_events(bus: Bus, notify: Notify) -> None:
     async with bus.subscribe(bus.names.all_events) as messages:
         async for _, data in messages:
-            if (text := event_text(data)) is not None:
+            if (text := notice_text(data)) is not None:
                 notify(text)
 
 

@@ -8,7 +8,7 @@ import argparse
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -19,9 +19,12 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus, Report, gather_reports
-from areal_async.cli.tail import read_json_lines
-from areal_async.launch.run import visit
-from areal_async.launch.run_directory import find_run
+from areal_async.cli.tail import decode_object, read_json_lines
+from areal_async.cli.view import event_text
+from areal_async.errors import BusError, UnreachableError
+from areal_async.inference.pool import STARTING
+from areal_async.launch.run import EMBEDDED, read_settings_of, visit
+from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.run_state import Control, CrewState
 from areal_async.settings import Settings
 from areal_async.subjects import CONTROL, RUN_STATE
@@ -29,7 +32,15 @@ from areal_async.types import RunState, ServerState, WeightsVersion
 
 ANSWER_S = 1.0
 """How long a process may take to answer; then it counts as missing."""
-OK, MISSING, ENDED = "ok", "no answer", "ended"
+CONNECT_S = 2.0
+"""How long the broker may take; then it counts as missing, and nothing else can be asked."""
+OK, MISSING, ENDED, UNKNOWN = "ok", "no answer", "ended", "unknown"
+OVER = ("finished", "failed", "not running")
+"""States in which nobody is missed."""
+NUM_EVENTS = 8
+"""Of the newest that are shown."""
+NUM_READ = 200
+"""Messages among which these are looked for: what the broker tells stands there as well."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,12 +50,16 @@ class Member:
     role: str
     instance: str
     presence: str
-    """``ok``, ``no answer`` or ``ended``."""
+    """``ok``, ``no answer``, ``ended``; ``unknown`` while the broker is away."""
     state: str = ""
     waits_for: str = ""
     num_starts: int = 0
     why: str = ""
     """Of its crew's last death."""
+    up_s: float = 0.0
+    """For how long it has answered; 0 while it does not."""
+    pid: int = 0
+    host: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +68,7 @@ class Status:
 
     run: str
     state: str
-    """``running``, ``paused``, ``stopping``, ``not running``, ``finished`` or ``failed``."""
+    """``running``, ``paused``, ``stopping``, ``no broker``, ``not running``, ``finished`` or ``failed``."""
     reason: str
     step: int
     steps: int
@@ -70,6 +85,8 @@ class Status:
     """Stream -> ``num_messages`` and ``num_bytes``."""
     members: list[Member]
     servers: list[dict[str, Any]]
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What has happened last, oldest first; ``teller`` is the role and the instance that told it."""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -83,16 +100,21 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     directory = find_run(arguments.run)
 
-    async def ask() -> Status:
-        async with visit(directory) as (settings, bus):
-            return await read_status(settings, bus)
-
-    status = anyio.run(ask, backend_options={"use_uvloop": True})
+    status = anyio.run(ask_status, directory, backend_options={"use_uvloop": True})
     if arguments.json:
         Console(soft_wrap=True, highlight=False).print_json(json.dumps(asdict(status)))
     else:
         Console(highlight=False).print(*render(status), sep="\n")
     return 0
+
+
+async def ask_status(directory: RunDirectory) -> Status:
+    """Return the status of a run, live or not; where its broker is away, what can be known without it."""
+    try:
+        async with visit(directory, connect_deadline_s=CONNECT_S) as (settings, bus):
+            return await read_status(settings, bus)
+    except UnreachableError as exc:
+        return without_broker(read_settings_of(directory), str(exc))
 
 
 async def read_status(settings: Settings, bus: Bus) -> Status:
@@ -102,6 +124,7 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
     crews: dict[str, tuple[CrewState, int]] = {}
     servers: dict[str, tuple[ServerState, int]] = {}
     queue: dict[str, dict[str, int]] = {}
+    events: list[dict[str, Any]] = []
 
     async def ask_services() -> None:
         reports.update(await gather_reports(bus, within_s=ANSWER_S))
@@ -119,27 +142,24 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
             state = await bus.stream_state(stream)
             queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
 
+    async def ask_events() -> None:
+        events.extend(await read_events(bus, limit=NUM_EVENTS))
+
     async with anyio.create_task_group() as asking:
-        for one in (ask_services, ask_keys, ask_streams):
+        for one in (ask_services, ask_keys, ask_streams, ask_events):
             asking.start_soon(one)
     run_state, _ = await bus.get(RUN_STATE, RunState)
     control, _ = await bus.get(CONTROL, Control)
     weights, _ = await bus.get(names.weights_key(), WeightsVersion)
-    members = members_of(settings, reports, {name: state for name, (state, _) in crews.items()})
+    known = {name: state for name, (state, _) in crews.items()}
+    members = members_of(settings, reports, known)
     lines = read_json_lines(settings.run_directory / "metrics.jsonl")
     evaluations = read_json_lines(settings.run_directory / "eval.jsonl")
     books = reports.get(("controller", "0"), {})
     state = state_of(run_state or RunState(), control or Control(), members)
-    listed = [
-        {
-            "id": server.server_id,
-            "version": server.version,
-            "is_fenced": server.fenced,
-            "reason": server.reason,
-            **_load(reports.get(("node", server.node_id), {}), server.server_id),
-        }
-        for server, _ in servers.values()
-    ]
+    if settings.bus.url == EMBEDDED:
+        members = [broker_of(known.get("crew.broker"), is_live=state not in OVER), *members]
+    listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
     return Status(
         run=settings.run.name,
         state=state,
@@ -156,8 +176,76 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
         queue=queue,
         members=members,
         servers=listed,
+        events=events,
         notes=list(_notes(state, members, listed)),
     )
+
+
+def without_broker(settings: Settings, reason: str) -> Status:
+    """Return what the run's files alone say of it."""
+    lines = read_json_lines(settings.run_directory / "metrics.jsonl")
+    evaluations = read_json_lines(settings.run_directory / "eval.jsonl")
+    others = [replace(one, presence=UNKNOWN, why="") for one in members_of(settings, {}, {})]
+    return Status(
+        run=settings.run.name,
+        state="no broker",
+        reason=reason,
+        step=int(lines[-1]["step"]) if lines else 0,
+        steps=settings.run.steps,
+        weights_version=str(lines[-1].get("weights_version", "")) if lines else "",
+        reward_mean=lines[-1].get("reward_mean") if lines else None,
+        accuracy=evaluations[-1].get("accuracy") if evaluations else None,
+        admitted=0,
+        settled=0,
+        in_flight=0,
+        credits=0,
+        queue={},
+        members=[Member(role="broker", instance="0", presence=MISSING, why=reason), *others],
+        servers=[],
+        notes=[f"the broker does not answer: {reason}"],
+    )
+
+
+async def read_events(bus: Bus, *, limit: int) -> list[dict[str, Any]]:
+    """Return what has happened last, oldest first; nothing of a run that was started before there were events."""
+    stream = bus.names.events_stream
+    try:
+        newest = (await bus.stream_state(stream)).last_sequence
+    except BusError:
+        return []
+    found = []
+    for message in await bus.read_log(stream, bus.names.all_events, start_sequence=newest - NUM_READ):
+        event = decode_object(message.data)
+        if event is not None:
+            found.append({**event, "teller": " ".join(message.subject.split(".")[3:5])})
+    return found[-limit:]
+
+
+def broker_of(crew: CrewState | None, *, is_live: bool) -> Member:
+    """Return the broker of the run's own, which has answered."""
+    return Member(
+        role="broker",
+        instance="0",
+        presence=OK if is_live else ENDED,
+        state="serves" if is_live else "",
+        num_starts=crew.num_starts if crew is not None else 0,
+        why=crew.reason if crew is not None else "",
+        up_s=seconds_since(crew.at) if crew is not None and is_live else 0.0,
+    )
+
+
+def server_of(server: ServerState, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
+    """Return what is known of an inference server; one whose node is away is so itself, whatever it said last."""
+    node = reports.get(("node", server.node_id))
+    is_lost = node is None
+    return {
+        "id": server.server_id,
+        "version": "" if is_lost else server.version,
+        "is_fenced": server.fenced or is_lost,
+        "reason": f"node {server.node_id} does not answer" if is_lost else server.reason,
+        "failure": server.failure,
+        **_load(node or {}, server.server_id),
+    }
 
 
 def members_of(
@@ -180,6 +268,9 @@ def members_of(
                 waits_for=str((report or {}).get("waits_for") or ""),
                 num_starts=crew.num_starts if crew is not None else 0,
                 why=crew.reason if crew is not None else "",
+                up_s=float((report or {}).get("up_s", 0.0)),
+                pid=int((report or {}).get("pid", 0)),
+                host=str((report or {}).get("host", "")),
             )
         )
     return members
@@ -212,27 +303,35 @@ def render(status: Status) -> Iterable[Table | Text]:
     stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
     facts.add_row("stored", ", ".join(stored))
     yield facts
-    processes = Table("process", "", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
+    processes = Table("process", "", "up", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
     for member in status.members:
         style = "" if member.presence == OK else "dim" if member.presence == ENDED else "bold red"
         processes.add_row(
             f"{member.role} {member.instance}",
             Text(member.presence, style=style),
+            duration_text(member.up_s) if member.up_s else "",
             *(Text(text) for text in (member.state, member.waits_for, str(member.num_starts or ""), member.why)),
         )
     yield processes
     if status.servers:
-        servers = Table("server", "version", "requests", "fenced", box=None, padding=(0, 2, 0, 0))
+        servers = Table("server", "version", "requests", "fenced", "last failure", box=None, padding=(0, 2, 0, 0))
         for server in status.servers:
             fenced = Text(server["reason"] or "yes", style="bold red") if server["is_fenced"] else Text("")
-            servers.add_row(server["id"], server["version"] or "none", str(server.get("num_requests", "")), fenced)
+            requests, failure = str(server.get("num_requests", "")), Text(server.get("failure", ""))
+            servers.add_row(server["id"], server["version"] or "none", requests, fenced, failure)
         yield servers
+    if status.events:
+        events = Table.grid(padding=(0, 2))
+        for event in status.events:
+            ago = f"{duration_text(seconds_since(str(event['at'])))} ago" if "at" in event else ""
+            events.add_row(Text(ago, style="dim"), Text(event_text(event), overflow="ellipsis", no_wrap=True))
+        yield events
     for note in status.notes:
         yield Text(note, style="red")
 
 
 def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str, Any]]) -> Iterable[str]:
-    if state in ("finished", "failed", "not running"):
+    if state in OVER:
         return
     for member in members:
         if member.presence == MISSING:
@@ -240,7 +339,8 @@ def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str,
             yield f"{member.role} {member.instance} does not answer{why}"
     for server in servers:
         if server["is_fenced"]:
-            yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}"
+            failure = f" after {server['failure']}" if server.get("failure") and server["reason"] == STARTING else ""
+            yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}{failure}"
 
 
 def _load(node: Report, server_id: str) -> dict[str, Any]:
@@ -252,10 +352,20 @@ def _load(node: Report, server_id: str) -> dict[str, Any]:
 def _reason(state: str, run_state: RunState, control: Control) -> str:
     if state not in ("paused", "stopping"):
         return run_state.reason
-    since = f", {_age(control.at)} ago" if control.at else ""
+    since = f", {duration_text(seconds_since(control.at))} ago" if control.at else ""
     return f"by {control.by or 'an operator'}{since}{f': {control.reason}' if control.reason else ''}"
 
 
-def _age(at: str) -> str:
-    seconds = (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds()
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+def seconds_since(at: str) -> float:
+    """Return how long ago a moment in ISO 8601 is; 0 for what is none."""
+    try:
+        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds())
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def duration_text(seconds: float) -> str:
+    """Return a duration in the unit that suits it."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

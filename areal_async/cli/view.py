@@ -5,7 +5,7 @@ present comes from the metrics subjects, where a lost message costs a second.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,14 +106,31 @@ def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[L
     return {name: part for name, part in parts.items() if part}
 
 
-def event_text(data: bytes) -> str | None:
-    """Return one line about an event that is not a record of its own; of one that is told in a sentence, that."""
+def notice_text(data: bytes) -> str | None:
+    """Return one line about an event of the run as a whole; the others are shown elsewhere, or at ``status``."""
     message = decode_object(data)
-    if message is None or "event" not in message:
+    if message is None or not str(message.get("event", "")).startswith("run."):
         return None
-    if "sentence" in message:
-        return f"{message['event']} for {number(message, 'quiet_s'):.0f} s: {message['sentence']}"
-    return " ".join([str(message.pop("event")), *(f"{key}={value}" for key, value in message.items())])
+    return event_text(message)
+
+
+def event_text(event: Line) -> str:
+    """Return one line about an event; of one that is told in a sentence, that."""
+    kind = str(event.get("event", ""))
+    if "sentence" in event:
+        return f"{kind} for {number(event, 'quiet_s'):.0f} s: {event['sentence']}"
+    values = {key: value for key, value in event.items() if key not in ("event", "at", "teller")}
+    if kind.partition(".")[0] in ("role", "server"):
+        return " ".join([kind, *(str(value) for value in _named_first(values))])
+    return " ".join([kind, *(f"{key}={value}" for key, value in values.items())])
+
+
+def _named_first(values: Line) -> Iterator[Any]:
+    """Yield what an event is about, then why; its numbers are for machines."""
+    yield from (values[key] for key in ("crew", "server_id", "version") if values.get(key))
+    yield from (f"({values[key]})" for key in ("reason", "failure") if values.get(key))
+    if "away_s" in values:
+        yield f"after {number(values, 'away_s'):.1f} s"
 
 
 def number(line: dict[str, Any], key: str) -> float:

@@ -331,8 +331,8 @@ class Controller:
             is_starting=verdict.is_starting,
             waits_for=self._reports.summary(),
         )
-        log.error(stall.event, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
-        await self._bus.emit(self._bus.names.events("controller", "0"), msgspec.json.encode(stall))
+        log.error(stall.kind, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
+        await self._bus.tell(stall)
 
     def _waiting(self, waiter: str) -> AbstractContextManager[waits.Wait]:
         """Register a wait for the next change of the books, as one for whoever is to bring it about."""

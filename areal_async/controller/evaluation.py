@@ -14,6 +14,7 @@ import structlog
 
 from areal_async.bus import Bus, Delivery
 from areal_async.controller.tasks import Tasks
+from areal_async.events import EvaluationFinished
 from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version, mean
 
 RESULT_BATCH = 256
@@ -91,7 +92,15 @@ class Evaluator:
             await self._bus.settle(list(deliveries.values()))
         self.waits_for = ""
         for record in records:
-            await self._bus.emit(names.events("controller", "0"), record)
+            await self._bus.tell(
+                EvaluationFinished(
+                    version=record.eval_id,
+                    workflow=record.workflow,
+                    accuracy=record.accuracy,
+                    num_scored=record.num_scored,
+                    num_failed=record.num_failed,
+                )
+            )
             log.info("evaluation.finished", **msgspec.structs.asdict(record))
         return records
 

@@ -4,17 +4,15 @@ An order is one compare-and-set of the key ``control``, so two operators never u
 the controller. Each is told as an event with who gave it and why: the audit record.
 """
 
-from datetime import UTC, datetime
-
 import msgspec
 import structlog
 
 from areal_async.bus import Bus, Endpoint, Report
 from areal_async.errors import ConflictError, UserError
+from areal_async.events import RunOrdered
 from areal_async.run_state import Control
 from areal_async.subjects import CONTROL
 
-ORDERED = "run.ordered"
 MAX_TEXT = 200
 
 log = structlog.get_logger()
@@ -71,16 +69,15 @@ class Steering:
         by, reason = (_text(body, key) for key in ("by", "reason"))
         while True:
             found, revision = await self._bus.get(CONTROL, Control)
-            now = datetime.now(UTC).isoformat(timespec="milliseconds")
-            wanted = msgspec.structs.replace(found or Control(), by=by, reason=reason, at=now, **changes)
+            event = RunOrdered(order=name, by=by, reason=reason)
+            wanted = msgspec.structs.replace(found or Control(), by=by, reason=reason, at=event.at, **changes)
             try:
                 await self._bus.compare_and_set(CONTROL, wanted, revision)
                 break
             except ConflictError:
                 continue  # another operator was faster: theirs first, then ours
-        log.info(ORDERED, order=name, by=by, reason=reason)
-        event = {"event": ORDERED, "order": name, "by": by, "reason": reason, "at": now}
-        await self._bus.emit(self._bus.names.events("controller"), msgspec.json.encode(event))
+        log.info(event.kind, order=name, by=by, reason=reason)
+        await self._bus.tell(event)
         answer: Report = msgspec.to_builtins(wanted)
         return answer
 

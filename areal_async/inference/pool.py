@@ -14,6 +14,9 @@ import anyio
 from areal_async import waits
 from areal_async.errors import GenerationError
 
+STARTING = "starting"
+"""Why nothing is sent to a server whose process is not ready yet."""
+
 
 @dataclass(eq=False, slots=True)
 class Server:
@@ -27,8 +30,10 @@ class Server:
     """Another for each of its processes."""
     version: str = ""
     """The announced version it holds; empty before the first, and while it is fenced."""
-    fence: str = "starting"
+    fence: str = STARTING
     """Why nothing is sent to it; empty while it serves."""
+    failure: str = ""
+    """The last such reason other than its start."""
     doubt: str = ""
     """Why it is being asked whether it is well; empty when nobody doubts it."""
     doubted: anyio.Event = field(default_factory=anyio.Event)
@@ -111,6 +116,8 @@ class Pool:
     def fence(self, server: Server, reason: str) -> None:
         """Send nothing more to this server, until it is admitted again."""
         server.fence, server.doubt, server.version = reason, "", ""
+        if reason != STARTING:
+            server.failure = reason
         server.is_held = False
         self._notify()
 

@@ -92,6 +92,8 @@ class ServerProcess:
         """Wait until it ends by itself, and return what to say about it."""
         assert self._process is not None
         status = await self._process.wait()
+        if status == -signal.SIGKILL:  # from outside, or for want of memory: what it wrote last is no cause
+            return "ended by SIGKILL"
         return f"ended with status {status}: {self.last_words}"
 
     async def stop(self) -> None:

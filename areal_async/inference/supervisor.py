@@ -18,7 +18,7 @@ from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.keeper import Keeper
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import STARTING, Server
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
 from areal_async.inference.updates import Surroundings, Updater
 
@@ -99,7 +99,7 @@ class Supervisor:
     async def _run_process(self) -> str:
         """Start the server and keep it going until it has to be restarted; return why."""
         self._server.incarnation = uuid4().hex
-        await self._around.fence(self._server, "starting")
+        await self._around.fence(self._server, STARTING)
         try:
             await self._process.start(self.api, deadline_s=self._around.settings.start_deadline_s)
         except ServerFault as exc:

@@ -1,14 +1,12 @@
-"""The launcher's side of operating a run: it ends the run when an operator says so, and tells how processes fare."""
+"""The launcher's side of the orders of operators: it ends the run when one says so."""
 
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import msgspec
-from anyio.streams.memory import MemoryObjectReceiveStream
 
 from areal_async.bus import Bus
-from areal_async.launch.supervisor import CrewChange, Notify
-from areal_async.run_state import Control, CrewState
+from areal_async.launch.supervisor import Notify
+from areal_async.run_state import Control
 from areal_async.subjects import CONTROL
 
 
@@ -34,23 +32,3 @@ async def heed_stop(bus: Bus, *, stop: Callable[[], None], notify: Notify) -> No
         is_first = False
         if control.is_stopping:
             stop()
-
-
-async def tell_changes(bus: Bus, changes: MemoryObjectReceiveStream[CrewChange]) -> None:
-    """Put what becomes of each crew under its key.
-
-    consumes:     changes
-    waits for:    the next one
-    produces:     keys that ``status`` reads
-    unblocked by: the end of the changes
-    """
-    with changes:
-        async for change in changes:
-            state = CrewState(
-                name=change.crew,
-                state=change.state,
-                reason=change.reason,
-                num_starts=change.num_starts,
-                at=datetime.now(UTC).isoformat(timespec="milliseconds"),
-            )
-            await bus.put(bus.names.crew_key(change.crew), state)

@@ -13,8 +13,9 @@ from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
-from areal_async.launch.orders import heed_stop, take_back_stop, tell_changes
+from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
+from areal_async.launch.presence import BROKER, PresenceKeeper
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
@@ -23,6 +24,7 @@ from areal_async.subjects import RUN_STATE
 from areal_async.types import RunState
 
 EMBEDDED = "embedded"
+CONNECT_DEADLINE_S = 10.0
 LAST_WORDS_S = 5.0
 """For the bus to take how the processes have ended."""
 
@@ -47,7 +49,16 @@ async def launch(
         PipelineError: the run failed.
     """
     crews = plan_crews(settings, directory, gpus=visible_gpus())
-    async with _open_run(settings, directory, is_fresh=is_fresh) as bus:
+    said, changes = anyio.create_memory_object_stream[CrewChange](math.inf)  # a crew changes a few times at most
+
+    def note(change: CrewChange) -> None:
+        with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the run has ended
+            said.send_nowait(change)
+
+    async with AsyncExitStack() as stack:
+        stack.enter_context(said)
+        stack.enter_context(changes)
+        bus = await stack.enter_async_context(_open_run(settings, directory, is_fresh=is_fresh, on_change=note))
         state, _ = await bus.get(RUN_STATE, RunState)
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
@@ -56,24 +67,25 @@ async def launch(
         if settings.bus.url == EMBEDDED:
             for key in await bus.keys("server."):  # of nodes that were killed: nobody is to wait for them
                 await bus.delete(key)
+        for key in await bus.keys("crew."):  # of an earlier start
+            await bus.delete(key)
 
         async def read_failure() -> str | None:
             now, _ = await bus.get(RUN_STATE, RunState)
             return now.reason if now is not None and now.state == "failed" else None
 
-        said, changes = anyio.create_memory_object_stream[CrewChange](math.inf)  # a crew changes a few times at most
-        supervisor = Supervisor(
-            crews, backend=backend, notify=notify, read_failure=read_failure, on_change=said.send_nowait
-        )
+        presence = PresenceKeeper(bus)
+        supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch, bus)
             tasks.start_soon(stalls.run)
+            tasks.start_soon(presence.run_hearing)
             tasks.start_soon(run_blockages, directory.path, notify)
             tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
             async with anyio.create_task_group() as telling:
                 with said:
-                    telling.start_soon(tell_changes, bus, changes)
+                    telling.start_soon(presence.run_changes, changes)
                     end = await supervisor.run()
                 telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
             tasks.cancel_scope.cancel()
@@ -81,23 +93,35 @@ async def launch(
 
 
 @asynccontextmanager
-async def visit(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
+async def visit(
+    directory: RunDirectory, *, connect_deadline_s: float = CONNECT_DEADLINE_S
+) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that was started once, and the operator's connection to it.
 
     A live run is visited at its own broker. A stopped one's is started for the while, with the directory locked.
 
     Raises:
         UserError: the run was never started.
+        UnreachableError: its broker does not answer.
     """
-    settings = directory.read_settings()
-    here = settings.run.model_copy(update={"directory": directory.path.parent})  # wherever the command was given
-    settings = settings.model_copy(update={"run": here})
+    settings = read_settings_of(directory)
     url = directory.read_bus_url()
     async with AsyncExitStack() as stack:
         with suppress(HeldError):
             stack.enter_context(directory.locked(settings.run.name))
             url = await stack.enter_async_context(_broker(settings))
-        yield settings, await stack.enter_async_context(_operator(settings, directory, url))
+        yield settings, await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
+
+
+def read_settings_of(directory: RunDirectory) -> Settings:
+    """Return the settings of a run, with its directory as it is seen from here.
+
+    Raises:
+        UserError: the run was never started.
+    """
+    settings = directory.read_settings()
+    here = settings.run.model_copy(update={"directory": directory.path.parent})  # wherever the command was given
+    return settings.model_copy(update={"run": here})
 
 
 @asynccontextmanager
@@ -115,9 +139,11 @@ async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, B
 
 
 @asynccontextmanager
-async def _open_run(settings: Settings, directory: RunDirectory, *, is_fresh: bool) -> AsyncIterator[Bus]:
+async def _open_run(
+    settings: Settings, directory: RunDirectory, *, is_fresh: bool, on_change: Callable[[CrewChange], None]
+) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
-    async with _broker(settings) as url, _operator(settings, directory, url) as bus:
+    async with _broker(settings, on_change) as url, _operator(settings, directory, url) as bus:
         if is_fresh and settings.bus.url != EMBEDDED:  # the embedded one's store went with the directory
             await delete_run(bus)
         await declare(bus, settings)
@@ -126,11 +152,15 @@ async def _open_run(settings: Settings, directory: RunDirectory, *, is_fresh: bo
 
 
 @asynccontextmanager
-async def _broker(settings: Settings) -> AsyncIterator[str]:
+async def _broker(settings: Settings, on_change: Callable[[CrewChange], None] = lambda _: None) -> AsyncIterator[str]:
     if settings.bus.url != EMBEDDED:
         yield settings.bus.url
         return
-    broker = EmbeddedBroker(settings)
+
+    def tell(state: str, reason: str, num_starts: int) -> None:
+        on_change(CrewChange(crew=BROKER, state=state, num_starts=num_starts, reason=reason))
+
+    broker = EmbeddedBroker(settings, on_change=tell)
     await broker.start()
     try:
         async with anyio.create_task_group() as tasks:
@@ -142,13 +172,16 @@ async def _broker(settings: Settings) -> AsyncIterator[str]:
 
 
 @asynccontextmanager
-async def _operator(settings: Settings, directory: RunDirectory, url: str) -> AsyncIterator[Bus]:
+async def _operator(
+    settings: Settings, directory: RunDirectory, url: str, connect_deadline_s: float = CONNECT_DEADLINE_S
+) -> AsyncIterator[Bus]:
     async with open_bus(
         url,
         names=settings.names,
         role=Role.OPERATOR,
         credentials=credentials_for(settings, directory.path, Role.OPERATOR),
         ca=settings.bus.ca,
+        connect_deadline_s=connect_deadline_s,
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
         yield bus

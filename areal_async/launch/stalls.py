@@ -17,6 +17,7 @@ from areal_async.bus import Bus
 from areal_async.controller.reports import AwakeClock
 from areal_async.controller.watch import silence_after
 from areal_async.errors import PipelineError, WireError
+from areal_async.launch.presence import crew_of_metrics
 from areal_async.launch.supervisor import Notify
 from areal_async.settings import RunSettings
 from areal_async.subjects import RUN_STATE
@@ -70,23 +71,22 @@ class StallWatch:
                 loops.start_soon(loop)
 
     async def _run_events(self) -> None:
-        subject = self._bus.names.events("controller")
+        subject = self._bus.names.event(STALLED, waits.CONTROLLER)
         async with self._bus.subscribe(subject) as events:
             async for _, data in events:
                 try:
                     stall = decode_json(data, Stall, what=subject)
                 except WireError:
-                    continue  # another kind of event
+                    continue
                 await self._act(stall.culprit, stall.sentence, is_starting=stall.is_starting)
 
     async def _run_metrics(self) -> None:
         async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
             async for subject, _ in messages:
-                role, _, instance = subject.split(".", 3)[-1].partition(".")
-                crew = f"node-{instance}" if role == "node" else role
+                crew = crew_of_metrics(subject)
                 self.spoken_in[crew] = self._crews.num_starts(crew)
                 self._heard_s = self._clock_s
-                if role == waits.CONTROLLER:
+                if crew == waits.CONTROLLER:
                     self._controller_heard_s = self._clock_s
 
     async def _run_silence(self) -> None:

@@ -22,6 +22,7 @@ import anyio
 import structlog
 
 from areal_async.errors import PipelineError, UserError
+from areal_async.events import now
 from areal_async.launch.backend import Backend, Process, ProcessSpec
 from areal_async.launch.crew import FAREWELL_S, Death, end_all, run_together
 
@@ -45,6 +46,8 @@ class CrewChange:
     """As in ``types.CrewState``."""
     num_starts: int
     reason: str = ""
+    at: str = field(default_factory=now)
+    """Since when, in UTC as ISO 8601."""
 
 
 log = structlog.get_logger()

@@ -23,6 +23,7 @@ from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import run_metrics
+from areal_async.rollout.server_events import server_event
 from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workplace import Workplace
@@ -82,6 +83,7 @@ class _Node:
         self._draining = draining
         self._log_directory = run_directory / "logs"
         self._fleet = Fleet(settings, node_id=node_id, log_directory=self._log_directory, publish=self._publish_state)
+        self._told: dict[str, ServerState] = {}
         self._blockage = BlockageFile(run_directory, node_id)
         self._watch = LoopWatch(deadline_s=settings.rollout.loop_deadline_s, file=self._blockage)
 
@@ -184,8 +186,13 @@ class _Node:
             num_ranks=server.num_ranks,
             fenced=bool(server.fence),
             reason=server.fence,
+            failure=server.failure,
         )
         await self._bus.put(self._bus.names.server_key(server.id), state)
+        event = server_event(self._told.get(server.id), state)
+        self._told[server.id] = state
+        if event is not None:
+            await self._bus.tell(event, instance=self._node_id)
 
     async def _sign_off(self) -> None:
         """Say, as well as it can be done quickly, that the servers are gone, so that nobody waits for them."""

@@ -7,6 +7,7 @@ its cuts and outcomes for every reader. Whatever else a lineage writes is compar
 
 from areal_async.bus import Bus, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
+from areal_async.events import CheckpointWritten, WeightsAnnounced
 from areal_async.fault_points import reach
 from areal_async.journal import Journal
 from areal_async.subjects import CHECKPOINT, LINEAGE
@@ -117,12 +118,14 @@ class Lineage:
         reach("trainer.before_announce")
         await self._write(self._bus.names.weights_key(), weights)
         await self._bus.emit(self._bus.names.weights, weights)
+        await self._bus.tell(WeightsAnnounced(version=weights.version))
         reach("trainer.after_announce")
 
     async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
         await self._write(CHECKPOINT, checkpoint)
         self.checkpoint = checkpoint
+        await self._bus.tell(CheckpointWritten(version=checkpoint.version))
 
     async def _take_checkpoint(self) -> None:
         """Start from the newest checkpoint, and make it this lineage's to replace.

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 import anyio
 
 from areal_async.bus import Bus, Delivery
+from areal_async.events import GroupDead
 from areal_async.fault_points import reach
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.lineage import Lineage
@@ -67,5 +68,6 @@ class Settlement:
         names = self._bus.names
         if outcome.kind is OutcomeKind.DEAD:
             await self._bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
+            await self._bus.tell(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
         uid = outcome.sample_uid or outcome.group_id
         await self._bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")

@@ -78,7 +78,7 @@ ACTIONS: dict[str, Action] = {
     "write into another run": _only("areal.other.tickets.w"),
     "write another run's keys": _only(f"$KV.AREAL_other.{ADMITTED}"),
     **{f"speak for the {role}'s metrics": _only(RUN.metrics(role), role, OPERATOR) for role in Role},
-    **{f"speak for the {role}'s events": _only(RUN.events(role), role, OPERATOR) for role in Role},
+    **{f"speak for the {role}'s events": _only(RUN.event("role.lost", role), role, OPERATOR) for role in Role},
     **{f"answer the {role}": _only(f"{role.inbox_prefix}.x.1") for role in Role},
     **{
         f"{verb.lower()} of {name}": _only(

@@ -9,7 +9,19 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 LAYERS = (
-    {"types", "run_state", "fields", "ids", "errors", "subjects", "staleness", "fault_points", "waits", "stacks"},
+    {
+        "types",
+        "run_state",
+        "fields",
+        "ids",
+        "errors",
+        "subjects",
+        "staleness",
+        "fault_points",
+        "waits",
+        "stacks",
+        "events",
+    },
     {
         "section",
         "algorithm_settings",

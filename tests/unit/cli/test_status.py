@@ -2,14 +2,28 @@
 
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from areal_async.cli.status import ENDED, MISSING, OK, Member, Status, members_of, render, state_of
+from areal_async.cli.status import (
+    ENDED,
+    MISSING,
+    OK,
+    UNKNOWN,
+    Member,
+    Status,
+    broker_of,
+    members_of,
+    render,
+    server_of,
+    state_of,
+    without_broker,
+)
 from areal_async.run_state import Control, CrewState
-from areal_async.settings import Settings, TrainerSettings
-from areal_async.types import RunState
+from areal_async.settings import RunSettings, Settings, TrainerSettings
+from areal_async.types import RunState, ServerState
 
 SETTINGS = Settings(trainer=TrainerSettings(num_ranks=2))
 CREWS = {
@@ -88,3 +102,39 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
     assert max(map(len, text.splitlines())) <= width
     assert not status.is_healthy
     assert dataclasses.replace(status, notes=[]).is_healthy
+
+
+def test_a_server_goes_with_its_node_whatever_was_said_of_it_last() -> None:
+    server = ServerState(server_id="0-0", node_id="0", url="", version="1-3")
+
+    there = server_of(server, {("node", "0"): {"servers": {"0-0": {"num_requests": 7}}}})
+    gone = server_of(server, {})
+
+    assert (there["is_fenced"], there["version"], there["num_requests"]) == (False, "1-3", 7)
+    assert (gone["is_fenced"], gone["version"], gone["reason"]) == (True, "", "node 0 does not answer")
+
+
+def test_without_its_broker_a_run_is_shown_from_its_files_and_nobody_is_accused(tmp_path: Path) -> None:
+    settings = Settings(run=RunSettings(name="alone", directory=tmp_path))
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "metrics.jsonl").write_text('{"step": 4, "weights_version": "1-4", "reward_mean": 0.5}\n')
+
+    status = without_broker(settings, "broker nats://127.0.0.1:1: not reachable within 2 s")
+
+    assert (status.state, status.step, status.weights_version) == ("no broker", 4, "1-4")
+    assert [(one.role, one.presence) for one in status.members] == [
+        ("broker", MISSING), ("controller", UNKNOWN), ("trainer", UNKNOWN),
+    ]  # fmt: skip
+    assert status.notes == ["the broker does not answer: broker nats://127.0.0.1:1: not reachable within 2 s"]
+
+
+def test_a_broker_that_was_started_again_tells_why() -> None:
+    crew = CrewState(
+        name="broker", state="running", num_starts=2, reason="broker ended by SIGKILL", at="2026-01-01T00:00Z"
+    )
+
+    broker = broker_of(crew, is_live=True)
+
+    assert (broker.presence, broker.num_starts, broker.why) == (OK, 2, "broker ended by SIGKILL")
+    assert broker.up_s > 0
+    assert broker_of(crew, is_live=False).presence == ENDED

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from areal_async.cli.display import PlainDisplay, render, sparkline
 from areal_async.cli.tail import JsonLines, read_json_lines
-from areal_async.cli.view import RunView, event_text
+from areal_async.cli.view import RunView, event_text, notice_text
 from areal_async.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 
 METRICS = "areal.g.metrics."
@@ -115,15 +115,17 @@ def test_messages_that_are_none_of_ours_are_ignored(view: RunView, data: bytes) 
     view.on_metrics(METRICS + "node.a", data)
 
     assert view.roles == {}
-    assert event_text(data) is None
+    assert notice_text(data) is None
 
 
 def test_events_are_told_in_one_line() -> None:
     stalled = b'{"event": "run.stalled", "quiet_s": 120, "sentence": "trainer waits for cut 5", "chain": []}'
 
-    assert event_text(b'{"event": "node.left", "node_id": "0"}') == "node.left node_id=0"
-    assert event_text(stalled) == "run.stalled for 120 s: trainer waits for cut 5"
-    assert event_text(b'{"eval_id": "1-0"}') is None
+    assert notice_text(b'{"event": "run.ordered", "at": "2026", "order": "stop"}') == "run.ordered order=stop"
+    assert notice_text(stalled) == "run.stalled for 120 s: trainer waits for cut 5"
+    assert notice_text(b'{"event": "role.left", "crew": "node-0"}') is None, "status tells it, and the launcher"
+    lost = {"event": "role.lost", "at": "2026", "crew": "node-0", "reason": "node-0 ended by SIGKILL", "num_starts": 2}
+    assert event_text(lost) == "role.lost node-0 (node-0 ended by SIGKILL)"
 
 
 def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 
 import anyio
-import msgspec
 import pytest
 
 from areal_async.bus import Bus, Role
@@ -50,7 +49,7 @@ class _Scene:
 
         async def is_heard() -> bool:
             if len(self.crews.asked) == before:  # the first ones may come before anybody listens
-                await self._controller.emit(self._controller.names.events("controller"), msgspec.json.encode(stall))
+                await self._controller.tell(stall)
                 await anyio.sleep(0.05)
             return len(self.crews.asked) > before
 

@@ -1,0 +1,110 @@
+"""What has happened in a run, as records: told on ``areal.<run>.events.<role>.<instance>.<kind>``, kept in its stream.
+
+The kind stands in the record as ``event`` and at the end of the subject, so that a listener can choose. An event is
+told after what it tells of is so. It is history, never state: nothing rests on one that was lost on its way.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+import msgspec
+
+
+def now() -> str:
+    """Return this moment in UTC, as ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"):
+    """Something that has happened."""
+
+    at: str = msgspec.field(default_factory=now)
+
+    @property
+    def kind(self) -> str:
+        """``role.lost``: the thing, and what has become of it."""
+        return str(self.__struct_config__.tag)
+
+
+class CrewEvent(Event, frozen=True, kw_only=True):
+    """About processes that live and die together: ``broker``, ``controller``, ``node-0``, all ranks of ``trainer``."""
+
+    crew: str
+
+
+class RoleStarted(CrewEvent, frozen=True, kw_only=True, tag="role.started"):
+    """It was started for the first time."""
+
+
+class RoleLost(CrewEvent, frozen=True, kw_only=True, tag="role.lost"):
+    """It has died, or is not heard any more."""
+
+    reason: str
+    num_starts: int
+
+
+class RoleReturned(CrewEvent, frozen=True, kw_only=True, tag="role.returned"):
+    """It works again."""
+
+    num_starts: int
+    away_s: float
+
+
+class RoleLeft(CrewEvent, frozen=True, kw_only=True, tag="role.left"):
+    """It has ended in good order."""
+
+
+class ServerFenced(Event, frozen=True, kw_only=True, tag="server.fenced"):
+    """Nothing is sent to this server any more, until it is repaired."""
+
+    server_id: str
+    reason: str
+
+
+class ServerRepaired(Event, frozen=True, kw_only=True, tag="server.repaired"):
+    """A server that was fenced serves again."""
+
+    server_id: str
+    version: str
+    failure: str
+    """Why it was fenced."""
+
+
+class WeightsAnnounced(Event, frozen=True, kw_only=True, tag="weights.announced"):
+    version: str
+
+
+class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint.written"):
+    version: str
+
+
+class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
+    """An operator has paused, resumed or stopped the run."""
+
+    order: str
+    by: str
+    reason: str
+
+
+class MessageBuried(Event, frozen=True, kw_only=True, tag="message.buried"):
+    """A message could not be read, and is a dead letter now."""
+
+    stream: str
+    sequence: int
+    reason: str
+
+
+class GroupDead(Event, frozen=True, kw_only=True, tag="group.dead"):
+    """A prompt has failed its last attempt."""
+
+    group_id: str
+    reason: str
+
+
+class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation.finished"):
+    version: str
+    workflow: str
+    accuracy: float
+    num_scored: int
+    num_failed: int
