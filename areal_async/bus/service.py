@@ -7,10 +7,12 @@ what it answers there also stands in its statistics, so that one request finds a
 Source: NATS ADR-32, "Service API".
 """
 
+import asyncio
 import math
 import os
 import socket
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -35,6 +37,7 @@ Report = dict[str, Any]
 """What a process says of itself, as JSON can write it."""
 
 STOP_DEADLINE_S = 2.0
+BEAT_S, NUM_BEATS = 0.2, 50
 REFUSED = "400"
 
 
@@ -62,7 +65,8 @@ async def serving(
 
     Args:
         report: called for each question what the process does now; it must not block or raise. Which process it is
-            on which host, and for how long it has served, is added.
+            on which host, for how long it has served, and by how much its loop was late at most in the last ten
+            seconds, is added.
         endpoints: besides ``status``, which every service has.
     """
 
@@ -73,11 +77,12 @@ async def serving(
         # The library writes it with a plain encoder, which knows no records, and writes what is no number as no JSON.
         return msgspec.json.decode(msgspec.json.encode(whole_report())) if stats.name == "status" else None
 
-    since_s = time.monotonic()
+    since_s, lag = time.monotonic(), _LoopLag()
     of_process = {"pid": os.getpid(), "host": socket.gethostname()}
 
     def whole_report() -> Report:
-        return {**report(), **of_process, "up_s": round(time.monotonic() - since_s, 1)}
+        up_s = round(time.monotonic() - since_s, 1)
+        return {"loop_lag_max_s": round(lag.max_s, 4), **report(), **of_process, "up_s": up_s}
 
     subject = bus.names.status(bus.role, instance)
     own = Endpoint(name="status", subject=subject, description="what this process does now", answer=status)
@@ -92,6 +97,7 @@ async def serving(
             stats_handler=statistics,
         ),
     )
+    lag.start()
     try:
         with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
             await service.start()
@@ -105,6 +111,7 @@ async def serving(
         await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
         yield
     finally:
+        lag.stop()
         with anyio.move_on_after(STOP_DEADLINE_S, shield=True), suppress(nats.errors.Error):
             await service.stop()
 
@@ -162,6 +169,30 @@ async def _asked(bus: Bus, subject: str, payload: bytes = b"") -> AsyncIterator[
         with anyio.CancelScope(shield=True):
             await listener.aclose()
             send.close()
+
+
+class _LoopLag:
+    """By how much this process's event loop was late, lately."""
+
+    def __init__(self) -> None:
+        self._lags_s: deque[float] = deque([0.0], maxlen=NUM_BEATS)
+        self._next: asyncio.TimerHandle | None = None
+
+    @property
+    def max_s(self) -> float:
+        return max(self._lags_s)
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._next = loop.call_later(BEAT_S, self._beat, loop, loop.time() + BEAT_S)
+
+    def stop(self) -> None:
+        if self._next is not None:
+            self._next.cancel()
+
+    def _beat(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
+        self._lags_s.append(max(0.0, loop.time() - due_s))
+        self._next = loop.call_later(BEAT_S, self._beat, loop, loop.time() + BEAT_S)
 
 
 def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:

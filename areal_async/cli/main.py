@@ -45,6 +45,14 @@ _HELP_SETTINGS: Argument = (
     {"action": "store_true", "help": "list every setting with its default and unit"},
 )
 _RUN: Argument = ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"})
+_REMOTE: tuple[Argument, ...] = (
+    (
+        "--bus.url",
+        {"metavar": "URL", "dest": "url", "help": "the broker of a run elsewhere; its name alone is needed then"},
+    ),
+    ("--bus.credentials", {"metavar": "FILE", "dest": "credentials", "help": "with --bus.url: the operator's key"}),
+    ("--bus.ca", {"metavar": "FILE", "dest": "ca", "help": "with --bus.url: who signed the broker's certificate"}),
+)
 _BY: Argument = ("--by", {"metavar": "WHO", "help": "for the audit record; else the user and the host"})
 _REASON: Argument = ("--reason", {"metavar": "TEXT", "help": "for the audit record"})
 _RUN_DIRECTORY: Argument = (
@@ -103,8 +111,9 @@ VERBS = {
     "status": Verb(
         "status",
         "one screen about a run: how far it is, what waits where, who is missing",
-        (_RUN, ("--json", {"action": "store_true", "help": "everything, as one JSON object"})),
+        (_RUN, ("--json", {"action": "store_true", "help": "everything, as one JSON object"}), *_REMOTE),
     ),
+    "top": Verb("top", "watch a live run, and pause and resume it, on one screen", (_RUN, _BY, *_REMOTE)),
     "pause": Verb("orders", "admit nothing more to a live run; what was admitted is finished", (_RUN, _BY, _REASON)),
     "resume": Verb("orders", "go on with a paused run", (_RUN, _BY, _REASON)),
     "stop": Verb("orders", "end a live run after its step, with a checkpoint to go on from", (_RUN, _BY, _REASON)),

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     async def act() -> None:
         async with visit_live(directory) as (settings, bus):
-            body = {"by": arguments.by or _who(), "reason": arguments.reason or ""}
+            body = {"by": arguments.by or who(), "reason": arguments.reason or ""}
             await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
             say(f"run {settings.run.name} {DONE[order]}")
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _who() -> str:
+def who() -> str:
     """Return the operator as the audit record names them."""
     try:
         user = getpass.getuser()

@@ -5,11 +5,13 @@ the launcher and the servers say. A process that does not answer stands there as
 """
 
 import argparse
+import functools
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -21,13 +23,13 @@ from rich.text import Text
 from areal_async.bus import Bus, Report, gather_reports
 from areal_async.cli.tail import decode_object, read_json_lines
 from areal_async.cli.view import event_text
-from areal_async.errors import BusError, UnreachableError
+from areal_async.errors import BusError, UnreachableError, UserError
 from areal_async.inference.pool import STARTING
-from areal_async.launch.run import EMBEDDED, read_settings_of, visit
+from areal_async.launch.run import EMBEDDED, read_settings_of, visit, visit_at
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.run_state import Control, CrewState
-from areal_async.settings import Settings
-from areal_async.subjects import CONTROL, RUN_STATE
+from areal_async.settings import BusSettings, RunSettings, Settings
+from areal_async.subjects import CONTROL, RUN_NAME, RUN_STATE
 from areal_async.types import RunState, ServerState, WeightsVersion
 
 ANSWER_S = 1.0
@@ -60,6 +62,8 @@ class Member:
     """For how long it has answered; 0 while it does not."""
     pid: int = 0
     host: str = ""
+    loop_lag_s: float = 0.0
+    """The most by which its event loop was late, lately."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +102,32 @@ class Status:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the status; 0 whatever it says, as long as there is one."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    directory = find_run(arguments.run)
 
-    status = anyio.run(ask_status, directory, backend_options={"use_uvloop": True})
+    async def ask() -> Status:
+        if arguments.url is not None:
+            async with visit_at(remote_settings(arguments), CONNECT_S) as (settings, bus):
+                return await read_status(settings, bus)
+        return await ask_status(find_run(arguments.run))
+
+    status = anyio.run(ask, backend_options={"use_uvloop": True})
     if arguments.json:
         Console(soft_wrap=True, highlight=False).print_json(json.dumps(asdict(status)))
     else:
         Console(highlight=False).print(*render(status), sep="\n")
     return 0
+
+
+def remote_settings(arguments: argparse.Namespace) -> Settings:
+    """Return what is to be known of a run elsewhere: its name, and how its broker is reached.
+
+    Raises:
+        UserError: the name is no run's.
+    """
+    if not RUN_NAME.fullmatch(arguments.run):
+        raise UserError(f"--run: got {arguments.run!r}, need the name of the run that is at --bus.url")
+    credentials, ca = (None if path is None else Path(path) for path in (arguments.credentials, arguments.ca))
+    bus = BusSettings(url=arguments.url, credentials=credentials, ca=ca)
+    return Settings(run=RunSettings(name=arguments.run), bus=bus)
 
 
 async def ask_status(directory: RunDirectory) -> Status:
@@ -119,6 +141,22 @@ async def ask_status(directory: RunDirectory) -> Status:
 
 async def read_status(settings: Settings, bus: Bus) -> Status:
     """Ask everybody."""
+    return await read_snapshot(settings, bus, gather=functools.partial(gather_reports, bus, within_s=ANSWER_S))
+
+
+async def read_snapshot(
+    settings: Settings,
+    bus: Bus,
+    *,
+    gather: Callable[[], Awaitable[Mapping[tuple[str, str], Report]]],
+    num_events: int = NUM_EVENTS,
+) -> Status:
+    """Ask everybody.
+
+    Args:
+        gather: returns what each service says of itself, by role and instance.
+        num_events: how many of the newest are read.
+    """
     names = bus.names
     reports: dict[tuple[str, str], Report] = {}
     crews: dict[str, tuple[CrewState, int]] = {}
@@ -127,7 +165,7 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
     events: list[dict[str, Any]] = []
 
     async def ask_services() -> None:
-        reports.update(await gather_reports(bus, within_s=ANSWER_S))
+        reports.update(await gather())
 
     async def ask_keys() -> None:
         crews.update(await bus.entries("crew.", CrewState))
@@ -143,7 +181,7 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
             queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
 
     async def ask_events() -> None:
-        events.extend(await read_events(bus, limit=NUM_EVENTS))
+        events.extend(await read_events(bus, limit=num_events))
 
     async with anyio.create_task_group() as asking:
         for one in (ask_services, ask_keys, ask_streams, ask_events):
@@ -153,21 +191,21 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
     weights, _ = await bus.get(names.weights_key(), WeightsVersion)
     known = {name: state for name, (state, _) in crews.items()}
     members = members_of(settings, reports, known)
-    lines = read_json_lines(settings.run_directory / "metrics.jsonl")
+    line = newest_step(settings, reports)
     evaluations = read_json_lines(settings.run_directory / "eval.jsonl")
     books = reports.get(("controller", "0"), {})
     state = state_of(run_state or RunState(), control or Control(), members)
-    if settings.bus.url == EMBEDDED:
+    if settings.bus.url == EMBEDDED or "crew.broker" in known:
         members = [broker_of(known.get("crew.broker"), is_live=state not in OVER), *members]
     listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
     return Status(
         run=settings.run.name,
         state=state,
         reason=_reason(state, run_state or RunState(), control or Control()),
-        step=int(lines[-1]["step"]) if lines else 0,
-        steps=settings.run.steps,
+        step=int(line.get("step", 0)),
+        steps=int(books.get("steps", settings.run.steps)),
         weights_version=weights.version if weights is not None else "",
-        reward_mean=lines[-1].get("reward_mean") if lines else None,
+        reward_mean=line.get("reward_mean"),
         accuracy=evaluations[-1].get("accuracy") if evaluations else None,
         admitted=int(books.get("admitted", 0)),
         settled=int(books.get("settled", 0)),
@@ -179,6 +217,13 @@ async def read_status(settings: Settings, bus: Bus) -> Status:
         events=events,
         notes=list(_notes(state, members, listed)),
     )
+
+
+def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
+    """Return the line of the newest step: from the run's file, or, where that is elsewhere, as the trainer tells it."""
+    lines = read_json_lines(settings.run_directory / "metrics.jsonl")
+    told = reports.get(("trainer", "0"), {}).get("last_step")
+    return lines[-1] if lines else told if isinstance(told, dict) else {}
 
 
 def without_broker(settings: Settings, reason: str) -> Status:
@@ -271,6 +316,7 @@ def members_of(
                 up_s=float((report or {}).get("up_s", 0.0)),
                 pid=int((report or {}).get("pid", 0)),
                 host=str((report or {}).get("host", "")),
+                loop_lag_s=float((report or {}).get("loop_lag_max_s", 0.0)),
             )
         )
     return members

@@ -272,6 +272,8 @@ class Controller:
         """Say where the books stand."""
         accounts, control = self._accounts, self._steering.control
         return {
+            "steps": self._settings.run.steps,
+            "max_staleness": self._settings.rollout.max_staleness,
             "admitted": accounts.admitted.total,
             "skipped": accounts.admitted.num_skipped,
             "settled": accounts.num_settled,

@@ -125,6 +125,17 @@ def read_settings_of(directory: RunDirectory) -> Settings:
 
 
 @asynccontextmanager
+async def visit_at(settings: Settings, connect_deadline_s: float) -> AsyncIterator[tuple[Settings, Bus]]:
+    """Have the operator's connection to a run whose directory is elsewhere, at ``bus.url``.
+
+    Raises:
+        UserError: no broker there lets these credentials in.
+    """
+    async with _operator(settings, RunDirectory(settings.run_directory), settings.bus.url, connect_deadline_s) as bus:
+        yield settings, bus
+
+
+@asynccontextmanager
 async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that runs now, and the operator's connection to it.
 

@@ -131,6 +131,10 @@ def batch_metrics(
         "num_tokens": num_tokens,
         "staleness_mean": sum(one.total for one in ages) / num_tokens if num_tokens else 0.0,
         "staleness_max": max((one.max for one in ages), default=0),
+        **{
+            f"tokens_of_age_{age}": sum(one.by_age.get(age, 0) for one in ages)
+            for age in sorted({age for one in ages for age in one.by_age})
+        },
         "stale_tokens_masked": sum(one.num_masked for one in ages),
         "uncredited_tokens": sum(one.num_uncredited for one in ages),
         "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,

@@ -143,11 +143,15 @@ def test_a_group_left_too_small_falls_out_whole() -> None:
 def test_batch_metrics_are_over_all_ranks_tokens() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
 
-    ages = [AgeStats(num_tokens=6, total=6, max=1), AgeStats(num_tokens=2, total=4, max=2)]
+    ages = [
+        AgeStats(num_tokens=6, by_age={1: 6}, total=6, max=1),
+        AgeStats(num_tokens=2, by_age={1: 1, 3: 1}, total=4, max=2),
+    ]
     line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])
 
     assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
+    assert {name: num for name, num in line.items() if "of_age" in name} == {"tokens_of_age_1": 7, "tokens_of_age_3": 1}
 
 
 def _of_two_tasks() -> Cut:

@@ -1,0 +1,164 @@
+"""Drawing ``top``: as many lines as the terminal has, none wider than it is. Pure."""
+
+from collections.abc import Iterator, Sequence
+
+from rich.cells import cell_len, set_cell_size
+from rich.text import Text
+
+from areal_async.cli.display import sparkline
+from areal_async.cli.top_view import PANES, Row, TopView, event_rows
+from areal_async.cli.view import number, trained_tokens_per_s
+
+MIN_WIDTH, MIN_HEIGHT = 40, 14
+TALL = 36
+"""Lines from which on the last events stand below every other pane."""
+NUM_EVENTS_BELOW = 8
+MAX_ALARMS = 3
+BAR_WIDTH = 12
+KEYS = "q quit  p pause  r resume  1-5 or arrows pane  s sort  up/down scroll  ? help"
+HELP = (
+    "q, Ctrl-C      leave; the run goes on",
+    "p              pause: admit nothing more; what was admitted is finished",
+    "r              resume",
+    "1 to 5         the pane of that number",
+    "left, right    the pane before, the next one (as Tab)",
+    "s              sort the pane by another column",
+    "up, down       scroll the pane; PgUp, PgDn by ten rows",
+    "?              this page, and back",
+    "",
+    "lag ms         the most by which a process's event loop was late in the last seconds",
+    "tokens due     prompt and largest possible answer of the requests a server has",
+    "waits          who waits for what, and for how long nothing has come of it",
+    "leases         groups that a node works on, and what each waits for",
+)
+
+
+def draw(view: TopView, width: int, height: int) -> list[Text]:
+    """Return exactly ``height`` lines of at most ``width`` cells."""
+    if width < MIN_WIDTH or height < MIN_HEIGHT:
+        lines = [Text(f"top needs {MIN_WIDTH} x {MIN_HEIGHT}")]
+    elif view.status is None:
+        lines = [Text("asking ...")]
+    else:
+        lines = list(_head(view, width))
+        lines += _panes(view, width, height - len(lines) - 1)
+    lines = lines[: height - 1] + [Text()] * (height - 1 - len(lines))
+    lines.append(Text(view.notice or KEYS, style="reverse" if view.notice else "dim"))
+    for line in lines:
+        line.truncate(width, overflow="ellipsis")
+    return lines
+
+
+def _head(view: TopView, width: int) -> Iterator[Text]:
+    status = view.status
+    assert status is not None
+    title = Text.assemble(
+        (f"run {status.run}: ", "bold"),
+        (status.state, "bold green" if status.state == "running" else "bold yellow"),
+        f"  step {status.step}/{status.steps}  weights {status.weights_version or 'none yet'}",
+    )
+    if status.reason:
+        title.append(f"  ({status.reason})")
+    yield title
+    yield _fact("reward", *_reward(view, width))
+    yield _fact("speed", *_speed(view))
+    yield _fact("staleness", *_staleness(view))
+    running = sum(int(number(node, "num_groups_running")) for node in view.nodes.values())
+    yield _fact(
+        "groups",
+        f"{status.in_flight} in flight ({running} running), {status.credits} credits,"
+        f" {status.admitted} admitted, {status.settled} settled",
+    )
+    stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
+    yield _fact("stored", ", ".join(stored))
+    alarms = status.notes[:MAX_ALARMS]
+    if len(status.notes) > MAX_ALARMS:
+        alarms[-1] = f"and {len(status.notes) - MAX_ALARMS + 1} alarms more"
+    for alarm in alarms:
+        yield Text(f"! {alarm}", style="bold red")
+    if not alarms:
+        yield Text("no alarm", style="dim")
+
+
+def _reward(view: TopView, width: int) -> Iterator[str]:
+    rewards = [number(line, "reward_mean") for line in view.steps]
+    if not rewards:
+        yield "no step yet"
+        return
+    text = f"{rewards[-1]:.3f}, last {min(10, len(rewards))}: {sum(rewards[-10:]) / len(rewards[-10:]):.3f}"
+    assert view.status is not None
+    if view.status.accuracy is not None:
+        text += f", evaluation {view.status.accuracy:.3f}"
+    yield text
+    yield f"  {sparkline(rewards[-max(1, min(80, width - 12 - len(text))) :])}"
+
+
+def _speed(view: TopView) -> Iterator[str]:
+    generated = sum(number(node, "tokens_per_s") for node in view.nodes.values())
+    yield f"{generated:.0f} tokens/s generated, {view.trajectories_per_s:.1f} trajectories/s"
+    if view.steps:
+        line = view.steps[-1]
+        yield f", {trained_tokens_per_s(line):.0f} tokens/s trained, {number(line, 'time_step_s'):.1f} s a step"
+        yield f" (wait {number(line, 'time_wait_data_s'):.1f}, train {number(line, 'time_train_s'):.1f},"
+        yield f" weights {number(line, 'time_weights_s'):.1f})"
+
+
+def _staleness(view: TopView) -> Iterator[str]:
+    by_age = view.tokens_by_age
+    total = sum(by_age.values())
+    if not total:
+        yield "no step yet"
+        return
+    for age, tokens in sorted(by_age.items()):
+        share = tokens / total
+        yield f"{age} {'█' * max(1, round(BAR_WIDTH * share))} {100 * share:.0f} %  "
+    if "max_staleness" in view.controller:
+        yield f"of at most {view.controller['max_staleness']}"
+
+
+def _fact(name: str, *parts: str) -> Text:
+    return Text.assemble((f"{name:<10}", "bold"), "".join(parts))
+
+
+def _panes(view: TopView, width: int, height: int) -> Iterator[Text]:
+    """Draw the chosen pane, and below it the last events where there is room."""
+    tabs = Text(overflow="ellipsis", no_wrap=True)
+    for index, name in enumerate(PANES):
+        tabs.append(f" {index + 1} {name} ", style="reverse" if index == view.pane else "")
+    tabs.append(f"  by {view.sort_name}", style="dim")
+    yield tabs
+    if view.shows_help:
+        yield from map(Text, HELP)
+        return
+    below: list[Text] = []
+    if height >= TALL - MIN_HEIGHT and view.pane_name != "events" and view.status is not None:
+        below = [
+            Text("last events", style="bold"),
+            *_table((), event_rows(view.status.events)[:NUM_EVENTS_BELOW], width),
+        ]
+    room = height - 2 - len(below)
+    rows = view.rows()
+    view.offset = max(0, min(view.offset, len(rows) - room))
+    pane = list(_table(view.columns, rows[view.offset : view.offset + room], width))
+    yield from pane
+    yield from [Text()] * (room + 1 - len(pane))
+    yield from below
+
+
+def _table(columns: Sequence[str], rows: Sequence[Row], width: int) -> Iterator[Text]:
+    """Lay rows out in columns as wide as what is in them; the last two share what is left."""
+    grid = [tuple(columns), *(row.cells for row in rows)] if columns else [row.cells for row in rows]
+    if not grid:
+        return
+    widths = [max(cell_len(cells[index]) for cells in grid) for index in range(len(grid[0]))]
+    left = width - sum(widths[:-2]) - 2 * (len(widths) - 1)
+    if len(widths) > 2 and widths[-2] + widths[-1] > left:
+        widths[-2] = max(8, min(widths[-2], left - min(widths[-1], left // 2)))
+    styles = (["bold"] if columns else []) + [row.style for row in rows]
+    for cells, style in zip(grid, styles, strict=True):
+        parts = [_fitted(cell, size) for cell, size in zip(cells[:-1], widths[:-1], strict=True)]
+        yield Text("  ".join([*parts, cells[-1]]), style=style)
+
+
+def _fitted(cell: str, size: int) -> str:
+    return set_cell_size(cell, size) if cell_len(cell) <= size else set_cell_size(cell, size - 1) + "…"

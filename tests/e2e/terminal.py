@@ -1,0 +1,64 @@
+"""A terminal emulator with ``top`` in it."""
+
+import fcntl
+import os
+import pty
+import select
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyte
+
+from tests.e2e.test_run import REPOSITORY
+
+SHOWN_WITHIN_S = 60.0
+
+
+class Terminal:
+    """A terminal of a fixed size with ``top`` in it."""
+
+    def __init__(self, size: tuple[int, int], *words: str, directory: Path = REPOSITORY) -> None:
+        columns, rows = size
+        self._screen = pyte.Screen(columns, rows)
+        self._stream = pyte.ByteStream(self._screen)
+        self._file, own = pty.openpty()
+        fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "areal_async", "top", *words], cwd=directory, stdin=own, stdout=own,
+            stderr=subprocess.STDOUT, start_new_session=True,
+            env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY)},
+        )  # fmt: skip
+        os.close(own)
+
+    @property
+    def lines(self) -> list[str]:
+        return list(self._screen.display)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.lines)
+
+    def press(self, keys: str) -> None:
+        os.write(self._file, keys.encode())
+
+    def read(self, for_s: float = 0.1) -> None:
+        ends_at = time.monotonic() + for_s
+        while (left_s := ends_at - time.monotonic()) > 0:
+            if select.select([self._file], [], [], left_s)[0]:
+                try:
+                    self._stream.feed(os.read(self._file, 65536))
+                except OSError:  # it has ended
+                    return
+
+    def wait(self, is_so: Callable[[str], bool], what: str, *, within_s: float = SHOWN_WITHIN_S) -> float:
+        """Return after how long it stood there."""
+        since_s = time.monotonic()
+        while not is_so(self.text):
+            assert time.monotonic() < since_s + within_s, f"not shown within {within_s:g} s: {what}\n{self.text}"
+            self.read()
+        return time.monotonic() - since_s

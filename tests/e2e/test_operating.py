@@ -1,0 +1,180 @@
+"""A live run is watched in a terminal emulator, and the README's chapter "Operating a run" is done to it.
+
+``top`` is legible at two sizes, with nothing beyond the edge, its keys work, and it costs the roles next to nothing.
+Every command of the chapter is run, and its client, which knows nothing of this package.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_async import events, waits
+from areal_async.bus.streams import all_streams
+from areal_async.subjects import Names
+from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
+from tests.e2e.test_readme import REPOSITORY, blocks, commands
+from tests.e2e.test_run import Run, collect, role_processes, wait_until
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+
+COLUMNS_80, COLUMNS_200 = (80, 24), (200, 50)
+MEASURED_S = 5.0
+MAX_COST = 0.01
+"""Of a core, for each role."""
+ORDERS = ("status", "top", "pause", "resume", "stop")
+
+
+def _has(*pieces: str) -> Callable[[str], bool]:
+    return lambda text: all(piece in text for piece in pieces)
+
+
+def _cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One run for all of this file, under the README's name; the last test ends it."""
+    directory = tmp_path_factory.mktemp("operating") / "runs"
+    directory.mkdir()
+    run = Run(directory, "gsm8k", run__steps=5000)
+    with run.start() as process:
+        run.wait_for_step(2, process)
+        yield run
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        ended = collect(process)
+    assert ended.returncode == 0, ended.stdout
+
+
+def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Run) -> None:
+    run = live
+    small = Terminal(COLUMNS_80, "--run", str(run.directory), "--by", "ann")
+    small.wait(_has("run gsm8k: running", "tokens/s generated", "controller 0", "trainer 0", "no alarm"), "the run")
+    for row, name in enumerate(("reward", "speed", "staleness", "groups", "stored"), start=1):
+        assert small.lines[row].startswith(name), small.text
+    assert re.search(r"staleness +\d █+ \d+ %", small.text), small.text
+    assert small.lines[-1].startswith("q quit"), small.text
+
+    small.press("2")
+    small.wait(_has("requests", "tokens due", "0-0", "serves"), "the servers")
+    small.press("\x1b[C")
+    small.wait(_has("who waits", "for what", "trainer"), "the waits")
+    small.press("4")
+    small.wait(lambda text: "waits for" in text and re.search(r"\d-\d+-\d", text) is not None, "the leases")
+    small.press("5")
+    small.wait(_has("weights.announced", "by newest first"), "the events")
+    small.press("s")
+    small.wait(_has("by oldest first", "role.started"), "the events, sorted")
+    small.press("?")
+    small.wait(_has("leave; the run goes on"), "the help")
+    small.press("?1")
+
+    small.press("p")
+    small.wait(_has("run gsm8k: paused", "by ann"), "the pause")
+    assert small.wait(_has("trainer 0", "waiting"), "the trainer's rest") < SHOWN_WITHIN_S
+    while_watched = _load(run, small)
+    small.press("q")
+    assert small.process.wait(timeout=10) == 0, small.text
+    alone = _load(run, None)
+    cost = {role: while_watched[role] - alone[role] for role in alone}
+    assert max(cost.values()) < MAX_COST, (while_watched, alone)
+
+    wide = Terminal(
+        COLUMNS_200, "--run", "gsm8k", "--bus.url", (run.directory / "bus" / "url").read_text().strip(),
+        "--bus.credentials", str(run.directory / "credentials" / "operator.nk"),
+    )  # fmt: skip
+    wide.wait(_has("run gsm8k: paused", "/5000", "of at most 2", "last events", "run.ordered"), "the run from afar")
+    wide.press("r")
+    wide.wait(_has("run gsm8k: running"), "its order")
+    wide.press("q")
+    assert wide.process.wait(timeout=10) == 0, wide.text
+
+
+def _load(run: Run, terminal: Terminal | None) -> dict[str, float]:
+    """Return the share of a core that each role takes, with nothing to do but to be watched."""
+    time.sleep(0.5)
+    pids = {role: role_processes(run, role)[0] for role in ("controller", "node", "trainer")}
+    before, since_s = {role: _cpu_s(pid) for role, pid in pids.items()}, time.monotonic()
+    screens = set()
+    while time.monotonic() < since_s + MEASURED_S:
+        if terminal is None:
+            time.sleep(0.5)
+        else:
+            terminal.read(0.5)
+            screens.add(terminal.text)
+    assert terminal is None or len(screens) >= MEASURED_S - 1, "it was to be drawn anew every second"
+    return {role: (_cpu_s(pid) - before[role]) / (time.monotonic() - since_s) for role, pid in pids.items()}
+
+
+def _chapter() -> str:
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (found,) = re.findall(r"^## Operating a run\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+def test_every_command_and_the_plain_client_of_the_chapter_do_what_it_says(live: Run) -> None:
+    directory = live.directory.parents[1]
+    (own, tool), (client,) = (
+        [body for kind, body in blocks(_chapter()) if kind == language] for language in ("console", "python")
+    )
+    words = [command.partition("#")[0].split()[1:] for command, _ in commands(own)]
+    assert [one[2] for one in words] == list(ORDERS)
+
+    (directory / "plain.py").write_text(client)
+    told = _run(directory, "plain.py").splitlines()
+    assert sorted(told[:3]) == ["areal-controller 0", "areal-node 0", "areal-trainer 0"]
+    assert [line.split()[0] for line in told[3:5]] == ["tickets", "trajectories"]
+    assert all(line.split()[1].isdecimal() for line in told[3:5])
+    assert told[5:] == ["pause True", "resume False"]
+    wait_until(lambda: _state(directory) == "running", "the run to go on")
+    for one in words:
+        if one[2] == "top":
+            terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)
+            terminal.wait(lambda text: "run gsm8k: running" in text, "the run in top")
+            terminal.press("q")
+            assert terminal.process.wait(timeout=10) == 0
+            continue
+        _run(directory, *one)
+        if one[2] in ("pause", "resume"):
+            assert _state(directory) == ("paused" if one[2] == "pause" else "running")
+    wait_until(lambda: _state(directory) == "not running", "the run to end")
+
+    asked = re.findall(r"areal\.gsm8k\.(\S+)", tool)
+    assert asked == ["status.controller.0", "control.pause"], "the tool's subjects are the plain client's"
+
+
+def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
+    chapter = _chapter()
+    kinds = {
+        kind.__struct_config__.tag
+        for kind in [*vars(events).values(), waits.Stall]
+        if isinstance(kind, type) and issubclass(kind, events.Event) and "." in str(kind.__struct_config__.tag)
+    }
+    streams = {stream.rpartition("_")[2] for stream in all_streams(Names("x")) if not stream.startswith("KV")}
+
+    assert [kind for kind in kinds if f"`{kind}`" not in chapter] == []
+    assert [stream for stream in streams if f"_{stream}`" not in chapter] == []
+
+
+def _run(directory: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, *words], cwd=directory, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )  # fmt: skip
+    assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def _state(directory: Path) -> str:
+    time.sleep(0.2)
+    return str(json.loads(_run(directory, "-m", "areal_async", "status", "--run", "gsm8k", "--json"))["state"])

@@ -1,0 +1,155 @@
+"""``top`` fits its terminal whatever the run is like, and its panes show and sort what the roles say."""
+
+import itertools
+from typing import Any
+
+import pytest
+from rich.cells import cell_len
+
+from areal_async.cli.status import MISSING, OK, Member, Status
+from areal_async.cli.top_screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
+from areal_async.cli.top_view import KEPT_S, PANES, SORTS, TopView
+
+LONG = "a very long text that goes on and on " * 8
+
+
+def _status(**changes: Any) -> Status:
+    values: dict[str, Any] = {
+        "run": "gsm8k", "state": "running", "reason": "", "step": 3, "steps": 200, "weights_version": "1-3",
+        "reward_mean": 0.5, "accuracy": 0.25, "admitted": 64, "settled": 16, "in_flight": 48, "credits": 0,
+        "queue": {"tickets": {"num_messages": 16, "num_bytes": 4_000_000}},
+        "members": [
+            Member(role="controller", instance="0", presence=OK, state="admitting", num_starts=1, up_s=60),
+            Member(role="node", instance="0", presence=OK, state=LONG, waits_for=LONG, loop_lag_s=0.25, num_starts=3),
+            Member(role="trainer", instance="0", presence=MISSING, why="trainer-0 ended by SIGKILL", num_starts=2),
+        ],
+        "servers": [
+            {"id": "0-0", "version": "1-10", "is_fenced": False, "reason": "", "failure": ""},
+            {"id": "0-1", "version": "1-9", "is_fenced": True, "reason": "starting", "failure": "ended by SIGKILL"},
+        ],
+        "events": [
+            {"event": "role.lost", "at": "2026-01-01T00:00:00Z", "crew": "trainer", "reason": LONG, "num_starts": 1},
+            {"event": "weights.announced", "at": "2026-01-01T00:00:01Z", "version": "1-3"},
+        ],
+        "notes": [],
+    }  # fmt: skip
+    return Status(**(values | changes))
+
+
+def _node(num_scored: int = 0) -> dict[str, Any]:
+    return {
+        "num_groups_running": 2, "num_scored": num_scored, "tokens_per_s": 1200.0,
+        "servers": {"0-0": {"num_requests": 7, "limit": 64, "outstanding_tokens": 900}, "0-1": {"num_requests": 9}},
+        "waits": {"records": [
+            ["group 0-1-0", "server 0-0", "a stream on", 3.0, 0.5, 7],
+            ["group 0-2-0", "reward", "", 9.0, 8.0, 0],
+        ]},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def view() -> TopView:
+    view = TopView(status=_status())
+    view.hear({("node", "0"): _node(), ("controller", "0"): {"max_staleness": 2}}, now_s=10)
+    view.add_step({"step": 2, "reward_mean": 0.25})
+    view.add_step({"step": 3, "reward_mean": 0.75, "tokens_of_age_0": 300, "tokens_of_age_2": 100, "staleness_max": 2})
+    return view
+
+
+def _rows(view: TopView, pane: str) -> list[tuple[str, ...]]:
+    view.turn_to(PANES.index(pane))
+    return [row.cells for row in view.rows()]
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 50), (MIN_WIDTH, MIN_HEIGHT), (20, 5), (81, 37)])
+@pytest.mark.parametrize("has_help", [False, True])
+def test_every_pane_fills_the_terminal_and_nothing_goes_over_its_edge(
+    view: TopView, width: int, height: int, has_help: bool
+) -> None:
+    view.shows_help = has_help
+    statuses = [None, _status(), _status(notes=[LONG] * 9, members=_status().members * 40, reason=LONG, queue={})]
+
+    for status, pane in itertools.product(statuses, range(len(PANES))):
+        view.status = status
+        view.turn_to(pane)
+        view.scroll(100)
+        lines = draw(view, width, height)
+
+        assert len(lines) == height
+        assert max(cell_len(line.plain) for line in lines) <= width
+
+
+def test_the_head_tells_reward_speed_staleness_and_queue(view: TopView) -> None:
+    view.hear({("node", "0"): _node(num_scored=50)}, now_s=12)
+
+    text = "\n".join(line.plain for line in draw(view, 120, 30))
+
+    for piece in ("0.750, last 2: 0.500, evaluation 0.250  ▁█", "1200 tokens/s generated, 25.0 trajectories/s",
+                  "0 █████████ 75 %  2 ███ 25 %  of at most 2", "48 in flight (2 running)", "16 tickets (4.0 MB)",
+                  "no alarm", KEYS):  # fmt: skip
+        assert piece in text, text
+
+
+def test_alarms_stand_in_the_head_and_more_than_fit_are_counted(view: TopView) -> None:
+    view.status = _status(notes=["one", "two", "three", "four", "five"])
+
+    shown = [line.plain for line in draw(view, 80, 24) if line.plain.startswith("!")]
+
+    assert shown == ["! one", "! two", "! and 3 alarms more"]
+
+
+def test_servers_are_sorted_by_load_and_by_version_as_numbers(view: TopView) -> None:
+    by_name = _rows(view, "servers")
+    view.sort_next()
+    by_load = _rows(view, "servers")
+    view.sort_next()
+    by_version = _rows(view, "servers")
+
+    assert by_name[0] == ("0-0", "1-10", "7/64", "900", "serves")
+    assert by_name[1][4] == "fenced: starting (last failure: ended by SIGKILL)"
+    assert [row[0] for row in by_load] == ["0-1", "0-0"]
+    assert [row[1] for row in by_version] == ["1-9", "1-10"]
+
+
+def test_waits_and_leases_come_from_what_the_roles_wait_for(view: TopView) -> None:
+    waits, leases = _rows(view, "waits"), _rows(view, "leases")
+
+    assert waits[0] == ("8.0", "9.0", "group 0-2-0", "reward")
+    assert waits[1] == ("0.5", "3.0", "group 0-1-0", "a stream on server 0-0 and 7 more")
+    assert leases[0] == ("9.0", "8.0", "0", "0-2-0", "reward")
+
+
+def test_a_process_that_is_missed_is_shown_with_the_cause_and_sorts_are_kept_by_pane(view: TopView) -> None:
+    view.sort_next()
+    assert [row[0] for row in _rows(view, "processes")] == ["node 0", "controller 0", "trainer 0"]
+    _rows(view, "events")
+    assert view.sort_name == SORTS["events"][0]
+
+    trainer = next(row for row in _rows(view, "processes") if row[0] == "trainer 0")
+    assert (trainer[1], trainer[5]) == (MISSING, "trainer-0 ended by SIGKILL")
+
+
+def test_an_answer_stands_for_a_process_that_is_late_until_it_is_too_old(view: TopView) -> None:
+    late = view.hear({("controller", "0"): {}}, now_s=10 + KEPT_S)
+    assert ("node", "0") in late
+
+    gone = view.hear({("controller", "0"): {}}, now_s=10.1 + KEPT_S)
+    assert ("node", "0") not in gone
+
+
+def test_a_step_that_is_trained_again_replaces_the_first(view: TopView) -> None:
+    view.add_step({"step": 2, "reward_mean": 0.3})
+
+    assert [(line["step"], line["reward_mean"]) for line in view.steps] == [(2, 0.3)]
+
+
+def test_scrolling_stays_within_the_rows_and_help_covers_the_keys(view: TopView) -> None:
+    view.scroll(-5)
+    assert view.offset == 0
+    view.scroll(50)
+    assert view.offset == len(view.rows()) - 1
+    view.shows_help = True
+
+    shown = [line.plain for line in draw(view, 100, 40)]
+
+    assert all(line in shown for line in HELP)
