@@ -2,6 +2,10 @@
 
     python -m tools.bench_lengths
 
+No process is started: how a batch falls into ranks and rows is arithmetic. More ranks get a larger batch, as many
+groups for each: every rank has as many rows as the one with the most, so what is left over is about half a row of
+each, and how much that is depends on how many rows a rank has.
+
 Two kinds: ``gsm8k``, the shipped word problems with their worked answers, and ``heavy``, the same questions with
 answers of Pareto-distributed length as in ``tools/heavy_tail.py``, up to what the tiny model's context holds.
 """
@@ -14,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_async.trainer.division import divide_shares
 from areal_async.trainer.flops import DecoderFlops
-from areal_async.trainer.pack import balance, fill, pack, part_costs, spread
+from areal_async.trainer.pack import balance, part_costs
 from tools.heavy_tail import SHORTEST_TOKENS, TAIL_EXPONENT
 
 QUESTIONS = Path("configs/data/gsm8k_tiny_sft.jsonl")
@@ -64,6 +69,8 @@ class Packed:
 
     num_rows: int
     """On all ranks, empty ones included."""
+    fewest_rows: int
+    """That could hold the tokens if sequences could be cut, as many on every rank."""
     waste: float
     """Share of the rows' token budget that no token fills."""
     idle: float
@@ -71,19 +78,18 @@ class Packed:
 
 
 def packed(lengths: Sequence[int], *, token_budget: int, num_ranks: int, flops: DecoderFlops) -> Packed:
-    """Divide a batch as a training step does (``trainer.division``)."""
+    """Divide a batch over ranks and rows as a training step does."""
     costs = [flops.forward(length, length) for length in lengths]
     shares = balance(costs, num_ranks=num_ranks)
-    own = [([lengths[i] for i in share], [costs[i] for i in share]) for share in shares]
-    most = max(len(pack(mine, token_budget=token_budget)) for mine, _ in own)
-    ways = [
-        [part_costs(spread(mine, dear, token_budget=token_budget, num_rows=most), dear) for mine, dear in own],
-        [part_costs(fill(pack(mine, token_budget=token_budget), dear, num_rows=most), dear) for mine, dear in own],
-    ]
-    takes = min(sum(max(row) for row in zip(*ranks, strict=True)) for ranks in ways)
+    own_costs = [[costs[i] for i in share] for share in shares]
+    parts = divide_shares([[lengths[i] for i in share] for share in shares], own_costs, token_budget=token_budget)
+    rows = [part_costs(own, dear) for own, dear in zip(parts, own_costs, strict=True)]
+    takes = sum(max(met) for met in zip(*rows, strict=True))
+    num_rows = len(parts[0]) * num_ranks
     return Packed(
-        num_rows=most * num_ranks,
-        waste=1.0 - sum(lengths) / (most * num_ranks * token_budget),
+        num_rows=num_rows,
+        fewest_rows=-(-sum(lengths) // (token_budget * num_ranks)) * num_ranks,
+        waste=1.0 - sum(lengths) / (num_rows * token_budget),
         idle=1.0 - sum(costs) / (takes * num_ranks),
     )
 
@@ -96,23 +102,24 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="configs/models/tiny")
-    parser.add_argument("--groups", type=int, default=128)
+    parser.add_argument("--groups", type=int, default=128, help="for each rank")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     flops = decoder_flops(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(arguments.model)))
     print(f"{'lengths':<8} {'sequences':>9} {'tokens':>8} {'longest':>7} {'budget':>6} {'ranks':>5} {'rows':>4} "
-          f"{'least':>5} {'waste':>6} {'idle':>6}")  # fmt: skip
+          f"{'fewest':>6} {'waste':>6} {'idle':>6}")  # fmt: skip
     for kind in KINDS:
-        drawn = draw(kind, tokenizer, groups=arguments.groups, group_size=arguments.group_size, seed=arguments.seed)
-        lengths = [length for prompted in drawn for length in prompted.lengths]
-        for token_budget in (512, 1024, 2048):
-            for num_ranks in (1, 2, 4):
+        for num_ranks in (1, 2, 4):
+            groups = arguments.groups * num_ranks
+            drawn = draw(kind, tokenizer, groups=groups, group_size=arguments.group_size, seed=arguments.seed)
+            lengths = [length for prompted in drawn for length in prompted.lengths]
+            for token_budget in (512, 1024, 2048):
                 one = packed(lengths, token_budget=token_budget, num_ranks=num_ranks, flops=flops)
-                least = -(-sum(lengths) // token_budget)
                 print(f"{kind:<8} {len(lengths):>9,} {sum(lengths):>8,} {max(lengths):>7} {token_budget:>6,} "
-                      f"{num_ranks:>5} {one.num_rows:>4} {least:>5} {one.waste:>6.1%} {one.idle:>6.1%}")  # fmt: skip
+                      f"{num_ranks:>5} {one.num_rows:>4} {one.fewest_rows:>6} {one.waste:>6.1%} {one.idle:>6.1%}"
+                )  # fmt: skip
 
 
 if __name__ == "__main__":

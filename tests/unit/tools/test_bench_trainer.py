@@ -1,6 +1,8 @@
 """The trainer's benchmark compares like with like, and packing wastes little of what it packs."""
 
+import functools
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +29,50 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("token_budget", [1024, 2048])
-def test_packing_wastes_under_five_percent_of_the_budget(kind: str, token_budget: int, tokenizer: Any) -> None:
-    for seed in range(5):
-        drawn = draw(kind, tokenizer, groups=128, group_size=8, seed=seed)
-        lengths = [length for one in drawn for length in one.lengths]
+Lengths = Callable[..., list[int]]
 
-        assert packed(lengths, token_budget=token_budget, num_ranks=1, flops=FLOPS).waste < 0.05
+
+@pytest.fixture(scope="module")
+def lengths_of(tokenizer: Any) -> Lengths:
+    """Return the lengths of a batch's sequences, drawn once for all tests."""
+
+    @functools.cache
+    def lengths(kind: str, *, groups: int, seed: int) -> list[int]:
+        drawn = draw(kind, tokenizer, groups=groups, group_size=8, seed=seed)
+        return [length for one in drawn for length in one.lengths]
+
+    return lengths
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_packing_wastes_under_five_percent_of_the_budget_on_any_number_of_ranks(
+    kind: str, num_ranks: int, lengths_of: Lengths
+) -> None:
+    for seed in range(5 if num_ranks == 1 else 2):
+        lengths = lengths_of(kind, groups=128 * num_ranks, seed=seed)
+        for token_budget in (1024, 2048):
+            division = packed(lengths, token_budget=token_budget, num_ranks=num_ranks, flops=FLOPS)
+
+            assert division.waste < 0.05
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("num_ranks", [2, 4, 7])
+def test_a_batch_small_for_its_ranks_takes_at_most_one_more_row_on_each(
+    kind: str, num_ranks: int, lengths_of: Lengths
+) -> None:
+    lengths = lengths_of(kind, groups=128, seed=1)
+
+    division = packed(lengths, token_budget=2048, num_ranks=num_ranks, flops=FLOPS)
+
+    assert division.num_rows <= division.fewest_rows + num_ranks
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
-def test_ranks_wait_for_each_other_under_one_percent_of_their_time(num_ranks: int, tokenizer: Any) -> None:
+def test_ranks_wait_for_each_other_under_one_percent_of_their_time(num_ranks: int, lengths_of: Lengths) -> None:
     for kind in KINDS:
-        drawn = draw(kind, tokenizer, groups=128, group_size=8, seed=1)
-        lengths = [length for one in drawn for length in one.lengths]
+        lengths = lengths_of(kind, groups=128, seed=1)
 
         assert packed(lengths, token_budget=2048, num_ranks=num_ranks, flops=FLOPS).idle < 0.01
 

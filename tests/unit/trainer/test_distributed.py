@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.division import divide_shares
 from areal_async.types import TensorSpec, UpdateGroup
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.processes import run_on_ranks
@@ -115,6 +116,12 @@ def test_ranks_make_as_many_rows_and_choose_together_how_they_are_filled(pair: P
     assert (first["uneven"], second["uneven"]) == ([[5, 5], [1, 1]], [[10], [2]])
     # Here the second's rows are even: 6 + 6 against 10 + 6.
     assert (first["even"], second["even"]) == ([[5, 1], [5, 1]], [[6], [6]])
+    # The same without processes, as the benchmark works it out.
+    for name, other in (("uneven", [10, 2]), ("even", [6, 6])):
+        lengths = [[5, 5, 1, 1], other]
+        parts = divide_shares(lengths, lengths, token_budget=10)
+        rows = [[[own[i] for i in row] for row in part] for own, part in zip(lengths, parts, strict=True)]
+        assert rows == [first[name], second[name]]
 
 
 def test_a_rank_alone_hears_itself(ranks: Ranks) -> None:
