@@ -351,6 +351,13 @@ class Settings(Section):
                     f"kl_coef={self.algorithm.kl_coef:g}, which asks for no {role}; leave it out, or choose "
                     + ("a preset with a critic, as ppo" if role == "critic" else "kl_coef over 0")
                 )
+        idle = [name for name, value in self.trainer.critic if value != getattr(CriticTrainerSettings(), name)]
+        if idle and "critic" not in self.algorithm.needs_models:
+            raise ValueError(
+                f"trainer.critic.{idle[0]}: got {getattr(self.trainer.critic, idle[0])} with "
+                f"algorithm.name={self.algorithm.name}, which has no critic; leave it out, or choose a preset with a "
+                "critic, as ppo"
+            )
         return self
 
     def _checked_rollout(self, index: int) -> RolloutSettings:

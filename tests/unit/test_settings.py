@@ -63,3 +63,14 @@ def test_every_file_in_configs_parses(path: Path) -> None:
 @pytest.mark.parametrize("stem", ["gsm8k"])
 def test_each_workflow_has_settings_for_both_kinds_of_machine(stem: str) -> None:
     assert {f"{stem}.yaml", f"{stem}_cpu.yaml"} <= {path.name for path in CONFIGS}
+
+
+def test_what_is_set_for_a_critic_needs_one() -> None:
+    trainer = {"critic": {"lr": 1e-5}}
+
+    with pytest.raises(ValueError, match=r"trainer.critic.lr: got 1e-05 with algorithm.name=grpo, which has no critic"):
+        Settings.model_validate({"trainer": trainer})
+    assert Settings.model_validate({"trainer": trainer, "algorithm": {"name": "ppo"}}).trainer.for_critic.lr == 1e-5
+    # As a resolved file has it.
+    unset = Settings.model_validate({"trainer": {"critic": {"lr": None}}})
+    assert unset == Settings.model_validate(unset.model_dump(mode="json"))
