@@ -107,8 +107,12 @@ class AlgorithmSettings(Section):
     """Where it counts."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus."""
+    credit: Literal["returns", "process", "turns"] = "returns"
+    """What a workflow's rewards of single replies are: returns, later rewards included; rewards of steps, normalised
+    and then added up from each on (GRPO's process supervision); rewards of turns, whose returns are compared turn by
+    turn."""
     gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of PPO with a critic, per token. What a workflow gives a reply it has discounted itself."""
+    """Discount of PPO with a critic, per token; of ``credit=turns`` per turn. A return has been discounted."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
     """GAE's lambda."""
     value_clip: float | None = Field(default=0.2, gt=0)
@@ -162,6 +166,14 @@ class AlgorithmSettings(Section):
                 f"advantage_std: got {self.advantage_std} with advantage_baseline=critic, need batch or none; "
                 "a critic's advantages are those of tokens"
             )
+        if self.credit != "returns":
+            known = ("group",) if self.credit == "process" else ("group", "none")
+            if self.advantage_baseline != "group" or self.advantage_std not in known:
+                raise ValueError(
+                    f"credit: got {self.credit} with advantage_baseline={self.advantage_baseline}, "
+                    f"advantage_std={self.advantage_std}, need group and {' or '.join(known)}; "
+                    "replies are compared within their group"
+                )
         if self.behave_weight_floor > self.behave_weight_cap:
             raise ValueError(
                 f"behave_weight_floor: got {self.behave_weight_floor}, need at most "

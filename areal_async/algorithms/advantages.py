@@ -22,6 +22,7 @@ OVERLONG_SHARE = 5
 
 Baseline = Literal["group", "leave_one_out", "none"]
 Spread = Literal["group", "batch", "batch_reward", "none"]
+CreditName = Literal["returns", "process", "turns"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,6 +55,10 @@ class AdvantageRule:
     baseline: Baseline = "group"
     std: Spread = "group"
     overlong: Overlong | None = None
+    credit: CreditName = "returns"
+    """What the rewards of single replies are (``credit``); the last two know ``baseline="group"`` alone."""
+    gamma: float = 1.0
+    """Discount of a later turn's reward, of ``credit="turns"``."""
 
 
 def advantage_rule(settings: Settings) -> AdvantageRule:
@@ -67,7 +72,13 @@ def advantage_rule(settings: Settings) -> AdvantageRule:
     overlong = Overlong(max_tokens=longest, cache_tokens=cache, factor=algorithm.overlong_factor) if cache else None
     if algorithm.advantage_baseline == "critic":
         return AdvantageRule(baseline="none", std="none", overlong=overlong)
-    return AdvantageRule(baseline=algorithm.advantage_baseline, std=algorithm.advantage_std, overlong=overlong)
+    return AdvantageRule(
+        baseline=algorithm.advantage_baseline,
+        std=algorithm.advantage_std,
+        overlong=overlong,
+        credit=algorithm.credit,
+        gamma=algorithm.gamma if algorithm.credit == "turns" else 1.0,
+    )
 
 
 def step_advantages(groups: Sequence[Sequence[Sibling]], rule: AdvantageRule) -> list[NDArray[np.float32]]:

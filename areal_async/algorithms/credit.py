@@ -1,14 +1,17 @@
-"""Credit of single replies: each credited reply of a trajectory has a return of its own, and an advantage of its own.
+"""Credit of single replies: each credited reply of a trajectory has an advantage of its own.
 
-Pure, without torch. The value that a workflow gives a reply *is* its return, with whatever discount and later rewards
-the workflow means by it; it is compared as an outcome is, by the rule of the run (``advantages``), with those of all
-credited replies of the same role: in its group where the rule speaks of groups, in the step where it speaks of batches.
+Pure, without torch. What the value is that a workflow gives a reply, the rule says (``AdvantageRule.credit``):
+
+``returns``   It *is* the reply's return, with whatever discount and later rewards the workflow means by it. It is
+              compared as an outcome is, by the rule of the run (``advantages``), with those of all credited replies of
+              the same role: in its group where the rule speaks of groups, in the step where it speaks of batches. So a
+              discounted return is normalised after it is summed, and no reply is praised for being followed by many.
+``process``   The reward of a step, as a process reward model gives it: normalised by mean and deviation of all steps
+              of the role in the group, and then added up from each step on (GRPO with process supervision).
+``turns``     The reward of a turn: the turn's return, of its reward and the discounted later ones, is compared with
+              those of the same turn of the siblings that have one.
+
 A trajectory without credits is one reply of the role "", as long as all it sampled.
-
-Process supervision as in the GRPO paper (arXiv 2402.03300 section 4.1.3) normalises the reward of every step by mean
-and deviation of all steps of the group, as here, and then adds up those of this step and all later ones. Here nothing
-is added up: which later rewards belong to a reply's return is the workflow's to say, so a discounted return is
-normalised after it is summed, and a reply is never praised for being followed by many.
 """
 
 from collections.abc import Sequence
@@ -17,8 +20,18 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.algorithms.advantages import AdvantageRule, Sibling, is_informative, step_advantages
+from areal_async.algorithms.advantages import (
+    AdvantageRule,
+    Sibling,
+    is_informative,
+    process_advantages,
+    step_advantages,
+    turn_advantages,
+)
 from areal_async.types import Credit, Slot
+
+_Replies = list[tuple[int, Credit]]
+"""Of one role in one group: place of the sibling, and the reply, in their order."""
 
 
 def sibling_of(slot: Slot) -> Sibling:
@@ -29,8 +42,9 @@ def sibling_of(slot: Slot) -> Sibling:
 def reply_advantages(groups: Sequence[Sequence[Sibling]], rule: AdvantageRule) -> list[list[NDArray[np.float32]]]:
     """Return for every sibling of a whole training step the advantages of its replies [K], K = 1 without credits.
 
-    What a rule takes off a long answer (``overlong``) is taken off each of its replies' returns: it comes at the end,
-    after all of them. A rule that weighs by tokens counts those of the reply.
+    What a rule takes off a long answer (``overlong``) comes at the end, after all replies, so it is taken off the
+    return of each: off every one where values are returns, else off the last of each role, whose reward all returns
+    hold. A rule that weighs by tokens counts those of the reply.
 
     Raises:
         ValueError: a reward is not finite.
@@ -38,19 +52,37 @@ def reply_advantages(groups: Sequence[Sequence[Sibling]], rule: AdvantageRule) -
     replies = [[_replies(sibling, rule) for sibling in siblings] for siblings in groups]
     advantages = [[np.zeros(len(one), dtype=np.float32) for one in siblings] for siblings in replies]
     shaped = replace(rule, overlong=None)
+    compare = _by_outcome if rule.credit == "returns" else _by_step
     for role in sorted({one.role for siblings in replies for sibling in siblings for one in sibling}):
         places = [
             [(s, k) for s, sibling in enumerate(siblings) for k, one in enumerate(sibling) if one.role == role]
             for siblings in replies
         ]
-        outcomes = [
-            [Sibling(reward=replies[g][s][k].reward, num_tokens=replies[g][s][k].num_tokens) for s, k in place]
-            for g, place in enumerate(places)
-        ]
-        for g, values in enumerate(step_advantages(outcomes, shaped)):
+        compared = compare([[(s, replies[g][s][k]) for s, k in place] for g, place in enumerate(places)], shaped)
+        for g, values in enumerate(compared):
             for (s, k), value in zip(places[g], values, strict=True):
                 advantages[g][s][k] = value
     return advantages
+
+
+def _by_outcome(groups: Sequence[_Replies], rule: AdvantageRule) -> list[NDArray[np.float32]]:
+    """Compare returns: each reply is as an outcome of its own."""
+    outcomes = [[Sibling(reward=one.reward, num_tokens=one.num_tokens) for _, one in replies] for replies in groups]
+    return step_advantages(outcomes, rule)
+
+
+def _by_step(groups: Sequence[_Replies], rule: AdvantageRule) -> list[NDArray[np.float32]]:
+    """Compare the rewards of steps or turns, sibling by sibling in their order."""
+    compared = []
+    for replies in groups:
+        siblings = sorted({s for s, _ in replies})
+        rewards = [[one.reward for s, one in replies if s == sibling] for sibling in siblings]
+        if rule.credit == "process":
+            values = process_advantages(rewards)
+        else:
+            values = turn_advantages(rewards, gamma=rule.gamma, std=rule.std == "group")
+        compared.append(np.concatenate(values) if values else np.zeros(0, dtype=np.float32))
+    return compared
 
 
 def has_differing_replies(siblings: Sequence[Sibling]) -> bool:
@@ -63,8 +95,15 @@ def has_differing_replies(siblings: Sequence[Sibling]) -> bool:
 
 
 def _replies(sibling: Sibling, rule: AdvantageRule) -> list[Credit]:
+    replies = sibling.credits or _whole(sibling)
     penalty = rule.overlong.penalty(sibling.num_tokens) if rule.overlong is not None else 0.0
-    return [Credit(one.reward + penalty, one.num_tokens, one.role) for one in sibling.credits or _whole(sibling)]
+    last = {one.role: place for place, one in enumerate(replies)}
+    return [
+        Credit(one.reward + penalty, one.num_tokens, one.role)
+        if rule.credit == "returns" or last[one.role] == place
+        else one
+        for place, one in enumerate(replies)
+    ]
 
 
 def _whole(sibling: Sibling) -> tuple[Credit, ...]:

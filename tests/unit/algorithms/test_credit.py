@@ -1,13 +1,14 @@
 """Advantages of single replies: every algorithm's own rule, over the credited replies of one role."""
 
 import math
+import statistics
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule, Sibling, step_advantages
+from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule, CreditName, Sibling, step_advantages
 from areal_async.algorithms.credit import has_differing_replies, reply_advantages
 from areal_async.algorithms.shaping import Overlong
 from areal_async.types import Credit
@@ -127,6 +128,67 @@ def test_the_discount_of_a_workflow_is_the_only_one() -> None:
 
     assert late == pytest.approx([-1 / 3, 1 / 6])
     assert early == pytest.approx([1 / 6])
+
+
+@settings(deadline=None)
+@given(steps, st.sampled_from(["process", "turns"]), st.booleans(), st.sampled_from([1.0, 0.5]))
+def test_rewards_of_steps_are_compared_role_by_role_within_their_group(
+    step: list[list[Sibling]], credit: CreditName, is_long: bool, gamma: float
+) -> None:
+    overlong = Overlong(max_tokens=60, cache_tokens=40, factor=0.5) if is_long else None
+    rule = AdvantageRule(credit=credit, overlong=overlong, gamma=gamma)
+
+    for group, values in zip(step, reply_advantages(step, rule), strict=True):
+        for role in ROLES:
+            rewards = []
+            for sibling in group:
+                own = [one.reward for one in sibling.credits or [Credit(sibling.reward, 1)] if one.role == role]
+                if own and overlong is not None:
+                    own[-1] += overlong.penalty(sibling.num_tokens)
+                rewards.append(own)
+            expected = process_rewards(rewards) if credit == "process" else turn_rewards(rewards, gamma)
+            for sibling, got, wanted in zip(group, values, expected, strict=True):
+                roles = [one.role for one in sibling.credits] or [""]
+                mine = [float(value) for value, one in zip(got, roles, strict=True) if one == role]
+                assert mine == pytest.approx(wanted, rel=1e-6, abs=1e-6)
+
+
+def process_rewards(rewards: list[list[float]]) -> list[list[float]]:
+    """Reply by reply in float64: the normalised rewards from this one on."""
+    every = [reward for own in rewards for reward in own]
+    if len(set(every)) < 2:
+        return [[0.0] * len(own) for own in rewards]
+    mean, spread = statistics.fmean(every), statistics.stdev(every) + STD_EPSILON
+    return [[sum((later - mean) / spread for later in own[k:]) for k in range(len(own))] for own in rewards]
+
+
+def turn_rewards(rewards: list[list[float]], gamma: float) -> list[list[float]]:
+    """Reply by reply in float64: its return against those of the same turn of others."""
+    returns = [
+        [sum(gamma**ahead * reward for ahead, reward in enumerate(own[k:])) for k in range(len(own))] for own in rewards
+    ]
+    result = [[0.0] * len(own) for own in rewards]
+    for turn in range(max(map(len, rewards))):
+        peers = [own[turn] for own in returns if len(own) > turn]
+        if len(peers) > 1 and max(peers) - min(peers) > 1e-9:
+            spread = statistics.stdev(peers) + STD_EPSILON
+            for own, values in zip(returns, result, strict=True):
+                if len(own) > turn:
+                    values[turn] = (own[turn] - statistics.fmean(peers)) / spread
+    return result
+
+
+def test_process_supervision_lifts_the_steps_before_a_good_one() -> None:
+    group = [
+        Sibling(reward=0.5, credits=(Credit(0.0, 1), Credit(1.0, 1))),
+        Sibling(reward=0.0, credits=(Credit(0.0, 1), Credit(0.0, 1))),
+    ]
+
+    ((good, bad),) = reply_advantages([group], AdvantageRule(credit="process"))
+
+    # Mean 1/4, sample deviation 1/2: steps are worth -1/2 or 3/2.
+    assert good.tolist() == pytest.approx([1.0, 1.5], abs=1e-5)
+    assert bad.tolist() == pytest.approx([-1.0, -0.5], abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,11 @@ def test_the_yes_and_no_of_older_files_are_still_read() -> None:
         ({"aggregation_constant": 100}, "aggregation_constant: got 100 with aggregation=token_mean, need"),
         ({"advantage_baseline": "critic"}, "advantage_std: got group with advantage_baseline=critic, need batch"),
         ({"name": "dapo", "overlong_cache": 2000}, "overlong_cache: got 2000, need at most 1000 tokens"),
+        (
+            {"credit": "process", "advantage_std": "batch"},
+            "credit: got process with advantage_baseline=group, advantage_std=batch, need group and group",
+        ),
+        ({"name": "rloo", "credit": "turns"}, "credit: got turns with advantage_baseline=leave_one_out"),
         ({"dual_clip": 1.0}, "greater than 1"),
         ({"name": "drpo"}, "Input should be 'grpo'"),
     ],
