@@ -2,7 +2,7 @@
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,6 +24,20 @@ class TaskRules:
     min_group_size: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """What can be said of the advantages that were trained."""
+
+    rule: AdvantageRule = field(default_factory=AdvantageRule)
+    """By which rewards become advantages, or what the rest begins with."""
+    made_by: str = ""
+    """What else makes them, so that rewards do not say them; empty for nothing."""
+    centred_in: Literal["group", "step", ""] = ""
+    """Where that leaves them without a mean: over siblings, or over trained tokens, of which the variance is 1 then."""
+    is_unknown: bool = False
+    """Whether nothing can be said of what siblings they were compared with."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rules:
     """The settings that the promises speak of."""
@@ -35,7 +49,7 @@ class Rules:
     max_staleness: int
     max_attempts: int
     max_groups_in_flight: int
-    advantages: AdvantageRule
+    advantages: Baseline
     seed: int
     tasks: tuple[TaskRules, ...] = ()
     """In the order of the settings; none when the data cannot be read."""
@@ -96,6 +110,8 @@ class ArchivedSlot:
     credits: tuple[Credit, ...] = ()
     credit_advantages: tuple[float, ...] = ()
     """By credit; ``advantage`` is then their mean."""
+    by_token: tuple[float, float, int] | None = None
+    """Sum of the trained tokens' advantages, of their squares, and how many they are, where they differ."""
 
     @property
     def advantages(self) -> tuple[float, ...]:

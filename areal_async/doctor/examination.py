@@ -14,7 +14,7 @@ from areal_async.data import load_rows
 from areal_async.doctor.books import Books
 from areal_async.doctor.coverage import admitted_groups, rule_covered
 from areal_async.doctor.durable import rule_durable, rule_once
-from areal_async.doctor.evidence import Evidence, Rules, TaskRules
+from areal_async.doctor.evidence import Baseline, Evidence, Rules, TaskRules
 from areal_async.doctor.gather import gather
 from areal_async.doctor.report import Diagnosis, Kind, num_ids
 from areal_async.doctor.tokens import rule_fresh, rule_versioned, rule_whole
@@ -92,12 +92,30 @@ def read_rules(settings: Settings) -> Rules:
         max_staleness=rollout.max_staleness,
         max_attempts=rollout.max_attempts,
         max_groups_in_flight=rollout.max_groups_in_flight,
-        advantages=advantage_rule(settings),
+        advantages=baseline_of(settings),
         seed=settings.run.seed,
         tasks=tasks,
         curriculum=None if rollout.curriculum.name == "none" else rollout.curriculum,
         why_no_rows=why_no_rows or "the settings name no task",
     )
+
+
+def baseline_of(settings: Settings) -> Baseline:
+    """Say what rewards alone do not: who else makes the advantages, and where their mean is 0 all the same."""
+    algorithm, rule = settings.algorithm, advantage_rule(settings)
+    if algorithm.calls:
+        made_by = f"{', '.join(algorithm.calls)} and not by rewards alone"
+        return Baseline(rule=rule, made_by=made_by, is_unknown=True)
+    if algorithm.advantage_baseline == "critic":
+        is_whitened = algorithm.advantage_std == "batch"
+        return Baseline(rule=rule, made_by="a critic", centred_in="step" if is_whitened else "")
+    if not algorithm.has_kl_reward:
+        return Baseline(rule=rule)
+    made_by = "rewards less their distance to a reference"
+    if algorithm.advantage_baseline == "none":
+        return Baseline(rule=rule, made_by=made_by, centred_in="step" if algorithm.advantage_std == "batch" else "")
+    # Whitened by sampled tokens, of which some may be masked: no sum that the archive could be held against.
+    return Baseline(rule=rule, made_by=made_by, centred_in="" if algorithm.advantage_std == "batch" else "group")
 
 
 def _task_rules(settings: Settings, task: TaskSettings) -> TaskRules:

@@ -36,6 +36,7 @@ def read_archive(directory: Path) -> tuple[list[ArchivedSlot], list[str]]:
 
 def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
     columns = [_ListsOfLists(table.column(name)) for name in Columns._fields]
+    advantages = _ListsOfLists(table.column("advantages")) if "advantages" in table.column_names else None
     has_credits = "credits" in table.column_names
     credits = table.column("credits").to_pylist() if has_credits else [None] * len(table)
     for index, scalars in enumerate(table.select(SCALARS).to_pylist()):
@@ -48,7 +49,17 @@ def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
             token_faults=find_faults(sequences, oldest=oldest, newest=newest),
             credits=tuple(Credit(one["reward"], one["num_tokens"], one["role"]) for one in credits[index] or ()),
             credit_advantages=tuple(one["advantage"] for one in credits[index] or ()),
+            by_token=_moments(advantages.row(index)) if advantages is not None else None,
         )
+
+
+def _moments(advantages: list[Array]) -> tuple[float, float, int] | None:
+    """Return sum, sum of squares and number of the trained tokens; None where they have their trajectory's."""
+    if not advantages:
+        return None
+    values = np.concatenate(advantages)
+    trained = values[~values.mask] if isinstance(values, np.ma.MaskedArray) else values[~np.isnan(values)]
+    return float(trained.sum(dtype=np.float64)), float(np.square(trained, dtype=np.float64).sum()), len(trained)
 
 
 class _ListsOfLists:

@@ -4,7 +4,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
-from areal_async.algorithms.advantages import Sibling
+from areal_async.algorithms.advantages import AdvantageRule, Sibling
 from areal_async.algorithms.credit import reply_advantages
 from areal_async.doctor.books import Books
 from areal_async.doctor.evidence import ArchivedSlot
@@ -14,6 +14,10 @@ from areal_async.types import Version
 
 TOLERANCE = 1e-5
 """Relative and absolute, between an archived advantage and the one computed from its siblings' rewards."""
+SUM_TOLERANCE = 1e-4
+"""Of a group's advantages, each a float32, relative to the largest of them."""
+WHITE_TOLERANCE = 1e-2
+"""Of the mean and variance of a step's advantages."""
 
 
 def rule_fresh(books: Books) -> Ruling:
@@ -69,27 +73,66 @@ def rule_whole(books: Books) -> Ruling:
         num_groups += len(groups)
         findings += _group_faults(books, step, dict(sorted(groups.items())))
         findings += _reward_faults(books, step, slots)
-    sentence = f"{num_groups} groups in {len(books.steps)} archived steps, advantages computed anew"
-    return rule("P4", "whole", sentence, findings=findings, missing=_unarchived(books))
+    baseline = books.evidence.rules.advantages
+    how = f"made by {baseline.made_by}" if baseline.made_by else "computed anew"
+    where = {"group": ", their sum 0 in each group", "step": ", whitened over each step", "": ""}[baseline.centred_in]
+    sentence = f"{num_groups} groups in {len(books.steps)} archived steps, advantages {how}{where}"
+    missing = _unarchived(books)
+    if baseline.is_unknown:
+        missing.append(f"what advantages were compared with: they are made by {baseline.made_by}")
+    return rule("P4", "whole", sentence, findings=findings, missing=missing)
 
 
 def _group_faults(books: Books, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Finding]:
     rules = books.evidence.rules
-    outcomes = [
-        [Sibling(reward=slot.reward, num_tokens=slot.num_sampled, credits=slot.credits) for slot in siblings]
-        for siblings in groups.values()
-    ]
-    every = reply_advantages(outcomes, rules.advantages)
-    for (group_id, siblings), expected in zip(groups.items(), every, strict=True):
+    for group_id, siblings in groups.items():
         if len(siblings) < rules.of(group_id).min_group_size:
             need = rules.of(group_id).min_group_size
             text = f"step {step}: trained with {len(siblings)} siblings, need at least {need}"
             yield Finding(Kind.NOT_WHOLE, group_id, text)
+    if not rules.advantages.made_by:
+        yield from _advantage_faults(step, groups, rules.advantages.rule)
+    elif rules.advantages.centred_in == "group":
+        yield from _sum_faults(step, groups)
+    elif rules.advantages.centred_in == "step":
+        yield from _whiteness_faults(step, [slot for siblings in groups.values() for slot in siblings])
+
+
+def _advantage_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]], how: AdvantageRule) -> Iterator[Finding]:
+    """Compute the advantages anew, from the rewards of the siblings that were trained."""
+    outcomes = [
+        [Sibling(reward=slot.reward, num_tokens=slot.num_sampled, credits=slot.credits) for slot in siblings]
+        for siblings in groups.values()
+    ]
+    for siblings, expected in zip(groups.values(), reply_advantages(outcomes, how), strict=True):
         for slot, values in zip(siblings, expected, strict=True):
             for got, value in zip(slot.advantages, values, strict=True):
                 if not math.isclose(got, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
                     text = f"step {step}: trained with advantage {got:.6g}, the rewards give {value:.6g}"
                     yield Finding(Kind.NOT_WHOLE, slot.name, text)
+
+
+def _sum_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Finding]:
+    """Hold each group's advantages against a baseline of its own: whatever came off the rewards, they sum to 0."""
+    for group_id, siblings in groups.items():
+        total = sum(slot.advantage for slot in siblings)
+        if not abs(total) <= SUM_TOLERANCE * max(1.0, *(abs(slot.advantage) for slot in siblings)):
+            text = f"step {step}: advantages of its siblings add up to {total:.6g}, need 0"
+            yield Finding(Kind.NOT_WHOLE, group_id, text)
+
+
+def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Finding]:
+    """Hold the advantages of a step's tokens against mean 0 and variance 1; all of them 0 is as good."""
+    parts = [slot.by_token for slot in slots if slot.by_token is not None]
+    count = sum(number for _, _, number in parts)
+    if not count:
+        return
+    mean = sum(total for total, _, _ in parts) / count
+    variance = sum(squares for _, squares, _ in parts) / count - mean**2
+    # A spread near 0 is divided by a little more than itself.
+    if abs(mean) > WHITE_TOLERANCE or not (variance == 0 or 0.5 <= variance <= 1.0 + WHITE_TOLERANCE):
+        text = f"tokens' advantages have mean {mean:.6g} and variance {variance:.6g}, need 0 and 1"
+        yield Finding(Kind.NOT_WHOLE, f"step {step}", text)
 
 
 def _reward_faults(books: Books, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Finding]:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -18,9 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.errors import FencedError
 from areal_async.trainer.payloads import Placed
+from areal_async.trainer.rows import TrainRow
 from areal_async.types import Metrics, Trajectory, Version
+from areal_async.types import Sequence as TokenSequence
 
 _VERSION = re.compile(r"\d+-\d+")
 _CREDIT = pa.struct(
@@ -44,6 +48,7 @@ _SCHEMA = pa.schema(
         ("logprobs", pa.list_(pa.list_(pa.float32()))),
         ("versions", pa.list_(pa.list_(pa.int64()))),
         ("info", pa.string()),
+        ("advantages", pa.list_(pa.list_(pa.float32()))),
         ("credits", pa.list_(_CREDIT)),
         ("turns", pa.list_(pa.list_(pa.int16()))),
     ]
@@ -58,18 +63,28 @@ def write_archive(
     slots: Sequence[Placed],
     trajectories: Mapping[int, Trajectory],
     advantages: Mapping[int, NDArray[np.float32]],
+    rows: Sequence[TrainRow],
 ) -> None:
     """Store one rank's share of the batch of the step that made version ``made``; synced when this returns.
 
+    ``advantage`` is what a trajectory was trained with, a mean where its tokens differ; those of its replies stand in
+    ``credits``. Where rewards alone do not say it (a critic, a penalty, a call of the user's own) ``advantages`` has
+    each token's as well, null on tokens that were not trained, and the others are means over trained tokens.
+
     Args:
-        advantages: by position; of each credited reply, or the one of a trajectory without credits.
+        advantages: by position; what rewards say of each credited reply, or of a trajectory without credits.
+        rows: as they were trained, those of a trajectory in the order of its sequences.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    rows = []
+    trained: dict[int, list[TrainRow]] = defaultdict(list)
+    for row in rows:
+        trained[row.index].append(row)
+    records = []
     for placed in slots:
         trajectory = trajectories[placed.position]
         slot = trajectory.slot
-        row = {
+        own = _TokenAdvantages(trained[placed.position], trajectory.sequences, advantages[placed.position])
+        record = {
             "step": made.step,
             "lineage": made.lineage,
             "position": placed.position,
@@ -78,7 +93,8 @@ def write_archive(
             "sample_uid": slot.sample_uid,
             "workflow": placed.workflow,
             "reward": slot.reward,
-            "advantage": float(np.mean(advantages[placed.position], dtype=np.float64)),
+            "advantage": own.mean,
+            "advantages": own.by_token,
             "oldest": slot.oldest,
             "newest": slot.newest,
             "info": json.dumps(trajectory.info),
@@ -86,17 +102,61 @@ def write_archive(
         columns = ["token_ids", "loss_mask", "logprobs", "versions"]
         if slot.credits:
             columns.append("turns")
-            row["credits"] = [
-                {**msgspec.structs.asdict(credit), "advantage": float(advantage)}
-                for credit, advantage in zip(slot.credits, advantages[placed.position], strict=True)
+            record["credits"] = [
+                {**msgspec.structs.asdict(credit), "advantage": own.of_reply(number)}
+                for number, credit in enumerate(slot.credits)
             ]
         for column in columns:
-            row[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
-        rows.append(row)
+            record[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
+        records.append(record)
     path = directory / f"step-{made.step:06d}-{made.lineage}-{rank}.parquet"
     temporary = path.with_suffix(".tmp")
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), temporary)
+    pq.write_table(pa.Table.from_pylist(records, schema=_SCHEMA), temporary)
     _publish_file(temporary, path)
+
+
+class _TokenAdvantages:
+    """What the tokens of one trajectory were trained with."""
+
+    def __init__(self, rows: Sequence[TrainRow], sequences: Sequence[TokenSequence], said: NDArray[np.float32]) -> None:
+        """Compare it with what rewards ``said`` of its replies."""
+        self._values = [np.broadcast_to(np.float32(row.advantage), row.num_tokens) for row in rows]
+        self._masks = [row.loss_mask for row in rows]
+        self._turns = [one.turns if one.turns is not None else np.zeros(len(one.token_ids), int) for one in sequences]
+        self._said = said
+        self._sampled = [one.loss_mask for one in sequences]
+        laid_out = [spread_over_tokens(said, turns_L) for turns_L in self._turns]
+        self._is_said = all(
+            np.array_equal(values_L[sampled_L], said_L[sampled_L])
+            for values_L, sampled_L, said_L in zip(self._values, self._sampled, laid_out, strict=True)
+        )
+
+    @property
+    def by_token(self) -> list[list[float | None]] | None:
+        """Sequence by sequence; None where every token has what rewards say of its reply."""
+        if self._is_said:
+            return None
+        return [
+            [float(value) if is_trained else None for value, is_trained in zip(values_L, mask_L, strict=True)]
+            for values_L, mask_L in zip(self._values, self._masks, strict=True)
+        ]
+
+    @property
+    def mean(self) -> float:
+        """Over the trained tokens, or over the replies where rewards say it all."""
+        if self._is_said:
+            return float(np.mean(self._said, dtype=np.float64))
+        return self._mean(self._masks if any(mask_L.any() for mask_L in self._masks) else self._sampled)
+
+    def of_reply(self, number: int) -> float:
+        """Return the mean over the trained tokens of one credited reply."""
+        if self._is_said:
+            return float(self._said[number])
+        return self._mean([mask & (turns == number) for mask, turns in zip(self._masks, self._turns, strict=True)])
+
+    def _mean(self, masks: Sequence[NDArray[np.bool_]]) -> float:
+        chosen = np.concatenate([values_L[mask_L] for values_L, mask_L in zip(self._values, masks, strict=True)])
+        return float(np.mean(chosen, dtype=np.float64)) if chosen.size else 0.0
 
 
 def abandon_archive(directory: Path, *, after_step: int, before_lineage: int) -> int:

@@ -291,6 +291,7 @@ class Trainer:
             slots=mine,
             trajectories=trajectories,
             advantages=batch.advantages,
+            rows=trained.rows,
         )
         own = ShareStats()
         if self._grid.is_speaker:

@@ -1,7 +1,7 @@
 """What each call of a step's graph does on one rank (``algorithms.graphs`` declares them)."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,8 @@ class Trained:
     stats: StepStats
     others: dict[str, float]
     """Of the models beside the policy; none where there are none."""
+    rows: list[TrainRow]
+    """Of this rank, with the advantages that the policy was trained with."""
 
 
 class StepCalls:
@@ -79,7 +81,7 @@ class StepCalls:
         others: dict[str, float] = {}
         if "critic_stats" in results:
             others = asdict(results["critic_stats"]) | msgspec.structs.asdict(results["value_quality"])
-        return Trained(stats=stats, others=others)
+        return Trained(stats=stats, others=others, rows=here.trained)
 
     def _call(self, call: Call, step: "_Step", inputs: Values) -> Values:
         own = self._own.get(call.name)
@@ -138,6 +140,7 @@ class StepCalls:
         stats = self._engines.actor.train_step(
             rows, step=step.number, total_steps=self._settings.run.steps, columns=columns
         )
+        step.trained.extend(rows)
         return {"actor_stats": stats}
 
     def _train_critic(self, step: "_Step", inputs: Values) -> Values:
@@ -151,3 +154,5 @@ class StepCalls:
 class _Step:
     number: int
     batch: AgreedBatch
+    trained: list[TrainRow] = field(default_factory=list)
+    """Filled when the policy is trained."""

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from areal_async.algorithms.advantages import AdvantageRule, group_advantages
+from areal_async.algorithms.advantages import group_advantages
 from areal_async.controller.sampler import Sampler
-from areal_async.doctor.evidence import ArchivedSlot, Evidence, Ledger, Rules, StoredSlot, TaskRules
+from areal_async.doctor.evidence import ArchivedSlot, Baseline, Evidence, Ledger, Rules, StoredSlot, TaskRules
 from areal_async.receipts import Produced, Receipt, ReceivedSlot
 from areal_async.types import Admitted, Cut, CutGroup, CutKind, CutSlot, Outcome, OutcomeKind, Slot, SlotStatus, Version
 
 RULES = Rules(
-    group_size=2, min_group_size=2, max_staleness=1, max_attempts=2, max_groups_in_flight=4, advantages=AdvantageRule(),
+    group_size=2, min_group_size=2, max_staleness=1, max_attempts=2, max_groups_in_flight=4, advantages=Baseline(),
     seed=1, tasks=(TaskRules(num_rows=100, group_size=2, min_group_size=2),),
 )  # fmt: skip
 GROUPS = [str(Sampler(100, seed=1).group_at(position)) for position in range(5)]

@@ -7,11 +7,11 @@ import pytest
 
 from areal_async.controller.accounts import RUN_ENDED
 from areal_async.controller.curriculum import Curriculum, Visits
-from areal_async.doctor.evidence import Evidence, Ledger, TaskRules
-from areal_async.doctor.examination import diagnose
+from areal_async.doctor.evidence import Baseline, Evidence, Ledger, TaskRules
+from areal_async.doctor.examination import baseline_of, diagnose
 from areal_async.doctor.report import Kind, Ruling, Verdict
 from areal_async.receipts import Stamp
-from areal_async.settings import CurriculumSettings
+from areal_async.settings import CurriculumSettings, Settings
 from areal_async.types import Admitted, Cut, CutKind, Outcome, OutcomeKind, Version
 from tests.unit.doctor.remains import (
     GROUPS,
@@ -293,6 +293,66 @@ def test_a_baseline_that_is_not_the_groups_own_is_named() -> None:
     evidence.archive[0] = replace(evidence.archive[0], advantage=0.25)
 
     assert refuted_ids(evidence, "P4", Kind.NOT_WHOLE) == [evidence.archive[0].name]
+
+
+def told(baseline: Baseline, *advantages: float, by_token: tuple[float, float, int] | None = None) -> Evidence:
+    """The same run under another rule: what its siblings were trained with, in every group."""
+    evidence = whole_run()
+    evidence.rules = replace(evidence.rules, advantages=baseline)
+    evidence.archive = [
+        replace(slot, advantage=advantages[slot.sibling], by_token=by_token) for slot in evidence.archive
+    ]
+    return evidence
+
+
+def test_advantages_of_a_critic_are_held_against_a_whitened_step_and_not_against_rewards() -> None:
+    critic = Baseline(made_by="a critic", centred_in="step")
+    white, shifted = told(critic, 3.0, 3.0, by_token=(0.0, 2.0, 2)), told(critic, 3.0, 3.0, by_token=(2.0, 4.0, 2))
+
+    assert ruling(white, "P4").verdict is Verdict.PROVED
+    assert ruling(white, "P4").sentence.endswith("advantages made by a critic, whitened over each step")
+    assert refuted_ids(shifted, "P4", Kind.NOT_WHOLE) == ["step 1", "step 2"]
+    assert refuted_ids(told(critic, 3.0, 3.0, by_token=(0.0, 9.0, 2)), "P4", Kind.NOT_WHOLE) == ["step 1", "step 2"]
+    assert ruling(told(critic, 0.0, 0.0, by_token=(0.0, 0.0, 2)), "P4").verdict is Verdict.PROVED
+
+
+def test_whatever_came_off_the_rewards_a_groups_advantages_add_up_to_nothing() -> None:
+    penalised = Baseline(made_by="rewards less their distance to a reference", centred_in="group")
+
+    assert ruling(told(penalised, -0.3, 0.3), "P4").verdict is Verdict.PROVED
+    assert refuted_ids(told(penalised, -0.3, 0.4), "P4", Kind.NOT_WHOLE) == [
+        *sorted(GROUPS[0:2]),
+        *sorted(GROUPS[2:4]),
+    ]
+
+
+def test_what_a_users_own_call_makes_of_a_group_is_not_decidable() -> None:
+    evidence = told(Baseline(made_by="mine.py:advantages", is_unknown=True), 5.0, 5.0)
+
+    assert ruling(evidence, "P4").verdict is Verdict.UNDECIDED
+    assert "mine.py:advantages" in ruling(evidence, "P4").missing[0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "made_by", "centred_in"),
+    [
+        ({"name": "rloo"}, "", ""),
+        ({"name": "ppo"}, "a critic", "step"),
+        ({"name": "ppo", "advantage_std": "none"}, "a critic", ""),
+        ({"name": "rloo", "kl_coef": 0.1, "kl_in": "reward"}, "rewards less", "group"),
+        ({"name": "reinforce_pp", "kl_coef": 0.1, "kl_in": "reward"}, "rewards less", "step"),
+        ({"name": "reinforce_pp_baseline", "kl_coef": 0.1, "kl_in": "reward"}, "rewards less", ""),
+        ({"name": "ppo", "calls": ["mine.py:values"]}, "mine.py:values", ""),
+    ],
+)
+def test_what_makes_the_advantages_is_known_from_the_settings(
+    algorithm: dict[str, object], made_by: str, centred_in: str
+) -> None:
+    baseline = baseline_of(Settings.model_validate({"algorithm": algorithm}))
+
+    assert baseline.made_by.startswith(made_by)
+    assert bool(baseline.made_by) == bool(made_by)
+    assert (baseline.centred_in, baseline.is_unknown) == (centred_in, "calls" in algorithm)
 
 
 def test_a_group_below_the_minimum_is_named() -> None:

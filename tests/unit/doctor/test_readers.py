@@ -10,6 +10,7 @@ from areal_async.doctor.versions import Columns, count_versions, find_faults
 from areal_async.trainer.archive import write_archive
 from areal_async.trainer.payloads import Placed
 from areal_async.types import NOT_SAMPLED, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from tests.unit.trainer.models import rows_as_trained
 
 OLD, NEW = Version(1, 3).pack(), Version(1, 4).pack()
 
@@ -50,6 +51,7 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
         slots=slots,
         trajectories=trajectories,
         advantages={0: np.float32([1.0]), 1: np.float32([-1.0])},
+        rows=rows_as_trained(trajectories, {0: 1.0, 1: -1.0}),
     )
     (tmp_path / "step-000006-1-0.parquet").write_bytes(b"no parquet")
 

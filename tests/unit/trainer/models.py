@@ -1,5 +1,6 @@
 """Decoders of a few thousand parameters and rows to train them on, for the engine's tests."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from areal_async.settings import AlgorithmSettings, ModelSettings, RolloutSettin
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.rows import TrainRow
+from areal_async.types import Trajectory
 
 VOCAB = 61
 FAMILIES = ("qwen2", "qwen3", "llama")
@@ -78,3 +80,19 @@ def parameters_differ(left: FsdpEngine, right: FsdpEngine) -> float:
     """Return the largest absolute difference between two engines' parameters."""
     theirs = right.full_parameters()
     return max(float((value - theirs[name]).abs().max()) for name, value in left.full_parameters().items())
+
+
+def rows_as_trained(trajectories: Mapping[int, Trajectory], advantages: Mapping[int, Any]) -> list[TrainRow]:
+    """Return the rows of some trajectories, by position, with these advantages: one, or one for each token."""
+    return [
+        TrainRow(
+            token_ids=sequence.token_ids,
+            loss_mask=sequence.loss_mask,
+            behave_logprobs=sequence.logprobs,
+            advantage=advantages[position],
+            current_mask=sequence.loss_mask,
+            index=position,
+        )
+        for position, trajectory in trajectories.items()
+        for sequence in trajectory.sequences
+    ]

@@ -10,6 +10,7 @@ from areal_async.errors import FencedError
 from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
 from areal_async.trainer.payloads import Placed
 from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from tests.unit.trainer.models import rows_as_trained
 
 
 def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
@@ -20,13 +21,15 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
         logprobs=np.array([0, -0.5], dtype=np.float32),
         versions=np.array([-1, Version(1, 0).pack()], dtype=np.int64),
     )
+    trajectories = {0: Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})}
     write_archive(
         directory,
         made=Version(lineage, step),
         rank=0,
         slots=[Placed(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
-        trajectories={0: Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})},
+        trajectories=trajectories,
         advantages={0: np.array([0.25], dtype=np.float32)},
+        rows=rows_as_trained(trajectories, {0: 0.25}),
     )
 
 
@@ -48,6 +51,7 @@ def test_the_archive_is_readable_as_a_data_set(tmp_path: Path) -> None:
     assert rows["step"][:] == [1, 2]
     assert rows[0]["token_ids"] == [[7, 8]]
     assert rows[0]["versions"] == [[-1, Version(1, 0).pack()]]
+    assert (rows[0]["advantage"], rows[0]["advantages"]) == (0.25, None)
     assert not list(tmp_path.glob("*.tmp"))
 
 

@@ -1,5 +1,6 @@
 """A credited reply is trained with its own advantage, one that is not named with none: from the cut to the engine."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from areal_async.trainer.archive import write_archive
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.payloads import build_rows, place
 from areal_async.trainer.rows import TrainRow, pack_rows
-from areal_async.trainer.step import agree_on_batch, batch_metrics
+from areal_async.trainer.step import AgreedBatch, agree_on_batch, batch_metrics
 from areal_async.types import Credit, Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version, mean
 from tests.unit.trainer.models import engine_of, parameters_differ
 
@@ -123,12 +124,46 @@ def test_credits_come_back_from_the_archive_reply_by_reply(tmp_path: Path) -> No
     batch = agree_on_batch(place(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
     trajectories = {number: trajectory(one) for number, one in enumerate(slots)}
 
-    write_archive(
-        tmp_path, made=Version(1, 5), rank=0, slots=batch.slots, trajectories=trajectories, advantages=batch.advantages
-    )
+    rows, _ = rows_of(*slots)
+
+    archive(tmp_path, batch, trajectories, rows)
 
     (first, second), unreadable = read_archive(tmp_path)
     assert (first.credits, first.advantages, unreadable) == (tuple(slots[0].credits), (1.75, -0.25, -1.25), [])
     assert (second.credits, second.advantages) == ((), (-0.25,))
     (path,) = tmp_path.glob("*.parquet")
     assert pq.read_table(path).column("turns").to_pylist() == [[TURNS], None]
+
+
+def test_the_archive_holds_what_was_trained_where_rewards_do_not_say_it(tmp_path: Path) -> None:
+    slots = [slot(0, 3.0, 1.0, 0.0), slot(1, plain=1.0), slot(2, plain=1.0)]
+    batch = agree_on_batch(place(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    trajectories = {number: trajectory(one) for number, one in enumerate(slots)}
+    rows, _ = rows_of(*slots)
+    tokens = np.arange(len(TURNS), dtype=np.float32)
+    masked = np.where(np.arange(len(TURNS)) < 5, rows[1].loss_mask, False)
+    trained = [
+        replace(rows[0], advantage=tokens),
+        replace(rows[1], advantage=tokens, loss_mask=masked),
+        replace(rows[2], advantage=0.5, loss_mask=np.zeros_like(masked)),
+    ]
+
+    archive(tmp_path, batch, trajectories, trained)
+
+    (credited, plain, untrained), _ = read_archive(tmp_path)
+    # Replies are at places 1 and 2, 5, 7 and 8.
+    assert credited.advantages == (1.5, 5.0, 7.5)
+    assert (credited.advantage, credited.by_token) == (23 / 5, (23.0, 1.0 + 4 + 25 + 49 + 64, 5))
+    assert (plain.advantage, plain.by_token) == ((1 + 2 + 4) / 3, (7.0, 21.0, 3))
+    assert (untrained.advantage, untrained.by_token) == (0.5, (0.0, 0.0, 0))
+    (path,) = tmp_path.glob("*.parquet")
+    assert pq.read_table(path).column("advantages").to_pylist()[1] == [
+        [None, 1.0, 2.0, None, 4.0, None, None, None, None]
+    ]
+
+
+def archive(directory: Path, batch: AgreedBatch, trajectories: dict[int, Trajectory], rows: Iterable[TrainRow]) -> None:
+    write_archive(
+        directory, made=Version(1, 5), rank=0, slots=batch.slots, trajectories=trajectories,
+        advantages=batch.advantages, rows=list(rows),
+    )  # fmt: skip
