@@ -10,11 +10,19 @@ import torch
 from torch import Tensor
 
 from areal_async.algorithms.corrections import Correction, truncate, uncorrected
-from areal_async.algorithms.kl import kl_estimate
+from areal_async.algorithms.kl import k3, kl_estimate
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.ratios import LogRatio, loglinear_proximal, token_log_ratio
 from areal_async.algorithms.sequences import masked_max, masked_sum
 from areal_async.algorithms.surrogates import Surrogate, ppo_clip
+
+GAP_EDGES = (0.001, 0.01, 0.1, 1.0)
+"""Of the histogram of |trainer - server| logprob, in nats."""
+
+
+def gap_name(edge: float) -> str:
+    """Return the sum that counts the start version's tokens whose gap is larger."""
+    return f"gap_over_{edge:g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,10 +84,13 @@ class PolicyLoss:
                 "entropy": masked_sum(tokens.entropy_T, mask),
                 "ratio": masked_sum(ratio, mask),
                 "clipped": (mask & taken).sum(),
+                "clipped_lower": (mask & taken & (log_ratio < 0)).sum(),
                 "behave_weight": masked_sum(weight, mask),
                 "gap": gap.abs().sum(),
+                "behave_kl": k3(-gap).sum(),
                 "current_gap": masked_sum(gap.abs(), current),
                 "current": current.sum(),
+                **{gap_name(edge): (current & (gap.abs() > edge)).sum() for edge in GAP_EDGES},
             }
             maxima = {
                 "ratio": masked_max(ratio, mask),

@@ -124,7 +124,7 @@ class TopView:
     def tokens_by_age(self) -> dict[int, float]:
         """Age -> trained tokens, of the newest step."""
         line = self.steps[-1] if self.steps else {}
-        prefix = "tokens_of_age_"
+        prefix = "staleness_tokens/"
         ages = [name.removeprefix(prefix) for name in line if name.startswith(prefix)]
         return {int(age): number(line, prefix + age) for age in ages if age.isdecimal()}
 

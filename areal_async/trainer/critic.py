@@ -41,7 +41,7 @@ class CriticStats:
     """Share of tokens whose error the value clip took over."""
     value_lr: float
     value_num_skipped: int
-    """Updates left out because the gradient was not finite."""
+    """Updates left out because the gradient or the loss was not finite."""
 
 
 class CriticEngine:
@@ -107,7 +107,7 @@ class CriticEngine:
             if denominator:
                 self._learner.update(minibatch, self._loss, tally, denominator=denominator)
         if tally.num_skipped:
-            log.warning("critic.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
+            log.warning("critic.skipped", step=step, num_skipped=tally.num_skipped, reason="not finite")
         sums = tally.totals(self.grid.data)
         num_tokens = sums.get("tokens") or 1.0
         return CriticStats(

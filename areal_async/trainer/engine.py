@@ -116,7 +116,7 @@ class FsdpEngine:
                 loss = self._loss(starts_S=start, keeps_S=self._kept(minibatch))
                 self._learner.update(minibatch, loss, tally, denominator=denominator)
         if tally.num_skipped:
-            log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
+            log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="not finite")
         return tally.stats(self.grid.data, lr=lr)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:

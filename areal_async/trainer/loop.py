@@ -268,11 +268,15 @@ class Trainer:
         mine = [placed for placed in part.mine if placed.position in used]
         trajectories = {placed.position: part.trajectories[placed.position] for placed in mine}
         branches = {int(lineage): shared for lineage, shared in part.cut.branches.items()}
+
+        def age(version: Version) -> int:
+            return age_at(step=step, version=version, lineage=self._number, branches=branches)
+
         rows, ages = build_rows(
             trajectories,
             advantages=batch.advantages,
             start=self.version,
-            age=lambda version: age_at(step=step, version=version, lineage=self._number, branches=branches),
+            age=age,
             max_staleness=part.cut.max_staleness,
             masks_stale=part.cut.masks_stale,
         )
@@ -309,6 +313,7 @@ class Trainer:
                     batch,
                     [msgspec.json.decode(one, type=ShareStats) for one in shares],
                     workflows=[task.name for task in settings.tasks],
+                    age=age,
                 ),
                 **trained.others,
             },

@@ -50,14 +50,14 @@ class AgeStats(msgspec.Struct):
     """Ages of the trained tokens of some rows."""
 
     num_tokens: int = 0
-    by_age: dict[int, int] = {}
-    """Age -> so many of them."""
     total: int = 0
     max: int = 0
     num_masked: int = 0
     """Tokens left out of the loss because of their age."""
     num_uncredited: int = 0
     """Sampled tokens left out of the loss because their workflow credits other replies."""
+    by_age: dict[int, int] = {}
+    """Age -> trained tokens that have it."""
 
 
 def place(cut: Cut) -> list[Placed]:
@@ -185,10 +185,10 @@ def build_rows(
             stats.num_masked += num_stale
             stats.num_uncredited += int((sequence.loss_mask & ~credited_L).sum())
             stats.num_tokens += int(mask_L.sum())
-            for one, num in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
-                stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(num)
             stats.total += int(ages_L[mask_L].sum())
             stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
+            for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
+                stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
             rows.append(
                 TrainRow(
                     token_ids=sequence.token_ids,

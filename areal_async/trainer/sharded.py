@@ -21,11 +21,12 @@ from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.division import divide
 from areal_async.trainer.execution import Execution, Loss
 from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.gradient_groups import GROUPS, groups_of, num_layers
 from areal_async.trainer.grid import STAGE, Grid
 from areal_async.trainer.optimizer import learning_rate, make_optimizer
 from areal_async.trainer.pack import Parts
 from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
-from areal_async.trainer.stats import Tally
+from areal_async.trainer.stats import Tally, Update
 
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ class Learner(Generic[T]):
         self._num_minibatches = num_minibatches
         self._aggregation = aggregation
         self._passes = passes
+        self._groups = self._gradient_groups()
         self.optimizer = make_optimizer(model.parameters(), trainer)
 
     def begin(self, step: int, *, total_steps: int) -> float:
@@ -137,11 +139,10 @@ class Learner(Generic[T]):
         """Make one optimizer update from the gradients of all these rows on all ranks. A collective."""
         # Gradients are the mean over ranks, and the loss is a mean over the units of all ranks: undo the former.
         scale = self._grid.data.size / denominator
-        for row, terms in zip(minibatch, self._execution.train(minibatch, loss, scale=scale), strict=True):
-            tally.add(terms, row)
-        grad_norm = self._clip_gradients()
-        tally.add_update(grad_norm)
-        if math.isfinite(grad_norm):
+        terms = list(self._execution.train(minibatch, loss, scale=scale))
+        update = self._clip_gradients(torch.stack([one.loss.double() for one in terms]).sum())
+        tally.add_update(update, terms, minibatch)
+        if update.is_made:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -153,18 +154,36 @@ class Learner(Generic[T]):
         shares = [self._aggregation.share(lengths[row.index]) for row in rows]
         return self._passes.pack(rows, self._passes.divide(rows), shares, columns)
 
-    def _clip_gradients(self) -> float:
-        """Scale the gradients down to ``max_grad_norm``; return the norm they had over all ranks."""
-        whole = [p.grad for p in self._model.parameters() if p.grad is not None]
+    def _clip_gradients(self, loss: Tensor) -> Update:
+        """Scale the gradients down to ``max_grad_norm``; return the norms they had over all ranks.
+
+        Args:
+            loss: this rank's; one that is not finite on any rank keeps every rank from the update, as a gradient does.
+        """
+        given = [(p.grad, groups) for p, groups in zip(self._model.parameters(), self._groups, strict=True)]
+        whole = [gradient for gradient, _ in given if gradient is not None]
         gradients = [_local(gradient) for gradient in whole]
         # Several ranks of a stage may hold the same shard, which counts once.
         copies = torch.tensor([self._num_copies(gradient) for gradient in whole], dtype=torch.float64)
         squares = torch.stack(torch._foreach_norm(gradients)).double().square()
-        square = (squares / copies.to(squares.device)).sum()
-        grad_norm = math.sqrt(self._grid.all.reduce(square, dist.ReduceOp.SUM).item())
-        if math.isfinite(grad_norm) and grad_norm > self._trainer.max_grad_norm:
-            torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (grad_norm + 1e-6))
-        return grad_norm
+        squares = squares / copies.to(squares.device)
+        members = torch.tensor([groups for gradient, groups in given if gradient is not None], dtype=torch.float64)
+        # One sum for each group; the last is the loss, which only has to be finite.
+        sums = torch.cat([squares @ members.to(squares.device), loss.to(squares.device).view(1)])
+        *by_group, total_loss = self._grid.all.reduce(sums, dist.ReduceOp.SUM).tolist()
+        update = Update.of(dict(zip(GROUPS, by_group, strict=True)), has_finite_loss=math.isfinite(total_loss))
+        if update.is_made and update.grad_norm > self._trainer.max_grad_norm:
+            torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (update.grad_norm + 1e-6))
+        return update
+
+    def _gradient_groups(self) -> list[list[float]]:
+        """Return for each parameter which of ``GROUPS`` it is in, as ones and zeros. A collective."""
+        names = [name for name, _ in self._model.named_parameters()]
+        # A rank may hold some of the layers only; the last one's number tells how many there are.
+        mine = torch.tensor([num_layers(names)], device=self._grid.all.device)
+        count = int(self._grid.all.reduce(mine, dist.ReduceOp.MAX).item())
+        groups = [groups_of(name, num_layers=count) for name in names]
+        return [[float(group in own) for group in GROUPS] for own in groups]
 
     def _num_copies(self, gradient: Tensor) -> int:
         """Return how many ranks of a stage hold this rank's shard."""

@@ -1,15 +1,20 @@
 """What a training step reports, and how it is added up over rows, updates and ranks."""
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from areal_async.algorithms.objective import LossTerms
+from areal_async.algorithms.policy import gap_name
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.gradient_groups import GROUPS, KINDS
 from areal_async.trainer.rows import PackedRow
+from areal_async.types import mean
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +28,18 @@ class StepStats:
     """As it is aggregated: a mean over tokens, or over sequences."""
     grad_norm: float
     """Before clipping; the mean over the step's updates."""
+    grad_norm_embeddings: float
+    """The same of parts of the model (``gradient_groups``); 0 where it has none."""
+    grad_norm_attention: float
+    grad_norm_mlp: float
+    grad_norm_norms: float
+    grad_norm_head: float
+    """0 where the head is the embeddings."""
+    grad_norm_other: float
+    grad_norm_layers_first: float
+    """Of a third of the decoder's layers."""
+    grad_norm_layers_middle: float
+    grad_norm_layers_last: float
     entropy_mean: float
     logprob_gap_mean: float
     """Mean |trainer - server| logprob over tokens of the step's start version, by the step's start weights.
@@ -35,6 +52,13 @@ class StepStats:
     """The same over all trained tokens, stale ones included."""
     logprob_gap_max: float
     """Largest one over tokens of the start version."""
+    logprob_gap_over_0_001: float
+    """Share of the tokens of the start version whose gap is larger, in nats: with the next three its histogram."""
+    logprob_gap_over_0_01: float
+    logprob_gap_over_0_1: float
+    logprob_gap_over_1: float
+    behave_kl_mean: float
+    """Estimated KL divergence from the policy that sampled to the step's start, over all trained tokens (k3)."""
     ratio_max_deviation: float
     """Largest |exp(trainer - server) - 1| over tokens of the start version."""
     ratio_mean: float
@@ -42,6 +66,10 @@ class StepStats:
     ratio_max: float
     clip_fraction: float
     """Share of tokens whose gradient the clip took away."""
+    clip_fraction_lower: float
+    """Of them those whose ratio is under 1."""
+    clip_fraction_upper: float
+    """The others."""
     behave_weight_mean: float
     behave_weight_max: float
     kl_mean: float
@@ -51,7 +79,33 @@ class StepStats:
     lr: float
     num_updates: int
     num_skipped: int
-    """Updates left out because the gradient was not finite; not among ``num_updates``."""
+    """Updates left out because the gradient or the loss was not finite; not among ``num_updates``, and their tokens
+    are in no mean."""
+    num_skipped_loss: int
+    """Of them those whose loss was not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Update:
+    """One optimizer update, made or skipped. Equal on every rank."""
+
+    grad_norm: float
+    """Before clipping."""
+    by_group: Mapping[str, float]
+    """The norm of each of ``GROUPS``."""
+    has_finite_loss: bool = True
+
+    @classmethod
+    def of(cls, squares: Mapping[str, float], *, has_finite_loss: bool) -> Self:
+        """Take squares of norms by group, over all ranks; the kinds among them make up the whole."""
+        by_group = {name: math.sqrt(square) for name, square in squares.items()}
+        whole = math.sqrt(sum(squares[kind] for kind in KINDS))
+        return cls(grad_norm=whole, by_group=by_group, has_finite_loss=has_finite_loss)
+
+    @property
+    def is_made(self) -> bool:
+        """Whether everything is finite; else the weights stay as they are."""
+        return self.has_finite_loss and math.isfinite(self.grad_norm)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,29 +114,40 @@ class Tally:
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
-    grad_norms: list[float] = field(default_factory=list)
+    updates: list[Update] = field(default_factory=list)
 
     @property
     def num_skipped(self) -> int:
-        """Updates whose gradient was not finite."""
-        return sum(not math.isfinite(norm) for norm in self.grad_norms)
+        """Updates whose gradient or loss was not finite."""
+        return sum(not update.is_made for update in self.updates)
 
-    def add(self, terms: LossTerms, row: PackedRow) -> None:
-        """Take in what the objective says of one row."""
+    def add_update(self, update: Update, terms: Sequence[LossTerms], rows: Sequence[PackedRow]) -> None:
+        """Take in one update and, where it was made, what the objective says of its rows.
+
+        One that was skipped taught nothing, and its numbers, some of them not finite, would spoil those of the others.
+        """
+        self.updates.append(update)
+        for one, row in zip(terms, rows, strict=True):
+            self._add(one, row, is_counted=update.is_made)
+
+    def _add(self, terms: LossTerms, row: PackedRow, *, is_counted: bool) -> None:
         sums = {"loss": terms.loss.detach(), "tokens": row.mask_S.sum(), "units": row.units_S.sum(), **terms.sums}
+        # Every rank brings the same names, whatever it counts: they are added up by place.
         for name, value in sums.items():
-            self.sums[name] = self.sums[name] + value.double() if name in self.sums else value.double()
+            seen = self.sums.get(name, torch.zeros((), dtype=torch.float64, device=value.device))
+            self.sums[name] = seen + value.double() if is_counted else seen
         for name, value in terms.maxima.items():
-            self.maxima[name] = torch.maximum(self.maxima[name], value) if name in self.maxima else value
-
-    def add_update(self, grad_norm: float) -> None:
-        """Take in the gradient norm of one update, made or skipped."""
-        self.grad_norms.append(grad_norm)
+            most = self.maxima.get(name, torch.zeros_like(value))
+            self.maxima[name] = torch.maximum(most, value) if is_counted else most
 
     @property
     def grad_norm(self) -> float:
-        """Mean over the updates, 0 for none."""
-        return sum(self.grad_norms) / len(self.grad_norms) if self.grad_norms else 0.0
+        """Mean over the updates that were made, 0 for none."""
+        return mean([update.grad_norm for update in self.updates if update.is_made])
+
+    def group_norm(self, name: str) -> float:
+        """Return the same of one of ``GROUPS``."""
+        return mean([update.by_group.get(name, 0.0) for update in self.updates if update.is_made])
 
     def totals(self, ranks: Ranks) -> dict[str, float]:
         """Return the sums over all ranks. A collective."""
@@ -95,28 +160,40 @@ class Tally:
         maxima = _reduced(self.maxima, ranks, dist.ReduceOp.MAX)
         num_tokens = sums.get("tokens", 0.0)
 
-        def mean(name: str, count: float = num_tokens) -> float:
+        def share(name: str, count: float = num_tokens) -> float:
             return sums.get(name, 0.0) / count if count else 0.0
 
+        def gap_over(edge: float) -> float:
+            return share(gap_name(edge), sums.get("current", 0.0))
+
         return StepStats(
-            loss=mean("loss", sums.get("units", 0.0)),
+            loss=share("loss", sums.get("units", 0.0)),
             grad_norm=self.grad_norm,
-            entropy_mean=mean("entropy"),
-            logprob_gap_mean=mean("current_gap", sums.get("current", 0.0)),
+            **{f"grad_norm_{name}": self.group_norm(name) for name in GROUPS},
+            entropy_mean=share("entropy"),
+            logprob_gap_mean=share("current_gap", sums.get("current", 0.0)),
             num_current_tokens=int(sums.get("current", 0.0)),
-            logprob_gap_all_mean=mean("gap"),
+            logprob_gap_all_mean=share("gap"),
             logprob_gap_max=maxima.get("current_gap", 0.0),
+            logprob_gap_over_0_001=gap_over(0.001),
+            logprob_gap_over_0_01=gap_over(0.01),
+            logprob_gap_over_0_1=gap_over(0.1),
+            logprob_gap_over_1=gap_over(1.0),
+            behave_kl_mean=share("behave_kl"),
             ratio_max_deviation=maxima.get("current_ratio_deviation", 0.0),
-            ratio_mean=mean("ratio"),
+            ratio_mean=share("ratio"),
             ratio_max=maxima.get("ratio", 0.0),
-            clip_fraction=mean("clipped"),
-            behave_weight_mean=mean("behave_weight"),
+            clip_fraction=share("clipped"),
+            clip_fraction_lower=share("clipped_lower"),
+            clip_fraction_upper=share("clipped") - share("clipped_lower"),
+            behave_weight_mean=share("behave_weight"),
             behave_weight_max=maxima.get("behave_weight", 0.0),
-            kl_mean=mean("kl"),
+            kl_mean=share("kl"),
             num_tokens=int(num_tokens),
             lr=lr,
-            num_updates=len(self.grad_norms) - self.num_skipped,
+            num_updates=len(self.updates) - self.num_skipped,
             num_skipped=self.num_skipped,
+            num_skipped_loss=sum(not update.has_finite_loss for update in self.updates),
         )
 
 

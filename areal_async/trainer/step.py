@@ -4,8 +4,8 @@ Pure. Ranks exchange a ``Report`` before the first collective, so that all of th
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import msgspec
@@ -111,13 +111,18 @@ def agree_on_batch(
 
 
 def batch_metrics(
-    batch: AgreedBatch, shares: Sequence[ShareStats], *, workflows: Sequence[str] = ()
+    batch: AgreedBatch,
+    shares: Sequence[ShareStats],
+    *,
+    workflows: Sequence[str] = (),
+    age: Callable[[Version], int] = lambda version: 0,
 ) -> dict[str, float | int | str]:
     """Return the part of a metrics line that the batch alone decides.
 
     Args:
         shares: one per rank.
         workflows: of the run; where they are several, each has numbers of its own.
+        age: in the step.
     """
     ages = [share.ages for share in shares]
     rewards = np.array(batch.rewards, dtype=np.float64)
@@ -131,18 +136,34 @@ def batch_metrics(
         "num_tokens": num_tokens,
         "staleness_mean": sum(one.total for one in ages) / num_tokens if num_tokens else 0.0,
         "staleness_max": max((one.max for one in ages), default=0),
-        **{
-            f"tokens_of_age_{age}": sum(one.by_age.get(age, 0) for one in ages)
-            for age in sorted({age for one in ages for age in one.by_age})
-        },
         "stale_tokens_masked": sum(one.num_masked for one in ages),
         "uncredited_tokens": sum(one.num_uncredited for one in ages),
         "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
         "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,
         "groups_all_equal": _num_all_equal(batch),
+        **_staleness_histogram(ages),
+        **_age_means(batch, age),
         **_task_means(batch, workflows if len(workflows) > 1 else ()),
         **_info_means([share.info for share in shares]),
     }
+
+
+def _staleness_histogram(ages: Iterable[AgeStats]) -> dict[str, int]:
+    """Return ``staleness_tokens/<age>``: how many trained tokens have it, from 0 to the oldest."""
+    counts = Counter[int]()
+    for one in ages:
+        counts.update(one.by_age)
+    return {f"staleness_tokens/{age}": counts[age] for age in range(max(counts, default=-1) + 1)}
+
+
+def _age_means(batch: AgreedBatch, age: Callable[[Version], int]) -> dict[str, float]:
+    """Return ``reward_at_age/<age>`` of the trajectories whose oldest version has that age: n - 1 - age in step n."""
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for placed in batch.slots:
+        slot = placed.item.slot
+        if slot.oldest:
+            rewards[age(Version.parse(slot.oldest))].append(slot.reward)
+    return {f"reward_at_age/{number}": float(np.mean(rewards[number])) for number in sorted(rewards)}
 
 
 def _task_means(batch: AgreedBatch, workflows: Iterable[str]) -> dict[str, float | int | str]:

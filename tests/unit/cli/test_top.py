@@ -52,7 +52,9 @@ def view() -> TopView:
     view = TopView(status=_status())
     view.hear({("node", "0"): _node(), ("controller", "0"): {"max_staleness": 2}}, now_s=10)
     view.add_step({"step": 2, "reward_mean": 0.25})
-    view.add_step({"step": 3, "reward_mean": 0.75, "tokens_of_age_0": 300, "tokens_of_age_2": 100, "staleness_max": 2})
+    view.add_step(
+        {"step": 3, "reward_mean": 0.75, "staleness_tokens/0": 300, "staleness_tokens/2": 100, "staleness_max": 2}
+    )
     return view
 
 

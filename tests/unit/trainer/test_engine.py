@@ -9,8 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from areal_async.algorithms.objective import LossTerms, ScoredTokens
+from areal_async.algorithms.presets import policy_objective
 from areal_async.errors import UserError
+from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.model import Policy
 from areal_async.trainer.rows import TrainRow, pack_rows
 from tests.unit.trainer.models import FAMILIES, VOCAB, engine_of, parameters_differ, random_rows, save_model
@@ -71,12 +75,23 @@ def test_loss_and_gradient_norm_equal_a_plain_computation(model: Path, ranks: Ra
         ratio = (logprobs - logprobs.detach()).exp()
         loss = loss - (weight * ratio * row.advantage).sum() / num_tokens
     loss.backward()
-    grad_norm = torch.stack([p.grad.norm() for p in causal_lm.parameters() if p.grad is not None]).norm()
+    grads = {name: p.grad for name, p in causal_lm.named_parameters() if p.grad is not None}
+
+    def norm_of(*marks: str) -> float:
+        return float(torch.stack([g.norm() for name, g in grads.items() if any(one in name for one in marks)]).norm())
 
     stats = engine_of(model, ranks).train_step(rows, step=1, total_steps=1)
 
     assert stats.loss == pytest.approx(loss.item(), abs=1e-5)
-    assert stats.grad_norm == pytest.approx(grad_norm.item(), rel=1e-4)
+    assert stats.grad_norm == pytest.approx(norm_of(""), rel=1e-4)
+    assert stats.grad_norm_embeddings == pytest.approx(norm_of("embed_tokens"), rel=1e-4)
+    assert stats.grad_norm_attention == pytest.approx(norm_of("q_proj", "k_proj", "v_proj", "o_proj"), rel=1e-4)
+    assert stats.grad_norm_mlp == pytest.approx(norm_of("gate_proj", "up_proj", "down_proj"), rel=1e-4)
+    assert stats.grad_norm_norms == pytest.approx(norm_of("norm"), rel=1e-4)
+    assert stats.grad_norm_layers_first == pytest.approx(norm_of("layers.0."), rel=1e-4)
+    assert stats.grad_norm_layers_middle == pytest.approx(norm_of("layers.1."), rel=1e-4)
+    # Two layers leave no last third; the head is the embeddings.
+    assert stats.grad_norm_layers_last == stats.grad_norm_head == stats.grad_norm_other == 0
     assert stats.num_tokens == num_tokens
 
 
@@ -163,9 +178,79 @@ def test_an_update_whose_gradient_is_not_finite_is_skipped_and_counted(model: Pa
 
     stats = engine.train_step([*rows[:3], replace(rows[3], advantage=math.nan)], step=1, total_steps=2)
 
-    assert (stats.num_updates, stats.num_skipped) == (0, 1)
+    assert (stats.num_updates, stats.num_skipped, stats.num_skipped_loss) == (0, 1, 1)
     assert parameters_differ(engine, untouched) == 0
     assert engine.train_step(rows, step=2, total_steps=2).num_updates == 1
+
+
+def test_a_loss_that_is_not_finite_skips_its_update_though_its_gradient_is(model: Path, ranks: Ranks) -> None:
+    untouched = engine_of(model, ranks)
+    objective = policy_objective(Settings())
+
+    def endless(tokens: ScoredTokens) -> LossTerms:
+        terms = objective(tokens)
+        return replace(terms, loss=terms.loss + math.inf)
+
+    engine = FsdpEngine(
+        model=ModelSettings(path=str(model), dtype="float32"), trainer=TrainerSettings(token_budget=64), ranks=ranks,
+        objective=endless,
+    )  # fmt: skip
+
+    stats = engine.train_step(random_rows(4), step=1, total_steps=1)
+
+    assert (stats.num_updates, stats.num_skipped, stats.num_skipped_loss) == (0, 1, 1)
+    assert parameters_differ(engine, untouched) == 0
+
+
+def test_a_skipped_update_spoils_no_number_of_the_others(model: Path, ranks: Ranks) -> None:
+    rows = random_rows(8)
+    bad = [replace(row, advantage=math.nan) if row.index % 2 else row for row in rows]
+    half, whole = (engine_of(model, ranks, algorithm={"num_minibatches": number}) for number in (2, 1))
+
+    stats = half.train_step(bad, step=1, total_steps=1)
+    alone = whole.train_step(rows[::2], step=1, total_steps=1)
+
+    assert (stats.num_updates, stats.num_skipped) == (1, 1)
+    expected = asdict(alone) | {"num_skipped": 1, "num_skipped_loss": 1}
+    assert asdict(stats) == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+def test_the_gaps_have_a_histogram_and_a_divergence(model: Path, ranks: Ranks) -> None:
+    engine = engine_of(model, ranks)
+    rows = random_rows(8)
+    shifts = (0.0, 0.005, 0.05, 0.5, 2.0)
+    shifted = [
+        replace(row, behave_logprobs=logprobs.numpy() + shifts[row.index % 5], current_mask=row.loss_mask)
+        for row, logprobs in zip(rows, engine.logprobs(rows), strict=True)
+    ]
+    counts = [sum(int(row.loss_mask.sum()) for row in rows if row.index % 5 == number) for number in range(5)]
+
+    stats = engine.train_step(shifted, step=1, total_steps=1)
+
+    over = [
+        stats.logprob_gap_over_0_001, stats.logprob_gap_over_0_01, stats.logprob_gap_over_0_1, stats.logprob_gap_over_1,
+    ]  # fmt: skip
+    assert over == pytest.approx([sum(counts[number:]) / sum(counts) for number in range(1, 5)])
+    divergences = [math.exp(-shift) - 1 + shift for shift in shifts]
+    mean = sum(one * count for one, count in zip(divergences, counts, strict=True)) / sum(counts)
+    assert stats.behave_kl_mean == pytest.approx(mean, rel=1e-4, abs=1e-6)
+
+
+def test_clips_are_told_by_their_side(model: Path, ranks: Ranks) -> None:
+    engine = engine_of(model, ranks, algorithm={"decoupled": False})
+    rows = random_rows(9)
+    # Ratios of e^-1, 1 and e against the server, each with an advantage that the clip takes the gradient of.
+    shifted = [
+        replace(row, behave_logprobs=logprobs.numpy() + (row.index % 3 - 1), advantage=float(1 - row.index % 3) or 1.0)
+        for row, logprobs in zip(rows, engine.logprobs(rows), strict=True)
+    ]
+    counts = [sum(int(row.loss_mask.sum()) for row in rows if row.index % 3 == number) for number in range(3)]
+
+    stats = engine.train_step(shifted, step=1, total_steps=1)
+
+    assert stats.clip_fraction_upper == pytest.approx(counts[0] / sum(counts))
+    assert stats.clip_fraction_lower == pytest.approx(counts[2] / sum(counts))
+    assert stats.clip_fraction == pytest.approx((counts[0] + counts[2]) / sum(counts))
 
 
 def test_a_step_without_a_trained_token_changes_nothing(model: Path, ranks: Ranks) -> None:

@@ -1,5 +1,7 @@
 """Ranks share a cut without overlap, and no token over the bound becomes a row."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -110,6 +112,7 @@ def test_mask_takes_only_the_tokens_over_the_bound_out_of_the_loss() -> None:
 
     assert rows[0].loss_mask.tolist() == [False, False, True, True]
     assert (ages.num_tokens, ages.total, ages.max, ages.num_masked) == (2, 2, 2, 1)
+    assert ages.by_age == {0: 1, 2: 1}
 
 
 def test_the_gap_is_measured_on_tokens_of_the_version_that_the_step_starts_from() -> None:
@@ -144,14 +147,28 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
 
     ages = [
-        AgeStats(num_tokens=6, by_age={1: 6}, total=6, max=1),
-        AgeStats(num_tokens=2, by_age={1: 1, 3: 1}, total=4, max=2),
+        AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}),
+        AgeStats(num_tokens=2, total=4, max=2, by_age={1: 1, 3: 1}),
     ]
     line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])
 
     assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
-    assert {name: num for name, num in line.items() if "of_age" in name} == {"tokens_of_age_1": 7, "tokens_of_age_3": 1}
+    assert [line[f"staleness_tokens/{age}"] for age in range(4)] == [0, 7, 0, 1]
+
+
+def test_rewards_are_told_by_the_age_of_a_trajectorys_oldest_version() -> None:
+    placed = [
+        replace(one, item=msgspec.structs.replace(one.item, slot=msgspec.structs.replace(one.item.slot, oldest=oldest)))
+        for one, oldest in zip(place(_cut([0, 1], [1, 1])), ("1-4", "1-2", "1-2", "1-2"), strict=True)
+    ]
+    batch = agree_on_batch(placed, [], min_group_size=1, rule=AdvantageRule())
+
+    line = batch_metrics(batch, [], age=lambda version: 4 - version.step)
+
+    assert {key: value for key, value in line.items() if "_age/" in key} == {
+        "reward_at_age/0": 0.0, "reward_at_age/2": 1.0,
+    }  # fmt: skip
 
 
 def _of_two_tasks() -> Cut:
@@ -176,7 +193,7 @@ def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None
 
     def own(*workflows: str) -> dict[str, object]:
         line = batch_metrics(batch, [], workflows=workflows)
-        return {key: value for key, value in line.items() if "/" in key}
+        return {key: value for key, value in line.items() if key.split("/")[0] in ("groups", "reward")}
 
     assert own("w") == {}
     assert own("w", "other", "absent") == {
