@@ -108,3 +108,26 @@ class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation.finis
     accuracy: float
     num_scored: int
     num_failed: int
+
+
+class AlarmEvent(Event, frozen=True, kw_only=True):
+    """About something in learning that a person should know."""
+
+    name: str
+    """``equal_rewards``, ``logprob_gap`` or ``skipped_updates``."""
+    step: int
+    """The one that showed it."""
+    weights_version: str
+    """That it made."""
+    sentence: str
+    value: float
+    bound: float
+    """What ``value`` was held against."""
+
+
+class AlarmRaised(AlarmEvent, frozen=True, kw_only=True, tag="alarm.raised"):
+    """It has begun to be wrong."""
+
+
+class AlarmCleared(AlarmEvent, frozen=True, kw_only=True, tag="alarm.cleared"):
+    """It is right again; ``sentence`` is what was wrong."""

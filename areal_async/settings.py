@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
+from areal_async.health_settings import HealthSettings as HealthSettings
 from areal_async.metrics_settings import MetricsSettings as MetricsSettings
 from areal_async.policy_settings import PolicySettings as PolicySettings
 from areal_async.policy_settings import SamplingSettings as SamplingSettings
@@ -323,6 +324,7 @@ class Settings(Section):
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()
     metrics: MetricsSettings = MetricsSettings()
+    health: HealthSettings = HealthSettings()
     launch: LaunchSettings = LaunchSettings()
     bus: BusSettings = BusSettings()
 

@@ -157,6 +157,8 @@ def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
 
 def _step_rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
     line = view.steps[-1]
+    if view.alarms:
+        yield "alarms", Text(", ".join(view.alarms).replace("_", " "), style="bold red")
     num_recent = min(NUM_RECENT_STEPS, len(view.steps))
     curve = sparkline(number(step, "reward_mean") for step in view.steps[-SPARKLINE_STEPS:])
     yield (

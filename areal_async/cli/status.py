@@ -215,7 +215,7 @@ async def read_snapshot(
         members=members,
         servers=listed,
         events=events,
-        notes=list(_notes(state, members, listed)),
+        notes=[*_notes(state, members, listed), *alarm_notes(reports.get(("trainer", "0"), {}))],
     )
 
 
@@ -387,6 +387,12 @@ def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str,
         if server["is_fenced"]:
             failure = f" after {server['failure']}" if server.get("failure") and server["reason"] == STARTING else ""
             yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}{failure}"
+
+
+def alarm_notes(trainer: Report) -> list[str]:
+    """Return what the trainer says to be wrong with learning. Pure."""
+    raised = trainer.get("alarms")
+    return [f"alarm: {sentence}" for sentence in raised] if isinstance(raised, list) else []
 
 
 def _load(node: Report, server_id: str) -> dict[str, Any]:

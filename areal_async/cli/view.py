@@ -76,6 +76,11 @@ class RunView:
                 self.roles[role] = _state(message)
 
     @property
+    def alarms(self) -> list[str]:
+        """Names of what the newest step shows to be wrong with learning."""
+        return str(self.steps[-1].get("alarm_names", "")).split() if self.steps else []
+
+    @property
     def num_steps_done(self) -> int:
         """The step that the newest line ends."""
         return int(number(self.steps[-1], "step")) if self.steps else 0
@@ -109,7 +114,7 @@ def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[L
 def notice_text(data: bytes) -> str | None:
     """Return one line about an event of the run as a whole; the others are shown elsewhere, or at ``status``."""
     message = decode_object(data)
-    if message is None or not str(message.get("event", "")).startswith("run."):
+    if message is None or not str(message.get("event", "")).startswith(("run.", "alarm.")):
         return None
     return event_text(message)
 
@@ -118,7 +123,8 @@ def event_text(event: Line) -> str:
     """Return one line about an event; of one that is told in a sentence, that."""
     kind = str(event.get("event", ""))
     if "sentence" in event:
-        return f"{kind} for {number(event, 'quiet_s'):.0f} s: {event['sentence']}"
+        since = f" for {number(event, 'quiet_s'):.0f} s" if "quiet_s" in event else ""
+        return f"{kind}{since}: {event['sentence']}"
     values = {key: value for key, value in event.items() if key not in ("event", "at", "teller")}
     if kind.partition(".")[0] in ("role", "server"):
         return " ".join([kind, *(str(value) for value in _named_first(values))])

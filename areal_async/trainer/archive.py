@@ -12,6 +12,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -208,6 +209,11 @@ class MetricsFile:
         temporary.write_bytes(kept)
         _publish_file(temporary, self._path)
         self._state = self._look()
+
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """Return the last ``count`` lines, oldest first."""
+        content = self._path.read_bytes() if self._path.exists() else b""
+        return [json.loads(line) for _, (_, line) in sorted(_newest_lines(content).items())[-count:]]
 
     def _look(self) -> tuple[int, ...]:
         """Return what tells whether anybody has written: a replaced file is another one, even of the same size."""

@@ -35,6 +35,7 @@ from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newes
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
+from areal_async.trainer.health import HISTORY_STEPS, Health
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import Placed, SlotKey, build_rows, fetch, place, share
 from areal_async.trainer.publisher import Publisher
@@ -114,6 +115,7 @@ class Trainer:
         self._checkpointed_step = self._restored_step = 0
         self._wants_stop = False
         self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
+        self._health = Health(settings.health, bus)
         self.step = 0
         self.state = "starting"
         self.last_line: Metrics | None = None
@@ -122,6 +124,11 @@ class Trainer:
     def version(self) -> Version:
         """What the engine holds now."""
         return Version(self._number, self.step)
+
+    @property
+    def alarms(self) -> list[str]:
+        """What is wrong with learning now, a sentence each."""
+        return self._health.sentences
 
     @property
     def waits_for(self) -> str:
@@ -142,6 +149,7 @@ class Trainer:
             self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)
+            self._health.restore(self._metrics_file.newest(HISTORY_STEPS))
             self._restored_step = self.step
             num_moved = self._abandon_archive()
             journal = self._reader.journal
@@ -195,7 +203,7 @@ class Trainer:
                     await self._feed.disown(after_step=self.step)
                 break
             result = await self._run_step(part, [], waited_s=0.0)
-            self._close_books(result, weights_s=0.0)
+            await self._close_books(result, weights_s=0.0)
             if self.step == due_step:
                 await self._checkpoint_new()
                 due_step += self.step + 1 - first_step
@@ -242,7 +250,7 @@ class Trainer:
                 result = await self._run_step(part, missing, waited_s=time.monotonic() - since)
                 weights_since = time.monotonic()
                 await self._publish_weights()
-                self._close_books(result, weights_s=time.monotonic() - weights_since)
+                await self._close_books(result, weights_s=time.monotonic() - weights_since)
                 if self.step % self._settings.trainer.checkpoint_every_steps == 0:
                     await self._checkpoint_new()
                 if self._feed is not None:
@@ -356,11 +364,13 @@ class Trainer:
             self._feed.on_room()
         log.info("checkpoint.written", step=self.step, duration_s=round(time.monotonic() - started, 3))
 
-    def _close_books(self, result: StepResult, *, weights_s: float) -> None:
+    async def _close_books(self, result: StepResult, *, weights_s: float) -> None:
         if self._feed is None:
             return
         dropped_stale, failed = self._feed.settlement.take_counts()
-        line = metrics_line(result, weights_s=weights_s, dropped_stale=dropped_stale, failed=failed)
+        line = await self._health.judge(
+            metrics_line(result, weights_s=weights_s, dropped_stale=dropped_stale, failed=failed)
+        )
         self._metrics_file.append(line)
         self.last_line = line
         log.info("step.trained", **line)

@@ -25,6 +25,7 @@ LAYERS = (
     {
         "section",
         "algorithm_settings",
+        "health_settings",
         "policy_settings",
         "settings",
         "settings_sources",

@@ -14,6 +14,7 @@ from areal_async.cli.status import (
     UNKNOWN,
     Member,
     Status,
+    alarm_notes,
     broker_of,
     members_of,
     render,
@@ -138,3 +139,10 @@ def test_a_broker_that_was_started_again_tells_why() -> None:
     assert (broker.presence, broker.num_starts, broker.why) == (OK, 2, "broker ended by SIGKILL")
     assert broker.up_s > 0
     assert broker_of(crew, is_live=False).presence == ENDED
+
+
+def test_alarms_of_the_trainer_are_notes() -> None:
+    assert alarm_notes({"alarms": ["all rewards are equal for 5 steps"]}) == [
+        "alarm: all rewards are equal for 5 steps"
+    ]
+    assert alarm_notes({"alarms": []}) == alarm_notes({}) == alarm_notes({"alarms": "no list"}) == []

@@ -124,6 +124,8 @@ def test_events_are_told_in_one_line() -> None:
     assert notice_text(b'{"event": "run.ordered", "at": "2026", "order": "stop"}') == "run.ordered order=stop"
     assert notice_text(stalled) == "run.stalled for 120 s: trainer waits for cut 5"
     assert notice_text(b'{"event": "role.left", "crew": "node-0"}') is None, "status tells it, and the launcher"
+    alarm = b'{"event": "alarm.raised", "name": "equal_rewards", "sentence": "all rewards are equal for 5 steps"}'
+    assert notice_text(alarm) == "alarm.raised: all rewards are equal for 5 steps"
     lost = {"event": "role.lost", "at": "2026", "crew": "node-0", "reason": "node-0 ended by SIGKILL", "num_starts": 2}
     assert event_text(lost) == "role.lost node-0 (node-0 ended by SIGKILL)"
 
@@ -185,6 +187,14 @@ def test_panel_can_be_drawn_before_anything_is_known(view: RunView) -> None:
     assert "run g" in text
     assert "0/120" in text
     assert "in flight 0" in text
+
+
+def test_panel_shows_the_alarms_of_the_newest_step_alone(view: RunView) -> None:
+    view.steps = [{"step": 1, "alarms": 2, "alarm_names": "equal_rewards logprob_gap"}]
+    assert "equal rewards, logprob gap" in _drawn(view)
+
+    view.steps.append({"step": 2, "alarms": 0})
+    assert "alarms" not in _drawn(view)
 
 
 def test_panel_shows_steps_servers_groups_and_who_waits(view: RunView) -> None:

@@ -1,0 +1,134 @@
+"""Alarms about learning: rules over the last lines of ``metrics.jsonl``, and what is said when one begins or ends.
+
+A rule is a pure function of lines, so a trainer that was restarted knows from the file what was going on. An alarm
+clears with the first step that no longer shows its cause.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import structlog
+
+from areal_async.bus import Bus
+from areal_async.events import AlarmCleared, AlarmEvent, AlarmRaised
+from areal_async.health_settings import MAX_EQUAL_STEPS, HealthSettings
+from areal_async.types import Metrics
+
+Line = Mapping[str, Any]
+
+HISTORY_STEPS = MAX_EQUAL_STEPS
+"""Lines that the rules look back on."""
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alarm:
+    """Something about a step that a person should know."""
+
+    name: str
+    sentence: str
+    value: float
+    """What was seen."""
+    bound: float
+    """What it is held against."""
+
+
+def alarms(lines: Sequence[Line], settings: HealthSettings) -> list[Alarm]:
+    """Return what the newest of these steps shows; oldest first, none for none."""
+    found = (equal_rewards(lines, settings), logprob_gap(lines, settings), skipped_updates(lines))
+    return [alarm for alarm in found if alarm is not None]
+
+
+def equal_rewards(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None:
+    """Say that no group's rewards have differed for ``equal_rewards_steps``."""
+    bound = settings.equal_rewards_steps
+    count = next((count for count, line in enumerate(reversed(lines)) if not _is_flat(line)), len(lines))
+    if bound is None or count < bound:
+        return None
+    reward = lines[-1].get("reward_mean", 0.0)
+    sentence = f"all rewards are equal for {count} steps (mean {reward:.3g}): nothing is learned"
+    return Alarm(name="equal_rewards", sentence=sentence, value=count, bound=bound)
+
+
+def logprob_gap(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None:
+    """Say that trainer and server disagree by more than ``logprob_gap``, by the newest step that could tell."""
+    bound = settings.logprob_gap
+    # A queue that is always full holds older tokens alone, of which nobody expects them to agree.
+    line = next((line for line in reversed(lines) if line.get("num_current_tokens", 0)), None)
+    if bound is None or line is None or line.get("logprob_gap_mean", 0.0) <= bound:
+        return None  # one that is no number is over every bound
+    gap = float(line["logprob_gap_mean"])
+    sentence = f"trainer and server logprobs are {gap:.3g} apart, of at most {bound:g}: they do not run the same model"
+    return Alarm(name="logprob_gap", sentence=sentence, value=gap, bound=bound)
+
+
+def skipped_updates(lines: Sequence[Line]) -> Alarm | None:
+    """Say that the newest step left the weights as they were."""
+    line: Line = lines[-1] if lines else {}
+    skipped = int(line.get("num_skipped", 0))
+    if not skipped or line.get("num_updates", 0):
+        return None
+    what = "loss" if line.get("num_skipped_loss", 0) else "gradient"
+    sentence = f"every update of step {line.get('step')} was skipped ({skipped}): its {what} was not finite"
+    return Alarm(name="skipped_updates", sentence=sentence, value=skipped, bound=0)
+
+
+def _is_flat(line: Line) -> bool:
+    """Whether no group teaches anything; groups of one, which a critic compares, do where rewards differ at all."""
+    num_groups = line.get("num_groups", 0)
+    if not num_groups or line.get("groups_all_equal", 0) < num_groups:
+        return False
+    return bool(line.get("num_trajectories", 0) > num_groups or line.get("reward_std", 0.0) == 0)
+
+
+class Health:
+    """The alarms of one run, step by step."""
+
+    def __init__(self, settings: HealthSettings, bus: Bus) -> None:
+        self._settings = settings
+        self._bus = bus
+        self._lines: deque[Line] = deque(maxlen=HISTORY_STEPS)
+        self._raised: dict[str, Alarm] = {}
+
+    @property
+    def sentences(self) -> list[str]:
+        """What is raised now."""
+        return [alarm.sentence for alarm in self._raised.values()]
+
+    def restore(self, lines: Iterable[Line]) -> None:
+        """Take in the steps before the next one; what they raised has been told."""
+        self._lines.extend(lines)
+        self._raised = self._judged()
+
+    async def judge(self, line: Metrics) -> Metrics:
+        """Take in a step and return its line with how many alarms are raised (``alarms``), and which.
+
+        One that begins or ends goes to the log and is an event.
+        """
+        self._lines.append(line)
+        before, self._raised = self._raised, self._judged()
+        for name in sorted(before.keys() - self._raised.keys()):
+            await self._tell(AlarmCleared, before[name], line)
+        for name in sorted(self._raised.keys() - before.keys()):
+            await self._tell(AlarmRaised, self._raised[name], line)
+        names = {"alarm_names": " ".join(self._raised)} if self._raised else {}
+        return {**line, "alarms": len(self._raised), **names}
+
+    def _judged(self) -> dict[str, Alarm]:
+        return {alarm.name: alarm for alarm in alarms(list(self._lines), self._settings)}
+
+    async def _tell(self, kind: type[AlarmEvent], alarm: Alarm, line: Metrics) -> None:
+        event = kind(
+            name=alarm.name,
+            step=int(line["step"]),
+            weights_version=str(line["weights_version"]),
+            sentence=alarm.sentence,
+            value=alarm.value,
+            bound=alarm.bound,
+        )
+        tell = log.warning if kind is AlarmRaised else log.info
+        tell(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
+        await self._bus.tell(event)

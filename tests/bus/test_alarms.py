@@ -1,0 +1,47 @@
+"""An alarm about learning is an event, once when it begins and once when it ends, and a number in its step's line."""
+
+from typing import Any
+
+import anyio
+import msgspec
+import pytest
+
+from areal_async.bus import Role
+from areal_async.events import AlarmCleared, AlarmRaised
+from areal_async.health_settings import HealthSettings
+from areal_async.trainer.health import Health
+from tests.brokers import OpenRole
+
+pytestmark = pytest.mark.anyio
+
+
+def line(step: int, *, num_equal: int) -> dict[str, Any]:
+    return {
+        "step": step, "weights_version": f"1-{step}", "reward_mean": 1.0, "reward_std": 0.0, "num_groups": 2,
+        "num_trajectories": 8, "groups_all_equal": num_equal,
+    }  # fmt: skip
+
+
+async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restart(open_role: OpenRole) -> None:
+    trainer, operator = await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    settings = HealthSettings(equal_rewards_steps=2)
+
+    async with operator.subscribe(f"areal.{operator.names.run}.events.trainer.0.alarm.*") as messages:
+        health = Health(settings, trainer)
+        counts = [(await health.judge(line(step, num_equal=2)))["alarms"] for step in (1, 2, 3)]
+        restarted = Health(settings, trainer)
+        restarted.restore([line(step, num_equal=2) for step in (1, 2, 3)])
+        assert restarted.sentences == ["all rewards are equal for 3 steps (mean 1): nothing is learned"]
+        still = await restarted.judge(line(4, num_equal=2))
+        healed = await restarted.judge(line(5, num_equal=1))
+        with anyio.fail_after(10):
+            told = [await anext(messages) for _ in range(2)]
+
+    heard = [msgspec.json.decode(data, type=AlarmRaised | AlarmCleared) for _, data in told]
+    assert counts == [0, 1, 1]
+    assert (still["alarms"], still["alarm_names"], healed["alarms"]) == (1, "equal_rewards", 0)
+    assert "alarm_names" not in healed
+    assert [(one.kind, one.name, one.step, one.weights_version) for one in heard] == [
+        ("alarm.raised", "equal_rewards", 2, "1-2"),
+        ("alarm.cleared", "equal_rewards", 5, "1-5"),
+    ]
