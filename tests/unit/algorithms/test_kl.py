@@ -4,6 +4,8 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from areal_async.algorithms.kl import ESTIMATORS, kl_estimate, kl_rewards, last_token_rewards, sequence_kl
 from areal_async.algorithms.values import reward_to_go
@@ -75,3 +77,30 @@ def test_a_distance_in_the_reward_is_taken_off_each_token_and_lowers_those_befor
     # REINFORCE++: r - beta * (this token's distance and those of all later ones).
     assert reward_to_go(rewards, MASK, SEQUENCE).tolist() == pytest.approx([0, 1.7, 1.8, 0, -1.7, -1.4, 0])
     assert sequence_kl(kl, MASK, SEQUENCE)[:2].tolist() == [3, 7]
+
+
+tokens = st.tuples(st.floats(0, 3), st.booleans())
+sequences = st.lists(st.lists(tokens, min_size=1, max_size=6).filter(lambda one: one[-1][1]), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(sequences, st.lists(st.floats(-2, 2), min_size=4, max_size=4), st.floats(0, 1))
+def test_penalised_rewards_equal_plain_loops_over_packed_sequences(
+    drawn: list[list[tuple[float, bool]]], outcomes: list[float], kl_coef: float
+) -> None:
+    flat = [token for one in drawn for token in one]
+    kl, mask = doubles(*(kl for kl, _ in flat)), torch.tensor([is_trained for _, is_trained in flat])
+    number = torch.tensor([place for place, one in enumerate(drawn) for _ in one])
+    expected, totals, returns = [], [], []
+    for one, outcome in zip(drawn, outcomes, strict=False):
+        own = [(outcome if place == len(one) - 1 else 0.0) - kl_coef * kl for place, (kl, _) in enumerate(one)]
+        own = [reward if is_trained else 0.0 for reward, (_, is_trained) in zip(own, one, strict=True)]
+        expected += own
+        returns += [sum(own[place:]) if is_trained else 0.0 for place, (_, is_trained) in enumerate(one)]
+        totals.append(sum(kl for kl, is_trained in one if is_trained))
+
+    rewards = kl_rewards(last_token_rewards(doubles(*outcomes), mask, number), kl, mask, kl_coef=kl_coef)
+
+    assert rewards.tolist() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+    assert reward_to_go(rewards, mask, number).tolist() == pytest.approx(returns, rel=1e-6, abs=1e-9)
+    assert sequence_kl(kl, mask, number)[: len(drawn)].tolist() == pytest.approx(totals, rel=1e-6, abs=1e-9)

@@ -12,10 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from areal_async.algorithm_settings import PRESETS
 from areal_async.algorithms import corrections, surrogates
+from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.policy import PolicyLoss
+from areal_async.algorithms.presets import policy_objective
 from areal_async.algorithms.ratios import RATIOS
+from areal_async.settings import Settings
 from tests.unit.algorithms.plain import Choices, gradient_of, loss_of, on_policy, packed, random_sequences
 
 SURROGATES = {
@@ -162,6 +166,20 @@ def test_with_every_policy_equal_all_token_losses_have_the_gradient_of_reinforce
 
 @settings(max_examples=5, deadline=None)
 @given(seeds)
+def test_with_every_policy_equal_the_presets_have_the_gradient_of_reinforce(seed: int) -> None:
+    drawn = packed(on_policy(random_sequences(seed)))
+    tokens = replace(drawn, keep_T=torch.ones_like(drawn.mask_T))  # M2PO keeps what has not moved
+    plain, _ = gradients(loss_for(Choices(surrogate="reinforce")), tokens)
+
+    for name, max_staleness in itertools.product(PRESETS, (0, 2)):
+        run = Settings.model_validate({"algorithm": {"name": name}, "rollout": {"max_staleness": max_staleness}})
+        if run.algorithm.ratio_level == "token":  # a sequence's spreads the advantages of its tokens
+            gradient, _ = gradients(policy_objective(run), tokens)
+            assert torch.allclose(gradient, plain, rtol=1e-12, atol=0), name
+
+
+@settings(max_examples=5, deadline=None)
+@given(seeds)
 def test_with_one_advantage_per_sequence_gspo_token_has_gspos_gradient_and_on_policy_grpos(seed: int) -> None:
     drawn = random_sequences(seed)
     counts = [sum(token.is_trained for token in tokens) for tokens in drawn]
@@ -248,3 +266,16 @@ def test_taken_tokens_are_those_without_a_gradient() -> None:
             still = (gradients(loss_for(choices), tokens)[0] == 0) & tokens.mask_T
 
             assert terms.sums["clipped"].item() == still.sum().item()
+
+
+@settings(max_examples=20, deadline=None)
+@given(seeds)
+def test_likelihood_equals_a_plain_loop_and_passes_gradcheck(seed: int) -> None:
+    sequences = random_sequences(seed, num=3)
+    tokens = packed(sequences)
+    expected = -sum(token.logprob for one in sequences for token in one if token.is_trained)
+
+    assert likelihood_loss(tokens).loss.item() == pytest.approx(expected, rel=1e-6)
+    assert torch.autograd.gradcheck(
+        lambda logprobs_T: likelihood_loss(replace(tokens, logprobs_T=logprobs_T)).loss, (tokens.logprobs_T,)
+    )

@@ -32,6 +32,15 @@ def test_dpo_equals_its_formula(answers: list[tuple[float, float, float, float]]
     assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
 
 
+@given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=8))
+@settings(deadline=None)
+def test_bradley_terry_equals_its_formula(scores: list[tuple[float, float]]) -> None:
+    losses = [-math.log(logistic(chosen - rejected)) for chosen, rejected in scores]
+    chosen, rejected = (torch.tensor(column, dtype=torch.float64) for column in zip(*scores, strict=True))
+
+    assert bradley_terry_loss(chosen, rejected).item() == pytest.approx(sum(losses) / len(losses), rel=1e-6, abs=1e-9)
+
+
 def test_preference_losses_pass_gradcheck_and_leave_the_reference_alone() -> None:
     chosen, rejected, one, two = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(4))
 

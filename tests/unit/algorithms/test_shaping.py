@@ -40,6 +40,32 @@ def test_of_right_answers_the_shorter_gains_and_wrong_ones_never_do() -> None:
     assert length_rewards([], []).tolist() == []
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 300), st.booleans()), max_size=8))
+def test_length_rewards_equal_a_plain_loop(group: list[tuple[int, bool]]) -> None:
+    lengths = [length for length, _ in group]
+    expected = []
+    for length, is_correct in group:
+        share = 0.5 - (length - min(lengths)) / (max(lengths) - min(lengths)) if len(set(lengths)) > 1 else 0.0
+        expected.append(share if is_correct else min(0.0, share))
+
+    assert length_rewards(lengths, [one for _, one in group]).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 5000), st.booleans(), st.integers(1, 4000), st.floats(1e-5, 1e-2), st.floats(0, 1), st.floats(-2, 2)
+)
+def test_budget_and_form_equal_their_formulas(
+    length: int, is_right: bool, target: int, alpha: float, delta: float, reward: float
+) -> None:
+    budget = max(0.0, min(1.0, alpha * (target - length) + delta)) if is_right else 0.0
+    form = reward + alpha if is_right else reward - delta
+
+    assert budget_reward(length, is_right, target=target, alpha=alpha, delta=delta) == pytest.approx(budget, rel=1e-6)
+    assert format_shaped(reward, is_right, bonus=alpha, penalty=delta) == pytest.approx(form, rel=1e-6)
+
+
 @pytest.mark.parametrize(
     ("num_tokens", "is_correct", "expected"),
     [(1000, True, 0.5), (0, True, 0.8), (2000, True, 0.2), (9000, True, 0.0), (0, False, 0.0)],

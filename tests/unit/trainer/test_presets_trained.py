@@ -6,12 +6,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from areal_async.algorithm_settings import PRESETS
 from areal_async.trainer.distributed import Ranks
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
 
 ALGORITHMS: list[dict[str, Any]] = [
-    *({"name": name} for name in ("dr_grpo", "rloo", "gspo", "cispo", "sapo", "m2po", "dppo", "icepop")),
+    *({"name": name} for name in PRESETS),
     {"correction": "reject_sequence", "behave_weight_cap": 1.2, "behave_weight_floor": 0.8, "num_minibatches": 2},
     {"ratio_level": "sequence_token", "aggregation": "sequence_mean", "num_minibatches": 2},
     {"proximal": "loglinear", "num_minibatches": 2},
@@ -20,6 +22,12 @@ ALGORITHMS: list[dict[str, Any]] = [
 
 def _rows(count: int) -> list[Any]:
     return [replace(row, ages=np.arange(row.num_tokens) % 3) for row in random_rows(count)]
+
+
+def _token_advantages(rows: list[Any]) -> list[Any]:
+    """Give every token an advantage of its own, as a critic or the credit of replies does."""
+    random = np.random.default_rng(1)
+    return [replace(row, advantage=random.normal(size=row.num_tokens).astype(np.float32)) for row in rows]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda one: "-".join(map(str, one.values())))
@@ -33,10 +41,31 @@ def test_a_step_of_a_preset_is_the_same_however_rows_are_packed(
     stats_alone = alone.train_step(_rows(10)[::-1], step=1, total_steps=1)
 
     assert asdict(stats) == pytest.approx(asdict(stats_alone), rel=1e-4, abs=1e-5)
+    assert stats.loss == pytest.approx(stats_alone.loss, rel=1e-5, abs=1e-6)
     assert stats.grad_norm > 0
     # AdamW divides each gradient by its own size, which makes rounding visible at the scale of the learning rate; that
     # the gradient is the same to 1e-5 is ``test_engine``'s to say.
     assert parameters_differ(packed, alone) < 4e-3 * 1e-2 * stats.num_updates
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_gradient_of_a_preset_is_that_of_each_sequence_alone(name: str, model: Path, ranks: Ranks) -> None:
+    # With its second moment switched off by a huge epsilon AdamW is plain gradient descent, here of steps so large that
+    # the weights they start from are lost in them.
+    plain = {"eps": 1e6, "lr": 1e9, "max_grad_norm": 1e9}
+    rows = _token_advantages(_rows(10)) if name == "ppo" else _rows(10)
+    packed, alone = (
+        engine_of(model, ranks, algorithm={"name": name}, token_budget=budget, **plain) for budget in (4096, 24)
+    )
+    start = packed.full_parameters()
+
+    losses = [engine.train_step(rows, step=1, total_steps=1).loss for engine in (packed, alone)]
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5, abs=1e-6)
+    moved = packed.full_parameters()
+    for parameter, value in alone.full_parameters().items():
+        change = value - start[parameter]
+        assert torch.linalg.norm(moved[parameter] - value) <= 1e-5 * torch.linalg.norm(change)
 
 
 @pytest.mark.parametrize("aggregation", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
