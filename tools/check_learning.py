@@ -42,12 +42,18 @@ class Result:
     before: float
     after: float
     staleness_max: int
+    num_steps: int
     duration_s: float
 
     @property
     def gain(self) -> float:
         """Of the greedy accuracy."""
         return self.after - self.before
+
+    @property
+    def reward_gain(self) -> float:
+        """Of the sampled reward."""
+        return self.last - self.first
 
 
 def run(name: str, workflow: str, arguments: list[str], *, before: float) -> Result:
@@ -65,6 +71,7 @@ def run(name: str, workflow: str, arguments: list[str], *, before: float) -> Res
         before=before,
         after=greedy_accuracy(RUNS / name / "model"),
         staleness_max=max(line["staleness_max"] for line in lines),
+        num_steps=len(lines),
         duration_s=duration_s,
     )
 
