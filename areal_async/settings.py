@@ -254,6 +254,9 @@ class TrainerSettings(Section):
     """Training steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk."""
+    async_checkpoints: bool = True
+    """Write them beside the next steps, from a copy in host memory as large as a rank's shards of parameters and
+    moments; without it the steps wait, and need no copy."""
     num_threads: int = Field(default=1, ge=1)
     """CPU threads per rank where there is no GPU."""
     activation_checkpointing: bool = False

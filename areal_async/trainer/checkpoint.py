@@ -1,20 +1,24 @@
 """Checkpoints: all that a trainer needs to go on as if it had never stopped, in one atomic folder.
 
-Model and optimizer go through torch's distributed checkpoint (DCP), each rank writing its own shards, so another
-number of ranks can load them. The ledger (opaque bytes: the ids of what these weights were trained on) lies in the
-same folder, so the two can never disagree. There is no random state: the engine draws no random numbers.
+Model and optimizer go through torch's distributed checkpoint (DCP), each rank writing its own shards, under the names
+of the whole model; so another number of ranks, and another layout, can load them. The ledger (opaque bytes: the ids of
+what these weights were trained on) lies in the same folder, so the two can never disagree.
+
+What is not inside follows from what is: the learning rate is a pure function of the training step, and there is no
+random state, because the engine draws no random numbers.
 
 Only tensors are given to DCP, and it reads those with ``weights_only``. Its own ``.metadata`` file is torch's
 format and is a pickle: load no checkpoint from a source you would not run a program from.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import rmtree
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.fault_points import reach
@@ -23,14 +27,62 @@ from areal_async.trainer.folders import finish, partial_name
 
 LEDGER = "ledger"
 STATE = "state"
+PARAMETERS = "parameters"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def own_name(name: str) -> str:
+    """Return the name as it is: of a rank that has the whole model, or shards of all of it."""
+    return name
 
 
 class Trained(NamedTuple):
     """A model and its optimizer."""
 
     model: nn.Module
+    """This rank's part of it."""
     optimizer: torch.optim.Optimizer
+    whole_name: Callable[[str], str] = own_name
+    """What a parameter of ``model`` is called in the whole model: what a stage of a pipeline counts anew differs."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training: from copies, and with a group of its own for what ranks say.
+
+    A rank's copies take as much host memory as its shards of the parameters and of both moments; they are made with
+    the first checkpoint and filled again with every further one. So there is one checkpoint at a time: ``stage`` may
+    be called again when ``write`` has returned.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Make the group. A collective, of all ranks in the same order."""
+        self._ranks = ranks.beside()
+        self._tensors: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+
+    def stage(self, policy: Trained, others: Mapping[str, Trained]) -> None:
+        """Copy what is trained to host memory; it may change when this returns. No collective.
+
+        Args:
+            others: models trained beside the policy, by role.
+        """
+        self._tensors = tensors_of(policy, others)
+        shards = {name: _local(tensor) for name, tensor in self._tensors.items()}
+        for name, shard in shards.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+        torch._foreach_copy_([self._copies[name] for name in shards], list(shards.values()), non_blocking=True)
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize(self._ranks.device)
+
+    def write(self, directory: Path, ledger: bytes) -> None:
+        """Write the checkpoint of what was staged, as ``save``. From any one thread, all ranks alike."""
+        # Imported here, as in ``save``: a trainer that has nothing to write yet should be up quickly.
+        from areal_async.trainer.staged import StagedPlanner
+
+        if self._ranks.device.type == "cuda":
+            torch.cuda.set_device(self._ranks.device)  # of this thread: DCP looks at its stream
+        _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
 
 
 def save(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ledger: bytes, ranks: Ranks) -> None:
@@ -38,22 +90,11 @@ def save(policy: Trained, directory: Path, *, others: Mapping[str, Trained], led
 
     Args:
         others: models trained beside the policy, by role.
-    """
-    # Imported here, as in ``load``: a trainer that has nothing to write yet should be up quickly.
-    import torch.distributed.checkpoint as dcp
 
-    partial = partial_name(directory)
-    if ranks.rank == 0:
-        rmtree(partial, ignore_errors=True)
-        (partial / STATE).mkdir(parents=True)
-    ranks.barrier()
-    writer = dcp.FileSystemWriter(partial / STATE)  # syncs what it writes
-    dcp.save(_states(policy, others), storage_writer=writer, process_group=ranks.control)
-    if ranks.rank == 0:
-        (partial / LEDGER).write_bytes(ledger)
-        reach("trainer.during_checkpoint")
-        finish(partial, directory)
-    ranks.barrier()
+    Raises:
+        PipelineError: some rank could not write; raised on every rank.
+    """
+    _write(tensors_of(policy, others), directory, ledger=ledger, ranks=ranks, planner=None)
 
 
 def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ranks: Ranks) -> bytes:
@@ -68,7 +109,7 @@ def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ran
     ledger = directory / LEDGER
     if not ledger.is_file():
         raise PipelineError(f"checkpoint: {directory} is not one, {LEDGER} is missing")
-    state = _states(policy, others)
+    tensors = tensors_of(policy, others)
     reader = dcp.FileSystemReader(directory / STATE)
     saved = {str(key).partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
     missing = sorted(set(others) - saved)
@@ -78,28 +119,80 @@ def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ran
             "start anew with --fresh"
         )
     try:
-        dcp.load(state, storage_reader=reader, process_group=ranks.control)
+        dcp.load(tensors, storage_reader=reader, process_group=ranks.control)
     except dcp.CheckpointException as exc:
-        reasons = {f"{type(error[0]).__name__}: {error[0]}" for error in exc.failures.values()}
-        raise PipelineError(f"checkpoint: {directory} does not fit this model: {'; '.join(sorted(reasons))}") from exc
+        raise PipelineError(f"checkpoint: {directory} does not fit this model: {_reasons(exc)}") from exc
     return ledger.read_bytes()
 
 
-def _states(policy: Trained, others: Mapping[str, Trained]) -> dict[str, Any]:
-    """Return the policy's state and, under their roles, that of the others."""
-    return _state(policy) | {role: _state(trained) for role, trained in others.items()}
+def tensors_of(policy: Trained, others: Mapping[str, Trained]) -> dict[str, Tensor]:
+    """Return every tensor that matters by its name in a checkpoint; loading writes into these very tensors.
+
+    The policy's are ``<kind>.<parameter>``, those of the others ``<role>.<kind>.<parameter>``; kinds are
+    ``parameters`` and AdamW's ``MOMENTS``, parameters are named as in the whole model.
+    """
+    tensors = _named(policy, "")
+    for role, trained in others.items():
+        tensors |= _named(trained, f"{role}.")
+    return tensors
 
 
-def _state(trained: Trained) -> dict[str, Any]:
-    """Return every tensor that matters, by kind and parameter name; loading writes into these very tensors."""
-    model, optimizer = trained
+def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks: Ranks, planner: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    partial = partial_name(directory)
+
+    def begin() -> None:
+        rmtree(partial, ignore_errors=True)
+        (partial / STATE).mkdir(parents=True)
+
+    def end() -> None:
+        (partial / LEDGER).write_bytes(ledger)
+        reach("trainer.during_checkpoint")
+        finish(partial, directory)
+
+    _on_first(ranks, begin, directory)
+    writer = dcp.FileSystemWriter(partial / STATE)  # syncs what it writes
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
+    except dcp.CheckpointException as exc:
+        raise PipelineError(f"checkpoint: {directory} could not be written: {_reasons(exc)}") from exc
+    _on_first(ranks, end, directory)
+
+
+def _on_first(ranks: Ranks, work: Callable[[], None], directory: Path) -> None:
+    """Have rank 0 do something, and all ranks know whether it could. A collective."""
+    error: OSError | PipelineError | None = None
+    if ranks.rank == 0:
+        try:
+            work()
+        except (OSError, PipelineError) as exc:
+            error = exc
+    if not ranks.all_agree(error is None):
+        reason = f"{type(error).__name__}: {error}" if error else "rank 0 says why"
+        raise PipelineError(f"checkpoint: {directory} could not be written: {reason}") from error
+
+
+def _reasons(failed: Any) -> str:
+    """Say what each rank's error was, equal ones once."""
+    return "; ".join(sorted({f"{type(error).__name__}: {error}" for error, _ in failed.failures.values()}))
+
+
+def _named(trained: Trained, prefix: str) -> dict[str, Tensor]:
+    model, optimizer, whole_name = trained
     _fill(optimizer)
-    state: dict[str, dict[str, Tensor]] = {"parameters": {}, **{moment: {} for moment in MOMENTS}}
-    for name, parameter in model.named_parameters():
-        state["parameters"][name] = parameter.detach()
+    tensors: dict[str, Tensor] = {}
+    for own, parameter in model.named_parameters():
+        name = whole_name(own)
+        tensors[f"{prefix}{PARAMETERS}.{name}"] = parameter.detach()
         for moment, tensor in optimizer.state[parameter].items():
-            state[moment][name] = tensor
-    return state
+            tensors[f"{prefix}{moment}.{name}"] = tensor
+    return tensors
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:

@@ -77,6 +77,13 @@ class Ranks:
         """
         return replace(self, tensors=dist.new_group(timeout=timedelta(seconds=self.deadline_s)))
 
+    def beside(self) -> "Ranks":
+        """Return the same ranks with a control group of their own. A collective, of all ranks in the same order.
+
+        For a thread that speaks to its peers while others do: as with tensors, one group keeps one thread's order.
+        """
+        return replace(self, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=self.deadline_s)))
+
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()

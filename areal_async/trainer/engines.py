@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from areal_async.settings import Settings
-from areal_async.trainer.checkpoint import Trained
+from areal_async.trainer.checkpoint import CheckpointWriter, Trained
 from areal_async.trainer.critic import CriticEngine
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
@@ -42,6 +42,10 @@ class Engines:
     def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
         """Write everything that is trained, and the ledger, as one atomic folder. A collective."""
         self.actor.save_checkpoint(directory, ledger, others=self._others)
+
+    def stage_checkpoint(self, writer: CheckpointWriter) -> None:
+        """Copy everything that is trained for ``writer`` to write. No collective."""
+        writer.stage(self.actor.trained, self._others)
 
     def load_checkpoint(self, directory: Path) -> bytes:
         """Restore everything that is trained and return the ledger on every rank. A collective."""

@@ -3,8 +3,8 @@
 ``run_prefetch``  consumes the journal; waits for the next cut; produces verified payloads one step ahead;
                   unblocked by rank 0's feed
 ``run_steps``     consumes those; waits for them and for its peers; produces a weights version per step, an
-                  archive file, and a checkpoint when due; unblocks the cutter (``Feed.allow``) and, through
-                  the announced weights, the servers and the controller
+                  archive file, and copies for a checkpoint when due, which is written meanwhile; unblocks the
+                  cutter (``Feed.allow``) and, through the announced weights, the servers and the controller
 
 The asyncio side waits, the engine's one thread computes. Collectives are called in the same order on every
 rank; which steps exist is decided by the journal alone.
@@ -31,12 +31,12 @@ from areal_async.fields import StepText, VersionText
 from areal_async.journal import Journal
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
-from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
+from areal_async.trainer.archive import MetricsFile, write_archive
+from areal_async.trainer.checkpointer import Checkpointer
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.health import HISTORY_STEPS, Health
-from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import Placed, SlotKey, build_rows, fetch, place, share
 from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
@@ -51,7 +51,7 @@ from areal_async.trainer.step import (
 )
 from areal_async.trainer.step_calls import StepCalls
 from areal_async.trainer.threads import Beside
-from areal_async.types import CheckpointRecord, Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
+from areal_async.types import Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
 from areal_async.wire import decode_json
 
 log = structlog.get_logger()
@@ -90,13 +90,13 @@ class Trainer:
         lanes: Lanes,
         publisher: Publisher,
         archiving: Beside,
+        checkpointer: Checkpointer,
         bus: Bus,
         reader: JournalReader,
         number: int,
-        lineage: Lineage | None,
         feed: Feed | None,
     ) -> None:
-        """``number`` is the lineage's; ``lineage`` and ``feed`` are rank 0's alone."""
+        """``number`` is the lineage's; ``feed`` is rank 0's alone."""
         self._settings = settings
         self._directory = run_directory
         self._ranks = ranks
@@ -106,13 +106,12 @@ class Trainer:
         self._calls = StepCalls(settings, engines=engines, lanes=lanes)
         self._publisher = publisher
         self._archiving = archiving
+        self._checkpointer = checkpointer
         self._bus = bus
         self._reader = reader
         self._number = number
-        self._lineage = lineage
         self._feed = feed
         self._ledger = Ledger(version=str(Version(number, 0)), trained={})
-        self._checkpointed_step = self._restored_step = 0
         self._wants_stop = False
         self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
         self._health = Health(settings.health, bus)
@@ -146,12 +145,12 @@ class Trainer:
         if checkpoint is not None:
             ledger = await self._thread.run(lambda: self._engines.load_checkpoint(checkpoint))
             self._ledger = decode_json(ledger, Ledger, what=f"ledger of {checkpoint}")
-            self.step = self._checkpointed_step = Version.parse(self._ledger.version).step
+            self.step = Version.parse(self._ledger.version).step
+        self._checkpointer.restored(self.step)
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)
             self._health.restore(self._metrics_file.newest(HISTORY_STEPS))
-            self._restored_step = self.step
-            num_moved = self._abandon_archive()
+            num_moved = self._checkpointer.abandon_archive()
             journal = self._reader.journal
             self._check_ledger(journal)
             self._feed.adopt(cut for _, cut in sorted(journal.cuts.items()))
@@ -161,7 +160,7 @@ class Trainer:
     async def run(self) -> None:
         """Replay what was journalled, announce where that led, and train on."""
         is_current = await self._replay()
-        await self._checkpoint_new()
+        await self._checkpoint_now()
         if not is_current:
             return  # stopped: the servers hold newer weights than these, and the next trainer replays the rest
         await self._publish_weights()
@@ -169,7 +168,7 @@ class Trainer:
         with self._waiting(waits.weights(str(self.version)), "all servers to hold"):
             await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
         await self._train()
-        await self._checkpoint_new()
+        await self._checkpoint_now()
         if self._feed is not None:
             await self._feed.settlement.make_room()
         if self.step >= self._settings.run.steps:
@@ -205,7 +204,7 @@ class Trainer:
             result = await self._run_step(part, [], waited_s=0.0)
             await self._close_books(result, weights_s=0.0)
             if self.step == due_step:
-                await self._checkpoint_new()
+                await self._checkpoint()
                 due_step += self.step + 1 - first_step
         return True
 
@@ -241,7 +240,7 @@ class Trainer:
                 except anyio.EndOfStream:
                     return
                 if part is None:
-                    await self._checkpoint_new()
+                    await self._checkpoint_now()  # to make room: there may be none to go on with
                     continue
                 reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
                 if reports[0].stop:
@@ -252,7 +251,7 @@ class Trainer:
                 await self._publish_weights()
                 await self._close_books(result, weights_s=time.monotonic() - weights_since)
                 if self.step % self._settings.trainer.checkpoint_every_steps == 0:
-                    await self._checkpoint_new()
+                    await self._checkpoint()
                 if self._feed is not None:
                     self._feed.allow(self.step + 1)
 
@@ -311,7 +310,7 @@ class Trainer:
             own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
         shares = await self._gather(msgspec.json.encode(own))
         self.step = step
-        self._reader.journal.forget_slots(through_step=self._checkpointed_step)
+        self._reader.journal.forget_slots(through_step=self._checkpointer.durable_step)
         self._ledger.version = str(made)
         self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
         return StepResult(
@@ -338,48 +337,34 @@ class Trainer:
         with waits.doing(waits.publication(str(self.version)), "the", waiter=waits.rank(self._ranks.rank)):
             await self._publisher.publish(self.version)
 
-    async def _checkpoint_new(self) -> None:
-        """Checkpoint what the last one does not hold; the same on every rank.
+    async def _checkpoint(self) -> None:
+        """Checkpoint what no checkpoint holds yet; it is written beside the next steps. The same on every rank."""
+        self.state = f"copying for the checkpoint of step {self.step}"
+        await self._checkpointer.start(self.version, msgspec.json.encode(self._ledger))
 
-        Durably on disk first; then the bucket; then outcomes; then acks.
-        """
-        if self.step == self._checkpointed_step:
-            return
-        self.state, started = f"writing the checkpoint of step {self.step}", time.monotonic()
-        folder = self._directory / "checkpoints" / str(self.version)
-        await self._archiving.finish()  # on every rank: they all wait for each other in the checkpoint
-        ledger = msgspec.json.encode(self._ledger)
-        reach("trainer.before_checkpoint")
-        with self._waiting(waits.checkpoint(self.step), "the writing of"):
-            await self._thread.run(lambda: self._engines.save_checkpoint(folder, ledger))
-        reach("trainer.after_checkpoint")
-        self._checkpointed_step = self.step
-        if self._lineage is not None and self._feed is not None:
-            await self._lineage.record_checkpoint(
-                CheckpointRecord(version=str(self.version), path=str(folder.resolve()))
-            )
-            await self._feed.settlement.on_checkpoint(self.step)
-            await anyio.to_thread.run_sync(self._abandon_archive)
-            await anyio.to_thread.run_sync(keep_newest, folder.parent, self._settings.trainer.keep_checkpoints)
-            self._feed.on_room()
-        log.info("checkpoint.written", step=self.step, duration_s=round(time.monotonic() - started, 3))
+    async def _checkpoint_now(self) -> None:
+        """Checkpoint it, and wait until that is on disk, recorded and settled."""
+        await self._checkpoint()
+        self.state = f"writing the checkpoint of step {self.step}"
+        await self._checkpointer.finish()
 
     async def _close_books(self, result: StepResult, *, weights_s: float) -> None:
         if self._feed is None:
             return
         dropped_stale, failed = self._feed.settlement.take_counts()
-        line = await self._health.judge(
-            metrics_line(result, weights_s=weights_s, dropped_stale=dropped_stale, failed=failed)
+        line = metrics_line(
+            result,
+            weights_s=weights_s,
+            checkpoint_s=self._checkpointer.take_held_up_s(),
+            dropped_stale=dropped_stale,
+            failed=failed,
         )
+        line = await self._health.judge(line)
         self._metrics_file.append(line)
         self.last_line = line
         log.info("step.trained", **line)
 
     # helpers
-
-    def _abandon_archive(self) -> int:
-        folder = self._directory / "trajectories"
-        return abandon_archive(folder, after_step=self._restored_step, before_lineage=self._number)
 
     async def _fetch(self, cut: Cut) -> Share:
         slots = place(cut)

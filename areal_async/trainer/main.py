@@ -1,5 +1,6 @@
 """The trainer's process: one rank. Started torchrun-style; everything it needs to know is in the run directory."""
 
+import functools
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from areal_async.errors import UserError
 from areal_async.exporters.prometheus import exporting
 from areal_async.settings import Settings
 from areal_async.trainer.broadcast import Broadcaster, address_towards
+from areal_async.trainer.checkpoint import CheckpointWriter
+from areal_async.trainer.checkpointer import Checkpointer
 from areal_async.trainer.distributed import Ranks, join_ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
@@ -52,12 +55,18 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     structlog.contextvars.bind_contextvars(rank=ranks.rank)
     try:
         engines = Engines.for_run(settings, ranks)
-        anyio.run(_run_rank, settings, run_directory, bus_url, ranks, engines, backend_options={"use_uvloop": True})
+        writer = CheckpointWriter(ranks)
+        main = functools.partial(
+            _run_rank, settings, run_directory, bus_url, ranks=ranks, engines=engines, writer=writer
+        )
+        anyio.run(main, backend_options={"use_uvloop": True})
     finally:
         ranks.close()
 
 
-async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks: Ranks, engines: Engines) -> None:
+async def _run_rank(
+    settings: Settings, run_directory: Path, bus_url: str, *, ranks: Ranks, engines: Engines, writer: CheckpointWriter
+) -> None:
     async with (
         open_bus(
             bus_url,
@@ -89,6 +98,19 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             lineage=lineage,
             broadcaster=broadcaster,
         )
+        archiving = Beside(loops)
+        checkpointer = Checkpointer(
+            settings.trainer,
+            run_directory,
+            ranks=ranks,
+            engines=engines,
+            thread=thread,
+            writer=writer,
+            archiving=archiving,
+            beside=Beside(loops),
+            lineage=lineage,
+            feed=feed,
+        )
         trainer = Trainer(
             settings,
             run_directory,
@@ -96,11 +118,11 @@ async def _run_rank(settings: Settings, run_directory: Path, bus_url: str, ranks
             engines=engines,
             lanes=Lanes(engine=thread, is_single=ranks.device.type != "cpu"),
             publisher=publisher,
-            archiving=Beside(loops),
+            archiving=archiving,
+            checkpointer=checkpointer,
             bus=bus,
             reader=reader,
             number=begin.number,
-            lineage=lineage,
             feed=feed,
         )
         loops.start_soon(_run_metrics, bus, trainer, ranks.rank, settings, run_directory)

@@ -209,9 +209,13 @@ class StepResult:
 
 
 def metrics_line(
-    result: StepResult, *, weights_s: float, dropped_stale: int, failed: int
+    result: StepResult, *, weights_s: float, checkpoint_s: float, dropped_stale: int, failed: int
 ) -> dict[str, float | int | str]:
-    """Return the step's line of ``metrics.jsonl``."""
+    """Return the step's line of ``metrics.jsonl``.
+
+    Args:
+        checkpoint_s: for which a checkpoint has held up the steps since the line before.
+    """
     stats = {name: value for name, value in asdict(result.stats).items() if name != "num_tokens"}
     return plain(
         {
@@ -225,6 +229,7 @@ def metrics_line(
             "time_wait_data_s": result.wait_s,
             "time_train_s": result.train_s,
             "time_weights_s": weights_s,
+            "time_checkpoint_s": checkpoint_s,
         }
     )
 

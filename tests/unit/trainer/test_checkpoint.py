@@ -53,7 +53,7 @@ def test_a_checkpoint_that_was_not_finished_is_not_there(
         raise OSError("disk full")
 
     monkeypatch.setattr("areal_async.trainer.checkpoint.finish", fail)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(PipelineError, match="1-1 could not be written: OSError: disk full"):
         engine.save_checkpoint(tmp_path / "1-1", LEDGER)
 
     assert not (tmp_path / "1-1").exists()
