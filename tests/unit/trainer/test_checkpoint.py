@@ -1,10 +1,15 @@
 """A trainer that loads a checkpoint goes on as if it had never stopped."""
 
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from areal_async.errors import PipelineError
+from areal_async.trainer.checkpoint import Trained, load
 from areal_async.trainer.distributed import Ranks
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 
@@ -67,3 +72,47 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, ranks: Ranks, tmp
 
     with pytest.raises(PipelineError, match="does not fit this model"):
         other.load_checkpoint(tmp_path / "1-1")
+
+
+def test_a_part_of_the_model_loads_its_own_out_of_the_whole_ones_checkpoint(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """As a stage of a pipeline does, whose layers are counted from 0."""
+    whole = engine_of(model, ranks)
+    whole.train_step(random_rows(6), step=1, total_steps=2)
+    whole.save_checkpoint(tmp_path / "1-1", LEDGER)
+    parameters = whole.full_parameters()
+    last_layer = "model.layers.1.mlp."
+    shapes = {name: one.shape for name, one in parameters.items() if name.startswith(last_layer)}
+    part = nn.ModuleDict(
+        {
+            name.removeprefix(last_layer).split(".")[0]: nn.Linear(*reversed(shape), bias=False)
+            for name, shape in shapes.items()
+        }
+    )
+    optimizer = torch.optim.AdamW(part.parameters())
+
+    ledger = load(Trained(part, optimizer, lambda own: last_layer + own), tmp_path / "1-1", others={}, ranks=ranks)
+
+    assert ledger == LEDGER
+    assert len(list(part.named_parameters())) == 3
+    for name, parameter in part.named_parameters():
+        assert torch.equal(parameter, parameters[last_layer + name])
+        assert optimizer.state[parameter]["step"] == 1
+        assert optimizer.state[parameter]["exp_avg"].any()
+
+
+def test_training_draws_no_random_numbers_so_that_there_is_no_state_of_them_to_keep(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    def states() -> tuple[object, ...]:
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    before = states()
+    engine = engine_of(model, ranks, activation_checkpointing=True)
+    engine.train_step(random_rows(6), step=1, total_steps=2)
+    engine.save_checkpoint(tmp_path / "1-1", LEDGER)
+    engine.load_checkpoint(tmp_path / "1-1")
+    engine.logprobs(random_rows(2))
+
+    assert states() == before
