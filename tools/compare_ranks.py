@@ -120,7 +120,12 @@ def compare(arguments: argparse.Namespace, alone: Ranks) -> int:
             record(
                 batch,
                 arguments.model,
-                _random_rows(arguments, vocab_size=_vocab_size(arguments.model)),
+                random_rows(
+                    arguments.sequences,
+                    max_tokens=arguments.max_tokens,
+                    vocab_size=vocab_size(arguments.model),
+                    seed=arguments.seed,
+                ),
                 alone,
                 perturbed=Path(scratch, "perturbed"),
                 seed=arguments.seed,
@@ -349,17 +354,19 @@ def _perturb(model: Path, directory: Path, *, seed: int) -> None:
     perturbed.save_pretrained(directory)
 
 
-def _vocab_size(model: Path) -> int:
+def vocab_size(model: Path) -> int:
+    """Return that of a Hugging Face folder."""
     from transformers import AutoConfig
 
     return int(AutoConfig.from_pretrained(model, local_files_only=True).vocab_size)
 
 
-def _random_rows(arguments: argparse.Namespace, *, vocab_size: int) -> list[TrainRow]:
-    random = np.random.default_rng(arguments.seed)
+def random_rows(count: int, *, max_tokens: int, vocab_size: int, seed: int) -> list[TrainRow]:
+    """Return sequences of 4 to ``max_tokens`` tokens, each trained from some token on."""
+    random = np.random.default_rng(seed)
     rows = []
-    for index in range(arguments.sequences):
-        length = int(random.integers(4, arguments.max_tokens + 1))
+    for index in range(count):
+        length = int(random.integers(4, max_tokens + 1))
         mask = np.arange(length) >= random.integers(1, length)
         rows.append(
             TrainRow(
