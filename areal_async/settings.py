@@ -253,7 +253,13 @@ class TrainerSettings(Section):
     checkpoint_every_steps: int = Field(default=10, ge=1)
     """Training steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
-    """Newest checkpoints kept on disk."""
+    """Newest checkpoints kept on disk; a restart takes the newest of all."""
+    keep_every_steps: int | None = Field(default=None, ge=1)
+    """Checkpoints of steps that this divides are kept for good; ``None`` keeps none so."""
+    keep_best: Literal["accuracy", "reward"] | None = None
+    """Keep the best checkpoint too, named by ``checkpoints/best``, and leave its weights as ``model_best/``: by the
+    mean accuracy of the first evaluation of it or of what followed it, or by the mean reward of the
+    ``checkpoint_every_steps`` steps before it. ``None`` looks for none."""
     async_checkpoints: bool = True
     """Write them beside the next steps, from a copy in host memory as large as a rank's shards of parameters and
     moments; without it the steps wait, and need no copy."""
@@ -348,6 +354,12 @@ class Settings(Section):
             self.algorithm.check_run(group_size=rollout.group_size, max_new_tokens=rollout.sampling.max_new_tokens)
         if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
             raise ValueError("eval.dataset: got one beside tasks.0.eval.dataset, need one of them; leave the other out")
+        has_held_out = self.eval.dataset is not None or any(task.eval.dataset is not None for task in self.tasks)
+        if self.trainer.keep_best == "accuracy" and not (has_held_out and self.eval.every_steps):
+            raise ValueError(
+                f"trainer.keep_best: got accuracy with eval.every_steps={self.eval.every_steps} and "
+                f"{'a' if has_held_out else 'no'} held-out data set, need evaluations; set eval, or take reward"
+            )
         for role in ("critic", "reference"):
             path = getattr(self.model, role).path
             if path is not None and role not in self.algorithm.needs_models:

@@ -7,8 +7,6 @@ Files appear whole or not at all. What a restored lineage replaces moves to ``ab
 
 import json
 import os
-import re
-import shutil
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,7 +25,6 @@ from areal_async.trainer.rows import TrainRow
 from areal_async.types import Metrics, Trajectory, Version
 from areal_async.types import Sequence as TokenSequence
 
-_VERSION = re.compile(r"\d+-\d+")
 _CREDIT = pa.struct(
     [("reward", pa.float64()), ("num_tokens", pa.int64()), ("role", pa.string()), ("advantage", pa.float64())]
 )
@@ -244,15 +241,6 @@ def _newest_lines(content: bytes) -> dict[int, tuple[Version, bytes]]:
         if number not in kept or kept[number][0] <= version:
             kept[number] = version, text + b"\n"
     return kept
-
-
-def keep_newest(directory: Path, count: int) -> None:
-    """Delete all but the newest ``<lineage>-<step>`` folders of a directory."""
-    for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
-        shutil.rmtree(leftover)  # of a save that a crash cut short
-    folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
-    for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
-        shutil.rmtree(path)
 
 
 def _publish_file(temporary: Path, path: Path) -> None:

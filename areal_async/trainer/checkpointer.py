@@ -17,12 +17,13 @@ import structlog
 
 from areal_async import waits
 from areal_async.fault_points import reach
-from areal_async.settings import TrainerSettings
-from areal_async.trainer.archive import abandon_archive, keep_newest
+from areal_async.settings import Settings
+from areal_async.trainer.archive import abandon_archive
 from areal_async.trainer.checkpoint import CheckpointWriter
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines
 from areal_async.trainer.feed import Feed
+from areal_async.trainer.keeping import keep
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.types import CheckpointRecord, Version
@@ -35,7 +36,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        settings: TrainerSettings,
+        settings: Settings,
         run_directory: Path,
         *,
         ranks: Ranks,
@@ -84,7 +85,7 @@ class Checkpointer:
         await self.finish()
         self._staged_step = version.step
         folder = self._directory / "checkpoints" / str(version)
-        if self._settings.async_checkpoints:
+        if self._settings.trainer.async_checkpoints:
             with self._waiting("the copies for"):
                 await self._thread.run(lambda: self._engines.stage_checkpoint(self._writer))
             write = functools.partial(self._own_thread.run, lambda: self._writer.write(folder, ledger))
@@ -126,7 +127,8 @@ class Checkpointer:
             await self._lineage.record_checkpoint(CheckpointRecord(version=str(version), path=str(folder)))
             await self._feed.settlement.on_checkpoint(version.step)
             await anyio.to_thread.run_sync(self.abandon_archive)
-            await anyio.to_thread.run_sync(keep_newest, folder.parent, self._settings.keep_checkpoints)
+            keeping = functools.partial(keep, self._directory, self._settings, recorded=version)
+            await anyio.to_thread.run_sync(keeping)
             self._feed.on_room()
         log.info(
             "checkpoint.written",

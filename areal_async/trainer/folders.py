@@ -4,10 +4,15 @@ Written under another name beside the final one, every file synced, renamed, the
 """
 
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from areal_async.types import Version
+
+_VERSION = re.compile(r"\d+-\d+")
 
 
 @contextmanager
@@ -41,6 +46,16 @@ def finish(partial: Path, directory: Path) -> None:
     partial.rename(directory)
     _sync(directory.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def keep_newest(directory: Path, count: int, *, also: Collection[str] = ()) -> None:
+    """Delete all but the newest ``<lineage>-<step>`` folders of a directory, and those named in ``also``."""
+    for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
+        shutil.rmtree(leftover)  # of a save that a crash cut short
+    folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
+    for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
+        if path.name not in also:
+            shutil.rmtree(path)
 
 
 def _sync(path: Path) -> None:

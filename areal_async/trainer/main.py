@@ -100,7 +100,7 @@ async def _run_rank(
         )
         archiving = Beside(loops)
         checkpointer = Checkpointer(
-            settings.trainer,
+            settings,
             run_directory,
             ranks=ranks,
             engines=engines,

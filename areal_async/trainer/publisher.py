@@ -22,9 +22,9 @@ from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.settings import InferenceSettings
-from areal_async.trainer.archive import keep_newest
 from areal_async.trainer.broadcast import Broadcaster
 from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.folders import keep_newest
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.trainer.weights import witnesses

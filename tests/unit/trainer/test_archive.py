@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from areal_async.errors import FencedError
-from areal_async.trainer.archive import MetricsFile, abandon_archive, keep_newest, write_archive
+from areal_async.trainer.archive import MetricsFile, abandon_archive, write_archive
+from areal_async.trainer.folders import keep_newest
 from areal_async.trainer.payloads import Placed
 from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from tests.unit.trainer.models import rows_as_trained

@@ -46,7 +46,7 @@ class Station:
 
     @asynccontextmanager
     async def open(self, **trainer: Any) -> AsyncIterator[Checkpointer]:
-        settings = Settings.model_validate({"trainer": trainer}).trainer
+        settings = Settings.model_validate({"trainer": trainer})
         async with anyio.create_task_group() as tasks:
             archiving = Beside(tasks)
             await archiving.start(self.is_archived.wait)

@@ -1,0 +1,143 @@
+"""Which checkpoints stay on disk, and which is the best: from what a run's directory says, whoever asks.
+
+Invariant: the newest ones, and the one that a restart would begin from, always stay.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_async.settings import Settings, TrainerSettings
+from areal_async.trainer.folders import keep_newest
+from areal_async.types import Version, mean
+
+BEST = "best"
+"""In ``checkpoints/``: a link to the best one."""
+NUM_AWAITED = 2
+"""Checkpoints beyond the newest ones that wait for an evaluation to say how good they are."""
+
+
+def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
+    """Delete the checkpoints that no rule keeps, and have ``checkpoints/best`` name the best, if one is asked for.
+
+    Args:
+        recorded: what a restart would begin from.
+    """
+    folder, trainer = run_directory / "checkpoints", settings.trainer
+    there = versions_in(folder)
+    also = {recorded} | {version for version in there if _is_milestone(version, trainer)}
+    best = name_best(run_directory, settings)
+    if best is not None:
+        also.add(best)
+    if trainer.keep_best == "accuracy":
+        also |= awaited(there, _accuracies(run_directory), every_steps=settings.eval.every_steps)
+    keep_newest(folder, trainer.keep_checkpoints, also={str(version) for version in also})
+
+
+def name_best(run_directory: Path, settings: Settings) -> Version | None:
+    """Have ``checkpoints/best`` name the best checkpoint there is now, and return that one."""
+    link, best = run_directory / "checkpoints" / BEST, find_best(run_directory, settings)
+    if best is None:
+        link.unlink(missing_ok=True)
+        return None
+    temporary = link.with_name(f".{BEST}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(str(best))
+    temporary.rename(link)
+    return best
+
+
+def find_best(run_directory: Path, settings: Settings) -> Version | None:
+    """Return the best of the checkpoints that are there, by ``trainer.keep_best``; None where none can be judged."""
+    there = versions_in(run_directory / "checkpoints")
+    lines = _json_lines(run_directory / "metrics.jsonl")
+    made = {int(line["step"]): line for line in lines if {"step", "weights_version", "reward_mean"} <= line.keys()}
+    versions = {step: Version.parse(line["weights_version"]) for step, line in made.items()}
+    ours = [version for version in there if versions.get(version.step) == version]
+    every_steps = settings.trainer.checkpoint_every_steps
+    match settings.trainer.keep_best:
+        case None:
+            return None
+        case "reward":
+            rewards = {step: float(line["reward_mean"]) for step, line in made.items()}
+            values = by_reward(ours, rewards, num_steps=every_steps)
+        case "accuracy":
+            accuracies = {
+                version.step: value
+                for version, value in _accuracies(run_directory).items()
+                if versions.get(version.step) == version
+            }
+            values = by_accuracy(ours, accuracies, num_steps=every_steps)
+    return max(values, key=lambda version: (values[version], version), default=None)
+
+
+def by_reward(checkpoints: Iterable[Version], rewards: Mapping[int, float], *, num_steps: int) -> dict[Version, float]:
+    """Return the mean reward of the ``num_steps`` steps up to each checkpoint, of those that are known."""
+    values = {}
+    for version in checkpoints:
+        known = [rewards[step] for step in range(version.step - num_steps + 1, version.step + 1) if step in rewards]
+        if known:
+            values[version] = mean(known)
+    return values
+
+
+def by_accuracy(
+    checkpoints: Collection[Version], accuracies: Mapping[int, float], *, num_steps: int
+) -> dict[Version, float]:
+    """Return the accuracy of each checkpoint's weights, or of the first evaluated that followed them.
+
+    An evaluation takes what servers hold when it begins, which may be a step or two on. It speaks of one checkpoint,
+    the newest before it, and of none that is ``num_steps`` older.
+    """
+    values: dict[Version, float] = {}
+    for step in sorted(accuracies):
+        before = [version for version in checkpoints if step - num_steps < version.step <= step]
+        if before:
+            values.setdefault(max(before, key=lambda version: version.step), accuracies[step])
+    return values
+
+
+def awaited(checkpoints: Iterable[Version], evaluated: Collection[Version], *, every_steps: int) -> set[Version]:
+    """Return the newest few checkpoints at which an evaluation is due, and that none has come up to yet."""
+    newest = max((version.step for version in evaluated), default=-1)
+    due = [version for version in checkpoints if version.step > newest and not version.step % every_steps]
+    return set(sorted(due)[-NUM_AWAITED:])
+
+
+def versions_in(folder: Path) -> list[Version]:
+    """Return the versions of the checkpoints in a folder, oldest first."""
+    found = []
+    for path in folder.glob("*-*"):
+        try:
+            found.append(Version.parse(path.name))
+        except ValueError:
+            continue
+    return sorted(found)
+
+
+def _is_milestone(version: Version, trainer: TrainerSettings) -> bool:
+    return trainer.keep_every_steps is not None and version.step % trainer.keep_every_steps == 0
+
+
+def _accuracies(run_directory: Path) -> dict[Version, float]:
+    """Return the mean over the tasks' accuracies of every version that was evaluated."""
+    by_version: dict[Version, dict[str, float]] = defaultdict(dict)
+    for line in _json_lines(run_directory / "eval.jsonl"):
+        if {"eval_id", "accuracy"} <= line.keys():
+            by_version[Version.parse(line["eval_id"])][line.get("workflow", "")] = float(line["accuracy"])
+    return {version: mean(list(own.values())) for version, own in by_version.items()}
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that are whole: the last one may be in the writing."""
+    found = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
