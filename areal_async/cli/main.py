@@ -142,6 +142,18 @@ VERBS = {
             ("--all", {"action": "store_true", "help": "with --readmit: every dead group"}),
         ),
     ),
+    "export": Verb(
+        "export",
+        "write a checkpoint of a run as a plain Hugging Face folder",
+        (
+            _RUN,
+            (
+                "--checkpoint",
+                {"metavar": "VERSION", "default": "last", "help": "such as 1-20, or best, or last (last)"},
+            ),
+            ("--output", {"metavar": "DIR", "help": "else model_<version> in the run's directory"}),
+        ),
+    ),
     "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
     "node": Verb(
         "roles",

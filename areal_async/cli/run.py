@@ -15,6 +15,7 @@ from areal_async.bus import Bus
 from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
 from areal_async.cli.curves import Follower
 from areal_async.cli.display import choose_display
+from areal_async.cli.export import write_best
 from areal_async.cli.speech import say, settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
@@ -83,12 +84,15 @@ def _run_locked(settings: Settings, directory: RunDirectory, *, is_fresh: bool, 
     name = settings.run.name
     match end:
         case RunEnd.ALREADY_FINISHED:
+            if not (settings.run_directory / "model_best").exists():
+                write_best(settings)  # killed before it came to that
             say(f"run {name} is finished already; --fresh starts it anew, another --run.name starts another")
         case RunEnd.STOPPED | RunEnd.KILLED:
             view.read_files()
             say(f"run {name} {end.value} after step {view.num_steps_done}; the same command resumes it")
         case RunEnd.FINISHED:
             say(f"run {name} finished")
+            write_best(settings)
     for line in summarise(settings):
         say(line)
     return KILLED_STATUS if end is RunEnd.KILLED else 0

@@ -16,6 +16,7 @@ PLACES = {
     "eval.jsonl": "one line per evaluation",
     "reward.png": "reward, accuracy and staleness per step",
     "model": "the trained model, a Hugging Face folder",
+    "model_best": "that of the best checkpoint",
     "trajectories": "what was trained on, Parquet",
     "checkpoints": "what a resumed run starts from",
     "logs": "one file per process",

@@ -48,8 +48,8 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["rum"], "unknown verb rum; did you mean run"),
         (
             ["zzz"],
-            "unknown verb zzz; need one of run, try, sft, status, top, pause, resume, stop, doctor, dead, controller, "
-            "node, trainer",
+            "unknown verb zzz; need one of run, try, sft, status, top, pause, resume, stop, doctor, dead, export, "
+            "controller, node, trainer",
         ),
         (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
         (["trainer", "--run-directory", "x", "--run.steps", "3"], "unknown option --run.steps; need one of "),

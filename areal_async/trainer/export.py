@@ -1,0 +1,49 @@
+"""A checkpoint's policy as a plain Hugging Face folder: what ``model.path``, and any other program, can load.
+
+Needs no process group and no model in memory: names and shapes are the checkpoint's own, so it does not matter on how
+many ranks and in which layout it was made.
+"""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from areal_async.errors import UserError
+from areal_async.hub import local_model
+from areal_async.settings import ModelSettings
+from areal_async.trainer import weights
+from areal_async.trainer.checkpoint import LEDGER, PARAMETERS, STATE
+from areal_async.trainer.model import DTYPES
+
+
+def export_policy(checkpoint: Path, directory: Path, *, model: ModelSettings) -> dict[str, str]:
+    """Write the folder atomically, in the dtype that is served; return {safetensors file: sha256}.
+
+    Takes as much host memory as the weights in that dtype, twice.
+
+    Raises:
+        UserError: there is no checkpoint.
+    """
+    # Imported here: they take seconds.
+    import torch.distributed.checkpoint as dcp
+    from transformers import AutoConfig
+
+    if not (checkpoint / LEDGER).is_file():
+        raise UserError(f"checkpoint: {checkpoint} is not one; name one of those in {checkpoint.parent}")
+    reader = dcp.FileSystemReader(checkpoint / STATE)
+    prefix = f"{PARAMETERS}."
+    tensors: dict[str, Tensor] = {
+        name: torch.empty(entry.size, dtype=DTYPES[model.dtype])
+        for name, entry in reader.read_metadata().state_dict_metadata.items()
+        if name.startswith(prefix) and hasattr(entry, "size")
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    source = local_model(model.path)
+    config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
+    named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    return weights.write(named, directory, source=source, config=config)
