@@ -229,7 +229,11 @@ class TrainerSettings(Section):
     engine: Literal["fsdp2"] = "fsdp2"
     """Fully sharded data parallel, over the ranks that the three settings below leave."""
     pipeline_parallel: int = Field(default=1, ge=1)
-    """Stages that the layers are cut into; a row passes from rank to rank."""
+    """Ranks that the layers are cut over; a row passes from rank to rank."""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """``interleaved`` gives every rank several stages: ranks wait less for each other, and send more."""
+    pipeline_stages_per_rank: int = Field(default=2, ge=2)
+    """Of the interleaved schedule; in the other each rank has one."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share the arithmetic of each layer; they should be of one node."""
     replicas: int = Field(default=1, ge=1)
@@ -283,6 +287,11 @@ class TrainerSettings(Section):
                 "raise it, or lower one of these"
             )
         return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Derived: stages of a pipeline on each of its ranks."""
+        return self.pipeline_stages_per_rank if self.pipeline_schedule == "interleaved" else 1
 
     @property
     def for_critic(self) -> "TrainerSettings":

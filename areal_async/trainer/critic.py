@@ -18,10 +18,11 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer import weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.execution import Execution, WholeModel
+from areal_async.trainer.execution import Execution
 from areal_async.trainer.flops import decoder_flops
 from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_critic
+from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import RETURNS, VALUES, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
 from areal_async.trainer.stats import Tally
@@ -63,8 +64,9 @@ class CriticEngine:
             self.grid,
             dtype=DTYPES[model.dtype],
             activation_checkpointing=trainer.activation_checkpointing,
+            stages_per_rank=trainer.stages_per_rank,
         )
-        self._execution: Execution[Tensor] = WholeModel(self._critic)
+        self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
         self._passes = PackedPasses(
             self.grid.data, token_budget=trainer.token_budget, flops=decoder_flops(self._critic.classifier)
         )

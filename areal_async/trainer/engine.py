@@ -24,10 +24,11 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer import checkpoint, weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.execution import Execution, Loss, WholeModel
+from areal_async.trainer.execution import Execution, Loss
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_policy
+from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import REFERENCE, START, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
 from areal_async.trainer.stats import StepStats, Tally
@@ -64,9 +65,10 @@ class FsdpEngine:
             dtype=self._dtype,
             temperature=temperature,
             activation_checkpointing=trainer.activation_checkpointing,
+            stages_per_rank=trainer.stages_per_rank,
         )
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
-        self._execution: Execution[Scores] = WholeModel(self._policy)
+        self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)
         self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
         self._learner = Learner(
             self._policy,

@@ -35,7 +35,13 @@ class DecoderFlops:
 
 
 def decoder_flops(model: Any) -> DecoderFlops:
-    """Count the weights of a Hugging Face decoder, sharded or whole, with the head of its words or of one score."""
+    """Count the weights of a Hugging Face decoder, sharded or whole, with the head of its words or of one score.
+
+    A decoder in stages was counted when it was cut.
+    """
+    counted: DecoderFlops | None = getattr(model, "flops", None)
+    if counted is not None:
+        return counted
     config = model.config
     layers = model.base_model.layers
     head = model.score if hasattr(model, "score") else model.get_output_embeddings()

@@ -5,8 +5,9 @@ trained on must be those the server reports.
 """
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from areal_async.errors import UserError
 from areal_async.trainer.attention import attention_for, document_arguments, register_packed_attention
-from areal_async.trainer.grid import Grid
+from areal_async.trainer.grid import STAGE, Grid
 from areal_async.trainer.rows import PackedRow
+from areal_async.trainer.stages import Skipped, StagedModel
+
+M = TypeVar("M", bound=nn.Module)
 
 HEAD_CHUNK_ELEMENTS = 1 << 24
 """Logits held at once, in elements: with 150,000 words about 110 tokens, 64 MB in float32."""
@@ -41,7 +45,15 @@ class Policy(nn.Module):
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of every scored token, both float32 [S]."""
-        hidden_SH = _predicting_states(self.causal_lm, row, self.attention)
+        return self.read(self.states(row)[0], row)
+
+    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
+        """Return the decoder's states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
+        return _states(self.causal_lm, row, self.attention, received)
+
+    def read(self, hidden_TH: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Return ``forward``'s logprobs and entropies of the last states."""
+        hidden_SH = hidden_TH.index_select(0, row.predicting_S)
         if len(row.targets_S) <= self.chunk_tokens:
             return self._score(hidden_SH, row.targets_S)
         # The logits of one chunk are thrown away and made again in the backward pass.
@@ -71,7 +83,15 @@ class Critic(nn.Module):
 
     def forward(self, row: PackedRow) -> Tensor:
         """Return the value before every scored token, float32 [S]."""
-        hidden_SH = _predicting_states(self.classifier, row, self.attention)
+        return self.read(self.states(row)[0], row)
+
+    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
+        """Return the decoder's states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
+        return _states(self.classifier, row, self.attention, received)
+
+    def read(self, hidden_TH: Tensor, row: PackedRow) -> Tensor:
+        """Return ``forward``'s values of the last states."""
+        hidden_SH = hidden_TH.index_select(0, row.predicting_S)
         values_S1: Tensor = cast(Any, self.classifier).score(hidden_SH).float()
         return values_S1.sum(-1)  # of one; a view would be no output that FSDP can hook
 
@@ -84,12 +104,14 @@ def load_policy(
     temperature: float,
     activation_checkpointing: bool,
     is_frozen: bool = False,
-) -> Policy:
+    stages_per_rank: int = 1,
+) -> Policy | StagedModel:
     """Load the model's weights in float32 and shard them over the ranks, layer by layer.
 
     Args:
         dtype: of the forward and backward pass; parameters, gradients and their reduction are float32.
         is_frozen: never trained; the parameters are then kept in ``dtype`` too, which gives the same numbers.
+        stages_per_rank: of a pipeline.
 
     Raises:
         UserError: the folder holds no causal language model that this can train.
@@ -97,12 +119,19 @@ def load_policy(
     causal_lm, _ = _load(CAUSAL_LM, folder, grid.all.device, dtype, stored=dtype if is_frozen else torch.float32)
     _check_trainable(causal_lm, folder)
     causal_lm.requires_grad_(not is_frozen)
-    policy = Policy(causal_lm, temperature=temperature)
-    _shard(policy, causal_lm, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
-    return policy
+    return _laid_out(
+        causal_lm,
+        grid,
+        dtype=dtype,
+        stages_per_rank=stages_per_rank,
+        activation_checkpointing=activation_checkpointing,
+        wrap=functools.partial(Policy, temperature=temperature),
+    )
 
 
-def load_critic(folder: Path, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool) -> Critic:
+def load_critic(
+    folder: Path, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool, stages_per_rank: int = 1
+) -> Critic | StagedModel:
     """Load a critic as ``load_policy`` does a policy; of a folder without a head for it, with a head of zeros.
 
     So a new critic's values are 0 everywhere, on any number of ranks, and no random number is drawn.
@@ -119,24 +148,30 @@ def load_critic(folder: Path, grid: Grid, *, dtype: torch.dtype, activation_chec
         )
     if "score.weight" in missing:
         nn.init.zeros_(classifier.score.weight)
-    critic = Critic(classifier)
-    _shard(critic, classifier, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
-    return critic
+    return _laid_out(
+        classifier,
+        grid,
+        dtype=dtype,
+        stages_per_rank=stages_per_rank,
+        activation_checkpointing=activation_checkpointing,
+        wrap=Critic,
+    )
 
 
-def _predicting_states(decoder: nn.Module, row: PackedRow, attention: str) -> Tensor:
-    """Return the last hidden state of the position before every scored token [S, H]."""
-    hidden_TH: Tensor = (
+def _states(decoder: nn.Module, row: PackedRow, attention: str, received: Tensor | None) -> Tensor:
+    """Return the last hidden state of every token [1, T, H]."""
+    given = {"input_ids": row.token_ids_T[None]} if received is None else {"inputs_embeds": received}
+    hidden: Tensor = (
         cast(Any, decoder)
         .base_model(
-            input_ids=row.token_ids_T[None],
+            **given,
             position_ids=row.position_ids_T[None],
             use_cache=False,
             **document_arguments(row.lengths, attention, row.token_ids_T.device),
         )
-        .last_hidden_state[0]
+        .last_hidden_state
     )
-    return hidden_TH.index_select(0, row.predicting_S)
+    return hidden
 
 
 def _load(
@@ -170,8 +205,28 @@ def _load(
     return model, set(told["missing_keys"])
 
 
+def _laid_out(
+    decoder: Any,
+    grid: Grid,
+    *,
+    dtype: torch.dtype,
+    stages_per_rank: int,
+    activation_checkpointing: bool,
+    wrap: Callable[[nn.Module], M],
+) -> M | StagedModel:
+    """Return the model, whole or in stages, sharded."""
+    if grid.sizes[STAGE] == 1:
+        model = wrap(decoder)
+        _shard(model, decoder, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
+        return model
+    staged = StagedModel(decoder, grid, dtype=dtype, stages_per_rank=stages_per_rank, wrap=wrap)
+    for stage in staged.own_stages:
+        _shard(stage, stage.decoder, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
+    return staged
+
+
 def _shard(whole: nn.Module, decoder: Any, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
-    layers = list(decoder.base_model.layers)
+    layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
     if activation_checkpointing:
         for layer in layers:
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.

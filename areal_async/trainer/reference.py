@@ -8,10 +8,11 @@ from torch import Tensor
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.execution import Execution, WholeModel
+from areal_async.trainer.execution import Execution
 from areal_async.trainer.flops import decoder_flops
 from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_policy
+from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.sharded import PackedPasses
 
@@ -28,8 +29,9 @@ class ReferenceEngine:
             temperature=temperature,
             activation_checkpointing=False,
             is_frozen=True,
+            stages_per_rank=trainer.stages_per_rank,
         )
-        self._execution: Execution[tuple[Tensor, Tensor]] = WholeModel(self._policy)
+        self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.grid, num_outputs=2)
         self._passes = PackedPasses(
             self.grid.data, token_budget=trainer.token_budget, flops=decoder_flops(self._policy.causal_lm)
         )

@@ -8,7 +8,7 @@ ones, so that the collectives inside the model meet. Nothing here draws random n
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from areal_async.trainer.grid import STAGE, Grid
 from areal_async.trainer.optimizer import learning_rate, make_optimizer
 from areal_async.trainer.pack import Parts
 from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
+from areal_async.trainer.stages import StagedModel
 from areal_async.trainer.stats import Tally, Update
 
 T = TypeVar("T")
@@ -160,14 +161,17 @@ class Learner(Generic[T]):
         Args:
             loss: this rank's; one that is not finite on any rank keeps every rank from the update, as a gradient does.
         """
-        given = [(p.grad, groups) for p, groups in zip(self._model.parameters(), self._groups, strict=True)]
-        whole = [gradient for gradient, _ in given if gradient is not None]
-        gradients = [_local(gradient) for gradient in whole]
-        # Several ranks of a stage may hold the same shard, which counts once.
-        copies = torch.tensor([self._num_copies(gradient) for gradient in whole], dtype=torch.float64)
+        every = zip(self._model.parameters(), self._groups, strict=True)
+        trained = [(p, groups) for p, groups in every if p.grad is not None]
+        gradients = [_local(cast(Tensor, p.grad)) for p, _ in trained]
+        # Several ranks, of a stage or of two, may hold the same shard, which counts once.
+        num_stages = self._model.num_holders() if isinstance(self._model, StagedModel) else {}
+        copies = torch.tensor(
+            [self._num_copies(p.grad) * num_stages.get(id(p), 1) for p, _ in trained], dtype=torch.float64
+        )
         squares = torch.stack(torch._foreach_norm(gradients)).double().square()
         squares = squares / copies.to(squares.device)
-        members = torch.tensor([groups for gradient, groups in given if gradient is not None], dtype=torch.float64)
+        members = torch.tensor([groups for _, groups in trained], dtype=torch.float64)
         # One sum for each group; the last is the loss, which only has to be finite.
         sums = torch.cat([squares @ members.to(squares.device), loss.to(squares.device).view(1)])
         *by_group, total_loss = self._grid.all.reduce(sums, dist.ReduceOp.SUM).tolist()
@@ -185,7 +189,7 @@ class Learner(Generic[T]):
         groups = [groups_of(name, num_layers=count) for name in names]
         return [[float(group in own) for group in GROUPS] for own in groups]
 
-    def _num_copies(self, gradient: Tensor) -> int:
+    def _num_copies(self, gradient: Tensor | None) -> int:
         """Return how many ranks of a stage hold this rank's shard."""
         num_ranks = self._grid.all.size // self._grid.sizes[STAGE]
         if not isinstance(gradient, DTensor):

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import written_whole
+from areal_async.trainer.stages import StagedModel
 from areal_async.types import TensorSpec
 from areal_async.weight_group import describe, flatten, unflatten
 
@@ -34,10 +35,7 @@ def plan(causal_lm: nn.Module, dtype: torch.dtype, *, max_bytes: int) -> list[Bu
 
     Tied weights come once, as stored. The same on every rank, and for as long as the model lives.
     """
-    specs = [
-        describe(name, torch.empty(parameter.shape, dtype=dtype, device="meta"))
-        for name, parameter in causal_lm.named_parameters()
-    ]
+    specs = [describe(name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in _shapes(causal_lm)]
     sizes = {spec.name: torch.Size(spec.shape).numel() * dtype.itemsize for spec in specs}
     by_name = {spec.name: spec for spec in specs}
     return [[by_name[name] for name in names] for names in _split(sizes, max_bytes=max_bytes)]
@@ -55,9 +53,14 @@ def gather(
     parameters = dict(causal_lm.named_parameters())
     tensors: dict[str, Tensor] = {}
     for bucket in buckets:
-        wholes = [_whole(parameters[spec.name], getattr(torch, spec.dtype)) for spec in bucket]
+        wholes = [
+            causal_lm.fetch(spec.name, parameters.get(spec.name), getattr(torch, spec.dtype))
+            if isinstance(causal_lm, StagedModel)
+            else _whole(parameters[spec.name], getattr(torch, spec.dtype))
+            for spec in bucket
+        ]
         if ranks.rank == 0:
-            flat = flatten(wholes)
+            flat = flatten([whole for whole in wholes if whole is not None])
             if send is not None:
                 send(flat)
             tensors.update(unflatten(flat.cpu(), bucket))
@@ -104,6 +107,13 @@ def witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         for name, tensor in tensors.items()
         if is_witness(name, tensor)
     }
+
+
+def _shapes(causal_lm: nn.Module) -> Iterable[tuple[str, torch.Size]]:
+    """Return the shape of every parameter of the whole model, in its order."""
+    if isinstance(causal_lm, StagedModel):
+        return causal_lm.shapes.items()
+    return ((name, parameter.shape) for name, parameter in causal_lm.named_parameters())
 
 
 def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:

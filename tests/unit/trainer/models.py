@@ -17,7 +17,9 @@ VOCAB = 61
 FAMILIES = ("qwen2", "qwen3", "llama")
 
 
-def save_model(directory: Path, *, family: str = "qwen3", seed: int = 0, tied: bool = True, **given: Any) -> Path:
+def save_model(
+    directory: Path, *, family: str = "qwen3", seed: int = 0, tied: bool = True, num_layers: int = 2, **given: Any
+) -> Path:
     """Write a random decoder with grouped-query attention and the files that stand beside weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -25,9 +27,9 @@ def save_model(directory: Path, *, family: str = "qwen3", seed: int = 0, tied: b
     disable_progress_bar()
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128, initializer_range=0.2,
-        bos_token_id=None, eos_token_id=1, pad_token_id=0, **given,
+        family, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128,
+        initializer_range=0.2, bos_token_id=None, eos_token_id=1, pad_token_id=0, **given,
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     (directory / "tokenizer.json").write_text("{}")
@@ -50,7 +52,7 @@ def engine_of(
         model=ModelSettings.model_validate({"path": str(model), "dtype": dtype}),
         algorithm=AlgorithmSettings.model_validate(algorithm or {}),
         rollout=RolloutSettings.model_validate(rollout),
-        trainer=TrainerSettings.model_validate({"lr": 1e-2, "token_budget": 64, **trainer}),
+        trainer=TrainerSettings.model_validate({"lr": 1e-2, "token_budget": 64, "num_ranks": ranks.size, **trainer}),
     )
     return FsdpEngine.for_run(settings, ranks)
 
