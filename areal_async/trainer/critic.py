@@ -3,7 +3,7 @@
 The invariants are those of ``sharded``. Every public method is a collective, called from one thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -19,7 +19,7 @@ from areal_async.trainer import weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.execution import Execution
-from areal_async.trainer.flops import decoder_flops
+from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_critic
 from areal_async.trainer.pipeline import execution_of
@@ -67,9 +67,8 @@ class CriticEngine:
             stages_per_rank=trainer.stages_per_rank,
         )
         self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
-        self._passes = PackedPasses(
-            self.grid.data, token_budget=trainer.token_budget, flops=decoder_flops(self._critic.classifier)
-        )
+        self.flops: DecoderFlops = decoder_flops(self._critic.classifier)
+        self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
         # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
         self._learner = Learner(
             self._critic,
@@ -124,6 +123,19 @@ class CriticEngine:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
         buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
         return weights.gather(self._critic.classifier, buckets, self.grid.all)
+
+    def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
+        """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
+
+        On the other ranks it is called with nothing. The update takes as much longer as gathering the model does.
+        """
+
+        def gather() -> None:
+            with self._learner.gradients_as_parameters():
+                gradients = self.full_parameters()
+            see(gradients)
+
+        self._learner.on_gradients = gather
 
     @property
     def trained(self) -> Trained:

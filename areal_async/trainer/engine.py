@@ -159,6 +159,19 @@ class FsdpEngine:
         config = cast(Any, self._policy.causal_lm).config
         return weights.write(tensors, directory, source=self._source, config=config)
 
+    def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
+        """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
+
+        On the other ranks it is called with nothing. The update takes as much longer as gathering the model does.
+        """
+
+        def gather() -> None:
+            with self._learner.gradients_as_parameters():
+                gradients = self.full_parameters()
+            see(gradients)
+
+        self._learner.on_gradients = gather
+
     @property
     def trained(self) -> Trained:
         """What a checkpoint holds of this engine. No collective."""

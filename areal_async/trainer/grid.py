@@ -82,6 +82,16 @@ class Grid:
         return self.stage == 0 and self.all.rank % self.sizes[PART] == 0
 
     @property
+    def speakers(self) -> range:
+        """The ranks that report the rows of each data-parallel rank, in their order."""
+        return range(0, self.data.size * self.sizes[PART], self.sizes[PART])
+
+    @property
+    def part_mesh(self) -> DeviceMesh | None:
+        """The ranks that share each matrix with this one; None where there is no other."""
+        return self.mesh[PART] if self.sizes[PART] > 1 else None
+
+    @property
     def data_mesh(self) -> DeviceMesh:
         """What a stage's parameters are sharded over, and copied over where there are copies."""
         names = tuple(name for name in (COPY, SHARD) if name in (self.mesh.mesh_dim_names or ()))

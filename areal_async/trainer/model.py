@@ -20,6 +20,7 @@ from areal_async.trainer.attention import attention_for, document_arguments, reg
 from areal_async.trainer.grid import STAGE, Grid
 from areal_async.trainer.rows import PackedRow
 from areal_async.trainer.stages import Skipped, StagedModel
+from areal_async.trainer.tensor_parallel import divide_decoder, divided_scores, is_divided, num_local_words
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -39,9 +40,12 @@ class Policy(nn.Module):
         self.causal_lm = causal_lm
         self.temperature = temperature or 1.0
         """Divides the logits; 0 (greedy) leaves them, as servers report them."""
-        config = cast(Any, causal_lm).config
-        self.chunk_tokens = max(1, HEAD_CHUNK_ELEMENTS // config.vocab_size)
-        self.attention = config._attn_implementation
+        self.attention = cast(Any, causal_lm).config._attn_implementation
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits are held at once, in the forward pass."""
+        return max(1, HEAD_CHUNK_ELEMENTS // num_local_words(cast(Any, self.causal_lm).get_output_embeddings()))
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of every scored token, both float32 [S]."""
@@ -64,6 +68,8 @@ class Policy(nn.Module):
     def _score(self, hidden_SH: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
         head = cast(Any, self.causal_lm).get_output_embeddings()
         logits_SV = head(hidden_SH).float() / self.temperature
+        if is_divided(head):
+            return divided_scores(head, logits_SV, targets_S)
         log_probs_SV = F.log_softmax(logits_SV, dim=-1)
         entropy_S = -(log_probs_SV.exp() * log_probs_SV).sum(-1)
         return -F.nll_loss(log_probs_SV, targets_S, reduction="none"), entropy_S
@@ -226,6 +232,8 @@ def _laid_out(
 
 
 def _shard(whole: nn.Module, decoder: Any, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+    if grid.part_mesh is not None:
+        divide_decoder(decoder, grid.part_mesh)
     layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
     if activation_checkpointing:
         for layer in layers:

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from areal_async.settings import TrainerSettings
 
@@ -29,16 +31,16 @@ def learning_rate(step: int, *, total_steps: int, trainer: TrainerSettings) -> f
 
 def make_optimizer(parameters: Iterable[nn.Parameter], trainer: TrainerSettings) -> torch.optim.AdamW:
     """Return AdamW in its fused form, with weight decay on matrices only."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
+    # The fused form takes tensors of one mesh at a time.
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for parameter in parameters:
-        (matrices if parameter.ndim > 1 else vectors).append(parameter)
-    groups = [
-        {"params": matrices, "weight_decay": trainer.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
+        [
+            {"params": members, "weight_decay": trainer.weight_decay if is_matrix else 0.0}
+            for (is_matrix, _), members in groups.items()
+        ],
         lr=trainer.lr,
         betas=trainer.betas,
         eps=trainer.eps,

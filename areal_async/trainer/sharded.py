@@ -7,13 +7,14 @@ ones, so that the collectives inside the model meet. Nothing here draws random n
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Generic, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation, TokenShare
 from areal_async.settings import TrainerSettings
@@ -28,6 +29,7 @@ from areal_async.trainer.pack import Parts
 from areal_async.trainer.rows import PackedRow, TrainRow, empty_row, pack_rows
 from areal_async.trainer.stages import StagedModel
 from areal_async.trainer.stats import Tally, Update
+from areal_async.trainer.tensor_parallel import sum_over_parts
 
 T = TypeVar("T")
 
@@ -104,6 +106,8 @@ class Learner(Generic[T]):
         self._passes = passes
         self._groups = self._gradient_groups()
         self.optimizer = make_optimizer(model.parameters(), trainer)
+        self.on_gradients: Callable[[], None] | None = None
+        """Called in every update between the gradients and their clipping, on every rank."""
 
     def begin(self, step: int, *, total_steps: int) -> float:
         """Take over and return the learning rate of training step ``step``, which counts from 1."""
@@ -141,11 +145,29 @@ class Learner(Generic[T]):
         # Gradients are the mean over ranks, and the loss is a mean over the units of all ranks: undo the former.
         scale = self._grid.data.size / denominator
         terms = list(self._execution.train(minibatch, loss, scale=scale))
+        if self._grid.part_mesh is not None:
+            sum_over_parts(self._model, self._grid.part_mesh.get_group())
+        if self.on_gradients is not None:
+            self.on_gradients()
         update = self._clip_gradients(torch.stack([one.loss.double() for one in terms]).sum())
         tally.add_update(update, terms, minibatch)
         if update.is_made:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    @torch.no_grad()
+    def gradients_as_parameters(self) -> Iterator[None]:
+        """Let every parameter hold its gradient instead for a while: then what gathers the one gathers the other."""
+        locals_ = [(_local(one), one.grad) for one in self._model.parameters()]
+        values = [local.clone() for local, _ in locals_]
+        for local, gradient in locals_:
+            local.copy_(_local(gradient)) if gradient is not None else local.zero_()
+        try:
+            yield
+        finally:
+            for (local, _), value in zip(locals_, values, strict=True):
+                local.copy_(value)
 
     def _pack(self, rows: Sequence[TrainRow], columns: Sequence[str]) -> list[PackedRow]:
         # A trajectory's rows share its position, and are together on one rank and in one mini-batch.
@@ -195,7 +217,9 @@ class Learner(Generic[T]):
         if not isinstance(gradient, DTensor):
             return num_ranks
         mesh, placements = gradient.device_mesh, gradient.placements
-        return num_ranks // math.prod(mesh.size(dim) for dim, one in enumerate(placements) if isinstance(one, Shard))
+        # A dimension along which a tensor is not replicated shards it; of those there are several kinds.
+        is_sharded = [not isinstance(one, Replicate) for one in placements]
+        return num_ranks // math.prod(mesh.size(dim) for dim, one in enumerate(is_sharded) if one)
 
 
 def _local(tensor: Tensor) -> Tensor:

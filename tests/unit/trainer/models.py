@@ -18,7 +18,14 @@ FAMILIES = ("qwen2", "qwen3", "llama")
 
 
 def save_model(
-    directory: Path, *, family: str = "qwen3", seed: int = 0, tied: bool = True, num_layers: int = 2, **given: Any
+    directory: Path,
+    *,
+    family: str = "qwen3",
+    seed: int = 0,
+    tied: bool = True,
+    num_layers: int = 2,
+    vocab_size: int = VOCAB,
+    **given: Any,
 ) -> Path:
     """Write a random decoder with grouped-query attention and the files that stand beside weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -27,7 +34,7 @@ def save_model(
     disable_progress_bar()
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
+        family, vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=num_layers,
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied, max_position_embeddings=128,
         initializer_range=0.2, bos_token_id=None, eos_token_id=1, pad_token_id=0, **given,
     )  # fmt: skip
