@@ -210,8 +210,23 @@ class InferenceSettings(Section):
         return self.num_servers * self.tensor_parallel
 
 
-class CriticTrainerSettings(Section):
-    """How the critic learns, where ``algorithm`` has one; what is not here is as in ``trainer``."""
+class LayoutSettings(Section):
+    """How the ranks divide a model beside the policy; ``None`` takes what ``trainer`` says."""
+
+    pipeline_parallel: int | None = Field(default=None, ge=1)
+    """Stages that its layers are cut into."""
+    tensor_parallel: int | None = Field(default=None, ge=1)
+    """Ranks that share the arithmetic of each of its layers."""
+    replicas: int | None = Field(default=None, ge=1)
+    """Copies of it, each sharded over its own ranks."""
+
+
+class ReferenceTrainerSettings(LayoutSettings):
+    """How the reference is divided, where ``algorithm`` has one."""
+
+
+class CriticTrainerSettings(LayoutSettings):
+    """How the critic is divided and learns, where ``algorithm`` has one; what is not here is as in ``trainer``."""
 
     lr: float | None = Field(default=None, gt=0)
     """Its peak learning rate; ``None`` takes ``trainer.lr``. PPO's critics usually take several times that."""
@@ -235,7 +250,8 @@ class TrainerSettings(Section):
     pipeline_stages_per_rank: int = Field(default=2, ge=2)
     """Of the interleaved schedule; in the other each rank has one."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the arithmetic of each layer; they should be of one node."""
+    """Ranks that share the arithmetic of each layer; they should be of one node. Must divide the heads, those of keys
+    and values too, and the width of the feed-forward layer; a vocabulary that it does not divide is not shared."""
     replicas: int = Field(default=1, ge=1)
     """Copies of the model, each sharded over its own ranks (HSDP): with one per node only gradients cross nodes."""
     lr: float = Field(default=1.0e-6, gt=0)
@@ -276,16 +292,19 @@ class TrainerSettings(Section):
     count afresh."""
     critic: CriticTrainerSettings = CriticTrainerSettings()
     """The critic's own."""
+    reference: ReferenceTrainerSettings = ReferenceTrainerSettings()
+    """The reference's own."""
 
     @model_validator(mode="after")
-    def _check_layout(self) -> Self:
-        whole = self.pipeline_parallel * self.tensor_parallel * self.replicas
-        if self.num_ranks % whole:
-            raise ValueError(
-                f"num_ranks: got {self.num_ranks} with pipeline_parallel={self.pipeline_parallel}, "
-                f"tensor_parallel={self.tensor_parallel}, replicas={self.replicas}, need a multiple of {whole}; "
-                "raise it, or lower one of these"
-            )
+    def _check_layouts(self) -> Self:
+        for role, layout in (("", self), ("critic.", self.for_critic), ("reference.", self.for_reference)):
+            whole = layout.pipeline_parallel * layout.tensor_parallel * layout.replicas
+            if self.num_ranks % whole:
+                raise ValueError(
+                    f"num_ranks: got {self.num_ranks} with {role}pipeline_parallel={layout.pipeline_parallel}, "
+                    f"{role}tensor_parallel={layout.tensor_parallel}, {role}replicas={layout.replicas}, "
+                    f"need a multiple of {whole}; raise it, or lower one of these"
+                )
         return self
 
     @property
@@ -296,7 +315,15 @@ class TrainerSettings(Section):
     @property
     def for_critic(self) -> "TrainerSettings":
         """Derived: these settings as the critic's engine takes them."""
-        own = {name: value for name, value in self.critic.model_dump().items() if value is not None}
+        return self._over(self.critic)
+
+    @property
+    def for_reference(self) -> "TrainerSettings":
+        """Derived: these settings as the reference's engine takes them."""
+        return self._over(self.reference)
+
+    def _over(self, role: LayoutSettings) -> "TrainerSettings":
+        own = {name: value for name, value in role.model_dump().items() if value is not None}
         return self.model_copy(update=own)
 
 

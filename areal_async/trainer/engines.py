@@ -1,6 +1,6 @@
 """The engines of one rank: the policy's, and those of the models that the algorithm wants beside it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
@@ -10,6 +10,7 @@ from areal_async.trainer.checkpoint import CheckpointWriter, Trained
 from areal_async.trainer.critic import CriticEngine
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
+from areal_async.trainer.exchange import Exchange
 from areal_async.trainer.reference import ReferenceEngine
 from areal_async.trainer.threads import EngineThread
 
@@ -18,11 +19,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engines:
-    """A model per role. All are sharded over the same ranks."""
+    """A model per role. All are on the same ranks, which each may divide in its own way."""
 
     actor: FsdpEngine
     critic: CriticEngine | None = None
     reference: ReferenceEngine | None = None
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    """By role: the way of the actor's rows to the other models."""
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
@@ -33,10 +36,24 @@ class Engines:
             # On a GPU all engines share one thread (``Lanes``) and so one group.
             return ranks.apart() if ranks.device.type == "cpu" else ranks
 
+        actor = FsdpEngine.for_run(settings, ranks)
+        critic = CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None
+        reference = ReferenceEngine.for_run(settings, own_ranks()) if "reference" in wanted else None
+        others = {"critic": critic, "reference": reference}
         return cls(
-            actor=FsdpEngine.for_run(settings, ranks),
-            critic=CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None,
-            reference=ReferenceEngine.for_run(settings, own_ranks()) if "reference" in wanted else None,
+            actor=actor,
+            critic=critic,
+            reference=reference,
+            exchanges={
+                role: Exchange(
+                    source=actor.grid,
+                    target=engine.grid,
+                    flops=engine.flops,
+                    num_minibatches=settings.algorithm.num_minibatches,
+                )
+                for role, engine in others.items()
+                if engine is not None
+            },
         )
 
     def save_checkpoint(self, directory: Path, ledger: bytes) -> None:

@@ -9,7 +9,7 @@ from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.execution import Execution
-from areal_async.trainer.flops import decoder_flops
+from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
 from areal_async.trainer.model import DTYPES, load_policy
 from areal_async.trainer.pipeline import execution_of
@@ -32,16 +32,15 @@ class ReferenceEngine:
             stages_per_rank=trainer.stages_per_rank,
         )
         self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.grid, num_outputs=2)
-        self._passes = PackedPasses(
-            self.grid.data, token_budget=trainer.token_budget, flops=decoder_flops(self._policy.causal_lm)
-        )
+        self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
+        self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
         """Load the reference that ``model`` names, to be asked at the temperature that is sampled at."""
         return cls(
             model=settings.model.for_role("reference"),
-            trainer=settings.trainer,
+            trainer=settings.trainer.for_reference,
             ranks=ranks,
             temperature=settings.rollout.sampling.temperature,
         )

@@ -26,14 +26,14 @@ NUM_STEPS = 3
 class Learners:
     """Everything that trains, and its calls."""
 
-    def __init__(self, model: Path, ranks: Ranks, **algorithm: Any) -> None:
+    def __init__(self, model: Path, ranks: Ranks, *, trainer: dict[str, Any] | None = None, **algorithm: Any) -> None:
         has_critic = "critic" in AlgorithmSettings.model_validate(algorithm).needs_models
         critic = {"critic": {"lr": 1e-2}} if has_critic else {}
         settings = Settings(
             run=RunSettings(steps=NUM_STEPS),
             model=ModelSettings(path=str(model), dtype="float32"),
             algorithm=AlgorithmSettings.model_validate(algorithm),
-            trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic}),
+            trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic} | (trainer or {})),
         )
         self.engines = Engines.for_run(settings, ranks)
         lanes = Lanes(engine=EngineThread(), is_single=False)
