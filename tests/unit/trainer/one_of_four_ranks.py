@@ -1,0 +1,59 @@
+"""What one of four ranks does in ``test_layouts.py``; prints what it saw as JSON, on its last line."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from areal_async.trainer.distributed import Ranks, join_ranks
+from areal_async.trainer.rows import TrainRow
+from tests.unit.trainer.learners import Learners, batch_rows
+from tests.unit.trainer.models import engine_of, random_rows
+
+LAYOUTS = {
+    "tensor_parallel": 2,
+    "critic": {"tensor_parallel": 1, "lr": 1e-2},
+    "reference": {"tensor_parallel": 1, "replicas": 2},
+}
+"""The policy's rows are on two data-parallel ranks, those of the critic and of the reference on four."""
+
+
+def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
+    """Train in three layouts at once, write a checkpoint, read another one, and count collectives."""
+    ranks = join_ranks(deadline_s=200.0)
+    learners = Learners(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
+    rows, is_first = batch_rows(), learners.engines.actor.grid.data.rank == 0
+    mine = [rows[:5] if is_first else rows[5:], [] if is_first else rows, rows[:1] if is_first else rows[1:]]
+    stats = [learners.train(part, step=step) for step, part in enumerate(mine, start=1)]
+    learners.engines.save_checkpoint(directory / "of_four", b"of four")
+    trained = learners.fingerprint()
+    ledger = learners.engines.load_checkpoint(directory / "of_one").decode()
+    words = {"stats": stats, "fingerprint": trained, "ledger": ledger, "loaded": learners.fingerprint()}
+    words["counts"] = [_count(model, ranks, random_rows(count)) for count in (1, 6)]
+    sys.stdout.write("\n" + json.dumps(words))
+    sys.stdout.flush()
+    ranks.close()
+
+
+def _count(model: Path, ranks: Ranks, rows: list[TrainRow]) -> int:
+    """Return how often gradients cross the ranks in an update of these rows, each packed by itself."""
+    engine = engine_of(model, ranks, token_budget=24)
+    with Reductions() as reductions:
+        engine.train_step(rows, step=1, total_steps=1)
+    return reductions.count
+
+
+class Reductions(TorchDispatchMode):
+    """Counts the collectives that add gradients up."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "reduce_scatter" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,83 @@
+"""However ranks divide a model, it learns what it would on one, and its checkpoints load in any other layout."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_async.trainer.distributed import Ranks
+from tests.unit.trainer.learners import NUM_STEPS, Learners, batch_rows
+from tests.unit.trainer.models import save_model
+from tests.unit.trainer.processes import run_on_ranks
+from tools.compare_layouts import compare, parser
+
+pytestmark = pytest.mark.timeout(300)
+"""Processes that import torch take their time on a busy machine."""
+
+PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
+
+
+def test_copies_and_divided_matrices_have_the_gradients_of_one_rank(
+    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Of every parameter in three steps, and its change over them; policy and critic, biases and an untied head."""
+    model = save_model(tmp_path / "qwen2", family="qwen2", tied=False, vocab_size=66)
+    given = ["--model", str(model), "--layouts", "replicas,tensor", "--sequences", "7", "--max-tokens", "24"]
+
+    status = compare(parser().parse_args([*given, "--critic"]), ranks)
+
+    output = capfd.readouterr().out
+    assert "all layouts agree with one rank" in output
+    assert [line.split()[:2] for line in output.splitlines()[1:-1]] == [
+        [role, layout] for layout in ("replicas", "tensor") for role in ("policy", "critic")
+    ]
+    assert status == 0
+
+
+@pytest.fixture(scope="module")
+def four(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Any]]]:
+    """Return a model, the folder that four ranks worked in, and what each of them saw."""
+    directory = tmp_path_factory.mktemp("four")
+    # Two parts share its words evenly, and then two ranks unevenly.
+    model = save_model(directory / "model", vocab_size=62)
+    first = Learners(model, ranks, **PPO)
+    first.train(batch_rows(), step=1)
+    first.engines.save_checkpoint(directory / "of_one", b"of one")
+    (directory / "of_one.json").write_text(json.dumps(first.fingerprint()))
+    words = (str(model), json.dumps(PPO), str(directory))
+    printed = run_on_ranks(4, "tests.unit.trainer.one_of_four_ranks", *words, deadline_s=250.0)
+    return model, directory, [json.loads(output.splitlines()[-1]) for output in printed]
+
+
+def test_models_of_other_layouts_than_the_policy_learn_as_on_one_rank(
+    four: tuple[Path, Path, list[dict[str, Any]]], ranks: Ranks
+) -> None:
+    model, _, seen = four
+    alone = Learners(model, ranks, **PPO)
+
+    stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]
+
+    assert all(one["stats"] == seen[0]["stats"] for one in seen)
+    for together, one in zip(seen[0]["stats"], stats, strict=True):
+        assert together == pytest.approx(one, rel=1e-3, abs=1e-5)
+    assert seen[0]["fingerprint"] == pytest.approx(alone.fingerprint(), rel=1e-5, abs=1e-6)
+    assert stats[1]["kl_mean"] > 0  # the reference had something to say
+
+
+def test_checkpoints_load_in_another_layout(four: tuple[Path, Path, list[dict[str, Any]]], ranks: Ranks) -> None:
+    model, directory, seen = four
+    resumed = Learners(model, ranks, **PPO)
+
+    assert resumed.engines.load_checkpoint(directory / "of_four") == b"of four"
+
+    assert resumed.fingerprint() == pytest.approx(seen[0]["fingerprint"], rel=1e-6)
+    assert [one["ledger"] for one in seen] == ["of one"] * 4
+    assert seen[0]["loaded"] == pytest.approx(json.loads((directory / "of_one.json").read_text()), rel=1e-6)
+
+
+def test_gradients_cross_the_ranks_once_however_many_rows_they_are_of(
+    four: tuple[Path, Path, list[dict[str, Any]]],
+) -> None:
+    """Once for each of the two layers and once for what is around them."""
+    assert [one["counts"] for one in four[2]] == [[3, 3]] * 4
