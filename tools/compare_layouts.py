@@ -34,13 +34,17 @@ from areal_async.trainer.pack import balance
 from areal_async.trainer.rows import RETURNS, VALUES, TrainRow, with_columns
 
 Named = dict[str, Tensor]
-LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
     "replicas": (2, {"replicas": 2}),
     "tensor": (2, {"tensor_parallel": 2}),
+    "pipeline": (2, {"pipeline_parallel": 2}),
+    "interleaved": (2, {"pipeline_parallel": 2, "pipeline_schedule": "interleaved"}),
     "fsdp2+replicas": (4, {"replicas": 2}),
     "fsdp2+tensor": (4, {"tensor_parallel": 2}),
+    "fsdp2+pipeline": (4, {"pipeline_parallel": 2}),
     "replicas+tensor": (4, {"replicas": 2, "tensor_parallel": 2}),
+    "tensor+pipeline": (4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
 }
 """Number of ranks and settings of the trainer, by name."""
 
@@ -104,7 +108,7 @@ def roles(arguments: argparse.Namespace) -> tuple[str, ...]:
     return ("policy", "critic") if arguments.critic else ("policy",)
 
 
-def train(role: str, arguments: argparse.Namespace, ranks: Ranks, layout: dict[str, int]) -> Named:
+def train(role: str, arguments: argparse.Namespace, ranks: Ranks, layout: dict[str, Any]) -> Named:
     """Return each parameter's gradients and its change, by ``<step> <name>`` and ``change <name>``, on rank 0."""
     settings = _settings(arguments, num_ranks=ranks.size, **layout)
     engine = CriticEngine.for_run(settings, ranks) if role == "critic" else FsdpEngine.for_run(settings, ranks)

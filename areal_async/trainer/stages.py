@@ -135,8 +135,8 @@ class StagedModel(nn.Module):
         self.shapes: dict[str, torch.Size] = {name: parameter.shape for name, parameter in whole.items()}
         """Of the whole decoder's parameters; tied ones come once."""
         name_of = {id(parameter): name for name, parameter in whole.items()}
-        stages = _divide(decoder, self.num_stages)
-        held = [{name_of[id(one)] for part in parts for one in part.parameters()} for parts in stages]
+        parts = divide(decoder, self.num_stages)
+        held = [{name_of[id(one)] for part in own for one in part.parameters()} for own in parts]
         self._holders = {name: [number for number, names in enumerate(held) if name in names] for name in whole}
         nowhere = [name for name, holders in self._holders.items() if not holders]
         if nowhere:
@@ -144,13 +144,11 @@ class StagedModel(nn.Module):
                 f"model: got {decoder.config.model_type} with weights outside of its layers, embedding, norm and head: "
                 f"{nowhere[0]}; need a decoder without them for trainer.pipeline_parallel over 1"
             )
-        self.stages = nn.ModuleList()
-        self._names: list[dict[str, str]] = []
-        for number in self.own_numbers:
-            own = _cut(decoder, stages, number)
-            self._names.append({name: name_of[id(parameter)] for name, parameter in own.named_parameters()})
-            is_first, is_last = number == 0, number == self.num_stages - 1
-            self.stages.append(Stage(wrap(own), own, is_first=is_first, is_last=is_last))
+        self.stages = nn.ModuleList(stage_of(decoder, parts, number, wrap=wrap) for number in self.own_numbers)
+        self._names = [
+            {name: name_of[id(parameter)] for name, parameter in stage.decoder.named_parameters()}
+            for stage in self.own_stages
+        ]
 
     @property
     def own_stages(self) -> list[Stage]:
@@ -218,6 +216,52 @@ class StagedModel(nn.Module):
         return whole
 
 
+def divide(decoder: Any, num_stages: int) -> list[list[nn.Module]]:
+    """Return the parts with weights of every stage: layers of even cost, with what stands before and after them.
+
+    Raises:
+        UserError: there are fewer layers than stages.
+    """
+    layers = _layers(decoder)
+    if len(layers) < num_stages:
+        raise UserError(
+            f"model: got {len(layers)} layers of {decoder.config.model_type} for {num_stages} stages, need one for "
+            "each; lower trainer.pipeline_parallel or trainer.pipeline_stages_per_rank"
+        )
+    base = decoder.base_model
+    children = [child for child in base.children() if any(True for _ in child.parameters())]
+    place = next(place for place, child in enumerate(children) if child is base.layers)
+    heads = [child for child in decoder.children() if child is not base]
+    costs = [float(sum(weight.numel() for weight in layer.parameters() if weight.ndim > 1)) for layer in layers]
+    # An embedding is looked up and costs nothing; the head runs on scored tokens, most of them in what is trained.
+    costs[-1] += sum(weight.numel() for head in heads for weight in head.parameters())
+    stages = [[layers[index] for index in part] for part in split_evenly(costs, num_parts=num_stages)]
+    stages[0] += children[:place]
+    stages[-1] += children[place + 1 :] + heads
+    return stages
+
+
+def stage_of(
+    decoder: nn.Module,
+    parts: Sequence[Sequence[nn.Module]],
+    number: int,
+    *,
+    wrap: Callable[[nn.Module], nn.Module],
+) -> Stage:
+    """Return one stage of ``divide``'s parts. Its parameters are the whole decoder's own.
+
+    Args:
+        wrap: makes a ``Readable`` of a decoder.
+    """
+    layers = {id(layer) for layer in _layers(decoder)}
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in decoder.parameters()}
+    for other, theirs in enumerate(parts):
+        if other != number:
+            memo |= {id(part): Skipped() if id(part) in layers else nn.Identity() for part in theirs}
+    own = copy.deepcopy(decoder, memo)
+    return Stage(wrap(own), own, is_first=number == 0, is_last=number == len(parts) - 1)
+
+
 def split_evenly(costs: Sequence[float], *, num_parts: int) -> list[range]:
     """Return neighbours, none without a member, so that the dearest part is as cheap as can be.
 
@@ -242,37 +286,6 @@ def split_evenly(costs: Sequence[float], *, num_parts: int) -> list[range]:
         }
     starts = best[len(costs)][2]
     return [range(start, end) for start, end in zip(starts, [*starts[1:], len(costs)], strict=True)]
-
-
-def _divide(decoder: Any, num_stages: int) -> list[list[nn.Module]]:
-    """Return the parts with weights of every stage: layers of even cost, with what stands before and after them."""
-    layers = _layers(decoder)
-    if len(layers) < num_stages:
-        raise UserError(
-            f"model: got {len(layers)} layers of {decoder.config.model_type} for {num_stages} stages, need one for "
-            "each; lower trainer.pipeline_parallel or trainer.pipeline_stages_per_rank"
-        )
-    base = decoder.base_model
-    children = [child for child in base.children() if any(True for _ in child.parameters())]
-    place = next(place for place, child in enumerate(children) if child is base.layers)
-    heads = [child for child in decoder.children() if child is not base]
-    costs = [float(sum(weight.numel() for weight in layer.parameters() if weight.ndim > 1)) for layer in layers]
-    # An embedding is looked up and costs nothing; the head runs on scored tokens, most of them in what is trained.
-    costs[-1] += sum(weight.numel() for head in heads for weight in head.parameters())
-    stages = [[layers[index] for index in part] for part in split_evenly(costs, num_parts=num_stages)]
-    stages[0] += children[:place]
-    stages[-1] += children[place + 1 :] + heads
-    return stages
-
-
-def _cut(decoder: nn.Module, stages: Sequence[Sequence[nn.Module]], number: int) -> nn.Module:
-    """Return the decoder with the parts of one stage alone. Its parameters are those of the whole one."""
-    layers = {id(layer) for layer in _layers(decoder)}
-    memo: dict[int, Any] = {id(parameter): parameter for parameter in decoder.parameters()}
-    for other, parts in enumerate(stages):
-        if other != number:
-            memo |= {id(part): Skipped() if id(part) in layers else nn.Identity() for part in parts}
-    return copy.deepcopy(decoder, memo)
 
 
 def _layers(decoder: Any) -> list[nn.Module]:

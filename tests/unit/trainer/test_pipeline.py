@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.pipeline import bubble, num_microbatches
-from areal_async.trainer.stages import split_evenly
 from tests.unit.trainer import one_of_a_pipeline as one
 from tests.unit.trainer.models import engine_of, save_model
 from tests.unit.trainer.processes import run_on_ranks
@@ -97,14 +96,6 @@ def test_weights_of_a_pipeline_are_a_plain_folder_with_tied_ones_once(seen: Seen
     assert "lm_head.weight" not in saved
     for name, tensor in saved.items():
         np.testing.assert_array_equal(loaded[name].numpy(), tensor)
-
-
-def test_layers_are_divided_so_that_the_dearest_stage_is_cheap() -> None:
-    assert split_evenly([1.0] * 8, num_parts=4) == [range(2), range(2, 4), range(4, 6), range(6, 8)]
-    # The last layer carries a head that costs two more.
-    assert split_evenly([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], num_parts=2) == [range(4), range(4, 6)]
-    with pytest.raises(ValueError, match="need one for each"):
-        split_evenly([1.0], num_parts=2)
 
 
 @pytest.mark.parametrize(
