@@ -22,7 +22,7 @@ from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.errors import FencedError
 from areal_async.trainer.payloads import Placed
 from areal_async.trainer.rows import TrainRow
-from areal_async.types import Metrics, Trajectory, Version
+from areal_async.types import Cut, Metrics, Trajectory, Version
 from areal_async.types import Sequence as TokenSequence
 
 _CREDIT = pa.struct(
@@ -49,6 +49,12 @@ _SCHEMA = pa.schema(
         ("advantages", pa.list_(pa.list_(pa.float32()))),
         ("credits", pa.list_(_CREDIT)),
         ("turns", pa.list_(pa.list_(pa.int16()))),
+        ("num_tokens", pa.int64()),
+        ("num_output_tokens", pa.int64()),
+        ("num_truncated", pa.int64()),
+        ("max_staleness", pa.int64()),
+        ("masks_stale", pa.bool_()),
+        ("branches", pa.string()),
     ]
 )
 
@@ -57,6 +63,7 @@ def write_archive(
     directory: Path,
     *,
     made: Version,
+    cut: Cut,
     rank: int,
     slots: Sequence[Placed],
     trajectories: Mapping[int, Trajectory],
@@ -70,6 +77,7 @@ def write_archive(
     each token's as well, null on tokens that were not trained, and the others are means over trained tokens.
 
     Args:
+        cut: of the step; what a replay must know of it beside its slots goes into every row.
         advantages: by position; what rewards say of each credited reply, or of a trajectory without credits.
         rows: as they were trained, those of a trajectory in the order of its sequences.
     """
@@ -96,6 +104,12 @@ def write_archive(
             "oldest": slot.oldest,
             "newest": slot.newest,
             "info": json.dumps(trajectory.info),
+            "num_tokens": slot.num_tokens,
+            "num_output_tokens": slot.num_output_tokens,
+            "num_truncated": slot.num_truncated,
+            "max_staleness": cut.max_staleness,
+            "masks_stale": cut.masks_stale,
+            "branches": json.dumps(cut.branches),
         }
         columns = ["token_ids", "loss_mask", "logprobs", "versions"]
         if slot.credits:

@@ -298,6 +298,7 @@ class Trainer:
             write_archive,
             self._directory / "trajectories",
             made=made,
+            cut=part.cut,
             rank=self._grid.data.rank,
             slots=mine,
             trajectories=trajectories,

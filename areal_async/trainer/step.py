@@ -18,6 +18,9 @@ from areal_async.trainer.payloads import AgeStats, Placed, SlotKey
 from areal_async.trainer.stats import StepStats
 from areal_async.types import Metrics, Version
 
+DIGITS = {"loss": 9, "value_loss": 9}
+"""Significant ones of what ``replay`` compares to 1e-6."""
+
 
 class ShareStats(msgspec.Struct):
     """What a rank says of the trajectories it has trained in a step; nothing where another one speaks for it."""
@@ -235,5 +238,8 @@ def metrics_line(
 
 
 def plain(metrics: Metrics) -> dict[str, float | int | str]:
-    """Round what people read; six significant digits say all that a step can mean."""
-    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in metrics.items()}
+    """Round what people read; six significant digits say all that a step can mean, but a replay is held to more."""
+    return {
+        name: float(f"{value:.{DIGITS.get(name, 6)}g}") if isinstance(value, float) else value
+        for name, value in metrics.items()
+    }

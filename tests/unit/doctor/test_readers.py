@@ -9,7 +9,7 @@ from areal_async.doctor.files import read_archive, read_ledger, read_metrics
 from areal_async.doctor.versions import Columns, count_versions, find_faults
 from areal_async.trainer.archive import write_archive
 from areal_async.trainer.payloads import Placed
-from areal_async.types import NOT_SAMPLED, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from tests.unit.trainer.models import rows_as_trained
 
 OLD, NEW = Version(1, 3).pack(), Version(1, 4).pack()
@@ -47,6 +47,7 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
     write_archive(
         tmp_path,
         made=Version(1, 5),
+        cut=Cut(lineage=1, step=5),
         rank=0,
         slots=slots,
         trajectories=trajectories,

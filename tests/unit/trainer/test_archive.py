@@ -10,7 +10,7 @@ from areal_async.errors import FencedError
 from areal_async.trainer.archive import MetricsFile, abandon_archive, write_archive
 from areal_async.trainer.folders import keep_newest
 from areal_async.trainer.payloads import Placed
-from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.types import Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from tests.unit.trainer.models import rows_as_trained
 
 
@@ -26,6 +26,7 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
     write_archive(
         directory,
         made=Version(lineage, step),
+        cut=Cut(lineage=lineage, step=step, max_staleness=2),
         rank=0,
         slots=[Placed(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
         trajectories=trajectories,

@@ -164,6 +164,7 @@ def test_the_archive_holds_what_was_trained_where_rewards_do_not_say_it(tmp_path
 
 def archive(directory: Path, batch: AgreedBatch, trajectories: dict[int, Trajectory], rows: Iterable[TrainRow]) -> None:
     write_archive(
-        directory, made=Version(1, 5), rank=0, slots=batch.slots, trajectories=trajectories,
+        directory, made=Version(1, 5), cut=Cut(lineage=1, step=5, max_staleness=2), rank=0, slots=batch.slots,
+        trajectories=trajectories,
         advantages=batch.advantages, rows=list(rows),
     )  # fmt: skip
