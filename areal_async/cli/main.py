@@ -154,6 +154,16 @@ VERBS = {
             ("--output", {"metavar": "DIR", "help": "else model_<version> in the run's directory"}),
         ),
     ),
+    "replay": Verb(
+        "replay",
+        "train again from what a run has archived, without inference",
+        (
+            ("--run", {"metavar": "NAME", "help": "name of the recorded run, or its directory; must be given"}),
+            ("--steps", {"metavar": "N", "type": int, "help": "only the first so many (all that are archived)"}),
+            _HELP_SETTINGS,
+        ),
+        takes_settings=True,
+    ),
     "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
     "node": Verb(
         "roles",

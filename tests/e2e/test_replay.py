@@ -1,0 +1,55 @@
+"""What a run has archived trains again to the same losses, and otherwise where it is asked to."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.test_run import REPOSITORY, Run, collect, role_processes
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+
+
+def _replay(run: Run, *words: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        [sys.executable, "-m", "areal_async", "replay", "--run", str(run.directory), *words],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_when_told_to(tmp_path: Path) -> None:
+    run = Run(tmp_path, "recorded", run__steps=5, trainer__checkpoint_every_steps=2)
+    with run.start() as process:
+        run.wait_for_step(3, process)
+        for pid in role_processes(run, "trainer"):
+            os.kill(pid, signal.SIGKILL)
+        ended = collect(process)
+    assert ended.returncode == 0, ended.stdout
+    assert run.lines[-1]["weights_version"] == "2-5", "the trainer was to be killed before the end"
+
+    same = _replay(run)
+
+    assert same.returncode == 0, same.stdout + same.stderr
+    assert "losses reproduced: largest difference" in same.stdout
+    replayed = [json.loads(line) for line in (tmp_path / "recorded-replay" / "metrics.jsonl").read_text().splitlines()]
+    for mine, theirs in zip(replayed, run.lines, strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
+        assert mine["reward_mean"] == theirs["reward_mean"]
+    assert (tmp_path / "recorded-replay" / "model" / "model.safetensors").exists()
+
+    other = _replay(
+        run, "--steps", "2", "--run.name", "other", "--trainer.num_ranks", "2", "--algorithm.name", "rloo",
+        "--trainer.lr", "1e-3", "--trainer.warmup_steps", "0",
+    )  # fmt: skip
+
+    assert other.returncode == 0, other.stdout + other.stderr
+    assert "changed: algorithm.name, algorithm.advantage_baseline, algorithm.advantage_std, " in other.stdout
+    lines = [json.loads(line) for line in (tmp_path / "other" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["lr"] for line in lines] == [1e-3] * 2
+    assert lines[0]["reward_mean"] == run.lines[0]["reward_mean"]
+    assert lines[1]["loss"] != pytest.approx(run.lines[1]["loss"], rel=1e-3)

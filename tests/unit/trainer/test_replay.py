@@ -1,0 +1,288 @@
+"""A recorded run trains again as it did: from the surviving lineage's archive alone, held to its losses."""
+
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import numpy as np
+import pytest
+from msgspec import structs
+
+from areal_async.cli.replay import changed_settings, judge, load_replay_settings, rate_changes
+from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import Settings
+from areal_async.trainer.archive import write_archive
+from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engines import Engines
+from areal_async.trainer.payloads import Placed
+from areal_async.trainer.recorded import Recorded, read_recorded, whole_steps
+from areal_async.trainer.replay import Difference, Replay, compare, place_recorded
+from areal_async.trainer.rows import TrainRow
+from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Metrics, Sequence, Slot, SlotStatus, Trajectory, Version
+from tests.unit.trainer.models import VOCAB
+
+REWARDS = (1.0, 0.0, 0.0, 3.0)
+ADVANTAGES = tuple((np.array(REWARDS) - 1.0) / (np.std(REWARDS, ddof=1) + 1e-6))
+LENGTH, PROMPT = 12, 4
+
+
+def _settings(model: Path, directory: Path, **algorithm: object) -> Settings:
+    return Settings.model_validate(
+        {
+            "run": {"name": "hand", "directory": str(directory), "steps": 2},
+            "model": {"path": str(model), "dtype": "float32"},
+            "trainer": {"lr": 1e-2, "token_budget": 64},
+            "algorithm": algorithm,
+        }
+    )
+
+
+def _trajectory(step: int, sibling: int) -> Trajectory:
+    random = np.random.default_rng((step, sibling))
+    # The first half of the answer is of the version before the newest, as after a swap.
+    old, new = Version(1, max(0, step - 2)), Version(1, step - 1)
+    versions = [NOT_SAMPLED] * PROMPT + [old.pack()] * 4 + [new.pack()] * 4
+    slot = Slot(
+        sibling=sibling,
+        sample_uid=f"{step}-{sibling}",
+        status=SlotStatus.SCORED,
+        reward=REWARDS[sibling],
+        num_tokens=LENGTH,
+        num_output_tokens=LENGTH - PROMPT,
+        oldest=str(old),
+        newest=str(new),
+    )
+    sequence = Sequence(
+        token_ids=random.integers(0, VOCAB, LENGTH).astype(np.int32),
+        loss_mask=np.arange(LENGTH) >= PROMPT,
+        logprobs=np.where(np.arange(LENGTH) >= PROMPT, random.normal(-4.1, 0.3, LENGTH), 0).astype(np.float32),
+        versions=np.array(versions, dtype=np.int64),
+    )
+    return Trajectory(slot=slot, sequences=[sequence], info={"num_turns": 1.0})
+
+
+def _record(
+    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False
+) -> list[TrainRow]:
+    """Archive the batch of one step by hand; return what is to be trained of it, also by hand."""
+    trajectories = {place: _trajectory(step, place) for place in range(len(REWARDS))}
+    write_archive(
+        directory / "trajectories",
+        made=Version(lineage, step),
+        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale),
+        rank=0,
+        slots=[
+            Placed(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
+            for place, one in trajectories.items()
+        ],
+        trajectories=trajectories,
+        advantages={place: np.float32([value]) for place, value in enumerate(ADVANTAGES)},
+    )
+    rows = []
+    for place, one in trajectories.items():
+        (sequence,) = one.sequences
+        ages = np.array([0] * PROMPT + [min(1, step - 1)] * 4 + [0] * 4)
+        rows.append(
+            TrainRow(
+                token_ids=sequence.token_ids,
+                loss_mask=sequence.loss_mask & (ages <= max_staleness),
+                behave_logprobs=sequence.logprobs,
+                advantage=float(np.float32(ADVANTAGES[place])),
+                current_mask=sequence.loss_mask & (ages == 0),
+                ages=ages,
+                index=place,
+            )
+        )
+    return rows
+
+
+def _write_lines(directory: Path, *lines: dict[str, object]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def _line(step: int, *, lineage: int = 1, **more: object) -> dict[str, object]:
+    return {"step": step, "weights_version": f"{lineage}-{step}", "num_trajectories": len(REWARDS), **more}
+
+
+def _step(replay: Replay, recorded: Seq[Recorded], step: int) -> Metrics:
+    return anyio.run(replay.step, recorded, Version(1, step))
+
+
+def _engines(settings: Settings, ranks: Ranks) -> Engines:
+    return Engines.for_run(settings, ranks)
+
+
+def test_the_archive_trains_what_its_rows_say(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    settings = _settings(model, tmp_path)
+    by_hand = _engines(settings, ranks).actor
+    replay = Replay(settings, engines=_engines(settings, ranks), ranks=ranks)
+    for step in (1, 2):
+        rows = _record(tmp_path, step)
+        _write_lines(tmp_path, *map(_line, range(1, step + 1)))
+        wanted = by_hand.train_step(rows, step=step, total_steps=2)
+
+        line = _step(replay, read_recorded(whole_steps(tmp_path)[-1][1]), step)
+
+        assert line["loss"] == pytest.approx(wanted.loss, rel=1e-8)
+        assert line["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-5)
+        assert line["staleness_mean"] == (step - 1) / 2
+        assert line["num_current_tokens"] == len(REWARDS) * (LENGTH - PROMPT) / step
+        assert line["num_tokens"] == len(REWARDS) * (LENGTH - PROMPT)
+
+
+def test_tokens_that_were_masked_for_their_age_are_masked_again(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    settings = _settings(model, tmp_path)
+    rows = _record(tmp_path, 2, max_staleness=0, masks_stale=True)
+    (recorded,) = [read_recorded(list(tmp_path.glob("trajectories/*")))]
+
+    line = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 2)
+
+    wanted = _engines(settings, ranks).actor.train_step(rows, step=2, total_steps=2)
+    assert line["stale_tokens_masked"] == 4 * len(REWARDS)
+    assert line["loss"] == pytest.approx(wanted.loss, rel=1e-8)
+    (sequence,) = recorded[0].trajectory.sequences
+    assert recorded[0].trained_mask(sequence) == rows[0].loss_mask.tolist()
+
+
+def test_another_algorithm_sees_the_archived_rewards_otherwise(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    rows = _record(tmp_path, 1)
+    recorded = read_recorded(list(tmp_path.glob("trajectories/*")))
+    settings = _settings(model, tmp_path, name="dr_grpo", aggregation="token_mean")
+
+    line = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 1)
+
+    centred = [replace(row, advantage=reward - 1.0) for row, reward in zip(rows, REWARDS, strict=True)]
+    wanted = _engines(settings, ranks).actor.train_step(centred, step=1, total_steps=2)
+    assert line["loss"] == pytest.approx(wanted.loss, rel=1e-6)
+
+
+def test_only_the_surviving_lineage_is_read(tmp_path: Path) -> None:
+    _record(tmp_path, 1)
+    _record(tmp_path, 2)
+    _record(tmp_path, 2, lineage=2)
+    (tmp_path / "trajectories" / "abandoned").mkdir()
+    _write_lines(tmp_path, _line(1), _line(2, lineage=2))
+
+    steps = whole_steps(tmp_path)
+
+    assert [[path.name for path in paths] for _, paths in steps] == [
+        ["step-000001-1-0.parquet"],
+        ["step-000002-2-0.parquet"],
+    ]
+
+
+def test_the_newest_steps_of_a_live_run_may_not_be_archived_yet_but_no_other(tmp_path: Path) -> None:
+    for step in (1, 3):
+        _record(tmp_path, step)
+    _write_lines(tmp_path, _line(1), _line(2))
+
+    assert len(whole_steps(tmp_path)) == 1
+
+    _write_lines(tmp_path, _line(1), _line(2), _line(3))
+    with pytest.raises(UserError, match="step 2: got 0 archived trajectories, need 4"):
+        whole_steps(tmp_path)
+
+
+def test_what_was_recorded_comes_back_whole(tmp_path: Path) -> None:
+    _record(tmp_path, 2)
+    (path,) = tmp_path.glob("trajectories/*")
+
+    recorded, headers = read_recorded([path]), read_recorded([path], with_tokens=False)
+
+    for place, (one, header) in enumerate(zip(recorded, headers, strict=True)):
+        wanted = _trajectory(2, place)
+        assert one.trajectory.slot == header.trajectory.slot == wanted.slot
+        assert one.trajectory.info == wanted.info
+        for name in ("token_ids", "loss_mask", "logprobs", "versions"):
+            got, array = (getattr(each.sequences[0], name) for each in (one.trajectory, wanted))
+            assert got.dtype == array.dtype
+            assert got.tolist() == array.tolist()
+        assert not header.trajectory.sequences
+        assert one.advantage == pytest.approx(ADVANTAGES[place])
+        assert place_recorded(one).key == ("0-2-0", place)
+
+
+def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path, model: Path, ranks: Ranks) -> None:
+    _record(tmp_path, 1)
+    recorded = read_recorded(list(tmp_path.glob("trajectories/*")))
+    (sequence,) = recorded[0].trajectory.sequences
+    sequence = structs.replace(sequence, token_ids=np.where(np.arange(LENGTH) == 3, VOCAB, sequence.token_ids))
+    recorded[0] = replace(recorded[0], trajectory=structs.replace(recorded[0].trajectory, sequences=[sequence]))
+    settings = _settings(model, tmp_path)
+    replay = Replay(settings, engines=_engines(settings, ranks), ranks=ranks)
+
+    with pytest.raises(UserError, match=f"with {VOCAB} tokens, need at least {VOCAB + 1}"):
+        _step(replay, recorded, 1)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "replayed", "relative"),
+    [
+        (0.5, 0.5, 0.0),
+        (0.5, 0.500001, 2e-6),
+        (-0.5, 0.5, 2.0),
+        (1e-9, 2e-9, 1e-6),
+        (float("nan"), float("nan"), 0.0),
+        (float("nan"), 0.5, float("inf")),
+    ],
+)
+def test_differences_are_relative_to_the_loss_but_not_to_one_that_cancels(
+    recorded: float, replayed: float, relative: float
+) -> None:
+    difference = Difference(step=1, name="loss", recorded=recorded, replayed=replayed)
+
+    assert difference.relative == pytest.approx(relative, rel=1e-4)
+
+
+def test_only_losses_are_compared() -> None:
+    (one,) = compare({"loss": 0.5, "grad_norm": 1.0}, {"step": 3, "loss": 0.25, "grad_norm": 2.0})
+
+    assert (one.step, one.name, one.recorded, one.replayed) == (3, "loss", 0.5, 0.25)
+
+
+@pytest.mark.parametrize(
+    ("replayed", "changed", "status", "says"),
+    [
+        (0.5000003, [], 0, "losses reproduced: largest difference 6e-07: step 2"),
+        (0.500001, [], 1, "losses NOT reproduced: largest difference 2e-06: step 2"),
+        (0.7, ["trainer.lr"], 0, "replayed 0.7; changed: trainer.lr"),
+    ],
+)
+def test_an_unchanged_replay_is_held_to_the_recorded_losses_and_a_changed_one_is_not(
+    replayed: float, changed: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    same = Difference(step=1, name="loss", recorded=1.0, replayed=1.0)
+    other = Difference(step=2, name="loss", recorded=0.5, replayed=replayed)
+
+    assert judge([same, other], changed) == status
+    assert says in capsys.readouterr().out
+
+
+def test_a_rate_that_was_changed_while_the_run_was_live_is_told() -> None:
+    recorded = [{"step": 1, "lr": 1e-3}, {"step": 2, "lr": 2e-3}]
+    replayed = [{"step": 1, "lr": 1e-3}, {"step": 2, "lr": 1e-3}]
+
+    assert rate_changes(recorded, recorded) == []
+    assert rate_changes(recorded, replayed) == ["from step 2 on the recorded learning rate was 0.002, here 0.001"]
+
+
+def test_a_replay_lies_beside_its_run_and_never_in_one(model: Path, tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "hand")
+    directory.write_settings(_settings(model, tmp_path / "elsewhere", eps_clip=0.3))
+    for name in ("hand", "live"):
+        (tmp_path / name / "bus").mkdir(parents=True)
+
+    recorded, settings = load_replay_settings(directory, ["--trainer.lr", "0.5"])
+
+    assert settings.run_directory == tmp_path / "hand-replay"
+    assert changed_settings(recorded, settings) == ["trainer.lr"]
+    _, other = load_replay_settings(directory, ["--algorithm.name", "rloo"])
+    assert other.algorithm.advantage_baseline == "leave_one_out"
+    assert other.algorithm.eps_clip == 0.3, "what was chosen beside the preset stays"
+    for name in ("hand", "live"):
+        with pytest.raises(UserError, match=f"run.name: got {name}"):
+            load_replay_settings(directory, ["--run.name", name])
