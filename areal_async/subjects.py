@@ -66,6 +66,10 @@ class Names:
         return f"areal.{self.run}.trajectories.{_token(workflow)}.{_token(group_id)}"
 
     @property
+    def all_trajectories(self) -> str:
+        return f"areal.{self.run}.trajectories.>"
+
+    @property
     def outcomes(self) -> str:
         return f"areal.{self.run}.outcomes"
 

@@ -154,6 +154,28 @@ VERBS = {
             ("--output", {"metavar": "DIR", "help": "else model_<version> in the run's directory"}),
         ),
     ),
+    "trajectories": Verb(
+        "trajectories",
+        "list what a run has sampled, show one token by token, export it",
+        (
+            _RUN,
+            ("--step", {"metavar": "N[-M]", "help": "trained in this step, or in these"}),
+            ("--workflow", {"metavar": "NAME", "help": "of this workflow"}),
+            ("--min-reward", {"metavar": "R", "type": float, "help": "with at least this reward"}),
+            ("--max-reward", {"metavar": "R", "type": float, "help": "with at most this reward"}),
+            ("--min-tokens", {"metavar": "N", "type": int, "help": "of at least so many tokens, prompts included"}),
+            ("--max-tokens", {"metavar": "N", "type": int, "help": "of at most so many tokens"}),
+            ("--version", {"metavar": "V", "help": "sampled by these weights: 1-42, or a step alone"}),
+            ("--error", {"metavar": "TEXT", "help": "never trained, for a reason that contains this; '' for any"}),
+            ("--sort", {"metavar": "COLUMN", "default": "newest", "help": "largest first; newest when left out"}),
+            ("--reverse", {"action": "store_true", "help": "the other way round"}),
+            ("--limit", {"metavar": "N", "type": int, "help": "list so many (50); 0 for all"}),
+            ("--show", {"metavar": "ID", "help": "one of the list, GROUP.SIBLING: what was said, token by token"}),
+            ("--tokens", {"action": "store_true", "help": "with --show: a table of every token too"}),
+            ("--export", {"metavar": "FILE", "help": "write what is wanted, all of it, as .jsonl, .parquet or .csv"}),
+            ("--json", {"action": "store_true", "help": "one JSON object per line"}),
+        ),
+    ),
     "replay": Verb(
         "replay",
         "train again from what a run has archived, without inference",
@@ -237,7 +259,7 @@ def _top_parser() -> argparse.ArgumentParser:
         usage="python -m areal_async VERB [-h] ...",
         description="Asynchronous reinforcement learning for language models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="verbs:\n" + "\n".join(f"  {name:<12}{verb.sentence}" for name, verb in VERBS.items()),
+        epilog="verbs:\n" + "\n".join(f"  {name:<14}{verb.sentence}" for name, verb in VERBS.items()),
     )
     parser.add_argument("--version", action="store_true", help="say which version this is")
     return parser

@@ -108,12 +108,12 @@ class Transcript:
             spans = spans_of(sequence, attempt.turns, taken=taken)
             parts += self._conversation(attempt, sequence, spans)
             if self.with_tokens:
-                parts.append(self._table(sequence, spans))
+                parts.append(token_table(self._texts(sequence, spans), sequence))
         parts += _failure(attempt)
         return Group(*parts, Text())
 
     def _conversation(self, attempt: Attempt, sequence: Sequence, spans: list[Span]) -> Iterator[RenderableType]:
-        texts = token_texts(self.decoder, sequence.token_ids.tolist(), breaks={span.start for span in spans})
+        texts = self._texts(sequence, spans)
         for span in spans:
             if span.turn is not None:
                 yield Text.assemble((SAMPLED_BAR, BAR_STYLE), (_turn_text(attempt.turns, span.turn), "italic"))
@@ -124,7 +124,10 @@ class Transcript:
             for position in range(span.start, span.end):
                 style = shade(float(sequence.logprobs[position])) if span.is_sampled else GIVEN
                 block.append(visible(texts[position]), style)
-            yield _Barred(block, is_sampled=span.is_sampled)
+            yield Barred(block, is_sampled=span.is_sampled)
+
+    def _texts(self, sequence: Sequence, spans: list[Span]) -> list[str]:
+        return token_texts(self.decoder, sequence.token_ids.tolist(), breaks={span.start for span in spans})
 
     def _shown_before(self, attempt: Attempt, sequence: Sequence, span: Span) -> str | None:
         """Say where the beginning of a conversation was shown already."""
@@ -137,29 +140,30 @@ class Transcript:
         self._shown[beginning] = place
         return None
 
-    def _table(self, sequence: Sequence, spans: list[Span]) -> RenderableType:
-        texts = token_texts(self.decoder, sequence.token_ids.tolist(), breaks={span.start for span in spans})
-        table = Table(box=None, padding=(0, 1), header_style="bold")
-        for name in ("position", "id"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("text", overflow="fold")
-        for name in ("mask", "logprob", "version"):
-            table.add_column(name, justify="right", no_wrap=True)
-        for position, text in enumerate(texts):
-            is_sampled = bool(sequence.loss_mask[position])
-            logprob = float(sequence.logprobs[position])
-            table.add_row(
-                str(position),
-                str(sequence.token_ids[position]),
-                Text(
-                    visible(text, newline="↵").replace(" ", "␣") or "(part of the next)",
-                    shade(logprob) if is_sampled else GIVEN,
-                ),
-                str(int(is_sampled)),
-                f"{logprob:.4f}" if is_sampled else "",
-                version_text(int(sequence.versions[position])) or "",
-            )
-        return table
+
+def token_table(texts: list[str], sequence: Sequence) -> RenderableType:
+    """Return a table of every token: its id, text, mask, logprob and version."""
+    table = Table(box=None, padding=(0, 1), header_style="bold")
+    for name in ("position", "id"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("text", overflow="fold")
+    for name in ("mask", "logprob", "version"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for position, text in enumerate(texts):
+        is_sampled = bool(sequence.loss_mask[position])
+        logprob = float(sequence.logprobs[position])
+        table.add_row(
+            str(position),
+            str(sequence.token_ids[position]),
+            Text(
+                visible(text, newline="↵").replace(" ", "␣") or "(part of the next)",
+                shade(logprob) if is_sampled else GIVEN,
+            ),
+            str(int(is_sampled)),
+            f"{logprob:.4f}" if is_sampled else "",
+            version_text(int(sequence.versions[position])) or "",
+        )
+    return table
 
 
 def version_text(packed: int) -> str | None:
@@ -167,7 +171,7 @@ def version_text(packed: int) -> str | None:
     return None if packed == NOT_SAMPLED else str(Version.unpack(packed))
 
 
-class _Barred:
+class Barred:
     """Text, wrapped, behind a bar."""
 
     def __init__(self, text: Text, *, is_sampled: bool) -> None:

@@ -1,6 +1,5 @@
 """A recorded run trains again as it did: from the surviving lineage's archive alone, held to its losses."""
 
-import json
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from pathlib import Path
@@ -14,19 +13,23 @@ from areal_async.cli.replay import changed_settings, judge, load_replay_settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import Settings
-from areal_async.trainer.archive import write_archive
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines
-from areal_async.trainer.payloads import Placed
 from areal_async.trainer.recorded import Recorded, read_recorded, whole_steps
 from areal_async.trainer.replay import Difference, Replay, compare, place_recorded
 from areal_async.trainer.rows import TrainRow
-from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Metrics, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.types import Metrics, Version
+from tests.unit.trainer.archives import (
+    ADVANTAGES,
+    LENGTH,
+    PROMPT,
+    REWARDS,
+    archive_step,
+    line,
+    trajectory,
+    write_lines,
+)
 from tests.unit.trainer.models import VOCAB
-
-REWARDS = (1.0, 0.0, 0.0, 3.0)
-ADVANTAGES = tuple((np.array(REWARDS) - 1.0) / (np.std(REWARDS, ddof=1) + 1e-6))
-LENGTH, PROMPT = 12, 4
 
 
 def _settings(model: Path, directory: Path, **algorithm: object) -> Settings:
@@ -40,47 +43,9 @@ def _settings(model: Path, directory: Path, **algorithm: object) -> Settings:
     )
 
 
-def _trajectory(step: int, sibling: int) -> Trajectory:
-    random = np.random.default_rng((step, sibling))
-    # The first half of the answer is of the version before the newest, as after a swap.
-    old, new = Version(1, max(0, step - 2)), Version(1, step - 1)
-    versions = [NOT_SAMPLED] * PROMPT + [old.pack()] * 4 + [new.pack()] * 4
-    slot = Slot(
-        sibling=sibling,
-        sample_uid=f"{step}-{sibling}",
-        status=SlotStatus.SCORED,
-        reward=REWARDS[sibling],
-        num_tokens=LENGTH,
-        num_output_tokens=LENGTH - PROMPT,
-        oldest=str(old),
-        newest=str(new),
-    )
-    sequence = Sequence(
-        token_ids=random.integers(0, VOCAB, LENGTH).astype(np.int32),
-        loss_mask=np.arange(LENGTH) >= PROMPT,
-        logprobs=np.where(np.arange(LENGTH) >= PROMPT, random.normal(-4.1, 0.3, LENGTH), 0).astype(np.float32),
-        versions=np.array(versions, dtype=np.int64),
-    )
-    return Trajectory(slot=slot, sequences=[sequence], info={"num_turns": 1.0})
-
-
-def _record(
-    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False
-) -> list[TrainRow]:
-    """Archive the batch of one step by hand; return what is to be trained of it, also by hand."""
-    trajectories = {place: _trajectory(step, place) for place in range(len(REWARDS))}
-    write_archive(
-        directory / "trajectories",
-        made=Version(lineage, step),
-        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale),
-        rank=0,
-        slots=[
-            Placed(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
-            for place, one in trajectories.items()
-        ],
-        trajectories=trajectories,
-        advantages={place: np.float32([value]) for place, value in enumerate(ADVANTAGES)},
-    )
+def _record(directory: Path, step: int, *, max_staleness: int = 2, masks_stale: bool = False) -> list[TrainRow]:
+    """Archive the batch of one step; return what is to be trained of it, made by hand."""
+    trajectories = archive_step(directory, step, max_staleness=max_staleness, masks_stale=masks_stale)
     rows = []
     for place, one in trajectories.items():
         (sequence,) = one.sequences
@@ -99,15 +64,6 @@ def _record(
     return rows
 
 
-def _write_lines(directory: Path, *lines: dict[str, object]) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def _line(step: int, *, lineage: int = 1, **more: object) -> dict[str, object]:
-    return {"step": step, "weights_version": f"{lineage}-{step}", "num_trajectories": len(REWARDS), **more}
-
-
 def _step(replay: Replay, recorded: Seq[Recorded], step: int) -> Metrics:
     return anyio.run(replay.step, recorded, Version(1, step))
 
@@ -122,16 +78,16 @@ def test_the_archive_trains_what_its_rows_say(model: Path, ranks: Ranks, tmp_pat
     replay = Replay(settings, engines=_engines(settings, ranks), ranks=ranks)
     for step in (1, 2):
         rows = _record(tmp_path, step)
-        _write_lines(tmp_path, *map(_line, range(1, step + 1)))
+        write_lines(tmp_path, *map(line, range(1, step + 1)))
         wanted = by_hand.train_step(rows, step=step, total_steps=2)
 
-        line = _step(replay, read_recorded(whole_steps(tmp_path)[-1][1]), step)
+        made = _step(replay, read_recorded(whole_steps(tmp_path)[-1][1]), step)
 
-        assert line["loss"] == pytest.approx(wanted.loss, rel=1e-8)
-        assert line["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-5)
-        assert line["staleness_mean"] == (step - 1) / 2
-        assert line["num_current_tokens"] == len(REWARDS) * (LENGTH - PROMPT) / step
-        assert line["num_tokens"] == len(REWARDS) * (LENGTH - PROMPT)
+        assert made["loss"] == pytest.approx(wanted.loss, rel=1e-8)
+        assert made["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-5)
+        assert made["staleness_mean"] == (step - 1) / 2
+        assert made["num_current_tokens"] == len(REWARDS) * (LENGTH - PROMPT) / step
+        assert made["num_tokens"] == len(REWARDS) * (LENGTH - PROMPT)
 
 
 def test_tokens_that_were_masked_for_their_age_are_masked_again(model: Path, ranks: Ranks, tmp_path: Path) -> None:
@@ -139,11 +95,11 @@ def test_tokens_that_were_masked_for_their_age_are_masked_again(model: Path, ran
     rows = _record(tmp_path, 2, max_staleness=0, masks_stale=True)
     (recorded,) = [read_recorded(list(tmp_path.glob("trajectories/*")))]
 
-    line = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 2)
+    made = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 2)
 
     wanted = _engines(settings, ranks).actor.train_step(rows, step=2, total_steps=2)
-    assert line["stale_tokens_masked"] == 4 * len(REWARDS)
-    assert line["loss"] == pytest.approx(wanted.loss, rel=1e-8)
+    assert made["stale_tokens_masked"] == 4 * len(REWARDS)
+    assert made["loss"] == pytest.approx(wanted.loss, rel=1e-8)
     (sequence,) = recorded[0].trajectory.sequences
     assert recorded[0].trained_mask(sequence) == rows[0].loss_mask.tolist()
 
@@ -153,19 +109,19 @@ def test_another_algorithm_sees_the_archived_rewards_otherwise(model: Path, rank
     recorded = read_recorded(list(tmp_path.glob("trajectories/*")))
     settings = _settings(model, tmp_path, name="dr_grpo", aggregation="token_mean")
 
-    line = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 1)
+    made = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 1)
 
     centred = [replace(row, advantage=reward - 1.0) for row, reward in zip(rows, REWARDS, strict=True)]
     wanted = _engines(settings, ranks).actor.train_step(centred, step=1, total_steps=2)
-    assert line["loss"] == pytest.approx(wanted.loss, rel=1e-6)
+    assert made["loss"] == pytest.approx(wanted.loss, rel=1e-6)
 
 
 def test_only_the_surviving_lineage_is_read(tmp_path: Path) -> None:
     _record(tmp_path, 1)
     _record(tmp_path, 2)
-    _record(tmp_path, 2, lineage=2)
+    archive_step(tmp_path, 2, lineage=2)
     (tmp_path / "trajectories" / "abandoned").mkdir()
-    _write_lines(tmp_path, _line(1), _line(2, lineage=2))
+    write_lines(tmp_path, line(1), line(2, lineage=2))
 
     steps = whole_steps(tmp_path)
 
@@ -178,11 +134,11 @@ def test_only_the_surviving_lineage_is_read(tmp_path: Path) -> None:
 def test_the_newest_steps_of_a_live_run_may_not_be_archived_yet_but_no_other(tmp_path: Path) -> None:
     for step in (1, 3):
         _record(tmp_path, step)
-    _write_lines(tmp_path, _line(1), _line(2))
+    write_lines(tmp_path, line(1), line(2))
 
     assert len(whole_steps(tmp_path)) == 1
 
-    _write_lines(tmp_path, _line(1), _line(2), _line(3))
+    write_lines(tmp_path, line(1), line(2), line(3))
     with pytest.raises(UserError, match="step 2: got 0 archived trajectories, need 4"):
         whole_steps(tmp_path)
 
@@ -194,7 +150,7 @@ def test_what_was_recorded_comes_back_whole(tmp_path: Path) -> None:
     recorded, headers = read_recorded([path]), read_recorded([path], with_tokens=False)
 
     for place, (one, header) in enumerate(zip(recorded, headers, strict=True)):
-        wanted = _trajectory(2, place)
+        wanted = trajectory(2, place)
         assert one.trajectory.slot == header.trajectory.slot == wanted.slot
         assert one.trajectory.info == wanted.info
         for name in ("token_ids", "loss_mask", "logprobs", "versions"):

@@ -1,0 +1,227 @@
+"""``trajectories``: look at what a run has sampled: list it, show one token by token, export it.
+
+Newest first. What was trained comes from the archive in the run's directory; what waits to be trained, and why others
+never were, from the run's broker: a live run's own, and that of a stopped one is started for the while.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+import structlog
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from areal_async.cli.recorded_text import draw
+from areal_async.cli.speech import say
+from areal_async.cli.token_text import Decoder, visible
+from areal_async.cli.token_views import Numbers
+from areal_async.cli.trajectory_export import SUFFIXES, describe, export
+from areal_async.cli.trajectory_list import (
+    COLUMNS,
+    STORED,
+    TRAINED,
+    Entry,
+    Filters,
+    archived,
+    find_stored,
+    select,
+    untrained,
+)
+from areal_async.errors import PipelineError, UserError
+from areal_async.fields import is_version
+from areal_async.launch.run import visit
+from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
+from areal_async.types import Trajectory
+
+ASK_S = 20.0
+"""How long the broker may take to tell all that it has; then the archive must do."""
+PIPE_WIDTH = 200
+"""Columns of a table that no terminal bounds."""
+MAX_ERROR_CHARACTERS = 100
+"""Of a reason in the list; ``--json`` and ``--show`` have it whole."""
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """List, show or export."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    directory = find_run(arguments.run)
+    if arguments.show is not None:
+        show(directory, arguments.show, with_tokens=arguments.tokens, is_json=arguments.json)
+        return 0
+    if arguments.export is not None and Path(arguments.export).suffix not in SUFFIXES:
+        raise UserError(f"--export: got {arguments.export}, need a name that ends in {', '.join(SUFFIXES)}")
+    filters = filters_of(arguments)
+    limit = arguments.limit if arguments.limit is not None else 0 if arguments.export else 50
+    entries = select(
+        archived(directory.path, steps=filters.steps),
+        ask_untrained(directory),
+        filters=filters,
+        sort=arguments.sort,
+        is_reversed=arguments.reverse,
+        limit=limit,
+    )
+    if arguments.export is not None:
+        path = Path(arguments.export)
+        count = export(path, entries, find_recorded(directory, entries), load_decoder(directory))
+        say(f"{count} trajectories written to {path}")
+    elif arguments.json:
+        for entry in entries:
+            say(json.dumps(entry._asdict()))
+    else:
+        print_list(entries, limit=limit)
+    return 0
+
+
+def filters_of(arguments: argparse.Namespace) -> Filters:
+    """Read the filters.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    version = arguments.version
+    if version is not None and not version.isdecimal() and not is_version(version):
+        raise UserError(f"--version: got {version}, need <lineage>-<step> like 1-42, or a step alone")
+    if arguments.sort not in ("newest", *COLUMNS):
+        raise UserError(f"--sort: got {arguments.sort}, need one of newest, {', '.join(COLUMNS)}")
+    return Filters(
+        steps=_steps(arguments.step),
+        workflow=arguments.workflow,
+        min_reward=arguments.min_reward,
+        max_reward=arguments.max_reward,
+        min_tokens=arguments.min_tokens,
+        max_tokens=arguments.max_tokens,
+        version=version,
+        error=arguments.error,
+    )
+
+
+def _steps(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    first, dash, last = text.partition("-")
+    if not first.isdecimal() or (dash and not last.isdecimal()):
+        raise UserError(f"--step: got {text}, need a step like 5, or steps like 5-9")
+    return int(first), int(last or first)
+
+
+def ask_untrained(directory: RunDirectory) -> list[Entry]:
+    """Return what only the broker knows; nothing, with a note on stderr, where it cannot be asked."""
+
+    async def ask() -> list[Entry]:
+        with anyio.fail_after(ASK_S):
+            async with visit(directory) as (_, bus):
+                return await untrained(bus)
+
+    try:
+        return anyio.run(ask, backend_options={"use_uvloop": True})
+    except* (PipelineError, TimeoutError, OSError) as group:
+        reason = str(group.exceptions[0]) or "it does not answer"
+    sys.stderr.write(f"only what was trained is listed: the run's broker cannot be asked: {reason}\n")
+    return []
+
+
+def print_list(entries: Sequence[Entry], *, limit: int) -> None:
+    """Print a table, and how to see one of it."""
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=PIPE_WIDTH)
+    if not entries:
+        console.print("no trajectories")
+        return
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for name in ("step", "group.sibling", "workflow"):
+        table.add_column(name, justify="right" if name == "step" else "left", no_wrap=True)
+    for name in ("reward", "advantage", "tokens", "turns"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("versions", no_wrap=True)
+    table.add_column("truncated", no_wrap=True)
+    table.add_column("error", overflow="fold")
+    for entry in entries:
+        table.add_row(
+            "" if entry.step is None else str(entry.step),
+            entry.id,
+            entry.workflow,
+            "" if entry.reward is None else f"{entry.reward:g}",
+            "" if entry.advantage is None else f"{entry.advantage:+.3f}",
+            "" if entry.tokens is None else str(entry.tokens),
+            "" if entry.turns is None else str(entry.turns),
+            entry.versions,
+            "yes" if entry.truncated else "",
+            Text(_error(entry), style="red" if entry.error else "dim"),
+        )
+    console.print(table)
+    more = f"; the {limit} newest, --limit 0 lists all" if limit and len(entries) == limit else ""
+    console.print(f"{len(entries)} listed{more}; --show GROUP.SIBLING shows one", style="dim")
+
+
+def _error(entry: Entry) -> str:
+    if entry.state == STORED:
+        return "not trained yet"
+    text = visible(entry.error, newline=" ")
+    return text if len(text) <= MAX_ERROR_CHARACTERS else text[: MAX_ERROR_CHARACTERS - 3] + "..."
+
+
+def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool) -> None:
+    """Print one trajectory whole.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    entry = next((one for one in archived(directory.path) if one.id == name), None)
+    recorded: Recorded | None = None
+    if entry is not None:
+        recorded = find_recorded(directory, [entry])[entry.id]
+        trajectory = recorded.trajectory
+    else:
+        entry, trajectory = _find_untrained(directory, name)
+    decoder = load_decoder(directory)
+    if is_json:
+        say(json.dumps(describe(entry, recorded, trajectory, decoder)))
+    else:
+        Console(highlight=False).print(draw(entry, trajectory, decoder, recorded=recorded, with_tokens=with_tokens))
+
+
+def _find_untrained(directory: RunDirectory, name: str) -> tuple[Entry, Trajectory]:
+    async def find() -> tuple[Entry, Trajectory]:
+        async with visit(directory) as (_, bus):
+            found = [entry for entry in await untrained(bus) if entry.id == name]
+            if not found:
+                raise UserError(f"--show: got {name}, need GROUP.SIBLING as the list has it")
+            if found[0].sibling is None:
+                raise UserError(f"--show {name}: its trajectories are gone; what is left: {found[0].error}")
+            return found[0], await find_stored(bus, found[0])
+
+    return anyio.run(find, backend_options={"use_uvloop": True})
+
+
+def find_recorded(directory: RunDirectory, entries: Sequence[Entry]) -> dict[str, Recorded]:
+    """Read the trained ones of some entries with their tokens, by id; each step is read once."""
+    wanted = {entry.id for entry in entries if entry.state == TRAINED}
+    steps = {entry.step for entry in entries if entry.state == TRAINED}
+    found = {}
+    for version, paths in archive_files(directory.path).items():
+        for one in read_recorded(paths) if version.step in steps else ():
+            name = f"{one.group_id}.{one.trajectory.slot.sibling}"
+            if name in wanted:
+                found[name] = one
+    return found
+
+
+def load_decoder(directory: RunDirectory) -> Decoder:
+    """Return the run's tokenizer; numbers, with a note on stderr, where there is none to be read."""
+    # Imported here: it takes seconds.
+    from areal_async.rollout.text import load_codec
+
+    try:
+        final = directory.path / "model"  # there is one at the end of the run, wherever it began
+        return load_codec(str(final) if final.is_dir() else directory.read_settings().model.path)
+    except UserError as exc:
+        sys.stderr.write(f"tokens are shown by their ids: {exc}\n")
+        return Numbers()

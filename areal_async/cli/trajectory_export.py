@@ -1,0 +1,98 @@
+"""Trajectories as a file for other programs: JSON lines and Parquet with all tokens, CSV with a line of facts each."""
+
+import csv
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from areal_async.cli.token_text import Decoder
+from areal_async.cli.trajectory_list import Entry
+from areal_async.cli.transcript import version_text
+from areal_async.trainer.recorded import Recorded
+from areal_async.types import Trajectory
+
+SUFFIXES = (".jsonl", ".parquet", ".csv")
+
+
+def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded], decoder: Decoder) -> int:
+    """Write entries, with the tokens of those that were trained; return how many.
+
+    The file's name ends in one of ``SUFFIXES``. It appears whole or not at all.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".csv":
+        with temporary.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.writer(file)
+            writer.writerow(Entry._fields)
+            writer.writerows(entries)
+    else:
+        rows = []
+        for entry in entries:
+            own = recorded.get(entry.id)
+            rows.append(describe(entry, own, own.trajectory if own else None, decoder))
+        if path.suffix == ".jsonl":
+            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        else:
+            _write_parquet(temporary, rows)
+    temporary.replace(path)
+    return len(entries)
+
+
+def describe(
+    entry: Entry, recorded: Recorded | None, trajectory: Trajectory | None, decoder: Decoder
+) -> dict[str, Any]:
+    """Return everything about one trajectory. Token lists have one entry per token, None for a version nobody sampled.
+
+    ``trained`` is None where it is not known yet; all are empty without a trajectory.
+    """
+    sequences = trajectory.sequences if trajectory is not None else []
+    return {
+        **entry._asdict(),
+        "info": json.dumps(trajectory.info if trajectory is not None else {}),
+        "credits": [
+            {"reward": credit.reward, "num_tokens": credit.num_tokens, "role": credit.role}
+            for credit in (trajectory.slot.credits if trajectory is not None else [])
+        ],
+        "sequences": [
+            {
+                "text": decoder.decode(sequence.token_ids.tolist(), skip_special_tokens=False),
+                "token_ids": sequence.token_ids.tolist(),
+                "loss_mask": sequence.loss_mask.tolist(),
+                "trained": recorded.trained_mask(sequence) if recorded is not None else None,
+                "logprobs": sequence.logprobs.tolist(),
+                "versions": [version_text(packed) for packed in sequence.versions.tolist()],
+            }
+            for sequence in sequences
+        ],
+    }
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    whole, number, text = pa.int64(), pa.float64(), pa.string()
+    kinds = {"step": whole, "sibling": whole, "reward": number, "advantage": number, "tokens": whole}
+    kinds |= {"output_tokens": whole, "turns": whole, "truncated": whole, "near_step": whole}
+    sequence = pa.struct(
+        [
+            ("text", text),
+            ("token_ids", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.bool_())),
+            ("trained", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("versions", pa.list_(text)),
+        ]
+    )
+    credit = pa.struct([("reward", number), ("num_tokens", whole), ("role", text)])
+    schema = pa.schema(
+        [
+            *((name, kinds.get(name, text)) for name in Entry._fields),
+            ("info", text),
+            ("credits", pa.list_(credit)),
+            ("sequences", pa.list_(sequence)),
+        ]
+    )
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)

@@ -1,0 +1,172 @@
+"""What a run has sampled is found by what one remembers of it, and shown token by token as it was trained."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+
+from areal_async.cli.main import main
+from areal_async.cli.recorded_text import MASKED, draw
+from areal_async.cli.token_views import Kind, Numbers, token_views
+from areal_async.cli.trajectory_list import STORED, Entry, Filters, archived, entry_of, select
+from areal_async.cli.transcript import GIVEN, shade
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import ModelSettings, RunSettings, Settings
+from areal_async.trainer.recorded import read_recorded
+from tests.unit.trainer.archives import LENGTH, PROMPT, REWARDS, archive_step, trajectory
+
+
+@pytest.fixture
+def run_directory(tmp_path: Path) -> Path:
+    """A run of three archived steps, whose broker was never started."""
+    directory = RunDirectory(tmp_path / "made")
+    settings = Settings(
+        run=RunSettings(name="made", directory=tmp_path), model=ModelSettings(path=str(tmp_path / "no-model"))
+    )
+    directory.write_settings(settings)
+    for step in (1, 2, 3):
+        archive_step(directory.path, step)
+    return directory.path
+
+
+def _listed(capsys: pytest.CaptureFixture[str], run_directory: Path, *words: str) -> list[dict[str, object]]:
+    assert main(["trajectories", "--run", str(run_directory), "--json", *words]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("words", "ids"),
+    [
+        (["--step", "2"], [f"0-2-0.{sibling}" for sibling in range(4)]),
+        (["--step", "2-3", "--limit", "1"], ["0-3-0.0"]),
+        (["--min-reward", "2"], ["0-3-0.3", "0-2-0.3", "0-1-0.3"]),
+        (["--max-reward", "0", "--step", "1"], ["0-1-0.1", "0-1-0.2"]),
+        (["--version", "1-2", "--limit", "2"], ["0-3-0.0", "0-3-0.1"]),
+        (["--version", "0", "--min-reward", "1"], ["0-2-0.0", "0-2-0.3", "0-1-0.0", "0-1-0.3"]),
+        (["--min-tokens", "13"], []),
+        (["--max-tokens", "12", "--limit", "2"], ["0-3-0.0", "0-3-0.1"]),
+        (["--workflow", "other"], []),
+        (["--error", ""], []),
+        (["--sort", "reward", "--limit", "2"], ["0-3-0.3", "0-2-0.3"]),
+        (["--sort", "step", "--reverse", "--limit", "1"], ["0-1-0.0"]),
+    ],
+)
+def test_the_archive_is_listed_newest_first_and_filtered(
+    words: list[str], ids: list[str], run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert [one["id"] for one in _listed(capsys, run_directory, *words)] == ids
+
+
+def test_a_run_whose_broker_cannot_be_asked_still_has_its_archive(
+    run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trajectories", "--run", str(run_directory), "--limit", "1"]) == 0
+
+    told = capsys.readouterr()
+    assert "0-3-0.0" in told.out
+    assert "only what was trained is listed" in told.err
+
+
+def test_of_the_newest_no_more_files_are_read_than_are_listed(run_directory: Path) -> None:
+    (run_directory / "trajectories" / "step-000001-1-0.parquet").write_bytes(b"damaged")
+
+    newest = select(
+        archived(run_directory), [], filters=Filters(), sort="newest", is_reversed=False, limit=2 * len(REWARDS)
+    )
+
+    assert [one.step for one in newest] == [3] * 4 + [2] * 4
+
+
+def _untrained(name: str, state: str, **fields: object) -> Entry:
+    base = entry_of_first()._replace(id=name, state=state, step=None, advantage=None, near_step=2)
+    return base._replace(**fields)  # type: ignore[arg-type]
+
+
+def entry_of_first() -> Entry:
+    return Entry(
+        id="", state="", step=1, group="", sibling=0, workflow="w", reward=None, advantage=None, tokens=None,
+        output_tokens=None, turns=None, oldest="", newest="", error="", truncated=None, near_step=1,
+    )  # fmt: skip
+
+
+def test_what_is_archived_and_still_stored_is_listed_once_and_errors_are_found_by_their_reason(
+    run_directory: Path,
+) -> None:
+    others = [
+        _untrained("0-3-0.0", STORED, near_step=4),
+        _untrained("0-9-0.1", STORED, near_step=4),
+        _untrained("0-8-0", "failed", error="failed: RewardError: no JSON"),
+    ]
+
+    everything = select(archived(run_directory), others, filters=Filters(), sort="newest", is_reversed=False, limit=0)
+    failed = select(
+        archived(run_directory), others, filters=Filters(error="rewarderror"), sort="newest", is_reversed=False, limit=0
+    )
+
+    assert [one.id for one in everything][:2] == ["0-9-0.1", "0-3-0.0"]
+    assert len(everything) == 3 * len(REWARDS) + 2
+    assert [one.id for one in failed] == ["0-8-0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--show", "0-77-0.1"], "bus/url: cannot be read; start the run first"),
+        (["--sort", "size"], "--sort: got size, need one of newest, step, group, "),
+        (["--step", "x"], "--step: got x, need a step like 5, or steps like 5-9"),
+        (["--version", "1-x"], "--version: got 1-x, need <lineage>-<step> like 1-42, or a step alone"),
+        (["--export", "x.txt"], "--export: got x.txt, need a name that ends in .jsonl, .parquet, .csv"),
+    ],
+)
+def test_mistakes_are_one_sentence(
+    words: list[str], says: str, run_directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["trajectories", "--run", str(run_directory), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_every_export_holds_what_was_asked_for(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for suffix in ("jsonl", "parquet", "csv"):
+        path = run_directory / f"out.{suffix}"
+        assert main(["trajectories", "--run", str(run_directory), "--step", "2", "--export", str(path)]) == 0
+    said = capsys.readouterr().out
+
+    lines = [json.loads(line) for line in (run_directory / "out.jsonl").read_text().splitlines()]
+    rows = pq.read_table(run_directory / "out.parquet").to_pylist()
+    with (run_directory / "out.csv").open(newline="") as file:
+        facts = list(csv.DictReader(file))
+    assert said.count("4 trajectories written to ") == 3
+    for place, (line, row, fact) in enumerate(zip(lines, rows, facts, strict=True)):
+        (wanted,) = trajectory(2, place).sequences
+        for one in (line, row):
+            (sequence,) = one["sequences"]
+            assert sequence["token_ids"] == wanted.token_ids.tolist()
+            assert sequence["trained"] == wanted.loss_mask.tolist()
+            assert sequence["versions"] == [None] * PROMPT + ["1-0"] * 4 + ["1-1"] * 4
+            assert sequence["text"] == "".join(f"<{one}>" for one in wanted.token_ids)
+        assert (fact["id"], float(fact["reward"])) == (f"0-2-0.{place}", REWARDS[place])
+
+
+def test_a_token_is_given_trained_or_masked_and_marked_where_its_version_changes(tmp_path: Path) -> None:
+    archive_step(tmp_path, 2, max_staleness=0, masks_stale=True)
+    (recorded, *_) = read_recorded(list(tmp_path.glob("trajectories/*")))
+    (sequence,) = recorded.trajectory.sequences
+
+    views = token_views(sequence, Numbers(), recorded.trained_mask(sequence))
+    drawn = draw(entry_of(recorded), recorded.trajectory, Numbers(), recorded=recorded)
+
+    assert [view.kind for view in views] == [Kind.GIVEN] * 4 + [Kind.MASKED] * 4 + [Kind.TRAINED] * 4
+    assert [place for place, view in enumerate(views) if view.begins_version] == [PROMPT, PROMPT + 4]
+    assert [view.version for view in views] == [""] * PROMPT + ["1-0"] * 4 + ["1-1"] * 4
+    console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="256", highlight=False)
+    texts = {view.text for view in views}
+    drawn_tokens = [(one.text, str(one.style)) for one in console.render(drawn) if one.text in texts]
+    own = {Kind.GIVEN: GIVEN, Kind.MASKED: MASKED}
+    assert drawn_tokens == [(view.text, own.get(view.kind) or shade(view.logprob)) for view in views]
+    assert len(views) == LENGTH
+    text = "".join(segment.text for segment in console.render(drawn))
+    assert text.index("‹1-0›") < text.index("‹1-1›")

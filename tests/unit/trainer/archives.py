@@ -1,0 +1,68 @@
+"""Runs made by hand: archived steps of one group each, and their lines of metrics."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from areal_async.trainer.archive import write_archive
+from areal_async.trainer.payloads import Placed
+from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+
+REWARDS = (1.0, 0.0, 0.0, 3.0)
+ADVANTAGES = tuple((np.array(REWARDS) - 1.0) / (np.std(REWARDS, ddof=1) + 1e-6))
+LENGTH, PROMPT = 12, 4
+VOCAB = 61
+
+
+def trajectory(step: int, sibling: int) -> Trajectory:
+    """Return one of two versions: the first half of the answer is of the one before the newest, as after a swap."""
+    random = np.random.default_rng((step, sibling))
+    old, new = Version(1, max(0, step - 2)), Version(1, step - 1)
+    versions = [NOT_SAMPLED] * PROMPT + [old.pack()] * 4 + [new.pack()] * 4
+    slot = Slot(
+        sibling=sibling,
+        sample_uid=f"{step}-{sibling}",
+        status=SlotStatus.SCORED,
+        reward=REWARDS[sibling],
+        num_tokens=LENGTH,
+        num_output_tokens=LENGTH - PROMPT,
+        oldest=str(old),
+        newest=str(new),
+    )
+    sequence = Sequence(
+        token_ids=random.integers(0, VOCAB, LENGTH).astype(np.int32),
+        loss_mask=np.arange(LENGTH) >= PROMPT,
+        logprobs=np.where(np.arange(LENGTH) >= PROMPT, random.normal(-4.1, 0.3, LENGTH), 0).astype(np.float32),
+        versions=np.array(versions, dtype=np.int64),
+    )
+    return Trajectory(slot=slot, sequences=[sequence], info={"num_turns": 1.0})
+
+
+def archive_step(
+    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False
+) -> dict[int, Trajectory]:
+    """Archive the batch of one step; return its trajectories by position."""
+    trajectories = {place: trajectory(step, place) for place in range(len(REWARDS))}
+    write_archive(
+        directory / "trajectories",
+        made=Version(lineage, step),
+        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale),
+        rank=0,
+        slots=[
+            Placed(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
+            for place, one in trajectories.items()
+        ],
+        trajectories=trajectories,
+        advantages={place: np.float32([value]) for place, value in enumerate(ADVANTAGES)},
+    )
+    return trajectories
+
+
+def write_lines(directory: Path, *lines: dict[str, object]) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def line(step: int, *, lineage: int = 1, **more: object) -> dict[str, object]:
+    return {"step": step, "weights_version": f"{lineage}-{step}", "num_trajectories": len(REWARDS), **more}
