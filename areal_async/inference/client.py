@@ -93,7 +93,7 @@ class InferenceClient:
                 ``inference.total_deadline_s`` is over; without one, the caller's episode is the only deadline of
                 the whole.
         """
-        _check_prompt(prompt_ids, self._vocab_size)
+        check_prompt(prompt_ids, self._vocab_size)
         completion = Completion(
             prompt_ids,
             max_new_tokens=sampling_params["max_new_tokens"],
@@ -177,7 +177,7 @@ class InferenceClient:
                 self._generation.post(f"{server.url}/generate", body) as response,
             ):
                 if response.status_code != 200:
-                    raise await _refusal(response)
+                    raise refusal(response.status_code, await response.aread())
                 assert isinstance(response.stream, httpx.AsyncByteStream)
                 async for data in response.stream:
                     events = splitter.feed(data)
@@ -220,7 +220,12 @@ class InferenceClient:
                 log.debug("stream.abort_failed", url=url, cause=str(exc))
 
 
-def _check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
+def check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
+    """Refuse a prompt that no server may be sent.
+
+    Raises:
+        GenerationError: it is empty, or has a token outside the vocabulary.
+    """
     if not prompt_ids:
         raise GenerationError("prompt: got no tokens, need at least one")
     if vocab_size is None:
@@ -234,9 +239,9 @@ def _check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:
         )
 
 
-async def _refusal(response: httpx.Response) -> Exception:
+def refusal(status: int, body: bytes, *, what: str = "generation") -> Exception:
     """Return the error that a status other than 200 means: 4xx is the request's own fault."""
-    message = error_message(await response.aread())
-    if 400 <= response.status_code < 500 and response.status_code not in (408, 429):
-        return GenerationError(f"generation: refused with status {response.status_code}: {message}")
-    return ServerFault(f"status {response.status_code}: {message}")
+    message = error_message(body)
+    if 400 <= status < 500 and status not in (408, 429):
+        return GenerationError(f"{what}: refused with status {status}: {message}")
+    return ServerFault(f"status {status}: {message}")

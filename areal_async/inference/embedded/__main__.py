@@ -35,10 +35,10 @@ def main() -> int:
         bound = bind_socket(options.host, options.port)
         path = local_model(options.model_path)
         # Heavy imports come after the cheap checks: a typing error is answered at once.
-        from areal_async.inference.embedded.runner import load_eos_token_ids, load_runner
+        from areal_async.inference.embedded.runner import load_eos_token_ids, load_runner, load_scoring_runner
         from areal_async.inference.embedded.text import load_tokenizer
 
-        runner = load_runner(options, path)
+        runner = (load_scoring_runner if options.is_embedding else load_runner)(options, path)
         tokenizer = load_tokenizer(path)
         eos_token_ids = load_eos_token_ids(path, None if tokenizer is None else tokenizer.eos_token_id)
     except UserError as exc:

@@ -62,7 +62,7 @@ class GenerateEndpoint:
 
     def _open(self, body: GenerateBody) -> list[OpenRequest]:
         """Open every request of the body, or none."""
-        prompts = self._prompts(body)
+        prompts = body.prompts(self._service.tokenizer)
         if body.stream and body.is_batch:
             raise RequestError("stream: a batch of prompts cannot be streamed here; send one request per prompt")
         opened: list[OpenRequest] = []
@@ -85,18 +85,6 @@ class GenerateEndpoint:
         for request in opened:
             self._service.enter(request)
         return opened
-
-    def _prompts(self, body: GenerateBody) -> list[list[int]]:
-        tokenizer = self._service.tokenizer
-        token_ids = []
-        for prompt in body.prompts():
-            if not isinstance(prompt, str):
-                token_ids.append(prompt)
-            elif tokenizer is None:
-                raise RequestError("text: the model has no tokenizer; send input_ids")
-            else:
-                token_ids.append(tokenizer.encode(prompt))
-        return token_ids
 
 
 def schema_error(message: str) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class EngineOptions:
     """Size of the key-value cache in tokens; None takes a share of the memory found."""
     max_prefill_tokens: int = 8192
     """Prompt tokens computed in one forward pass, so that a long queue does not starve running requests."""
+    is_embedding: bool = False
+    """Score prompts (``/classify``) with a sequence classifier instead of generating; SGLang's name for both."""
 
 
 def _positive(text: str) -> int:
@@ -47,7 +49,7 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     """Read the command line; argparse ends the process with status 2 and a sentence when it is wrong."""
     parser = argparse.ArgumentParser(
         prog="python -m areal_async.inference.embedded",
-        description="Serve a Hugging Face causal language model with SGLang's routes.",
+        description="Serve a Hugging Face causal language model, or a sequence classifier, with SGLang's routes.",
     )
     parser.add_argument("--model-path", required=True, help="folder with config.json and safetensors")
     parser.add_argument("--host", default="127.0.0.1")
@@ -62,4 +64,5 @@ def parse_options(argv: Sequence[str] | None = None) -> EngineOptions:
     parser.add_argument("--stream-interval", type=_positive, default=1, help="tokens per streamed chunk")
     parser.add_argument("--max-total-tokens", type=_optional_positive, default=None, help="cache size in tokens")
     parser.add_argument("--max-prefill-tokens", type=_positive, default=8192, help="prompt tokens per forward pass")
+    parser.add_argument("--is-embedding", action="store_true", help="score prompts with a sequence classifier")
     return EngineOptions(**vars(parser.parse_args(argv)))

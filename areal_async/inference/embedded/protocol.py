@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from areal_async.inference.embedded.errors import RequestError, SchemaError
+from areal_async.inference.embedded.text import Tokenizer
 
 _SAMPLING_EPS = 1e-6
 """A temperature below this is greedy decoding."""
@@ -72,24 +73,42 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     @property
     def is_batch(self) -> bool:
         """Whether the answer is a list."""
-        return isinstance(self.text, list) or bool(self.input_ids and isinstance(self.input_ids[0], list))
+        return is_batch(self.input_ids, self.text)
 
-    def prompts(self) -> list[str] | list[list[int]]:
-        """Return the prompts as text or as token ids.
+    def prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
+        """Return the prompts' token ids.
 
         Raises:
-            RequestError: neither or both are given, or numbers and lists are mixed.
+            RequestError: as ``prompts_of``.
         """
-        if (self.input_ids is None) == (self.text is None):
-            raise RequestError("Either text, input_ids or input_embeds should be provided.")
-        if self.text is not None:
-            return [self.text] if isinstance(self.text, str) else self.text
-        given = self.input_ids or []
-        nested = [item for item in given if isinstance(item, list)]
-        flat = [item for item in given if isinstance(item, int)]
-        if nested and flat:
-            raise RequestError("input_ids: got a mix of numbers and lists, need one list or a list of lists")
-        return nested or [flat]
+        return prompts_of(self.input_ids, self.text, tokenizer)
+
+
+def is_batch(input_ids: list[int | list[int]] | None, text: str | list[str] | None) -> bool:
+    """Say whether several prompts were sent, or one in a list of its own."""
+    return isinstance(text, list) or bool(input_ids and isinstance(input_ids[0], list))
+
+
+def prompts_of(
+    input_ids: list[int | list[int]] | None, text: str | list[str] | None, tokenizer: Tokenizer | None
+) -> list[list[int]]:
+    """Return the token ids of one prompt or of a batch of them.
+
+    Raises:
+        RequestError: neither or both are given, numbers and lists are mixed, or there is text and no tokenizer.
+    """
+    if (input_ids is None) == (text is None):
+        raise RequestError("Either text, input_ids or input_embeds should be provided.")
+    if text is not None:
+        if tokenizer is None:
+            raise RequestError("text: the model has no tokenizer; send input_ids")
+        return [tokenizer.encode(one) for one in ([text] if isinstance(text, str) else text)]
+    given = input_ids or []
+    nested = [item for item in given if isinstance(item, list)]
+    flat = [item for item in given if isinstance(item, int)]
+    if nested and flat:
+        raise RequestError("input_ids: got a mix of numbers and lists, need one list or a list of lists")
+    return nested or [flat]
 
 
 class _SamplingBody(msgspec.Struct, kw_only=True):

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from areal_async.inference.embedded.bodies import JsonResponse, parse, result_response
 from areal_async.inference.embedded.broadcast_routes import BroadcastRoutes
 from areal_async.inference.embedded.broadcasts import Broadcasts
+from areal_async.inference.embedded.classify import ClassifyRoute
 from areal_async.inference.embedded.errors import RequestError
 from areal_async.inference.embedded.generate import GenerateEndpoint, request_error, schema_error
 from areal_async.inference.embedded.protocol import SamplingParams
@@ -58,6 +59,7 @@ def build_app(service: EngineService) -> Starlette:
     return Starlette(
         routes=[
             Route("/generate", GenerateEndpoint(service), methods=["POST", "PUT"]),
+            Route("/classify", ClassifyRoute(service).answer, methods=["POST", "PUT"]),
             Route("/pause_generation", admin.pause, methods=["POST"]),
             Route("/continue_generation", admin.resume, methods=["POST"]),
             Route("/update_weights_from_disk", admin.update_weights, methods=["POST"]),
@@ -167,6 +169,8 @@ class InfoRoutes:
 
     async def health_generate(self, request: Request) -> Response:
         """Generate one token; while others are generated or generation is paused, the thread's answer is enough."""
+        if not self._service.is_generation:
+            return await self.health(request)
         if self._service.is_paused or await self._service.thread.call(lambda scheduler: scheduler.has_work):
             return await self.health(request)
         params = SamplingParams(max_new_tokens=1, is_greedy=True)
@@ -191,7 +195,7 @@ class InfoRoutes:
                 "model_path": service.model_path,
                 "served_model_name": service.model_path,
                 "tokenizer_path": service.options.model_path,
-                "is_generation": True,
+                "is_generation": service.is_generation,
                 "preferred_sampling_params": None,
                 "weight_version": service.weight_version,
                 "load_format": "auto",

@@ -6,14 +6,15 @@ Only the model thread calls ``prefill`` and ``decode``.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
 
 from areal_async.errors import UserError
 from areal_async.inference.embedded.cache import ATTENTION_NAME, ForwardPlan, SlotCache
@@ -26,6 +27,8 @@ _CUDA_MEMORY_SHARE = 0.6
 _CPU_PASS_TOKENS = 2048
 """Prompts are computed in passes of about this many tokens on a CPU: the activations of larger ones leave its caches,
 which costs a third (6,600 tokens of the tiny model on one core: 0.40 s in one pass, 0.29 s in four)."""
+MAX_SCORED_TOKENS = 8192
+"""Tokens of prompts that are scored together, unless one prompt alone has more."""
 
 
 class ModelRunner:
@@ -121,32 +124,76 @@ class ModelRunner:
         return max(free_bytes // bytes_per_token, self.context_length)
 
 
+class ScoringRunner(ModelRunner):
+    """A sequence classifier: what SGLang serves with ``--is-embedding``. Nothing is kept between two passes."""
+
+    def __init__(self, model: Any, *, context_length: int) -> None:
+        super().__init__(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each prompt what the head says at its last token: one number per label."""
+        scores: list[list[float]] = self.prefill(prompts, [0] * len(prompts)).float().tolist()
+        return scores
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, logits_to_keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, slot_plan=plan
+        ).last_hidden_state
+        scores: torch.Tensor = self.model.score(hidden[:, logits_to_keep])
+        return scores
+
+
 def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
     """Load the model in folder ``path`` as the options say and try one forward pass.
 
     Raises:
         UserError: the device or the model is unusable.
     """
+    with _one_sentence(path):
+        model, context_length = _load_model(AutoModelForCausalLM, options, path)
+        return ModelRunner(model, context_length=context_length, max_total_tokens=options.max_total_tokens)
+
+
+def load_scoring_runner(options: EngineOptions, path: Path) -> ScoringRunner:
+    """Load the sequence classifier in folder ``path``, as ``load_runner`` does a model that generates.
+
+    Raises:
+        UserError: the device or the model is unusable.
+    """
+    with _one_sentence(path):
+        model, context_length = _load_model(AutoModelForSequenceClassification, options, path)
+        if not hasattr(model, "score"):
+            raise UserError(
+                f"model at {path}: got a classifier of type {model.config.model_type} without a head named score, need "
+                "a decoder such as Qwen2, Qwen3 or Llama"
+            )
+        return ScoringRunner(model, context_length=context_length)
+
+
+def _load_model(factory: Any, options: EngineOptions, path: Path) -> tuple[Any, int]:
+    """Return the model on its device, and its context length."""
     device = _resolve_device(options.device)
     if options.num_threads is not None:
         torch.set_num_threads(options.num_threads)
     dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
-    factory: Any = AutoModelForCausalLM  # its annotations do not know output_loading_info
+    model, loading = factory.from_pretrained(
+        path, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+    )
+    if loading["missing_keys"] or loading["mismatched_keys"]:
+        raise UserError(
+            f"model at {path}: {len(loading['missing_keys'])} tensors missing and "
+            f"{len(loading['mismatched_keys'])} of the wrong shape; check --model-path"
+        )
+    context_length = options.context_length or model.config.get_text_config().max_position_embeddings
+    return model.to(device).eval().requires_grad_(False), context_length
+
+
+@contextmanager
+def _one_sentence(path: Path) -> Iterator[None]:
     try:
-        model, loading = factory.from_pretrained(
-            path, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
-        )
-        if loading["missing_keys"] or loading["mismatched_keys"]:
-            raise UserError(
-                f"model at {path}: {len(loading['missing_keys'])} tensors missing and "
-                f"{len(loading['mismatched_keys'])} of the wrong shape; check --model-path"
-            )
-        context_length = options.context_length or model.config.get_text_config().max_position_embeddings
-        return ModelRunner(
-            model.to(device).eval().requires_grad_(False),
-            context_length=context_length,
-            max_total_tokens=options.max_total_tokens,
-        )
+        yield
     # The libraries below raise almost anything for a bad folder; only the sentence matters to who typed the command.
     except (
         OSError,

@@ -21,8 +21,9 @@ from areal_async.inference.embedded.answers import AnswerWriter
 from areal_async.inference.embedded.errors import RequestError, WeightsError
 from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.protocol import SamplingParams, check_length
-from areal_async.inference.embedded.runner import ModelRunner
+from areal_async.inference.embedded.runner import ModelRunner, ScoringRunner
 from areal_async.inference.embedded.scheduler import PauseMode, Scheduler
+from areal_async.inference.embedded.scoring import ScoreLine
 from areal_async.inference.embedded.sequence import FinishReason, Piece, Sequence, abort_reason
 from areal_async.inference.embedded.text import StopStrings, Tokenizer
 from areal_async.inference.embedded.weights import StagedWeights, checksum_weights, named_weights, stage_weights
@@ -88,6 +89,7 @@ class EngineService:
         """Where the served weights came from; updates move it."""
         self.weight_version = options.weight_version
         self._eos_token_ids = eos_token_ids
+        self._line = ScoreLine(runner, thread) if isinstance(runner, ScoringRunner) else None
         self._requests: dict[str, OpenRequest] = {}
         self._random = random.Random(options.random_seed)
         self._is_paused = False
@@ -103,6 +105,11 @@ class EngineService:
     def is_paused(self) -> bool:
         """Whether generation is paused."""
         return self._is_paused
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model generates; else it scores."""
+        return self._line is None
 
     @property
     def num_at_door(self) -> int:
@@ -129,6 +136,8 @@ class EngineService:
         Raises:
             RequestError: it can never be served.
         """
+        if not self.is_generation:
+            raise RequestError("this server was started with --is-embedding: it scores; send the prompt to /classify")
         rid = rid or uuid.uuid4().hex
         if rid in self._requests:
             raise RequestError(f"Duplicate request ID detected: {rid}")
@@ -161,6 +170,19 @@ class EngineService:
         )
         request = self._requests[rid] = OpenRequest(sequence, writer)
         return request
+
+    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Return what the classifier's head says at the last token of each prompt.
+
+        Raises:
+            RequestError: the model generates, or a prompt can never be scored.
+        """
+        line = self._line
+        if line is None:
+            raise RequestError("this server generates; start one of a sequence classifier with --is-embedding")
+        for prompt_ids in prompts:
+            line.check(prompt_ids)
+        return await asyncio.gather(*(line.score(prompt_ids) for prompt_ids in prompts))
 
     def enter(self, request: OpenRequest) -> None:
         """Hand a request to the model thread, or let it wait at the door while that is closed."""
@@ -221,6 +243,8 @@ class EngineService:
         """End every request when the model thread is gone."""
         for request in list(self._requests.values()):
             self._end(request, abort_reason(message, status_code=500, err_type="InternalServerError"))
+        if self._line is not None:
+            self._line.fail_all(message)
 
     def _end(self, request: OpenRequest, reason: FinishReason) -> None:
         del self._requests[request.sequence.rid]
