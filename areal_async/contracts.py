@@ -230,6 +230,21 @@ class Policy(Protocol):
         ...
 
 
+class RewardModel(Protocol):
+    """A frozen reward model (``policies.NAME.kind: reward``), which workflows take by its name."""
+
+    async def score(self, messages: Sequence[Message]) -> float:
+        """Return how good the last answer of a conversation is, in the model's own units: only differences count.
+
+        The whole conversation is rendered by the reward model's chat template, and scored at its last token.
+
+        Raises:
+            GenerationError: no server could score it, or it is too long. Let it pass: it is recorded on the trajectory.
+            WorkflowError: the template refuses the conversation.
+        """
+        ...
+
+
 Workflow = Callable[[Prompt, Policy], Awaitable[Rewards]]
 
 GroupWorkflow = Callable[[Prompt, Sequence[Policy]], Awaitable[Sequence[Rewards | Reject]]]

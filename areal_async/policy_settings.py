@@ -1,4 +1,4 @@
-"""How a policy speaks, and the policies that a workflow takes beside the one under training."""
+"""How a policy speaks, and the models that a workflow takes beside the one under training."""
 
 import re
 from collections.abc import Iterable
@@ -32,8 +32,11 @@ class SamplingSettings(Section):
 
 
 class PolicySettings(Section):
-    """A policy that a workflow takes beside ``policy``: another role of the same model, or a frozen one."""
+    """A model that a workflow takes beside ``policy``: another role of the same one, or a frozen one."""
 
+    kind: Literal["policy", "reward"] = "policy"
+    """``policy`` speaks; ``reward`` scores: a frozen sequence classifier of one label, as ``reward-model`` trains it,
+    which the workflow asks with ``await NAME.score(messages)``."""
     path: str | None = None
     """Hugging Face folder or hub name of a model that stays as it is, with servers of its own on every node; ``None``
     for the weights under training in another role, whose turns are trained too."""
@@ -53,6 +56,11 @@ class PolicySettings(Section):
         """It has a model of its own, which is never trained."""
         return self.path is not None
 
+    @property
+    def is_reward(self) -> bool:
+        """It scores what others say."""
+        return self.kind == "reward"
+
     def sampling_over(self, base: SamplingSettings) -> SamplingSettings:
         """Return ``base`` with what is given here."""
         given = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
@@ -65,6 +73,10 @@ class PolicySettings(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.is_reward and not self.is_frozen:
+            raise ValueError("got kind=reward without path, need the path of a reward model, which stays as it is")
+        if self.is_reward and self.sampling.model_fields_set:
+            raise ValueError("got sampling with kind=reward, need none; a reward model does not sample")
         idle = [name for name in ONLY_FROZEN if getattr(self, name) != type(self).model_fields[name].default]
         if not self.is_frozen and idle:
             raise ValueError(

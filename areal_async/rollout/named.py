@@ -1,19 +1,21 @@
 """The policies that a workflow takes beside ``policy``, made anew for every trajectory and given to it by name.
 
 A *role* is the model under training under another name: its turns are in the trajectory, with its name on them. A
-*frozen* policy is another model: it has servers of its own, and none of its tokens is ever in a trajectory.
+*frozen* policy is another model: it has servers of its own, and none of its tokens is ever in a trajectory. A *reward
+model* is frozen too, and only scores.
 
-A workflow that is given a list of siblings takes a frozen policy once, for all of them, and a role as a list: one for
+A workflow that is given a list of siblings takes what is frozen once, for all of them, and a role as a list: one for
 each sibling, in their order.
 """
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from areal_async.contracts import Policy, Workflow
+from areal_async.contracts import Message, Policy, RewardModel, Workflow
 from areal_async.inference.pool import Pool
+from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.policy import Generator
 from areal_async.rollout.text import TextCodec
@@ -32,24 +34,51 @@ class FrozenModel:
     pool: Pool
 
 
+class Scorer(Protocol):
+    """What a reward model needs of its client."""
+
+    async def score(self, prompt_ids: list[int]) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenReward:
+    """A reward model, as a node has it and as workflows take it (``contracts.RewardModel``)."""
+
+    scorer: Scorer
+    codec: TextCodec
+    pool: Pool
+
+    async def score(self, messages: Sequence[Message]) -> float:
+        """Score a whole conversation, rendered by the reward model's own chat template."""
+        text = self.codec.render(messages, for_reply=False)
+        with in_nobodys_name():
+            return await self.scorer.score(self.codec.encode(text))
+
+
 def with_policies(
-    workflow: Callable[..., Any], names: Collection[str], settings: Settings, frozen: Mapping[str, FrozenModel]
+    workflow: Callable[..., Any],
+    names: Collection[str],
+    settings: Settings,
+    frozen: Mapping[str, FrozenModel | FrozenReward],
 ) -> Workflow:
     """Return the workflow as one that takes ``policy`` alone; it is given the others by name.
 
     Args:
         names: of the policies that it takes, each in ``settings.policies``.
-        frozen: the models of those that are frozen.
+        frozen: those that are frozen.
     """
     if not names:
         return workflow
 
-    def policy_for(given: Policy | Sequence[Policy], name: str) -> Policy | list[Policy]:
+    def policy_for(given: Policy | Sequence[Policy], name: str) -> Policy | RewardModel | list[Policy]:
         siblings = [_served(one) for one in (given if isinstance(given, Sequence) else [given])]
         own = settings.policies[name]
         if own.is_frozen:
+            model = frozen[name]
+            if isinstance(model, FrozenReward):
+                return model
             sampling = own.sampling_over(settings.rollout.sampling)
-            return siblings[0].beside(name, frozen[name].generator, frozen[name].codec, sampling)
+            return siblings[0].beside(name, model.generator, model.codec, sampling)
         roles: list[Policy] = [one.in_role(name, role_sampling(own, one.sampling)) for one in siblings]
         return roles if isinstance(given, Sequence) else roles[0]
 

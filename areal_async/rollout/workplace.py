@@ -11,7 +11,7 @@ from areal_async.errors import UserError
 from areal_async.receipts import Receipts
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.named import FrozenModel, with_policies
+from areal_async.rollout.named import FrozenModel, FrozenReward, with_policies
 from areal_async.rollout.policy import CallParser, Generator
 from areal_async.rollout.publish import Backpressure
 from areal_async.rollout.text import TextCodec
@@ -44,7 +44,7 @@ class Workplace:
     generator: Generator
     codec: TextCodec
     workflows: Mapping[str, Workflow | GroupWorkflow]
-    frozen: Mapping[str, FrozenModel] = field(default_factory=dict)
+    frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
     """By the names of their policies."""
     endpoint: Endpoint = field(default_factory=Endpoint)
     """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""

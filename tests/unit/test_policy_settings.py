@@ -63,6 +63,15 @@ def test_command_line_reaches_into_a_policy_by_its_name(tmp_path: Path) -> None:
     [
         ("policies: {opponent: {num_servers: 2}}", "policies.opponent: got num_servers without path, need the path"),
         ("policies: {opponent: {dtype: float32}}", "got dtype without path"),
+        (
+            "policies: {taste: {kind: reward}}",
+            "policies.taste: got kind=reward without path, need the path of a reward",
+        ),
+        (
+            "policies: {taste: {kind: reward, path: x, sampling: {top_p: 1}}}",
+            "got sampling with kind=reward, need none",
+        ),
+        ("policies: {taste: {kind: judge, path: x}}", "policies.taste.kind: got 'judge', need 'policy' or 'reward'"),
         ("policies: {policy: }", "got the name 'policy', need"),
         ("policies: {prompt: }", "got the name 'prompt', need"),
         ("policies: {an-other: }", "got the name 'an-other', need"),

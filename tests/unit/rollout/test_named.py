@@ -8,13 +8,13 @@ import anyio
 import httpx
 import pytest
 
-from areal_async.contracts import Policy, Rewards
-from areal_async.errors import UserError
+from areal_async.contracts import Policy, RewardModel, Rewards
+from areal_async.errors import GenerationError, UserError
 from areal_async.inference.pool import Pool, Server
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.episode import run_episode
-from areal_async.rollout.named import FrozenModel, role_sampling, with_policies
+from areal_async.rollout.named import FrozenModel, FrozenReward, role_sampling, with_policies
 from areal_async.rollout.slots import Place
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.settings import PolicySettings, RolloutSettings, SamplingSettings, Settings
@@ -30,8 +30,23 @@ SETTINGS = Settings(
     policies={
         "opponent": PolicySettings(sampling=SamplingSettings(top_p=0.5)),
         "judge": PolicySettings(path="org/judge", sampling=SamplingSettings(temperature=0.0)),
+        "taste": PolicySettings(path="org/taste", kind="reward"),
     },
 )
+
+
+class LengthTaste:
+    """Likes short conversations; what it is asked is kept."""
+
+    def __init__(self) -> None:
+        self.prompts: list[list[int]] = []
+        self.error: Exception | None = None
+
+    async def score(self, prompt_ids: list[int]) -> float:
+        self.prompts.append(prompt_ids)
+        if self.error is not None:
+            raise self.error
+        return -float(len(prompt_ids))
 
 
 class Table:
@@ -40,6 +55,7 @@ class Table:
     def __init__(self, trained: ScriptedModel, frozen: ScriptedModel | None = None) -> None:
         self.trained = trained
         self.frozen = frozen or ScriptedModel()
+        self.taste = LengthTaste()
         self.policy = self.new_policy(SAMPLING)
 
     def new_policy(self, sampling: SamplingSettings) -> ServedPolicy:
@@ -47,9 +63,10 @@ class Table:
 
     async def play(self, workflow: Callable[..., Awaitable[Rewards]]) -> Trajectory:
         model = FrozenModel(generator=self.frozen, codec=codec(), pool=Pool([], deadline_s=1.0))
+        taste = FrozenReward(scorer=self.taste, codec=codec(), pool=Pool([], deadline_s=1.0))
         names = policies_taken(workflow, SETTINGS.policies)
         return await run_episode(
-            with_policies(workflow, names, SETTINGS, {"judge": model}),
+            with_policies(workflow, names, SETTINGS, {"judge": model, "taste": taste}),
             Prompt(epoch=0, index=0, row={}),
             self.policy,
             Place(
@@ -118,6 +135,32 @@ async def test_frozen_model_leaves_no_token_in_the_trajectory() -> None:
     assert trajectory.slot.num_output_tokens == 2
     assert (trajectory.info["marks"], trajectory.info["num_turns"]) == (3.0, 1.0)
     assert [params["temperature"] for _, params in table.frozen.calls] == [0.0, 0.0]
+
+
+async def liked(prompt: Prompt, policy: Policy, taste: RewardModel) -> Rewards:
+    answer = await policy.chat(QUESTION)
+    return await taste.score([*QUESTION, answer.message])
+
+
+async def test_reward_model_scores_the_whole_conversation_and_leaves_no_token_in_the_trajectory() -> None:
+    table = Table(ScriptedModel([97, END]))
+
+    trajectory = await table.play(liked)
+
+    (asked,) = table.taste.prompts
+    assert asked == codec().encode("user:q<end>assistant:a<end>"), "closed, and not opened for a reply"
+    assert (trajectory.slot.status, trajectory.slot.reward) == (SlotStatus.SCORED, -float(len(asked)))
+    assert trajectory.slot.num_output_tokens == 2
+
+
+async def test_score_that_could_not_be_had_is_the_trajectory_s_failure_and_never_a_zero() -> None:
+    table = Table(ScriptedModel([97, END]))
+    table.taste.error = GenerationError("score: 6 requests in a row were not answered")
+
+    trajectory = await table.play(liked)
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert "6 requests in a row were not answered" in trajectory.slot.reason
 
 
 async def test_frozen_reply_cannot_be_credited() -> None:
