@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from areal_async.errors import UserError
 from areal_async.sft_settings import SftSettings
-from areal_async.trainer import sft
+from areal_async.trainer import sft, tuning
 from areal_async.trainer.distributed import Ranks
 from tests.unit.trainer.processes import ROOT
 
@@ -84,7 +84,7 @@ def test_prompt_is_out_of_the_loss_and_the_end_of_the_turn_is_in_it(settings: Sf
 
 def test_batches_go_through_every_row_once_per_epoch_in_an_order_of_the_seed() -> None:
     def batches(seed: int) -> list[int]:
-        return np.concatenate(list(islice(sft.endless_batches(np.arange(10), size=4, seed=seed), 5))).tolist()
+        return np.concatenate(list(islice(tuning.endless_batches(np.arange(10), size=4, seed=seed), 5))).tolist()
 
     assert sorted(batches(1)[:10]) == sorted(batches(1)[10:]) == list(range(10))
     assert batches(1) == batches(1) != batches(2)

@@ -1,0 +1,45 @@
+"""Verbs that learn from a data set, in this process or as one process per rank."""
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from areal_async import log
+from areal_async.cli.checks import check_dataset, check_model
+from areal_async.cli.ranks import own_rank, run_ranks
+from areal_async.cli.speech import say, settings_help
+from areal_async.settings_sources import load_settings
+from areal_async.tuning_settings import TuningSettings
+
+S = TypeVar("S", bound=TuningSettings)
+
+
+def run_tuning(
+    arguments: argparse.Namespace, overrides: Sequence[str], kind: type[S], *, learn: Callable[[S], None]
+) -> int:
+    """Learn to the end; a failure of any rank ends all.
+
+    Args:
+        learn: what one rank does. It is called once the settings are known to be right, and imports torch then.
+    """
+    if arguments.help_settings:
+        say(settings_help(kind))
+        return 0
+    config = Path(arguments.config) if arguments.config else None
+    settings = load_settings(config, overrides, kind)
+    check_dataset(settings.dataset, "dataset")
+    check_model(settings.model.path)
+    rank = own_rank()
+    if rank is None and settings.trainer.num_ranks > 1:
+        words = ["--config", arguments.config] if arguments.config else []
+        return run_ranks(
+            arguments.verb,
+            [*words, *overrides],
+            num_ranks=settings.trainer.num_ranks,
+            num_threads=settings.trainer.num_threads,
+            logs=settings.run_directory / "logs",
+        )
+    log.configure(f"{arguments.verb}-{rank or 0}", settings.run_directory / "logs")
+    learn(settings)
+    return 0
