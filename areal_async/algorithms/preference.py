@@ -1,7 +1,10 @@
 """Losses on pairs of answers, one of them preferred. P: pairs. Each returns the mean over its pairs."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from areal_async.algorithms.objective import LossTerms
 
 
 def dpo_loss(
@@ -35,3 +38,18 @@ def bradley_terry_loss(chosen_P: Tensor, rejected_P: Tensor) -> Tensor:
     Source: Bradley and Terry 1952; InstructGPT, arXiv 2203.02155 eq. 1.
     """
     return -F.logsigmoid(chosen_P - rejected_P).mean()
+
+
+def packed_bradley_terry(scores_T: Tensor, mask_T: Tensor) -> LossTerms:
+    """Return ``bradley_terry_loss`` of a packed row, summed over its pairs. T: answers, each scored once.
+
+    Answers stand in pairs, the preferred one first; those outside the mask are none. ``sums`` has ``right``, the pairs
+    whose preferred answer has the higher score, and ``margin``, by how much.
+    """
+    scores_A = scores_T[mask_T]
+    chosen_P, rejected_P = scores_A[0::2], scores_A[1::2]
+    loss = -F.logsigmoid(chosen_P - rejected_P).sum()
+    with torch.no_grad():
+        margins_P = chosen_P - rejected_P
+        sums = {"right": (margins_P > 0).sum(), "margin": margins_P.sum()}
+    return LossTerms(loss=loss, sums=sums, maxima={})

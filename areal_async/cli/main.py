@@ -108,6 +108,12 @@ VERBS = {
         (("--config", {"metavar": "FILE.yaml", "help": "settings of the fine-tuning"}), _HELP_SETTINGS),
         takes_settings=True,
     ),
+    "reward-model": Verb(
+        "reward_model",
+        "train a model that scores answers, on pairs of which one is preferred",
+        (("--config", {"metavar": "FILE.yaml", "help": "settings of the training"}), _HELP_SETTINGS),
+        takes_settings=True,
+    ),
     "status": Verb(
         "status",
         "one screen about a run: how far it is, what waits where, who is missing",

@@ -6,6 +6,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
+from areal_async.reward_model_settings import RewardModelSettings
 from areal_async.settings import DATA_DEFINING, Settings
 from areal_async.settings_sources import load_settings
 from areal_async.settings_tree import annotation_at, describe, leaves
@@ -15,14 +16,14 @@ ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 
 
-@pytest.mark.parametrize("kind", [Settings, SftSettings])
+@pytest.mark.parametrize("kind", [Settings, SftSettings, RewardModelSettings])
 def test_every_setting_has_a_sentence(kind: type[BaseModel]) -> None:
     silent = [".".join(parts) for parts, owner in leaves(kind) if not owner.model_fields[parts[-1]].description]
 
     assert silent == []
 
 
-@pytest.mark.parametrize("kind", [Settings, SftSettings])
+@pytest.mark.parametrize("kind", [Settings, SftSettings, RewardModelSettings])
 def test_every_section_is_frozen_and_refuses_unknown_keys(kind: type[BaseModel]) -> None:
     for owner in {owner for _, owner in leaves(kind)} | {kind}:
         assert owner.model_config.get("frozen") is True
@@ -51,11 +52,15 @@ def test_data_defining_settings_exist() -> None:
     assert all(annotation_at(Settings, name.replace("*", "0").split(".")) is not None for name in DATA_DEFINING)
 
 
+def kind_of(path: Path) -> type[BaseModel]:
+    if "tasks" in yaml.safe_load(path.read_text()):
+        return Settings
+    return RewardModelSettings if path.stem.startswith("reward_model") else SftSettings
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_file_in_configs_parses(path: Path) -> None:
-    kind: type[BaseModel] = Settings if "tasks" in yaml.safe_load(path.read_text()) else SftSettings
-
-    settings = load_settings(path, [], kind, use_environment=False)
+    settings = load_settings(path, [], kind_of(path), use_environment=False)
 
     assert settings.model_dump()["run"]["name"] == path.stem
 

@@ -54,6 +54,7 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["run", "a.py", "b.py"], "unrecognized arguments: b.py; see "),
         (["run", "--config", "no.yaml"], "configuration: no file no.yaml; "),
         (["sft", "--run.name", "x"], "dataset: got nothing, need a value; "),
+        (["reward-model", "--run.name", "x"], "dataset: got nothing, need a value; "),
         (["controller", "--run-directory", "no/such"], "configuration: no file no/such/config.yaml; "),
     ],
 )
@@ -118,7 +119,7 @@ def test_value_of_a_setting_is_never_taken_for_the_workflow(
     assert split_overrides(words, VERBS["run"]) == (own, overrides)
 
 
-@pytest.mark.parametrize("verb", ["run", "try", "sft", "replay"])
+@pytest.mark.parametrize("verb", ["run", "try", "sft", "reward-model", "replay"])
 def test_help_settings_lists_every_setting_with_its_sentence(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help-settings"]) == 0
 
