@@ -327,6 +327,10 @@ class UpdateGroup(Record, frozen=True, kw_only=True):
     """server id -> the first of its ranks; a server of n GPUs takes n."""
 
 
+DISK, ADAPTER, DISTRIBUTED = "disk", "adapter", "distributed"
+"""Kinds of a weights version."""
+
+
 class WeightsVersion(Record, frozen=True, kw_only=True):
     """KV ``weights.<policy>``: where the newest weights are.
 
@@ -336,13 +340,14 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
 
     version: VersionText
     path: str = ""
-    """A Hugging Face folder; empty until it is there."""
+    """A Hugging Face folder, or PEFT's of an adapter; empty until it is there."""
     sha256: dict[str, str] = {}
-    """file name -> hash, for the safetensors files."""
+    """file name -> hash, for the safetensors files, and an adapter's description."""
     tensors_sha256: dict[str, str] = {}
     """tensor name -> hash of its bytes, for a few tensors that servers keep as they are: proves what a server runs."""
-    kind: str = "disk"
-    """``distributed`` while it is broadcast, else ``disk``."""
+    kind: str = DISK
+    """``DISTRIBUTED`` while it is broadcast; ``ADAPTER`` where the folder holds what a server merges into the weights
+    it started with; else ``DISK``."""
     group: UpdateGroup | None = None
     """Whose members receive it now, in ``buckets``."""
     buckets: list[list[TensorSpec]] = []

@@ -13,7 +13,7 @@ import anyio
 import httpx
 import structlog
 
-from areal_async.inference.commands import has_sha256, server_command
+from areal_async.inference.commands import choose_backend, has_sha256, server_command
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import make_client
 from areal_async.inference.pool import Pool, Server
@@ -65,6 +65,7 @@ class Fleet:
             verifier=Verifier(has_sha256=has_sha256(settings)),
             publish=publish,
             target=self.target,
+            takes_adapters=choose_backend(settings) == "embedded",
             is_frozen=bool(frozen),
         )
         self._num_wanted = settings.inference.num_servers

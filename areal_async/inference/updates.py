@@ -16,6 +16,7 @@ import anyio
 import structlog
 
 from areal_async import waits
+from areal_async.errors import UserError
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
@@ -23,7 +24,7 @@ from areal_async.inference.servers import HEALTH_DEADLINE_S
 from areal_async.inference.swap import Staging, SwapTimes, abandon, restore, swap, swap_by_broadcast
 from areal_async.inference.verify import Verifier
 from areal_async.settings import InferenceSettings
-from areal_async.types import UpdateGroup, WeightsVersion
+from areal_async.types import ADAPTER, UpdateGroup, WeightsVersion
 
 STAGING_RETRY_S = 2.0
 REACH_DEADLINE_S = 5.0
@@ -64,6 +65,8 @@ class Surroundings:
     publish: Callable[[Server], Awaitable[None]]
     """Called with each change of a server's state, after it."""
     target: Target = field(default_factory=Target)
+    takes_adapters: bool = True
+    """The servers can merge an adapter; the real SGLang's cannot."""
     is_frozen: bool = False
     """The servers keep the weights that they start with; nothing is announced to them."""
     staging: Staging = field(default_factory=Staging)
@@ -103,12 +106,20 @@ class Updater:
         waits for:    the next one that it can take
         produces:     a server that holds the newest
         unblocked by: an announcement
+
+        Raises:
+            UserError: an adapter is announced, and the servers take none.
         """
         while True:
             order = self._next()
             if order is None:
                 await self._around.target.wait_changed()
                 continue
+            if order.kind == ADAPTER and not self._around.takes_adapters:
+                raise UserError(
+                    f"weights {order.version}: got an adapter, and this node's servers are SGLang's, which take whole "
+                    "weights; set trainer.lora.transfer to merged"
+                )
             try:
                 with waits.on(waits.server(self._server.id), "an update of", waiter=waits.weights(order.version)):
                     await self._carry_out(order)
@@ -159,7 +170,7 @@ class Updater:
         self._around.pool.admit(self._server, url=self._api.url, version=order.version)
         log.info(
             "server.swapped", server_id=self._server.id, version=order.version,
-            kind="disk" if order.path else "distributed", stage_s=round(times.stage_s, 4),
+            kind=order.kind, stage_s=round(times.stage_s, 4),
             join_s=round(times.join_s, 4), pause_s=round(times.swap.pause_s, 4),
             transfer_s=round(times.swap.transfer_s, 4), resume_s=round(times.swap.resume_s, 4),
         )  # fmt: skip

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from areal_async.errors import UserError
 from areal_async.inference.embedded.cache import ATTENTION_NAME, ForwardPlan, SlotCache
 from areal_async.inference.embedded.options import EngineOptions
+from areal_async.inference.embedded.weights import Merged
 
 _CPU_MEMORY_SHARE = 0.25
 """Share of the host's memory the cache may take: a trainer and other engines live there too."""
@@ -36,6 +37,8 @@ class ModelRunner:
 
     def __init__(self, model: Any, *, context_length: int, max_total_tokens: int | None) -> None:
         self.model = model
+        self.merged = Merged()
+        """What is merged into the model's weights; replaced, never changed."""
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers)

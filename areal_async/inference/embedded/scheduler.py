@@ -126,7 +126,7 @@ class Scheduler:
 
     def apply_weights(self, staged: StagedWeights, weight_version: str | None) -> None:
         """Swap the weights; sequences with output remember which of their tokens came before."""
-        swap_weights(self._runner.model, staged)
+        self._runner.merged = swap_weights(self._runner.model, staged, self._runner.merged)
         self._epoch += 1
         if weight_version is None or weight_version == self.weight_version:
             return

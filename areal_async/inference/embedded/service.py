@@ -26,7 +26,7 @@ from areal_async.inference.embedded.scheduler import PauseMode, Scheduler
 from areal_async.inference.embedded.scoring import ScoreLine
 from areal_async.inference.embedded.sequence import FinishReason, Piece, Sequence, abort_reason
 from areal_async.inference.embedded.text import StopStrings, Tokenizer
-from areal_async.inference.embedded.weights import StagedWeights, checksum_weights, named_weights, stage_weights
+from areal_async.inference.embedded.weights import StagedWeights, checksum_weights, shown_weights, stage_weights
 from areal_async.inference.embedded.worker import ModelThread
 
 log = structlog.get_logger()
@@ -267,10 +267,13 @@ class EngineService:
     async def update_weights_from_disk(
         self, model_path: str, weight_version: str | None, *, flush_cache: bool, abort_all_requests: bool
     ) -> UpdateResult:
-        """Serve the weights at ``model_path``, or go on with the old ones when they cannot be loaded."""
+        """Serve the weights at ``model_path``, or go on with the old ones when they cannot be loaded.
+
+        The folder of an adapter is served merged into the weights as they are without one.
+        """
 
         async def stage() -> StagedWeights:
-            return await anyio.to_thread.run_sync(stage_weights, self.runner.model, model_path)
+            return await anyio.to_thread.run_sync(stage_weights, self.runner.model, model_path, self.runner.merged)
 
         try:
             result = await self.update_weights(
@@ -326,6 +329,6 @@ class EngineService:
         return scheduler.flush_cache() if flush_cache else True
 
     async def checksum_weights(self) -> dict[str, str]:
-        """Return the SHA-256 of every tensor served at one moment."""
-        tensors = await self.thread.call(lambda scheduler: named_weights(self.runner.model))
+        """Return the SHA-256 of every tensor served at one moment, and of an adapter and what it is merged into."""
+        tensors = await self.thread.call(lambda scheduler: shown_weights(self.runner.model, self.runner.merged))
         return await anyio.to_thread.run_sync(checksum_weights, tensors)

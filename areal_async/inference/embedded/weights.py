@@ -1,7 +1,8 @@
 """Weights into a serving model: from disk whole or not at all, from a broadcast bucket by bucket.
 
 Staging checks every tensor and copies it into memory of its own while the model goes on generating; the swap then only
-re-points the parameters, between two steps. Nothing of the source is needed after staging: a file may be deleted.
+re-points the parameters, between two steps. An adapter is merged while it is staged. Nothing of the source is needed
+after staging: a file may be deleted.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from areal_async.inference.embedded.adapters import base_name, is_adapter, merge_adapter, read_adapter
 from areal_async.inference.embedded.errors import WeightsError
 
 _INDEX = "model.safetensors.index.json"
@@ -26,16 +28,34 @@ class StagedWeights:
     """Checked tensors in memory of their own, keyed by the model's own parameter and buffer names."""
 
     tensors: dict[str, torch.Tensor]
+    merged: Merged | None = None
+    """What is merged into them; ``None`` for weights that replace what is merged."""
 
 
-def stage_weights(model: torch.nn.Module, model_path: str) -> StagedWeights:
-    """Read a checkpoint folder for ``model``, all of it.
+@dataclass(slots=True)
+class Merged:
+    """The adapter that is merged into the served weights, and what these were before."""
+
+    adapter: dict[str, torch.Tensor] = field(default_factory=dict)
+    """By PEFT's names; empty where there is none."""
+    base: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors that it changed, as they were, by the model's names."""
+
+
+def stage_weights(model: torch.nn.Module, model_path: str, merged: Merged | None = None) -> StagedWeights:
+    """Read a folder for ``model``: a checkpoint, all of it, or an adapter to be merged into the model's own weights.
+
+    Args:
+        merged: the adapter that is served now: the next one takes its place.
 
     Raises:
         WeightsError: files missing, torn, or not of this model.
     """
+    folder = Path(model_path)
+    if is_adapter(folder):
+        return _stage_adapter(model, folder, merged or Merged())
     staging = _Staging(model)
-    for name, tensor in _read_tensors(Path(model_path)):
+    for name, tensor in _read_tensors(folder):
         try:
             staging.add(name, tensor)
         except WeightsError as exc:
@@ -47,6 +67,18 @@ def stage_weights(model: torch.nn.Module, model_path: str) -> StagedWeights:
             f"(first: {unknown[:1]}); save them from the model this server runs"
         )
     return StagedWeights(staging.staged)
+
+
+def _stage_adapter(model: torch.nn.Module, folder: Path, served: Merged) -> StagedWeights:
+    base = named_weights(model) | served.base
+    try:
+        adapter = read_adapter(folder)
+        changed = merge_adapter(adapter, base)
+    except WeightsError as exc:
+        raise WeightsError(f"adapter at {folder}: {exc}") from exc
+    # What the last one changed and this one does not is put back.
+    tensors = {**served.base, **changed}
+    return StagedWeights(tensors, Merged(adapter.tensors, {name: base[name] for name in changed}))
 
 
 def stage_tensors(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> StagedWeights:
@@ -99,16 +131,29 @@ class _Staging:
             self.staged[key] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
 
 
-def swap_weights(model: torch.nn.Module, staged: StagedWeights) -> None:
-    """Point the model at staged weights. Nothing here can fail half way: everything was checked before."""
+def swap_weights(model: torch.nn.Module, staged: StagedWeights, merged: Merged) -> Merged:
+    """Point the model at staged weights and return what is merged into them then, ``merged`` until now.
+
+    Nothing here can fail half way: everything was checked before.
+    """
     targets = model.state_dict(keep_vars=True)
     for name, tensor in staged.tensors.items():
         targets[name].data = tensor
+    if staged.merged is not None:
+        return staged.merged
+    # Some tensors of a broadcast leave the others as they are, and what those were.
+    return Merged(base={name: tensor for name, tensor in merged.base.items() if name not in staged.tensors})
 
 
 def named_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return the tensors served now; a later swap does not change the ones returned."""
     return {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
+
+
+def shown_weights(model: torch.nn.Module, merged: Merged) -> dict[str, torch.Tensor]:
+    """Return the tensors served now and, by PEFT's names, what they were made of."""
+    base = {base_name(name): tensor for name, tensor in merged.base.items()}
+    return named_weights(model) | base | merged.adapter
 
 
 def checksum_weights(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
