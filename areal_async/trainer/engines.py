@@ -1,17 +1,20 @@
 """The engines of one rank: the policy's, and those of the models that the algorithm wants beside it."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self, TypeVar
+
+from torch import Tensor
 
 from areal_async.settings import Settings
 from areal_async.trainer.checkpoint import CheckpointWriter, Trained
 from areal_async.trainer.critic import CriticEngine
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.exchange import Exchange
+from areal_async.trainer.exchange import Ask, Exchange, hold_the_same
 from areal_async.trainer.reference import ReferenceEngine
+from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.threads import EngineThread
 
 T = TypeVar("T")
@@ -25,7 +28,7 @@ class Engines:
     critic: CriticEngine | None = None
     reference: ReferenceEngine | None = None
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
-    """By role: the way of the actor's rows to the other models."""
+    """By role: the way of the actor's rows to those models that other ranks hold rows for."""
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
@@ -52,9 +55,19 @@ class Engines:
                     num_minibatches=settings.algorithm.num_minibatches,
                 )
                 for role, engine in others.items()
-                if engine is not None
+                if engine is not None and not hold_the_same(actor.grid, engine.grid)
             },
         )
+
+    def ask(self, role: str, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
+        """Return what a call of that role's model says of the actor's rows. A collective."""
+        exchange = self.exchanges.get(role)
+        return exchange.ask(rows, ask) if exchange else ask(rows)
+
+    def rows_for(self, role: str, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """Return this rank's rows of that role's model for those of the actor's. A collective."""
+        exchange = self.exchanges.get(role)
+        return exchange.take(rows) if exchange else list(rows)
 
     def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
         """Write everything that is trained, and the ledger, as one atomic folder. A collective."""

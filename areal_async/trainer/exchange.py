@@ -64,22 +64,23 @@ class Exchange:
         self._target = target
         self._flops = flops
         self._num_minibatches = num_minibatches
+<<<<<<< ours
         self._is_same = all(source.sizes[one] == target.sizes[one] for one in (STAGE, PART))
         """Whether both hold the same rows on the same ranks."""
         # Of its own, for the calls of several models run side by side.
         self._ranks = source.all if self._is_same else source.all.beside()
+=======
+        # A group of its own, for the calls of several models run side by side.
+        self._ranks = source.all.beside()
+>>>>>>> theirs
 
-    def take(self, rows: Sequence[TrainRow]) -> Sequence[TrainRow]:
+    def take(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """Return the rows of the target's rank for those of the source's. A collective."""
-        if self._is_same:
-            return rows
         parcels = [parcel for part in self._gather(rows) for parcel in part]
         return [_unpacked(parcels[place]) for place in self._divide(parcels)[self._target.data.rank]]
 
     def ask(self, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
         """Return for each row of the source's rank what the target's model says of it. A collective."""
-        if self._is_same:
-            return ask(rows)
         by_source = self._gather(rows)
         parcels = [parcel for part in by_source for parcel in part]
         shares = self._divide(parcels)
@@ -116,6 +117,11 @@ class Exchange:
             for share, taken in zip(shares, balance(costs, num_ranks=len(shares)), strict=True):
                 share += [place for number in taken for place in whole[number]]
         return [sorted(share) for share in shares]
+
+
+def hold_the_same(grid: Grid, other: Grid) -> bool:
+    """Return whether every rank holds the same rows in both, so that none need travel."""
+    return all(grid.sizes[one] == other.sizes[one] for one in (STAGE, PART))
 
 
 def encode_rows(rows: Sequence[TrainRow]) -> bytes:

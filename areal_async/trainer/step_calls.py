@@ -96,12 +96,12 @@ class StepCalls:
 
     def _reference_logprobs(self, step: "_Step", inputs: Values) -> Values:
         assert self._engines.reference is not None
-        exchange = self._engines.exchanges["reference"]
-        return {"reference_logprobs": exchange.ask(inputs["rows"], self._engines.reference.logprobs)}
+        logprobs = self._engines.ask("reference", inputs["rows"], self._engines.reference.logprobs)
+        return {"reference_logprobs": logprobs}
 
     def _values(self, step: "_Step", inputs: Values) -> Values:
         assert self._engines.critic is not None
-        return {"values": self._engines.exchanges["critic"].ask(inputs["rows"], self._engines.critic.values)}
+        return {"values": self._engines.ask("critic", inputs["rows"], self._engines.critic.values)}
 
     def _kl_penalty(self, step: "_Step", inputs: Values) -> Values:
         algorithm = self._settings.algorithm
@@ -147,8 +147,9 @@ class StepCalls:
     def _train_critic(self, step: "_Step", inputs: Values) -> Values:
         assert self._engines.critic is not None
         rows = with_columns(inputs["rows"], {VALUES: inputs["values"], RETURNS: inputs["returns"]})
-        rows = list(self._engines.exchanges["critic"].take(rows))
-        stats = self._engines.critic.train_step(rows, step=step.number, total_steps=self._settings.run.steps)
+        stats = self._engines.critic.train_step(
+            self._engines.rows_for("critic", rows), step=step.number, total_steps=self._settings.run.steps
+        )
         return {"critic_stats": stats}
 
 

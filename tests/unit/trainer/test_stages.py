@@ -19,11 +19,12 @@ from tests.unit.trainer.models import FAMILIES, random_rows, save_model
 NUM_LAYERS = 5
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "mistral", "gemma"])
+@pytest.mark.parametrize("family", [*FAMILIES, "mistral", "granite"])
 @pytest.mark.parametrize("num_stages", [2, 5])
 def test_stages_of_a_decoder_say_what_the_whole_one_says(family: str, num_stages: int, tmp_path: Path) -> None:
-    """Gemma scales its embedding on the way to the layers, which must happen once."""
-    decoder = _load(save_model(tmp_path, family=family, num_layers=NUM_LAYERS))
+    """Granite scales its embedding on the way to the layers, which must happen once."""
+    scale = {"embedding_multiplier": 3.0} if family == "granite" else {}
+    decoder = _load(save_model(tmp_path, family=family, num_layers=NUM_LAYERS, **scale))
     row = pack_rows(random_rows(3), torch.device("cpu"))
     expected = Policy(decoder, temperature=1.0)(row)
     whole_gradient = _gradients(decoder, expected)
