@@ -287,6 +287,12 @@ class TrainerSettings(Section):
     """CPU threads per rank where there is no GPU."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
+    GPU's, and more time. Where there is no GPU it changes nothing."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and is less
+    exact."""
     max_restarts: int = Field(default=5, ge=0)
     """Times a crashed trainer group is started again from one checkpoint before the run ends; a newer one starts the
     count afresh."""

@@ -36,6 +36,12 @@ class TuningTrainerSettings(Section):
 
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes; one per GPU."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that the layers are cut over; a row passes from rank to rank."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the arithmetic of each layer."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model, each sharded over its own ranks."""
     lr: float = Field(default=1.0e-5, gt=0)
     """Peak learning rate of AdamW."""
     warmup_steps: int = Field(default=0, ge=0)
@@ -54,6 +60,15 @@ class TuningTrainerSettings(Section):
     """CPU threads per rank where there is no GPU."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are added up over a step's rows and over ranks."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        _ = self.engine  # a layout that does not fit says so
+        return self
 
     @property
     def engine(self) -> TrainerSettings:

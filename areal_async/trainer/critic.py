@@ -21,7 +21,7 @@ from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.execution import Execution
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
-from areal_async.trainer.model import DTYPES, load_critic
+from areal_async.trainer.model import DTYPES, Sharding, load_critic
 from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import RETURNS, VALUES, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -65,6 +65,7 @@ class CriticEngine:
             dtype=DTYPES[model.dtype],
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
+            sharding=Sharding.of(trainer),
         )
         self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
         self.flops: DecoderFlops = decoder_flops(self._critic.classifier)

@@ -27,7 +27,7 @@ from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.execution import Execution, Loss
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
-from areal_async.trainer.model import DTYPES, load_policy
+from areal_async.trainer.model import DTYPES, Sharding, load_policy
 from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import REFERENCE, START, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -66,6 +66,7 @@ class FsdpEngine:
             temperature=temperature,
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
+            sharding=Sharding.of(trainer),
         )
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
         self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)

@@ -64,15 +64,8 @@ class Exchange:
         self._target = target
         self._flops = flops
         self._num_minibatches = num_minibatches
-<<<<<<< ours
-        self._is_same = all(source.sizes[one] == target.sizes[one] for one in (STAGE, PART))
-        """Whether both hold the same rows on the same ranks."""
-        # Of its own, for the calls of several models run side by side.
-        self._ranks = source.all if self._is_same else source.all.beside()
-=======
         # A group of its own, for the calls of several models run side by side.
         self._ranks = source.all.beside()
->>>>>>> theirs
 
     def take(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """Return the rows of the target's rank for those of the source's. A collective."""

@@ -6,16 +6,18 @@ trained on must be those the server reports.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from areal_async.errors import UserError
+from areal_async.settings import TrainerSettings
 from areal_async.trainer.attention import attention_for, document_arguments, register_packed_attention
 from areal_async.trainer.grid import STAGE, Grid
 from areal_async.trainer.rows import PackedRow
@@ -30,6 +32,21 @@ HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
 """Settings of models whose logits are more than their head's output."""
 CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How FSDP2 keeps and reduces what it shards."""
+
+    reduce_dtype: torch.dtype = torch.float32
+    """In which gradients cross the ranks."""
+    cpu_offload: bool = False
+    """Shards lie in the host's memory, and the optimizer works there."""
+
+    @classmethod
+    def of(cls, trainer: TrainerSettings) -> Self:
+        """Return what the settings say."""
+        return cls(reduce_dtype=DTYPES[trainer.reduce_dtype], cpu_offload=trainer.cpu_offload)
 
 
 class Policy(nn.Module):
@@ -111,11 +128,12 @@ def load_policy(
     activation_checkpointing: bool,
     is_frozen: bool = False,
     stages_per_rank: int = 1,
+    sharding: Sharding = Sharding(),
 ) -> Policy | StagedModel:
     """Load the model's weights in float32 and shard them over the ranks, layer by layer.
 
     Args:
-        dtype: of the forward and backward pass; parameters, gradients and their reduction are float32.
+        dtype: of the forward and backward pass; parameters and gradients are float32.
         is_frozen: never trained; the parameters are then kept in ``dtype`` too, which gives the same numbers.
         stages_per_rank: of a pipeline.
 
@@ -131,12 +149,19 @@ def load_policy(
         dtype=dtype,
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
+        sharding=sharding,
         wrap=functools.partial(Policy, temperature=temperature),
     )
 
 
 def load_critic(
-    folder: Path, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool, stages_per_rank: int = 1
+    folder: Path,
+    grid: Grid,
+    *,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    stages_per_rank: int = 1,
+    sharding: Sharding = Sharding(),
 ) -> Critic | StagedModel:
     """Load a critic as ``load_policy`` does a policy; of a folder without a head for it, with a head of zeros.
 
@@ -160,6 +185,7 @@ def load_critic(
         dtype=dtype,
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
+        sharding=sharding,
         wrap=Critic,
     )
 
@@ -218,20 +244,32 @@ def _laid_out(
     dtype: torch.dtype,
     stages_per_rank: int,
     activation_checkpointing: bool,
+    sharding: Sharding,
     wrap: Callable[[nn.Module], M],
 ) -> M | StagedModel:
     """Return the model, whole or in stages, sharded."""
+    shard = functools.partial(
+        _shard, grid=grid, dtype=dtype, activation_checkpointing=activation_checkpointing, sharding=sharding
+    )
     if grid.sizes[STAGE] == 1:
         model = wrap(decoder)
-        _shard(model, decoder, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
+        shard(model, decoder)
         return model
     staged = StagedModel(decoder, grid, dtype=dtype, stages_per_rank=stages_per_rank, wrap=wrap)
     for stage in staged.own_stages:
-        _shard(stage, stage.decoder, grid, dtype=dtype, activation_checkpointing=activation_checkpointing)
+        shard(stage, stage.decoder)
     return staged
 
 
-def _shard(whole: nn.Module, decoder: Any, grid: Grid, *, dtype: torch.dtype, activation_checkpointing: bool) -> None:
+def _shard(
+    whole: nn.Module,
+    decoder: Any,
+    *,
+    grid: Grid,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    sharding: Sharding,
+) -> None:
     if grid.part_mesh is not None:
         divide_decoder(decoder, grid.part_mesh)
     layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
@@ -240,10 +278,14 @@ def _shard(whole: nn.Module, decoder: Any, grid: Grid, *, dtype: torch.dtype, ac
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
     mesh = grid.data_mesh
-    precision = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=sharding.reduce_dtype
+    )
+    # Pinned memory is a GPU's; without one the shards lie where they would anyway.
+    offload = CPUOffloadPolicy(pin_memory=grid.all.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision)
-    fully_shard(whole, mesh=mesh, mp_policy=precision)
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(whole, mesh=mesh, mp_policy=precision, offload_policy=offload)
 
 
 def _check_trainable(causal_lm: Any, path: Path) -> None:

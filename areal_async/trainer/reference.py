@@ -11,7 +11,7 @@ from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.execution import Execution
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
-from areal_async.trainer.model import DTYPES, load_policy
+from areal_async.trainer.model import DTYPES, Sharding, load_policy
 from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.sharded import PackedPasses
@@ -30,6 +30,7 @@ class ReferenceEngine:
             activation_checkpointing=False,
             is_frozen=True,
             stages_per_rank=trainer.stages_per_rank,
+            sharding=Sharding.of(trainer),
         )
         self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.grid, num_outputs=2)
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)

@@ -195,7 +195,9 @@ class Learner(Generic[T]):
         squares = squares / copies.to(squares.device)
         members = torch.tensor([groups for _, groups in trained], dtype=torch.float64)
         # One sum for each group; the last is the loss, which only has to be finite.
-        sums = torch.cat([squares @ members.to(squares.device), loss.to(squares.device).view(1)])
+        sums = torch.cat([squares @ members.to(squares.device), loss.to(squares.device).view(1)]).to(
+            self._grid.all.device
+        )
         *by_group, total_loss = self._grid.all.reduce(sums, dist.ReduceOp.SUM).tolist()
         update = Update.of(dict(zip(GROUPS, by_group, strict=True)), has_finite_loss=math.isfinite(total_loss))
         if update.is_made and update.grad_norm > self._trainer.max_grad_norm:

@@ -56,7 +56,7 @@ def gather(
         wholes = [
             causal_lm.fetch(spec.name, parameters.get(spec.name), getattr(torch, spec.dtype))
             if isinstance(causal_lm, StagedModel)
-            else _whole(parameters[spec.name], getattr(torch, spec.dtype))
+            else _whole(parameters[spec.name], getattr(torch, spec.dtype), ranks.device)
             for spec in bucket
         ]
         if ranks.rank == 0:
@@ -116,8 +116,8 @@ def _shapes(causal_lm: nn.Module) -> Iterable[tuple[str, torch.Size]]:
     return ((name, parameter.shape) for name, parameter in causal_lm.named_parameters())
 
 
-def _whole(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    shard = parameter.detach().to(dtype)
+def _whole(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    shard = parameter.detach().to(device=device, dtype=dtype)  # the shard may lie in the host's memory
     return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 

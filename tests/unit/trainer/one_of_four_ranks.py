@@ -21,7 +21,7 @@ LAYOUTS = {
 
 
 def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
-    """Train in three layouts at once, write a checkpoint, read another one, and count collectives."""
+    """Train in three layouts at once, write a checkpoint, read another one, and look at collectives."""
     ranks = join_ranks(deadline_s=200.0)
     learners = Learners(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
     rows, is_first = batch_rows(), learners.engines.actor.grid.data.rank == 0
@@ -31,27 +31,32 @@ def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
     trained = learners.fingerprint()
     ledger = learners.engines.load_checkpoint(directory / "of_one").decode()
     words = {"stats": stats, "fingerprint": trained, "ledger": ledger, "loaded": learners.fingerprint()}
-    words["counts"] = [_count(model, ranks, random_rows(count)) for count in (1, 6)]
+    words["exact"] = [_reduce(model, ranks, random_rows(count), reduce_dtype="float32") for count in (1, 6)]
+    words["compressed"] = _reduce(model, ranks, random_rows(6), reduce_dtype="bfloat16")
     sys.stdout.write("\n" + json.dumps(words))
     sys.stdout.flush()
     ranks.close()
 
 
-def _count(model: Path, ranks: Ranks, rows: list[TrainRow]) -> int:
-    """Return how often gradients cross the ranks in an update of these rows, each packed by itself."""
-    engine = engine_of(model, ranks, token_budget=24)
+def _reduce(model: Path, ranks: Ranks, rows: list[TrainRow], *, reduce_dtype: str) -> dict[str, Any]:
+    """Return in what gradients cross the ranks in an update of these rows, and the norm that they have then."""
+    engine = engine_of(model, ranks, token_budget=24, reduce_dtype=reduce_dtype)
     with Reductions() as reductions:
-        engine.train_step(rows, step=1, total_steps=1)
-    return reductions.count
+        stats = engine.train_step(rows, step=1, total_steps=1)
+    return {"dtypes": reductions.dtypes, "grad_norm": stats.grad_norm}
 
 
 class Reductions(TorchDispatchMode):
     """Counts the collectives that add gradients up."""
 
-    count = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: list[str] = []
+        """What each of them added up."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "reduce_scatter" in str(func)
+        if "reduce_scatter" in str(func):
+            self.dtypes.append(str(args[0].dtype))
         return func(*args, **(kwargs or {}))
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from areal_async.trainer.distributed import Ranks
 from tests.unit.trainer.learners import NUM_STEPS, Learners, batch_rows
-from tests.unit.trainer.models import save_model
+from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 from tests.unit.trainer.processes import run_on_ranks
 from tools.compare_layouts import compare, parser
 
@@ -80,4 +80,24 @@ def test_gradients_cross_the_ranks_once_however_many_rows_they_are_of(
     four: tuple[Path, Path, list[dict[str, Any]]],
 ) -> None:
     """Once for each of the two layers and once for what is around them."""
-    assert [one["counts"] for one in four[2]] == [[3, 3]] * 4
+    for one in four[2]:
+        assert [update["dtypes"] for update in one["exact"]] == [["torch.float32"] * 3] * 2
+
+
+def test_compressed_gradients_cross_the_ranks_in_half_the_bytes(
+    four: tuple[Path, Path, list[dict[str, Any]]],
+) -> None:
+    for one in four[2]:
+        exact, compressed = one["exact"][1], one["compressed"]
+        assert compressed["dtypes"] == ["torch.bfloat16"] * 3
+        assert 0 < abs(compressed["grad_norm"] / exact["grad_norm"] - 1) < 1e-2
+
+
+def test_shards_in_the_memory_of_the_host_train_alike(model: Path, ranks: Ranks) -> None:
+    """Without a GPU that is where they lie anyway: this shows that every step of the way takes them."""
+    engines = [engine_of(model, ranks, cpu_offload=offload) for offload in (False, True)]
+
+    stats = [engine.train_step(random_rows(5), step=1, total_steps=1) for engine in engines]
+
+    assert stats[0] == stats[1]
+    assert parameters_differ(*engines) == 0
