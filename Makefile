@@ -8,14 +8,17 @@ CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
 
-.PHONY: run test test-runs test-sglang faults faults-quick check setup clean
+.PHONY: run browser test test-runs test-sglang faults faults-quick check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
 # Two files at a time, each whole in one process, in their order: the long ones come first. ARGS="-n 0 ..." undoes it.
-test: $(STAMP)  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
+test: $(STAMP) browser  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
 	$(BIN)/python -m pytest -m "not sglang and not whole_runs" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+browser:  ## what the report of a run is looked at with; Debian's, where there is none
+	$(PYTHON) tools/setup_browser.py
 
 test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
 	$(BIN)/python -m pytest -m whole_runs -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)

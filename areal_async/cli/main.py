@@ -117,7 +117,13 @@ VERBS = {
     "status": Verb(
         "status",
         "one screen about a run: how far it is, what waits where, who is missing",
-        (_RUN, ("--json", {"action": "store_true", "help": "everything, as one JSON object"}), *_REMOTE),
+        (
+            _RUN,
+            ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
+            ("--html", {"metavar": "FILE", "help": "write a report with charts and samples instead, as one file"}),
+            ("--watch", {"action": "store_true", "help": "with --html: write it again after every step"}),
+            *_REMOTE,
+        ),
     ),
     "top": Verb("top", "watch a live run, and pause and resume it, on one screen", (_RUN, _BY, *_REMOTE)),
     "pause": Verb("orders", "admit nothing more to a live run; what was admitted is finished", (_RUN, _BY, _REASON)),

@@ -102,6 +102,13 @@ class Status:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the status; 0 whatever it says, as long as there is one."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    if arguments.html is not None:
+        from areal_async.cli.report.write import write_report  # the tokenizer's library, which takes seconds
+
+        write_report(find_run(arguments.run), Path(arguments.html), is_watched=arguments.watch)
+        return 0
+    if arguments.watch:
+        raise UserError("--watch: got no --html, need the file to write again and again; give --html FILE")
 
     async def ask() -> Status:
         if arguments.url is not None:

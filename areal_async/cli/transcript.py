@@ -40,10 +40,15 @@ class Span(NamedTuple):
     """Index of the turn that said them; None where they were given."""
 
 
+def shade_number(logprob: float) -> int:
+    """Return which of ``SHADES`` a token has that was sampled with this logprob."""
+    probability = math.exp(min(0.0, logprob))
+    return next((place for place, (least, _) in enumerate(SHADES) if probability >= least), len(SHADES) - 1)
+
+
 def shade(logprob: float) -> str:
     """Return the style of a token that was sampled with this logprob."""
-    probability = math.exp(min(0.0, logprob))
-    return next((style for least, style in SHADES if probability >= least), SHADES[-1][1])
+    return SHADES[shade_number(logprob)][1]
 
 
 def legend() -> RenderableType:

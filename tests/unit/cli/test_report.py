@@ -1,0 +1,176 @@
+"""The report tells the numbers of its run, in one file that fetches nothing and runs nothing that a model wrote."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from areal_async.cli.main import main
+from areal_async.cli.report.charts import Series, bars, line_chart, number, stacked_bars, step_ticks, ticks
+from areal_async.cli.report.data import choose_samples, count_ages
+from areal_async.cli.report.page import render
+from areal_async.cli.token_views import Numbers
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import ModelSettings, RunSettings, Settings
+from areal_async.trainer.recorded import read_recorded
+from tests.unit.cli.reports import HOSTILE, report
+from tests.unit.trainer.archives import archive_step, line, write_lines
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def _told(svg: str) -> dict[str, list[object]]:
+    (chart,) = [attributes["data-chart"] for tag, attributes in _Page(svg).tags if tag == "svg"]
+    told: dict[str, list[object]] = json.loads(chart or "")
+    return told
+
+
+def test_a_page_is_whole_without_a_network() -> None:
+    text = render(report())
+
+    page = _Page(text)
+    assert not [tag for tag, attributes in page.tags if {"src", "href"} & attributes.keys()]
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|@import|url\(", text)
+    assert sum(tag == "script" for tag, _ in page.tags) == 1
+
+
+def test_what_a_model_wrote_is_text_and_never_markup() -> None:
+    page = _Page(render(report()))
+
+    assert not [tag for tag, _ in page.tags if tag == "img"]
+    assert HOSTILE in page.text
+
+
+def test_a_page_is_loaded_again_only_when_it_is_watched() -> None:
+    assert "http-equiv" not in render(report())
+    assert '<meta http-equiv="refresh" content="1">' in render(report(), refresh_s=1.0)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2])
+def test_a_run_that_has_hardly_begun_has_a_report_too(num_steps: int) -> None:
+    assert f"step {num_steps} of 200" in _Page(render(report(num_steps=num_steps))).text
+
+
+def test_a_line_tells_its_values_and_breaks_where_there_is_none() -> None:
+    svg = line_chart([1, 2, 3, 4], [Series("loss", [0.5, math.nan, None, 0.25])], unit="nats")
+
+    told = _told(svg)
+    assert told["series"][0]["text"] == ["0.5", None, None, "0.25"]  # type: ignore[index]
+    (path,) = re.findall(r'class="l1" d="([^"]*)"', svg)
+    assert path.count("M") == 2
+    assert "nan" not in svg.lower()
+
+
+def test_a_line_is_higher_where_its_value_is_larger() -> None:
+    told = _told(line_chart([1, 2], [Series("reward", [0.0, 1.0])], unit="reward"))
+
+    low, high = told["series"][0]["py"]  # type: ignore[index]
+    assert high < low, "a picture counts downwards"
+    assert told["px"] == sorted(told["px"])  # type: ignore[type-var]
+
+
+def test_bars_are_means_of_neighbours_where_there_are_many_steps() -> None:
+    steps = list(range(1, 121))
+
+    told = _told(stacked_bars(steps, [Series("training", [float(step) for step in steps])], unit="s"))
+
+    assert told["x"][:2] == ["1 to 2, mean", "3 to 4, mean"]
+    assert told["series"][0]["text"][:2] == ["1.5", "3.5"]  # type: ignore[index]
+
+
+def test_a_long_run_is_drawn_with_fewer_points_and_keeps_its_evaluations_scale() -> None:
+    steps = list(range(1, 10_001))
+    series = [Series("training", [1.0] * len(steps)), Series("held-out", [0.5] * len(steps), has_marks=True)]
+
+    told = _told(line_chart(steps, series, unit="reward"))
+
+    assert len(told["x"]) <= 1500
+    assert {len(one["text"]) for one in told["series"]} == {len(told["x"])}  # type: ignore[index, call-overload]
+
+
+def test_without_values_there_is_no_chart() -> None:
+    for chart in (
+        line_chart([1], [Series("x", [None])], unit=""),
+        bars([], unit="", label=""),
+        stacked_bars([], [], unit=""),
+    ):
+        assert chart == '<p class="none">no values yet</p>'
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "wanted"),
+    [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (-0.45, 0.35, [-0.6, -0.4, -0.2, 0, 0.2, 0.4]), (0, 0, [0, 0.25, 0.5, 0.75, 1])],
+)
+def test_ticks_are_round_and_cover_the_values(low: float, high: float, wanted: list[float]) -> None:
+    assert ticks(low, high, 4) == pytest.approx(wanted)
+
+
+def test_ticks_of_steps_are_whole() -> None:
+    assert step_ticks(1, 60) == [20, 40, 60]
+    assert step_ticks(1, 3) == [1, 2, 3]
+    assert step_ticks(7, 7) == [7]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0, "0"), (0.12345, "0.123"), (1e-7, "1.0e-07"), (1234, "1,234"), (244_000, "244k"), (3_400_000, "3.4M"),
+        (-0.5, "-0.5"), (5e12, "5.00e+12"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+def test_tokens_are_counted_by_their_age_in_the_step_that_trained_them(tmp_path: Path) -> None:
+    archive_step(tmp_path, 1)
+    archive_step(tmp_path, 3)
+    recorded = [one for path in sorted(tmp_path.glob("trajectories/*")) for one in read_recorded([path])]
+
+    assert count_ages(recorded) == {0: 4 * 8 + 4 * 4, 1: 4 * 4}
+
+
+def test_samples_are_the_lowest_the_middle_and_the_highest_each_of_another_group(tmp_path: Path) -> None:
+    for step in range(1, 7):
+        archive_step(tmp_path, step)
+    recorded = [one for path in tmp_path.glob("trajectories/*") for one in read_recorded([path])]
+
+    samples = choose_samples(recorded, Numbers())
+
+    assert [one.what for one in samples] == ["lowest"] * 2 + ["median"] * 2 + ["highest"] * 2
+    assert [one.entry.reward for one in samples] == [0, 0, 0, 0, 3, 3]
+    assert len({one.entry.group for one in samples}) == 6
+
+
+def test_the_verb_writes_a_runs_report_from_its_directory_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(tmp_path / "made")
+    directory.write_settings(
+        Settings(run=RunSettings(name="made", directory=tmp_path), model=ModelSettings(path=str(tmp_path / "none")))
+    )
+    archive_step(directory.path, 1)
+    write_lines(directory.path, line(1, reward_mean=0.625, num_tokens=32, time_step_s=2.0))
+
+    assert main(["status", "--run", str(directory.path), "--html", str(tmp_path / "out.html")]) == 0
+
+    page = _Page((tmp_path / "out.html").read_text())
+    assert "report of 1 steps written to" in capsys.readouterr().out
+    assert "0.625mean reward, last 1 steps" in page.text
+    assert "highest: reward 3" in page.text
+    assert main(["status", "--run", str(directory.path), "--watch"]) == 2
