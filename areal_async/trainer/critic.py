@@ -41,8 +41,9 @@ class CriticStats:
     value_clip_fraction: float
     """Share of tokens whose error the value clip took over."""
     value_lr: float
+    value_num_updates: int
     value_num_skipped: int
-    """Updates left out because the gradient or the loss was not finite."""
+    """Updates left out because the gradient or the loss was not finite; not among ``value_num_updates``."""
 
 
 class CriticEngine:
@@ -117,6 +118,7 @@ class CriticEngine:
             value_grad_norm=tally.grad_norm,
             value_clip_fraction=sums.get("value_clipped", 0.0) / num_tokens,
             value_lr=lr,
+            value_num_updates=len(tally.updates) - tally.num_skipped,
             value_num_skipped=tally.num_skipped,
         )
 

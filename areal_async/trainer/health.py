@@ -66,14 +66,16 @@ def logprob_gap(lines: Sequence[Line], settings: HealthSettings) -> Alarm | None
 
 
 def skipped_updates(lines: Sequence[Line]) -> Alarm | None:
-    """Say that the newest step left the weights as they were."""
+    """Say that the newest step left the weights of the policy, or of the critic, as they were."""
     line: Line = lines[-1] if lines else {}
-    skipped = int(line.get("num_skipped", 0))
-    if not skipped or line.get("num_updates", 0):
-        return None
-    what = "loss" if line.get("num_skipped_loss", 0) else "gradient"
-    sentence = f"every update of step {line.get('step')} was skipped ({skipped}): its {what} was not finite"
-    return Alarm(name="skipped_updates", sentence=sentence, value=skipped, bound=0)
+    for whose, prefix in (("", ""), ("critic's ", "value_")):
+        skipped = int(line.get(f"{prefix}num_skipped", 0))
+        if skipped and not line.get(f"{prefix}num_updates", 0):
+            sentence = (
+                f"every {whose}update of step {line['step']} was skipped ({skipped}): loss or gradient not finite"
+            )
+            return Alarm(name="skipped_updates", sentence=sentence, value=skipped, bound=0)
+    return None
 
 
 def _is_flat(line: Line) -> bool:

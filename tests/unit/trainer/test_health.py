@@ -73,15 +73,15 @@ def test_a_step_without_current_tokens_says_nothing_of_the_gap() -> None:
     assert logprob_gap([blind], SETTINGS) is None
 
 
-def test_a_step_that_made_no_update_is_told_with_its_cause() -> None:
-    loss = skipped_updates([line(7, num_updates=0, num_skipped=2, num_skipped_loss=1)])
-    gradient = skipped_updates([line(7, num_updates=0, num_skipped=2)])
+def test_a_step_that_made_no_update_is_told() -> None:
+    policy = skipped_updates([line(7, num_updates=0, num_skipped=2, value_num_updates=1)])
+    critic = skipped_updates([line(7, value_num_updates=0, value_num_skipped=1)])
 
-    assert loss is not None
-    assert loss.sentence == "every update of step 7 was skipped (2): its loss was not finite"
-    assert gradient is not None
-    assert gradient.sentence.endswith("its gradient was not finite")
-    assert skipped_updates([line(num_updates=1, num_skipped=1)]) is None
+    assert policy is not None
+    assert policy.sentence == "every update of step 7 was skipped (2): loss or gradient not finite"
+    assert critic is not None
+    assert critic.sentence.startswith("every critic's update of step 7 was skipped (1)")
+    assert skipped_updates([line(num_updates=1, num_skipped=1, value_num_updates=1)]) is None
     assert skipped_updates([line(num_updates=0)]) is None  # nothing was there to train
 
 
