@@ -360,10 +360,10 @@ class Trainer:
             dropped_stale=dropped_stale,
             failed=failed,
         )
-        line = await self._health.judge(line)
-        self._metrics_file.append(line)
-        self.last_line = line
-        log.info("step.trained", **line)
+        judged = await self._health.judge(line)
+        self._metrics_file.append(judged)
+        self.last_line = judged
+        log.info("step.trained", **judged)
 
     # helpers
 

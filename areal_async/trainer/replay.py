@@ -164,7 +164,7 @@ class Replay:
             wait_s=0.0,
             train_s=train_s,
         )
-        return metrics_line(result, weights_s=0.0, dropped_stale=0, failed=0)
+        return metrics_line(result, weights_s=0.0, checkpoint_s=0.0, dropped_stale=0, failed=0)
 
     def _refuse(self, recorded: Sequence[Recorded]) -> None:
         settings = self._settings

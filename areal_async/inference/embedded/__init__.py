@@ -4,6 +4,9 @@ It serves small models on a CPU and real ones on a CUDA device, with continuous 
 own, so that a whole run works where SGLang cannot be installed. Routes, fields and semantics follow SGLang 0.5.23
 started with ``--incremental-streaming-output``; what is not supported is refused, never ignored.
 
+Started with ``--is-embedding`` it serves a sequence classifier instead: ``/classify`` answers with its head's output at
+the last token, the score of a reward model.
+
 Invariants: one thread owns the model, so weights change only between two steps of the batch; every output token is
 stamped with the weights version that produced it; a swap happens whole or not at all.
 
