@@ -155,7 +155,7 @@ def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
         UserError: the device or the model is unusable.
     """
     with _one_sentence(path):
-        model, context_length = _load_model(AutoModelForCausalLM, options, path)
+        model, context_length = _load_model(AutoModelForCausalLM, options, path, remedy="check --model-path")
         return ModelRunner(model, context_length=context_length, max_total_tokens=options.max_total_tokens)
 
 
@@ -166,7 +166,8 @@ def load_scoring_runner(options: EngineOptions, path: Path) -> ScoringRunner:
         UserError: the device or the model is unusable.
     """
     with _one_sentence(path):
-        model, context_length = _load_model(AutoModelForSequenceClassification, options, path)
+        remedy = "need a sequence classifier with its head, as reward-model writes one"
+        model, context_length = _load_model(AutoModelForSequenceClassification, options, path, remedy=remedy)
         if not hasattr(model, "score"):
             raise UserError(
                 f"model at {path}: got a classifier of type {model.config.model_type} without a head named score, need "
@@ -175,7 +176,7 @@ def load_scoring_runner(options: EngineOptions, path: Path) -> ScoringRunner:
         return ScoringRunner(model, context_length=context_length)
 
 
-def _load_model(factory: Any, options: EngineOptions, path: Path) -> tuple[Any, int]:
+def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str) -> tuple[Any, int]:
     """Return the model on its device, and its context length."""
     device = _resolve_device(options.device)
     if options.num_threads is not None:
@@ -187,7 +188,7 @@ def _load_model(factory: Any, options: EngineOptions, path: Path) -> tuple[Any, 
     if loading["missing_keys"] or loading["mismatched_keys"]:
         raise UserError(
             f"model at {path}: {len(loading['missing_keys'])} tensors missing and "
-            f"{len(loading['mismatched_keys'])} of the wrong shape; check --model-path"
+            f"{len(loading['mismatched_keys'])} of the wrong shape; {remedy}"
         )
     context_length = options.context_length or model.config.get_text_config().max_position_embeddings
     return model.to(device).eval().requires_grad_(False), context_length

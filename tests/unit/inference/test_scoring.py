@@ -12,7 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from areal_async.errors import GenerationError
+from areal_async.errors import GenerationError, UserError
+from areal_async.inference.embedded.options import EngineOptions
+from areal_async.inference.embedded.runner import load_scoring_runner
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.scoring import ScoringClient
@@ -96,6 +98,14 @@ async def test_prompt_that_would_end_a_server_never_leaves(prompt_ids: list[int]
             await client.score(prompt_ids)
 
     assert server.calls == []
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_model_that_only_generates_is_no_reward_model(models: list[Path]) -> None:
+    options = EngineOptions(model_path=str(models[0]), device="cpu", is_embedding=True)
+
+    with pytest.raises(UserError, match="1 tensors missing .* need a sequence classifier with its head"):
+        load_scoring_runner(options, models[0])
 
 
 @pytest.mark.timeout(200)
