@@ -184,8 +184,10 @@ def _named(trained: Trained, prefix: str) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for own, parameter in model.named_parameters():
         name = whole_name(own)
+        if parameter.requires_grad and parameter not in optimizer.state:
+            raise PipelineError(f"checkpoint: {name} is gathered, and its shard is not to be seen; reshard the model")
         tensors[f"{prefix}{PARAMETERS}.{name}"] = parameter.detach()
-        for moment, tensor in optimizer.state[parameter].items():
+        for moment, tensor in optimizer.state.get(parameter, {}).items():
             tensors[f"{prefix}{moment}.{name}"] = tensor
     return tensors
 

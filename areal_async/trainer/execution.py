@@ -45,7 +45,10 @@ class WholeModel(Generic[T]):
     @torch.no_grad()
     def infer(self, rows: Sequence[PackedRow]) -> list[T]:
         """Return the outputs for each row, without gradients."""
-        return [self._model(row) for row in rows]
+        outputs = [self._model(row) for row in rows]
+        # No backward pass comes to do it; until it is done, the model's parameters are not those of the optimizer.
+        cast(FSDPModule, self._model).reshard()
+        return outputs
 
     def train(self, rows: Sequence[PackedRow], loss: Loss[T], *, scale: float) -> Iterator[LossTerms]:
         """Run row by row; gradients are summed locally and cross the ranks once, with the last row."""

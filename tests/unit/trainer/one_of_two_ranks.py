@@ -2,14 +2,18 @@
 
 import json
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 
+from areal_async.errors import PipelineError
+from areal_async.trainer.checkpoint import CheckpointWriter
 from areal_async.trainer.distributed import Ranks, join_ranks
 from areal_async.trainer.division import divide
+from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.flops import DecoderFlops
 from areal_async.trainer.rows import TrainRow
 from tests.unit.trainer.models import engine_of, random_rows
@@ -40,9 +44,41 @@ def main(model: Path, directory: Path) -> None:
     logprobs = engine.logprobs(rows[:1] if is_first else [])
     words |= {"stats": [asdict(one) for one in stats], "hashes": hashes, "num_logprobs": len(logprobs)}
     words["ledger"] = engine.load_checkpoint(directory / "checkpoint").decode()
+    words["refused"] = _refusal_in(model / "config.json" / "1-1", engine)
+    words["beside"] = _write_beside_steps(directory / "beside", engine, rows if is_first else [], ranks)
     send_together(model, directory, ranks)
     ranks.close()
     sys.stdout.write(json.dumps(words))
+
+
+def _refusal_in(directory: Path, engine: FsdpEngine) -> str:
+    """Say why no checkpoint can be written where only the first rank tries to make its folder."""
+    try:
+        engine.save_checkpoint(directory, b"")
+    except PipelineError as exc:
+        return str(exc)
+    return ""
+
+
+def _write_beside_steps(directory: Path, engine: FsdpEngine, rows: list[TrainRow], ranks: Ranks) -> list[str]:
+    """Write checkpoints while steps train, and other words are exchanged; load each, and return their ledgers.
+
+    Nothing but the order within each thread is the same on both ranks.
+    """
+    writer, ledgers = CheckpointWriter(ranks), []
+    for step in (3, 4):
+        writer.stage(engine.trained, {})
+        staged = {name: float(tensor.norm()) for name, tensor in engine.full_parameters().items()}
+        writing = threading.Thread(target=writer.write, args=(directory / str(step), f"step {step}".encode()))
+        writing.start()
+        for _ in range(3):
+            engine.train_step(rows, step=step, total_steps=4)
+            ranks.barrier()
+        writing.join()
+        ledgers.append(engine.load_checkpoint(directory / str(step)).decode())
+        loaded = {name: float(tensor.norm()) for name, tensor in engine.full_parameters().items()}
+        assert loaded == staged, "a step was written into what it goes on from"
+    return ledgers
 
 
 def _lengths_of_rows(lengths: Sequence[int], ranks: Ranks) -> list[list[int]]:

@@ -49,6 +49,24 @@ def test_a_checkpoint_from_before_the_first_step_loads(model: Path, ranks: Ranks
     assert parameters_differ(trained, fresh) == 0
 
 
+def test_a_checkpoint_made_or_loaded_after_an_inference_pass_is_whole(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """FSDP leaves what it has gathered for a forward pass in the place of the shards that are trained."""
+    rows = random_rows(6)
+    trained = engine_of(model, ranks)
+    trained.train_step(rows, step=1, total_steps=2)
+    trained.logprobs(rows)
+    trained.save_checkpoint(tmp_path / "1-1", LEDGER)
+    resumed = engine_of(model, ranks)
+    resumed.logprobs(rows)
+
+    resumed.load_checkpoint(tmp_path / "1-1")
+
+    assert resumed.train_step(rows, step=2, total_steps=2) == trained.train_step(rows, step=2, total_steps=2)
+    assert parameters_differ(resumed, trained) == 0
+
+
 def test_a_checkpoint_that_was_not_finished_is_not_there(
     model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,6 +105,17 @@ def test_a_checkpoint_of_two_ranks_loads_on_one(pair: Pair, model: Path, ranks: 
     assert resumed.num_updates == 1
 
 
+def test_a_checkpoint_of_two_ranks_is_written_while_they_train_and_talk(pair: Pair) -> None:
+    assert [words["beside"] for words in pair.words] == [["step 3", "step 4"]] * 2
+
+
+def test_every_rank_learns_that_a_checkpoint_could_not_be_written(pair: Pair) -> None:
+    first, second = (words["refused"] for words in pair.words)
+
+    assert "config.json/1-1 could not be written: NotADirectoryError" in first
+    assert "config.json/1-1 could not be written: rank 0 says why" in second
+
+
 def test_ranks_without_rows_give_no_logprobs_and_keep_step(pair: Pair) -> None:
     assert [words["num_logprobs"] for words in pair.words] == [1, 0]
 
