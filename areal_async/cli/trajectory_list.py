@@ -104,8 +104,15 @@ def _holds_version(entry: Entry, wanted: str) -> bool:
 def archived(run_directory: Path, *, steps: tuple[int, int] | None = None) -> Iterator[Entry]:
     """Yield what was trained, newest step first, each step's batch in its order."""
     for version, paths in sorted(archive_files(run_directory).items(), key=lambda pair: -pair[0].step):
-        if steps is None or steps[0] <= version.step <= steps[1]:
-            yield from map(entry_of, read_recorded(paths, with_tokens=False))
+        if steps is not None and not steps[0] <= version.step <= steps[1]:
+            continue
+        try:
+            recorded = read_recorded(paths, with_tokens=False)
+        except UserError:
+            if all(path.exists() for path in paths):
+                raise
+            continue  # a restored trainer has just moved it away
+        yield from map(entry_of, recorded)
 
 
 def entry_of(recorded: Recorded) -> Entry:

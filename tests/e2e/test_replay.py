@@ -11,13 +11,13 @@ import pytest
 
 from tests.e2e.test_run import REPOSITORY, Run, collect, role_processes
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+pytestmark = [pytest.mark.timeout(360), pytest.mark.whole_runs]
 
 
-def _replay(run: Run, *words: str) -> "subprocess.CompletedProcess[str]":
+def _verb(verb: str, run: Run, *words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(
-        [sys.executable, "-m", "areal_async", "replay", "--run", str(run.directory), *words],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "areal_async", verb, "--run", str(run.directory), *words],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=180,
     )  # fmt: skip
 
 
@@ -27,11 +27,17 @@ def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_whe
         run.wait_for_step(3, process)
         for pid in role_processes(run, "trainer"):
             os.kill(pid, signal.SIGKILL)
+        listed = _verb("trajectories", run, "--json", "--limit", "0")
         ended = collect(process)
     assert ended.returncode == 0, ended.stdout
     assert run.lines[-1]["weights_version"] == "2-5", "the trainer was to be killed before the end"
+    trained = {f"{row['group_id']}.{row['sibling']}": row["reward"] for row in run.trained}
+    live = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert sum(one["state"] == "trained" for one in live) > 0, listed.stderr
+    assert all(trained[one["id"]] == one["reward"] for one in live if one["state"] == "trained")
+    assert len({one["id"] for one in live}) == len(live)
 
-    same = _replay(run)
+    same = _verb("replay", run)
 
     assert same.returncode == 0, same.stdout + same.stderr
     assert "losses reproduced: largest difference" in same.stdout
@@ -42,8 +48,8 @@ def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_whe
         assert mine["reward_mean"] == theirs["reward_mean"]
     assert (tmp_path / "recorded-replay" / "model" / "model.safetensors").exists()
 
-    other = _replay(
-        run, "--steps", "2", "--run.name", "other", "--trainer.num_ranks", "2", "--algorithm.name", "rloo",
+    other = _verb(
+        "replay", run, "--steps", "2", "--run.name", "other", "--trainer.num_ranks", "2", "--algorithm.name", "rloo",
         "--trainer.lr", "1e-3", "--trainer.warmup_steps", "0",
     )  # fmt: skip
 
