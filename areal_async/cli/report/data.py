@@ -1,14 +1,15 @@
 """What a report tells, read from a run's directory: of a live run as well as of one that ended long ago."""
 
 import importlib.metadata
-import itertools
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -77,12 +78,13 @@ def read_report(
     """
     lines = read_lines(run_directory)
     newest = sorted(archive_files(run_directory).items())[-AGED_STEPS:]
-    recorded = []
+    archived = []
     for _, paths in newest:
-        try:
-            recorded.append(read_recorded(paths))
-        except UserError:
-            recorded.append([])  # moved away just now by a restored trainer, or damaged: doctor tells
+        with suppress(UserError):  # moved away just now by a restored trainer, or damaged: doctor tells
+            archived.append(_read_step(tuple(paths)))
+    ages: Counter[int] = Counter()
+    for step in archived:
+        ages.update(step.ages)
     return ReportData(
         run=settings.run.name,
         written_at=now,
@@ -90,9 +92,9 @@ def read_report(
         lines=lines,
         evaluations=read_json_lines(run_directory / "eval.jsonl"),
         checkpoints_s=_checkpoints(run_directory),
-        ages=count_ages(itertools.chain.from_iterable(recorded)),
+        ages=dict(sorted(ages.items())),
         aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
-        samples=choose_samples([*itertools.chain.from_iterable(recorded[-SAMPLED_STEPS:])], decoder),
+        samples=choose_samples([one for step in archived[-SAMPLED_STEPS:] for one in step.recorded], decoder),
         fates=_fates(lines, untrained),
         reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
         settings=dump_settings(settings),
@@ -100,7 +102,19 @@ def read_report(
     )
 
 
-def count_ages(recorded: "itertools.chain[Recorded] | Sequence[Recorded]") -> dict[int, int]:
+class _Step(NamedTuple):
+    recorded: list[Recorded]
+    ages: dict[int, int]
+
+
+@lru_cache(maxsize=AGED_STEPS)
+def _read_step(paths: tuple[Path, ...]) -> _Step:
+    """Read one archived step; once, however often the report of a live run is written: a file never changes."""
+    recorded = read_recorded(paths)
+    return _Step(recorded, count_ages(recorded))
+
+
+def count_ages(recorded: Sequence[Recorded]) -> dict[int, int]:
     """Return how many trained tokens had which age in their step. Pure."""
     counts: Counter[int] = Counter()
     for one in recorded:

@@ -34,6 +34,15 @@ class _Page(HTMLParser):
         self.text += data
 
 
+def _run(directory: Path) -> RunDirectory:
+    """Return a run without a step, whose broker was never started."""
+    run = RunDirectory(directory / "made")
+    run.write_settings(
+        Settings(run=RunSettings(name="made", directory=directory), model=ModelSettings(path=str(directory / "none")))
+    )
+    return run
+
+
 def _told(svg: str) -> dict[str, list[object]]:
     (chart,) = [attributes["data-chart"] for tag, attributes in _Page(svg).tags if tag == "svg"]
     told: dict[str, list[object]] = json.loads(chart or "")
@@ -160,10 +169,7 @@ def test_samples_are_the_lowest_the_middle_and_the_highest_each_of_another_group
 def test_the_verb_writes_a_runs_report_from_its_directory_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    directory = RunDirectory(tmp_path / "made")
-    directory.write_settings(
-        Settings(run=RunSettings(name="made", directory=tmp_path), model=ModelSettings(path=str(tmp_path / "none")))
-    )
+    directory = _run(tmp_path)
     archive_step(directory.path, 1)
     write_lines(directory.path, line(1, reward_mean=0.625, num_tokens=32, time_step_s=2.0))
 
@@ -174,3 +180,21 @@ def test_the_verb_writes_a_runs_report_from_its_directory_alone(
     assert "0.625mean reward, last 1 steps" in page.text
     assert "highest: reward 3" in page.text
     assert main(["status", "--run", str(directory.path), "--watch"]) == 2
+
+
+def test_a_watched_report_is_written_again_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = _run(tmp_path)
+    seen: list[str] = []
+
+    def wait(seconds: float) -> None:
+        assert seconds <= 0.5, "a step is to be seen within a second"
+        seen.append(_Page((tmp_path / "out.html").read_text()).text)
+        write_lines(directory.path, *(line(step) for step in range(1, len(seen) + 1)))
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("areal_async.cli.report.write.time.sleep", wait)
+
+    assert main(["status", "--run", str(directory.path), "--html", str(tmp_path / "out.html"), "--watch"]) == 130
+
+    assert [f"step {step} of 200" in text for step, text in enumerate(seen)] == [True] * 3
