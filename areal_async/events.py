@@ -87,6 +87,16 @@ class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
     reason: str
 
 
+class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
+    """An operator has changed a setting of the live run."""
+
+    setting: str
+    before: float
+    after: float
+    by: str
+    reason: str
+
+
 class MessageBuried(Event, frozen=True, kw_only=True, tag="message.buried"):
     """A message could not be read, and is a dead letter now."""
 

@@ -31,3 +31,22 @@ class CrewState(Record, frozen=True, kw_only=True):
     num_starts: Count = 0
     at: str = ""
     """Since when it is so, in UTC as ISO 8601."""
+
+
+class Change(Record, frozen=True, kw_only=True):
+    """A setting that was changed while the run went on."""
+
+    value: float
+    given: float
+    """What the settings said then. The change holds while they still do."""
+    by: str = ""
+    reason: str = ""
+    at: str = ""
+    """When, in UTC as ISO 8601."""
+
+
+class Changes(Record, frozen=True, kw_only=True):
+    """KV ``changes``: the settings that operators have changed. The controller writes it, on their order."""
+
+    by_setting: dict[str, Change] = {}
+    """Dotted name -> its newest change."""

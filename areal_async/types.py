@@ -290,6 +290,8 @@ class Cut(Record, frozen=True, kw_only=True):
     seed: int = 0
     max_staleness: Count = 0
     """The bound it was cut under, and is held to wherever it is trained."""
+    lr: float = 0.0
+    """The peak of the learning rate that it is trained with, wherever; 0 for what the settings say."""
     masks_stale: bool = False
     """Tokens over the bound are left out of the loss, instead of being impossible."""
     branches: dict[LineageText, Count] = {}

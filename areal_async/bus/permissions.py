@@ -7,7 +7,7 @@ cursor, and only the operator declares and deletes. Acks are granted per stream.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_async.subjects import ADMITTED, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
 
 SERVICES_INBOX = "_INBOX_services"
 """Where operators hear what services answer; apart from their inbox, where only the broker is to be believed."""
@@ -56,7 +56,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
-            publish += _keys(names, ADMITTED, CONTROL, RUN_STATE, "eval.>")
+            publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)

@@ -127,7 +127,24 @@ VERBS = {
     ),
     "top": Verb("top", "watch a live run, and pause and resume it, on one screen", (_RUN, _BY, *_REMOTE)),
     "pause": Verb("orders", "admit nothing more to a live run; what was admitted is finished", (_RUN, _BY, _REASON)),
-    "resume": Verb("orders", "go on with a paused run", (_RUN, _BY, _REASON)),
+    "resume": Verb(
+        "orders",
+        "go on with a paused run, or with other settings",
+        (
+            _RUN,
+            (
+                "--set",
+                {
+                    "metavar": "SETTING=VALUE",
+                    "action": "append",
+                    "default": [],
+                    "help": "from now on; may be given again; one that cannot change while the run goes on is refused",
+                },
+            ),
+            _BY,
+            _REASON,
+        ),
+    ),
     "stop": Verb("orders", "end a live run after its step, with a checkpoint to go on from", (_RUN, _BY, _REASON)),
     "doctor": Verb(
         "doctor",

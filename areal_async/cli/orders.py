@@ -11,6 +11,7 @@ import structlog
 
 from areal_async.bus import ask_service
 from areal_async.cli.speech import say
+from areal_async.errors import UserError
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import find_run
 
@@ -28,14 +29,33 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     directory = find_run(arguments.run)
     order = str(arguments.verb)
 
+    changes = [change_of(text) for text in getattr(arguments, "set", ())]
+
     async def act() -> None:
         async with visit_live(directory) as (settings, bus):
             body = {"by": arguments.by or who(), "reason": arguments.reason or ""}
+            for setting, value in changes:
+                change = body | {"setting": setting, "value": value}
+                now = await ask_service(bus, bus.names.control("set"), change, deadline_s=ANSWER_DEADLINE_S)
+                say(f"run {settings.run.name}: {setting} is {now.get(setting, value):g} now")
             await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
             say(f"run {settings.run.name} {DONE[order]}")
 
     anyio.run(act, backend_options={"use_uvloop": True})
     return 0
+
+
+def change_of(text: str) -> tuple[str, float]:
+    """Return the setting and its value in ``--set SETTING=VALUE``.
+
+    Raises:
+        UserError: it is none.
+    """
+    setting, _, value = text.partition("=")
+    try:
+        return setting, int(value) if value.lstrip("-").isdecimal() else float(value)
+    except ValueError as exc:
+        raise UserError(f"--set: got {text}, need SETTING=NUMBER, as trainer.lr=1e-6") from exc
 
 
 def who() -> str:

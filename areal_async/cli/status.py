@@ -27,9 +27,10 @@ from areal_async.errors import BusError, UnreachableError, UserError
 from areal_async.inference.pool import STARTING
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit, visit_at
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.run_state import Control, CrewState
+from areal_async.live_settings import held_changes
+from areal_async.run_state import Changes, Control, CrewState
 from areal_async.settings import BusSettings, RunSettings, Settings
-from areal_async.subjects import CONTROL, RUN_NAME, RUN_STATE
+from areal_async.subjects import CHANGES, CONTROL, RUN_NAME, RUN_STATE
 from areal_async.types import RunState, ServerState, WeightsVersion
 
 ANSWER_S = 1.0
@@ -89,6 +90,8 @@ class Status:
     """Stream -> ``num_messages`` and ``num_bytes``."""
     members: list[Member]
     servers: list[dict[str, Any]]
+    changes: dict[str, float] = field(default_factory=dict)
+    """Settings that were changed while the run went on, and hold."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """What has happened last, oldest first; ``teller`` is the role and the instance that told it."""
     notes: list[str] = field(default_factory=list)
@@ -195,6 +198,7 @@ async def read_snapshot(
             asking.start_soon(one)
     run_state, _ = await bus.get(RUN_STATE, RunState)
     control, _ = await bus.get(CONTROL, Control)
+    changes, _ = await bus.get(CHANGES, Changes)
     weights, _ = await bus.get(names.weights_key(), WeightsVersion)
     known = {name: state for name, (state, _) in crews.items()}
     members = members_of(settings, reports, known)
@@ -221,6 +225,7 @@ async def read_snapshot(
         queue=queue,
         members=members,
         servers=listed,
+        changes=dict(held_changes(settings, changes or Changes())),
         events=events,
         notes=[*_notes(state, members, listed), *alarm_notes(reports.get(("trainer", "0"), {}))],
     )
@@ -355,6 +360,8 @@ def render(status: Status) -> Iterable[Table | Text]:
     )
     stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
     facts.add_row("stored", ", ".join(stored))
+    if status.changes:
+        facts.add_row("changed", ", ".join(f"{setting} = {value:g}" for setting, value in status.changes.items()))
     yield facts
     processes = Table("process", "", "up", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
     for member in status.members:

@@ -6,6 +6,7 @@
 ``run_evaluation``waits for a version that is due and held; produces its evaluation; the first one goes
                   before the first admission, so that it speaks of version 0 alone
 ``run_steering``  follows the orders of operators; produces pauses of the admission
+``run_changes``   follows the settings that operators change; produces another bound, another rhythm of evaluation
 ``run_watch``     says who waits for whom, and who is the culprit, when nothing has moved for ``watchdog_s``
 
 All state is in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
@@ -32,9 +33,11 @@ from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
 from areal_async.fault_points import reach
-from areal_async.run_state import Control
+from areal_async.live_settings import live_settings
+from areal_async.run_state import Changes, Control
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CONTROL, RUN_STATE
+from areal_async.staleness import max_groups_in_flight
+from areal_async.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
 from areal_async.types import Admitted, Cut, GroupId, Outcome, RunState, ServerState, Ticket, Version, WeightsVersion
 from areal_async.wire import decode_json
 
@@ -66,7 +69,8 @@ class Controller:
         self._may_admit = evaluator is None
         self._newest: WeightsVersion | None = None
         self._reports = Reports()
-        self._steering = Steering(bus)
+        self._steering = Steering(bus, settings)
+        self._live = live_settings(settings, Changes())
         self._clock_s = self._moved_s = time.monotonic()
         self.waits_for = ""
 
@@ -80,9 +84,13 @@ class Controller:
         self._accounts.admitted = record or Admitted()
         control, _ = await self._bus.get(CONTROL, Control)  # before anything is admitted: a pause outlives a controller
         self._steering.control = control or Control()
+        changes, _ = await self._bus.get(CHANGES, Changes)
+        self._change(changes or Changes())
         async with anyio.create_task_group() as loops:
-            for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening, self.run_steering):
+            for loop in (self.run_servers, self.run_watch, self.run_metrics, self.run_listening):
                 loops.start_soon(loop)
+            loops.start_soon(self.run_steering)
+            loops.start_soon(self.run_changes)
             await self._read_existing_log()
             self._accounts.num_consecutive_failed = 0  # of an earlier start: whoever resumes has mended the cause
             loops.start_soon(self.run_log)
@@ -217,7 +225,7 @@ class Controller:
                 with self._waiting(waits.CONTROLLER):
                     await changed.wait()
                 continue
-            due = newest_due_step(held.step, every_steps=self._settings.eval.every_steps, last_step=last_step)
+            due = newest_due_step(held.step, every_steps=self._live.eval_every_steps, last_step=last_step)
             if due > evaluated:
                 evaluated = due
                 if self._evaluator is not None and not await self._evaluator.is_done(due):
@@ -266,6 +274,18 @@ class Controller:
                 self._steering.control = control
                 self._move()
 
+    async def run_changes(self) -> None:
+        """Go by what operators have changed, for ever."""
+        async for changes in self._bus.watch_key(CHANGES, Changes):
+            self._change(changes)
+
+    def _change(self, changes: Changes) -> None:
+        now = self._live = live_settings(self._settings, changes)
+        batch_groups = self._settings.rollout.batch_groups
+        bound = max_groups_in_flight(max_staleness=now.max_staleness, batch_groups=batch_groups)
+        self._accounts.max_groups_in_flight = bound
+        self._move()
+
     # being watched
 
     def report(self) -> dict[str, Any]:
@@ -273,7 +293,7 @@ class Controller:
         accounts, control = self._accounts, self._steering.control
         return {
             "steps": self._settings.run.steps,
-            "max_staleness": self._settings.rollout.max_staleness,
+            "max_staleness": self._live.max_staleness,
             "admitted": accounts.admitted.total,
             "skipped": accounts.admitted.num_skipped,
             "settled": accounts.num_settled,

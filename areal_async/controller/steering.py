@@ -4,14 +4,17 @@ An order is one compare-and-set of the key ``control``, so two operators never u
 the controller. Each is told as an event with who gave it and why: the audit record.
 """
 
+import anyio.to_thread
 import msgspec
 import structlog
 
 from areal_async.bus import Bus, Endpoint, Report
 from areal_async.errors import ConflictError, UserError
-from areal_async.events import RunOrdered
-from areal_async.run_state import Control
-from areal_async.subjects import CONTROL
+from areal_async.events import RunOrdered, SettingChanged
+from areal_async.live_settings import check_change, held_changes, value_of
+from areal_async.run_state import Change, Changes, Control
+from areal_async.settings import Settings
+from areal_async.subjects import CHANGES, CONTROL
 
 MAX_TEXT = 200
 
@@ -21,8 +24,9 @@ log = structlog.get_logger()
 class Steering:
     """The controller's side of it."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, settings: Settings) -> None:
         self._bus = bus
+        self._settings = settings
         self.control = Control()
         """As it was seen last."""
 
@@ -48,6 +52,12 @@ class Steering:
                 subject=names.control("stop"),
                 description="finish the step, checkpoint and end; the same command as before goes on from there",
                 answer=self._stop,
+            ),
+            Endpoint(
+                name="set",
+                subject=names.control("set"),
+                description="change a setting of the live run: {setting, value}; answers with all that are changed",
+                answer=self._set,
             ),
         ]
 
@@ -80,6 +90,39 @@ class Steering:
         await self._bus.tell(event)
         answer: Report = msgspec.to_builtins(wanted)
         return answer
+
+    async def _set(self, body: Report) -> Report:
+        """Change one setting, or refuse it with the reason.
+
+        Raises:
+            UserError: it cannot change while the run goes on, or not to this.
+        """
+        by, reason, setting = (_text(body, key) for key in ("by", "reason", "setting"))
+        value = check_change(self._settings, setting, body.get("value"))
+        given = value_of(self._settings, setting)
+        while True:
+            found, revision = await self._bus.get(CHANGES, Changes)
+            changes = found or Changes()
+            before = dict(held_changes(self._settings, changes)).get(setting, given)
+            event = SettingChanged(setting=setting, before=before, after=value, by=by, reason=reason)
+            change = Change(value=value, given=given, by=by, reason=reason, at=event.at)
+            wanted = Changes(by_setting=changes.by_setting | {setting: change})
+            try:
+                await self._bus.compare_and_set(CHANGES, wanted, revision)
+                break
+            except ConflictError:
+                continue  # another operator was faster: theirs first, then ours
+        await anyio.to_thread.run_sync(self._record, event)
+        log.info(event.kind, setting=setting, before=before, after=value, by=by, reason=reason)
+        await self._bus.tell(event)
+        return dict(held_changes(self._settings, wanted))
+
+    def _record(self, event: SettingChanged) -> None:
+        """Add a line to the run's own record of changes."""
+        path = self._settings.run_directory / "changes.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            file.write(msgspec.json.encode(event) + b"\n")
 
 
 def _text(body: Report, key: str) -> str:

@@ -8,11 +8,15 @@ import anyio
 from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.inference.pool import Pool
+from areal_async.live_settings import live_settings
 from areal_async.rollout.amends import RowKey, row_key
 from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.runner import returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
 from areal_async.rollout.workplace import Workplace
+from areal_async.run_state import Changes
+from areal_async.settings import Settings
+from areal_async.subjects import CHANGES
 from areal_async.types import EvalTicket, Ticket
 
 FETCH_WAIT_S = 5.0
@@ -40,6 +44,7 @@ class Leases:
         self._ended_rows = ended_rows
         self._settled = SettledGroups(place.bus)
         self._name = waits.node(place.node_id)
+        self._capacity = _capacity(place.settings, Changes())
 
     async def run_tickets(self) -> None:
         """Run training groups.
@@ -49,15 +54,18 @@ class Leases:
         produces:     stored trajectories
         unblocked by: the supervisor, finished groups, the controller; ends when the node drains
         """
-        settings = self._place.settings
-        capacity = max(1, settings.rollout.max_trajectories_per_node // settings.max_group_size)
         names = self._place.bus.names
-        await self._run(names.tickets_stream, names.nodes_consumer, capacity, self._take_tickets)
+        await self._run(names.tickets_stream, names.nodes_consumer, lambda: self._capacity, self._take_tickets)
+
+    async def run_changes(self) -> None:
+        """Run as many groups at once as operators want, for ever; those that are too many just finish."""
+        async for changes in self._place.bus.watch_key(CHANGES, Changes):
+            self._capacity = _capacity(self._place.settings, changes)
 
     async def run_eval_tickets(self) -> None:
         """Run evaluations: as ``run_tickets``, with room of their own."""
         names = self._place.bus.names
-        await self._run(names.eval_stream, names.eval_nodes_consumer, MAX_EVALUATIONS, self._take_eval_tickets)
+        await self._run(names.eval_stream, names.eval_nodes_consumer, lambda: MAX_EVALUATIONS, self._take_eval_tickets)
 
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
         tickets = [(delivery, await self._place.bus.decode(delivery, Ticket)) for delivery in deliveries]
@@ -80,10 +88,10 @@ class Leases:
         self,
         stream: str,
         consumer: str,
-        capacity: int,
+        capacity: Callable[[], int],
         take: Callable[[list[Delivery]], Awaitable[list[Task]]],
     ) -> None:
-        """Lease up to ``capacity``; ``take`` says what to do with each ticket that is one."""
+        """Lease up to ``capacity``, which may change; ``take`` says what to do with each ticket that is one."""
         num_running = 0
         finished = anyio.Event()
 
@@ -99,11 +107,11 @@ class Leases:
             nonlocal finished, num_running
             while True:
                 await self._wait_serviceable()
-                while num_running >= capacity:
+                while num_running >= capacity():
                     finished = anyio.Event()
                     with waits.on(waits.room(self._place.node_id), waiter=self._name):
                         await finished.wait()
-                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity - num_running), wait_s=FETCH_WAIT_S)
+                deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=FETCH_WAIT_S)
                 if not deliveries:
                     continue
                 async with returned_unless_done(*deliveries):
@@ -138,3 +146,8 @@ class Leases:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(stop)
             await loop()
+
+
+def _capacity(settings: Settings, changes: Changes) -> int:
+    """Return how many groups a node runs at once: one at least."""
+    return max(1, live_settings(settings, changes).max_trajectories_per_node // settings.max_group_size)

@@ -8,7 +8,7 @@ Invariant: a group is in one cut at most, and only in one for whose step all its
 
 import heapq
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
@@ -53,6 +53,8 @@ class CutRules:
     when_stale: Literal["wait", "mask", "drop"]
     group_deadline_s: float
     """How long a due group is waited for."""
+    lr: float = 0.0
+    """As in ``Cut``."""
     filters_equal_groups: bool = False
     """Train no group whose rewards are all equal."""
     of_task: Mapping[str, GroupRules] = field(default_factory=dict)
@@ -113,6 +115,10 @@ class Cutter:
     def allow(self, step: int) -> None:
         """Let it cut up to ``step``."""
         self._allowed_step = max(self._allowed_step, step)
+
+    def change(self, *, max_staleness: int, lr: float) -> None:
+        """Cut by these from now on. Groups that are too old for a lower bound are tried again."""
+        self._rules = replace(self._rules, max_staleness=max_staleness, lr=lr)
 
     def branch(self, *, after_step: int) -> Cut:
         """Return the entry that gives up the cuts beyond ``after_step``.
@@ -219,6 +225,7 @@ class Cutter:
             groups=[group.as_cut_group() for group in plan.taken],
             seed=(rules.seed << 32) + self.step,
             max_staleness=rules.max_staleness,
+            lr=rules.lr,
             masks_stale=rules.when_stale == "mask",
             branches=dict(self._branches),
         )

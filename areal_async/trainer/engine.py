@@ -94,6 +94,10 @@ class FsdpEngine:
             aggregation=aggregation(settings),
         )
 
+    def set_peak_lr(self, lr: float) -> None:
+        """Take another peak of the learning rate's schedule, from the next step on."""
+        self._learner.set_peak(lr)
+
     def train_step(
         self, rows: Sequence[TrainRow], *, step: int, total_steps: int, columns: Sequence[str] = ()
     ) -> StepStats:

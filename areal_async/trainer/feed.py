@@ -12,13 +12,17 @@ import time
 from collections.abc import Iterable
 
 import anyio
+import anyio.abc
 import structlog
 
 from areal_async import waits
 from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
+from areal_async.live_settings import live_settings
+from areal_async.run_state import Changes
 from areal_async.settings import Settings
+from areal_async.subjects import CHANGES
 from areal_async.trainer.cutter import CutRules, Cutter, GroupRules, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
@@ -127,6 +131,19 @@ class Feed:
                 if deliveries:
                     self._notify()
 
+    async def run_changes(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Cut by what operators have changed, for ever; nothing is cut before what they had changed is known."""
+        known, _ = await self._bus.get(CHANGES, Changes)
+        self._change(known or Changes())
+        task_status.started()
+        async for changes in self._bus.watch_key(CHANGES, Changes):
+            self._change(changes)
+
+    def _change(self, changes: Changes) -> None:
+        now = live_settings(self._settings, changes)
+        self._cutter.change(max_staleness=now.max_staleness, lr=now.lr)
+        self._notify()
+
     async def run_tickets(self) -> None:
         """Learn of admitted groups before any of their slots is stored, so that due ones are waited for."""
         names, sequence = self._bus.names, 0
@@ -226,6 +243,7 @@ def _rules(settings: Settings) -> CutRules:
         batch_groups=rollout.batch_groups,
         min_group_size=rollout.min_group_size,
         max_staleness=rollout.max_staleness,
+        lr=settings.trainer.lr,
         when_stale=rollout.when_stale,
         group_deadline_s=rollout.group_deadline_s,
         filters_equal_groups=settings.algorithm.filter_equal_groups,

@@ -289,6 +289,7 @@ class Trainer:
         )
         train_since = time.monotonic()
         reach("trainer.before_step")
+        self._engines.actor.set_peak_lr(part.cut.lr or settings.trainer.lr)
         with self._waiting(waits.step(step), "the engine in"):
             trained = await self._calls.run(rows, batch, step=step)
         reach("trainer.after_step")

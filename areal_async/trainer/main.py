@@ -130,6 +130,7 @@ async def _run_rank(
         if feed is not None:
             loops.start_soon(feed.run_inbox)
             loops.start_soon(feed.run_tickets)
+            await loops.start(feed.run_changes)
             await loops.start(_run_signals, trainer)
         await trainer.run()
         await _tell_state(bus, trainer, ranks.rank)  # the last one: that it has finished

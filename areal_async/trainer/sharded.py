@@ -109,6 +109,10 @@ class Learner(Generic[T]):
         self.on_gradients: Callable[[], None] | None = None
         """Called in every update between the gradients and their clipping, on every rank."""
 
+    def set_peak(self, lr: float) -> None:
+        """Take another peak of the learning rate's schedule, from the next step on."""
+        self._trainer = self._trainer.model_copy(update={"lr": lr})
+
     def begin(self, step: int, *, total_steps: int) -> float:
         """Take over and return the learning rate of training step ``step``, which counts from 1."""
         lr = learning_rate(step, total_steps=total_steps, trainer=self._trainer)

@@ -12,7 +12,7 @@ from areal_async.bus.private import write_private
 from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
 from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
 from tests.brokers import OpenRole
 from tests.bus.stored import ticket
@@ -58,6 +58,7 @@ ACTIONS: dict[str, Action] = {
     "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
     "say how processes fare": _only(f"{KEY}.{RUN.crew_key('node-0')}", OPERATOR),
     "pause the run": _only(f"{KEY}.{CONTROL}", CONTROLLER, OPERATOR),
+    "change a setting": _only(f"{KEY}.{CHANGES}", CONTROLLER, OPERATOR),
     "order the controller": _only(RUN.control("pause"), OPERATOR),
     "ask what a process does": _only(RUN.status("node"), OPERATOR),
     "look for services": _only("$SRV.PING", OPERATOR),

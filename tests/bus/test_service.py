@@ -16,8 +16,9 @@ from areal_async.bus import Bus, EmbeddedBroker, Report, Role, ask_service, gath
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.controller.steering import Steering
 from areal_async.errors import UserError
-from areal_async.run_state import Control
-from areal_async.subjects import CONTROL
+from areal_async.run_state import Changes, Control
+from areal_async.settings import Settings
+from areal_async.subjects import CHANGES, CONTROL
 from tests.brokers import OpenRole, kill, until
 
 pytestmark = pytest.mark.anyio
@@ -115,10 +116,10 @@ async def test_a_service_answers_again_after_the_broker_was_killed(broker: Embed
 
 
 @pytest.fixture
-async def steered(open_role: OpenRole) -> AsyncIterator[tuple[Bus, Steering]]:
+async def steered(open_role: OpenRole, settings: Settings) -> AsyncIterator[tuple[Bus, Steering]]:
     """An operator, and a controller's steering that takes its orders."""
     operator, controller = await open_role(Role.OPERATOR), await open_role(Role.CONTROLLER)
-    steering = Steering(controller)
+    steering = Steering(controller, settings)
     async with serving(controller, description="orders", report=dict, endpoints=steering.endpoints):
         yield operator, steering
 
@@ -194,3 +195,42 @@ async def test_an_order_that_nobody_takes_is_told_in_one_sentence(open_role: Ope
 
     with pytest.raises(UserError, match="run test: nobody takes orders there"):
         await ask_service(operator, operator.names.control("pause"), {}, deadline_s=5)
+
+
+async def test_a_change_of_a_setting_is_kept_with_who_and_why_and_told(
+    steered: tuple[Bus, Steering], settings: Settings
+) -> None:
+    operator, _ = steered
+    names = operator.names
+
+    async with operator.subscribe(names.all_events) as events:
+        change = {"setting": "trainer.lr", "value": 1e-6, "by": "ann", "reason": "it collapsed"}
+        answer = await ask_service(operator, names.control("set"), change, deadline_s=5)
+        subject, data = await anext(events)
+    kept, _ = await operator.get(CHANGES, Changes)
+    recorded = [json.loads(line) for line in (settings.run_directory / "changes.jsonl").read_text().splitlines()]
+
+    assert answer == {"trainer.lr": 1e-6}
+    assert subject == "areal.test.events.controller.0.setting.changed"
+    assert json.loads(data) == recorded[-1]
+    assert {"setting": "trainer.lr", "before": settings.trainer.lr, "after": 1e-6, "by": "ann"}.items() <= recorded[
+        -1
+    ].items()
+    assert kept is not None
+    assert (kept.by_setting["trainer.lr"].value, kept.by_setting["trainer.lr"].reason) == (1e-6, "it collapsed")
+
+
+async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(steered: tuple[Bus, Steering]) -> None:
+    operator, _ = steered
+    subject = operator.names.control("set")
+
+    async with anyio.create_task_group() as operators:
+        for setting, value in (("trainer.lr", 2e-6), ("eval.every_steps", 7)):
+            body = {"setting": setting, "value": value}
+            operators.start_soon(lambda body=body: ask_service(operator, subject, body, deadline_s=5))
+    with pytest.raises(UserError, match="model.path: cannot change in this run"):
+        await ask_service(operator, subject, {"setting": "model.path", "value": 1}, deadline_s=5)
+
+    kept, _ = await operator.get(CHANGES, Changes)
+    assert kept is not None
+    assert {name: one.value for name, one in kept.by_setting.items()} == {"trainer.lr": 2e-6, "eval.every_steps": 7}

@@ -14,7 +14,7 @@ import pytest
 
 from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes, wait_until
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.whole_runs]
 
 
 def _verb(*words: str) -> str:
@@ -44,7 +44,7 @@ async def _ask(run: Run, subject: str) -> dict[str, Any]:
 
 
 def test_a_live_run_is_paused_resumed_watched_and_stopped_and_goes_on_from_there(tmp_path: Path) -> None:
-    run = Run(tmp_path, "operated", run__steps=500)
+    run = Run(tmp_path, "operated", run__steps=500, trainer__checkpoint_every_steps=50)
     process = run.start()
     run.wait_for_step(2, process)
 
@@ -62,8 +62,19 @@ def test_a_live_run_is_paused_resumed_watched_and_stopped_and_goes_on_from_there
 
     step = run.lines[-1]["step"]
     assert step == while_paused["step"]
-    _verb("resume", "--run", str(run.directory), "--by", "ann")
-    run.wait_for_step(step + 1, process)
+    _verb(
+        "resume",
+        "--run",
+        str(run.directory),
+        "--by",
+        "ann",
+        "--set",
+        "trainer.lr=1e-5",
+        "--set",
+        "rollout.max_staleness=1",
+    )
+    wait_until(lambda: [line["lr"] for line in run.lines[-2:]] == [1e-5] * 2, "two steps at the new rate")
+    _kill_trainer_and_compare(run)
 
     _verb("stop", "--run", str(run.directory), "--reason", "enough")
     stopped = collect(process)
@@ -75,7 +86,28 @@ def test_a_live_run_is_paused_resumed_watched_and_stopped_and_goes_on_from_there
     resumed = run.finish("--run.steps", str(last + 2))
     assert resumed.returncode == 0, resumed.stdout
     assert_accounts(run, num_steps=last + 2, max_staleness=2)
-    assert _status(run)["state"] == "finished"
+    finished = _status(run)
+    assert finished["state"] == "finished"
+    assert finished["changes"] == {"trainer.lr": 1e-5, "rollout.max_staleness": 1}
+    rates = [line["lr"] for line in run.lines]
+    since = rates.index(1e-5)
+    assert set(rates[since:]) == {1e-5}, "a change outlives a crash and the run's end"
+    changed = [json.loads(line) for line in (run.directory / "changes.jsonl").read_text().splitlines()]
+    assert [(one["setting"], one["after"], one["by"]) for one in changed] == [
+        ("trainer.lr", 1e-5, "ann"), ("rollout.max_staleness", 1, "ann"),
+    ]  # fmt: skip
+
+
+def _kill_trainer_and_compare(run: Run) -> None:
+    """A step that is trained again after a crash is trained at the rate, and within the bound, that it was cut with."""
+    before = {line["step"]: (line["lr"], line["staleness_max"]) for line in run.lines}
+    for pid in role_processes(run, "trainer"):
+        os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: bool(run.lines) and run.lines[-1]["weights_version"].startswith("2-"), "the second trainer")
+    wait_until(lambda: run.lines[-1]["step"] > max(before) + 1, "steps that were not trained before")
+    after = {line["step"]: (line["lr"], line["staleness_max"]) for line in run.lines}
+    assert {step: after[step] for step in before} == before
+    assert max(after[step][1] for step in after if step > max(before) + 1) <= 1
 
 
 def test_an_order_to_a_run_that_does_not_run_is_one_sentence(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ Every command of the chapter is run, and its client, which knows nothing of this
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,11 +126,12 @@ def _chapter() -> str:
 
 def test_every_command_and_the_plain_client_of_the_chapter_do_what_it_says(live: Run) -> None:
     directory = live.directory.parents[1]
-    (own, tool), (client,) = (
+    (own, change, tool), (client,) = (
         [body for kind, body in blocks(_chapter()) if kind == language] for language in ("console", "python")
     )
-    words = [command.partition("#")[0].split()[1:] for command, _ in commands(own)]
+    words = [shlex.split(command, comments=True)[1:] for command, _ in commands(own)]
     assert [one[2] for one in words] == list(ORDERS)
+    ((changing, _),) = commands(change)
 
     (directory / "plain.py").write_text(client)
     told = _run(directory, "plain.py").splitlines()
@@ -136,7 +139,9 @@ def test_every_command_and_the_plain_client_of_the_chapter_do_what_it_says(live:
     assert [line.split()[0] for line in told[3:5]] == ["tickets", "trajectories"]
     assert all(line.split()[1].isdecimal() for line in told[3:5])
     assert told[5:] == ["pause True", "resume False"]
-    wait_until(lambda: _state(directory) == "running", "the run to go on")
+    assert _state(directory) == "running"
+    _run(directory, *shlex.split(changing)[1:])
+    assert _status(directory)["changes"] == {"trainer.lr": 1e-6, "rollout.max_staleness": 1}
     for one in words:
         if one[2] == "top":
             terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)
@@ -175,6 +180,11 @@ def _run(directory: Path, *words: str) -> str:
     return done.stdout
 
 
-def _state(directory: Path) -> str:
+def _status(directory: Path) -> dict[str, Any]:
     time.sleep(0.2)
-    return str(json.loads(_run(directory, "-m", "areal_async", "status", "--run", "gsm8k", "--json"))["state"])
+    status: dict[str, Any] = json.loads(_run(directory, "-m", "areal_async", "status", "--run", "gsm8k", "--json"))
+    return status
+
+
+def _state(directory: Path) -> str:
+    return str(_status(directory)["state"])

@@ -37,6 +37,7 @@ LAYERS = (
         "user_calls",
         "contracts",
         "wire",
+        "live_settings",
         "log",
         "metrics_settings",
         "data",

@@ -224,3 +224,21 @@ def test_a_message_whose_every_slot_lost_is_not_kept_for_a_checkpoint() -> None:
     assert bench.fates.release_received(again, unusable) == ["loser"]
     assert bench.inventory.stored_bytes == 1
     assert bench.fates.release_received(_message(1, 1), bench.fates.receive(_message(1, 1), "kept")) == []
+
+
+def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyond_it() -> None:
+    bench = Bench(step=2)
+    for index, version in ((1, "1-0"), (2, "1-1"), (3, "1-1")):
+        bench.add(_message(index, 0, 1, oldest=version))
+    assert isinstance(bench.decide(), Write), "it was fresh enough before"
+
+    bench.cutter.change(max_staleness=0, lr=1e-6)
+    tried_again = bench.decide()
+    assert tried_again == Settle(["0-1-0"], OutcomeKind.ABANDONED, "older than max_staleness")
+    bench.fates.release(["0-1-0"])
+    bench.inventory.open.pop("0-1-0", None)
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert (decision.entry.max_staleness, decision.entry.lr) == (0, 1e-6)
+    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]

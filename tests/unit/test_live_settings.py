@@ -1,0 +1,86 @@
+"""What may change in a live run does, while its file says what it said then; the rest is refused with the reason."""
+
+import pytest
+
+from areal_async.errors import UserError
+from areal_async.live_settings import LIVE, LiveSettings, check_change, held_changes, live_settings
+from areal_async.run_state import Change, Changes
+from areal_async.settings import RolloutSettings, Settings, TrainerSettings
+
+SETTINGS = Settings(
+    rollout=RolloutSettings(max_staleness=4, max_trajectories_per_node=64), trainer=TrainerSettings(lr=2e-6)
+)
+
+
+def _changes(**by_setting: float) -> Changes:
+    given = {
+        "trainer.lr": 2e-6,
+        "rollout.max_staleness": 4,
+        "rollout.max_trajectories_per_node": 64,
+        "eval.every_steps": 0,
+    }
+    named = {name.replace("__", "."): value for name, value in by_setting.items()}
+    return Changes(by_setting={name: Change(value=value, given=given[name]) for name, value in named.items()})
+
+
+def test_what_was_changed_holds_and_the_rest_is_as_it_was() -> None:
+    now = live_settings(SETTINGS, _changes(trainer__lr=1e-6, rollout__max_staleness=2))
+
+    assert now == LiveSettings(
+        lr=1e-6, max_staleness=2, max_trajectories_per_node=64, eval_every_steps=SETTINGS.eval.every_steps
+    )
+    assert isinstance(now.max_staleness, int)
+
+
+def test_whoever_starts_the_run_with_another_value_has_decided_anew() -> None:
+    resumed = SETTINGS.model_copy(update={"trainer": TrainerSettings(lr=5e-6)})
+    changes = _changes(trainer__lr=1e-6, rollout__max_staleness=2)
+
+    assert dict(held_changes(resumed, changes)) == {"rollout.max_staleness": 2}
+    assert live_settings(resumed, changes).lr == 5e-6
+
+
+def test_a_change_of_what_is_no_live_setting_is_passed_over() -> None:
+    foreign = Changes(by_setting={"run.steps": Change(value=3, given=SETTINGS.run.steps)})
+
+    assert dict(held_changes(SETTINGS, foreign)) == {}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.lr", 1e-7),
+        ("rollout.max_staleness", 1),
+        ("rollout.max_trajectories_per_node", 8),
+        ("eval.every_steps", 3),
+    ],
+)
+def test_safe_changes_are_taken(key: str, value: float) -> None:
+    assert key in LIVE
+    assert check_change(SETTINGS, key, value) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("trainer.lr", -1.0, "trainer.lr: got -1.0: Input should be greater than 0"),
+        ("trainer.lr", "much", "trainer.lr: got 'much', need a number"),
+        ("trainer.lr", True, "need a number"),
+        ("rollout.max_staleness", 1.5, "valid integer"),
+        ("rollout.max_staleness", 5, "need at most 4"),
+        ("rollout.max_staleness", 0, "must be started anew"),
+        ("trainer.lrr", 1.0, "no such setting; did you mean trainer.lr"),
+        ("model.path", 1.0, "which data the run is made of"),
+        ("rollout.group_size", 4, "which data the run is made of"),
+        ("model.dtype", 1.0, "hold that model"),
+        ("algorithm.name", 1.0, "graph of a step"),
+        ("rollout.sampling.temperature", 0.7, "logprobs for the sampling"),
+        ("trainer.checkpoint_every_steps", 3, "stop the run, and start it with --trainer.checkpoint_every_steps"),
+        ("run.steps", 3, "read at the start"),
+    ],
+)
+def test_what_is_unsafe_is_refused_with_its_reason(key: str, value: object, reason: str) -> None:
+    with pytest.raises(UserError) as refusal:
+        check_change(SETTINGS, key, value)
+
+    assert reason in str(refusal.value)
