@@ -70,7 +70,9 @@ class CriticEngine:
         )
         self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
         self.flops: DecoderFlops = decoder_flops(self._critic.classifier)
-        self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
+        self._passes = PackedPasses(
+            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+        )
         # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
         self._learner = Learner(
             self._critic,

@@ -5,7 +5,7 @@ sequences into as many rows as the rank that needs the most, and of the ways to 
 cost least when the k-th costs what the dearest k-th of any rank does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,20 @@ from areal_async.trainer.pack import Parts, fill, pack, part_costs, spread
 from areal_async.trainer.rows import TrainRow
 
 
-def divide(rows: Sequence[TrainRow], *, flops: DecoderFlops, token_budget: int, ranks: Ranks) -> Parts:
+def divide(
+    rows: Sequence[TrainRow],
+    *,
+    flops: DecoderFlops,
+    token_budget: int,
+    ranks: Ranks,
+    fit: Callable[[int], int] | None = None,
+) -> Parts:
     """Return the indices of the sequences in each row; as many rows on every rank, the last of which may be empty.
 
     A collective, of one number and of two per row.
+
+    Args:
+        fit: makes of the rows that are needed the number that suits the model's layout, not a smaller one.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -29,6 +39,8 @@ def divide(rows: Sequence[TrainRow], *, flops: DecoderFlops, token_budget: int, 
     fewest = len(pack(lengths, token_budget=token_budget))
     most = ranks.reduce(torch.tensor([fewest], device=ranks.device), dist.ReduceOp.MAX)
     num_rows = int(most.item())
+    if fit is not None and num_rows:
+        num_rows = fit(num_rows)
     ways = _ways(lengths, costs, token_budget=token_budget, num_rows=num_rows)
     if ranks.size == 1 or not num_rows:
         return ways[0]

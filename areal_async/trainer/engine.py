@@ -70,7 +70,9 @@ class FsdpEngine:
         )
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
         self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)
-        self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
+        self._passes = PackedPasses(
+            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+        )
         self._learner = Learner(
             self._policy,
             execution=self._execution,

@@ -23,6 +23,10 @@ Loss = Callable[[int, PackedRow, T], LossTerms]
 class Execution(Protocol[T]):
     """What runs a model on packed rows. ``T``: the model's outputs for one row, tensors of [S]."""
 
+    def fit_rows(self, num_rows: int) -> int:
+        """Return how many rows a call is best divided into where it needs ``num_rows``: as many or more."""
+        ...
+
     def infer(self, rows: Sequence[PackedRow]) -> list[T]:
         """Return the outputs for each row, without gradients."""
         ...
@@ -41,6 +45,10 @@ class WholeModel(Generic[T]):
     def __init__(self, model: nn.Module) -> None:
         """``model`` is called with a row and sharded by FSDP2."""
         self._model = model
+
+    def fit_rows(self, num_rows: int) -> int:
+        """Return what is needed: one row after the other takes as long as all together."""
+        return num_rows
 
     @torch.no_grad()
     def infer(self, rows: Sequence[PackedRow]) -> list[T]:

@@ -5,7 +5,8 @@ several stages). Every rank of a pipeline has the rows, so only hidden states an
 filled up to the widest row of the call, and a stage computes on its row's own tokens alone. The last stage makes the
 loss; what the model said of the rows then goes to all, and each makes the same terms of it.
 
-Where a schedule needs more microbatches than there are rows, empty rows follow them and train nothing.
+A batch is divided into as many rows as the schedule takes (``fit_rows``); where there are too few sequences for that,
+empty rows fill it up and train nothing.
 
 Source: Narayanan et al. 2021, Efficient large-scale language model training on GPU clusters, arXiv 2104.04473.
 """
@@ -49,6 +50,10 @@ class PipelineExecution(Generic[T]):
         self._num_ranks = grid.sizes[STAGE]
         self._num_outputs = num_outputs
 
+    def fit_rows(self, num_rows: int) -> int:
+        """Return what the schedule takes without empty rows, and at least one for each rank of the pipeline."""
+        return num_microbatches(num_rows, num_ranks=self._num_ranks, is_interleaved=self._is_interleaved)
+
     @torch.no_grad()
     def infer(self, rows: Sequence[PackedRow]) -> list[T]:
         """Return the outputs for each row, without gradients, on every rank of the pipeline."""
@@ -65,7 +70,7 @@ class PipelineExecution(Generic[T]):
         """Return the outputs for each row, detached; with a loss, add up its gradients on the way."""
         if not rows:
             return []
-        count = num_microbatches(len(rows), num_ranks=self._num_ranks, is_interleaved=self._is_interleaved)
+        count = self.fit_rows(len(rows))
         filled = [*rows, *(empty_row(self._device) for _ in range(count - len(rows)))]
         width = max(len(row.token_ids_T) for row in filled)
         for stage in self._model.own_stages:
@@ -128,13 +133,14 @@ class PipelineExecution(Generic[T]):
 
 
 def num_microbatches(num_rows: int, *, num_ranks: int, is_interleaved: bool) -> int:
-    """Return the fewest microbatches, not fewer than the rows, that the schedule can do with.
+    """Return the fewest microbatches, not fewer than the rows, that keep a schedule's ranks at work.
 
-    1F1B needs one for each rank; the interleaved schedule goes in rounds of at least that many, all of one size.
+    That is one for each rank at least. The interleaved schedule goes in rounds of that many or more, all of one size.
     """
+    least = max(num_rows, num_ranks)
     if not is_interleaved:
-        return max(num_rows, num_ranks)
-    return next(count for count in itertools.count(num_rows) if count % max(1, count // num_ranks) == 0)
+        return least
+    return next(count for count in itertools.count(least) if count % (count // num_ranks) == 0)
 
 
 def bubble(num_microbatches: int, *, num_ranks: int, stages_per_rank: int) -> float:

@@ -34,7 +34,9 @@ class ReferenceEngine:
         )
         self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.grid, num_outputs=2)
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
-        self._passes = PackedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
+        self._passes = PackedPasses(
+            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+        )
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:

@@ -37,15 +37,19 @@ T = TypeVar("T")
 class PackedPasses:
     """Forward passes of a sharded model over rows, of which each rank may hold another number."""
 
-    def __init__(self, ranks: Ranks, *, token_budget: int, flops: DecoderFlops) -> None:
+    def __init__(
+        self, ranks: Ranks, *, token_budget: int, flops: DecoderFlops, fit: Callable[[int], int] | None = None
+    ) -> None:
         """Pass rows that lie on ``ranks``, each others.
 
         Args:
             flops: the model's operations, by which rows are made to cost alike.
+            fit: as of ``divide``; an execution's ``fit_rows``.
         """
         self._ranks = ranks
         self._token_budget = token_budget
         self._flops = flops
+        self._fit = fit
 
     def infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
         """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""
@@ -64,7 +68,7 @@ class PackedPasses:
 
     def divide(self, rows: Sequence[TrainRow]) -> Parts:
         """Return which rows share a packed one: as many parts on every rank, some perhaps empty. A collective."""
-        return divide(rows, flops=self._flops, token_budget=self._token_budget, ranks=self._ranks)
+        return divide(rows, flops=self._flops, token_budget=self._token_budget, ranks=self._ranks, fit=self._fit)
 
     def pack(
         self,

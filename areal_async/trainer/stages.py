@@ -205,6 +205,7 @@ class StagedModel(nn.Module):
             assert parameter is not None
             shard = parameter.detach().to(device=self._grid.all.device, dtype=dtype)
             whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
+            whole = whole.to(self._grid.all.device)
         if owner == 0 or self._grid.all.rank % (self._grid.all.size // self._grid.sizes[STAGE]):
             return whole  # rank 0 has it, or is not in this line
         if self._grid.stage == owner:

@@ -17,6 +17,7 @@ import msgspec
 from areal_async import wire
 from areal_async.bus.sweep import Stored
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
+from areal_async.events import Event
 from areal_async.subjects import Names
 from areal_async.types import Cut, Outcome, Record, StoredMessage, Ticket
 
@@ -170,6 +171,9 @@ class ModelBus:
 
     async def emit(self, subject: str, record: Record) -> None:
         """Core messages are hints here: every reader polls."""
+
+    async def tell(self, event: Event) -> None:
+        """Events are history: nobody here reads them."""
 
     # the log
 

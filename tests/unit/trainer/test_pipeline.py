@@ -1,6 +1,7 @@
 """A model whose layers lie on several ranks trains as on one: four ranks as four stages, and as two by two."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from numpy.typing import NDArray
 
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.division import divide
+from areal_async.trainer.flops import DecoderFlops
 from areal_async.trainer.pipeline import bubble, num_microbatches
 from tests.unit.trainer import one_of_a_pipeline as one
-from tests.unit.trainer.models import engine_of, save_model
+from tests.unit.trainer.models import engine_of, random_rows, save_model
 from tests.unit.trainer.processes import run_on_ranks
 
 Seen = dict[str, dict[str, NDArray[Any]]]
@@ -100,12 +103,27 @@ def test_weights_of_a_pipeline_are_a_plain_folder_with_tied_ones_once(seen: Seen
 
 @pytest.mark.parametrize(
     ("num_rows", "num_ranks", "is_interleaved", "expected"),
-    [(1, 4, False, 4), (9, 4, False, 9), (1, 4, True, 1), (5, 2, True, 6), (10, 4, True, 10), (7, 3, True, 8)],
+    [(1, 4, False, 4), (9, 4, False, 9), (1, 4, True, 4), (5, 2, True, 6), (10, 4, True, 10), (7, 3, True, 8)],
 )
 def test_rows_are_filled_up_to_what_a_schedule_takes(
     num_rows: int, num_ranks: int, is_interleaved: bool, expected: int
 ) -> None:
     assert num_microbatches(num_rows, num_ranks=num_ranks, is_interleaved=is_interleaved) == expected
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(0, 0), (1, 4), (8, 4), (10, 5)])
+def test_sequences_are_divided_into_a_row_for_each_rank_of_a_pipeline(
+    num_rows: int, expected: int, ranks: Ranks
+) -> None:
+    """Where more are needed anyway, as many as those; without a sequence there is none."""
+    flops = DecoderFlops(per_token=1, per_scored_token=0, per_pair=0)
+    rows = [replace(random_rows(1)[0], index=index) for index in range(num_rows)]
+    longest = 2 * rows[0].num_tokens if rows else 8
+
+    parts = divide(rows, flops=flops, token_budget=longest, ranks=ranks, fit=lambda num_rows: max(num_rows, 4))
+
+    assert len(parts) == expected
+    assert sorted(index for part in parts for index in part) == list(range(num_rows))
 
 
 def test_bubble_is_a_rank_fewer_in_microbatches_and_halved_by_two_stages_per_rank() -> None:
