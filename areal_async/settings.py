@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
 from areal_async.health_settings import HealthSettings as HealthSettings
+from areal_async.lora_settings import LoraSettings as LoraSettings
 from areal_async.metrics_settings import MetricsSettings as MetricsSettings
 from areal_async.policy_settings import PolicySettings as PolicySettings
 from areal_async.policy_settings import SamplingSettings as SamplingSettings
@@ -300,9 +301,12 @@ class TrainerSettings(Section):
     """The critic's own."""
     reference: ReferenceTrainerSettings = ReferenceTrainerSettings()
     """The reference's own."""
+    lora: LoraSettings = LoraSettings()
+    """Adapters of the policy instead of all its weights; a critic is trained whole."""
 
     @model_validator(mode="after")
     def _check_layouts(self) -> Self:
+        self.lora.check_layout(pipeline_parallel=self.pipeline_parallel, tensor_parallel=self.tensor_parallel)
         for role, layout in (("", self), ("critic.", self.for_critic), ("reference.", self.for_reference)):
             whole = layout.pipeline_parallel * layout.tensor_parallel * layout.replicas
             if self.num_ranks % whole:
@@ -385,6 +389,7 @@ class Settings(Section):
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
         check_names(self.policies)
+        self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
         for name, policy in self.policies.items():
             own = policy.sampling_over(self.rollout.sampling).temperature
             if not policy.is_frozen and own != self.rollout.sampling.temperature:
@@ -519,6 +524,9 @@ DATA_DEFINING = (
     "rollout.group_size",
     "rollout.curriculum",
     "run.seed",
+    "trainer.lora.rank",
+    "trainer.lora.alpha",
+    "trainer.lora.target_modules",
 )
 """Settings that a resumed run must not change; a star stands for every item of a list."""
 

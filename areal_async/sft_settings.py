@@ -2,7 +2,7 @@
 
 from pydantic import Field
 
-from areal_async.settings import DatasetSettings
+from areal_async.settings import DatasetSettings, LoraSettings, TrainerSettings
 from areal_async.tuning_settings import TuningRunSettings, TuningSettings, TuningTrainerSettings
 
 
@@ -27,6 +27,13 @@ class SftTrainerSettings(TuningTrainerSettings):
 
     batch_sequences: int = Field(default=64, ge=1)
     """Rows per step, over all ranks."""
+    lora: LoraSettings = LoraSettings()
+    """Adapters instead of all weights; ``transfer`` means nothing here."""
+
+    @property
+    def engine(self) -> TrainerSettings:
+        """The engine's settings."""
+        return super().engine.model_copy(update={"lora": self.lora})
 
 
 class SftSettings(TuningSettings):

@@ -5,7 +5,8 @@ call it, in the same order, from one thread each.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -21,13 +22,14 @@ from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.presets import aggregation, policy_objective
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.trainer import checkpoint, weights
+from areal_async.trainer import checkpoint, lora, weights
 from areal_async.trainer.checkpoint import Trained
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.execution import Execution, Loss
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
-from areal_async.trainer.model import DTYPES, Sharding, load_policy
+from areal_async.trainer.lora import AdapterState
+from areal_async.trainer.model import DTYPES, Policy, Sharding, load_policy
 from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import REFERENCE, START, PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
@@ -55,6 +57,7 @@ class FsdpEngine:
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
+        self._path = model.path
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
         self.grid = Grid.of(ranks, trainer)
@@ -67,7 +70,11 @@ class FsdpEngine:
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
             sharding=Sharding.of(trainer),
+            lora=trainer.lora,
         )
+        self._lora = trainer.lora
+        self._base_sha256 = self._policy.base_sha256 if isinstance(self._policy, Policy) else {}
+        self._adapters = AdapterState(self._policy.causal_lm, self._base_sha256) if self._lora.is_on else None
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
         self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)
         self._passes = PackedPasses(
@@ -135,7 +142,7 @@ class FsdpEngine:
     @property
     def vocab_size(self) -> int:
         """Of the model's embedding."""
-        return int(cast(Any, self._policy.causal_lm).config.vocab_size)
+        return int(self._config.vocab_size)
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
@@ -163,8 +170,33 @@ class FsdpEngine:
 
     def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
-        config = cast(Any, self._policy.causal_lm).config
-        return weights.write(tensors, directory, source=self._source, config=config)
+        return weights.write(tensors, directory, source=self._source, config=self._config)
+
+    def plan_adapter(self) -> list[weights.Bucket]:
+        """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""
+        return weights.plan_adapter(self._policy.causal_lm, self._dtype)
+
+    def write_adapter(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
+        """Write gathered adapters as a folder of PEFT's, atomically; return {file: sha256}. Rank 0's alone."""
+        return lora.write(tensors, directory, settings=self._lora, base=self._path)
+
+    def adapter_witnesses(self, tensors: dict[str, Tensor]) -> dict[str, str]:
+        """Return hashes that prove that a server runs these adapters, merged into this base."""
+        return self._base_sha256 | weights.adapter_witnesses(tensors)
+
+    def export(self, directory: Path) -> None:
+        """Write what was trained: ``model``, a Hugging Face folder, and where adapters were, ``adapter`` beside it."""
+        self.save_weights(directory / "model")
+        if self._adapters is not None:
+            tensors = self.gather_weights(self.plan_adapter())
+            if self.grid.all.rank == 0:
+                self.write_adapter(tensors, directory / "adapter")
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Be the model that training started from, which the adapters leave as it is. No collective."""
+        with lora.without_adapters(self._policy.causal_lm):
+            yield
 
     def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
         """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
@@ -182,7 +214,7 @@ class FsdpEngine:
     @property
     def trained(self) -> Trained:
         """What a checkpoint holds of this engine. No collective."""
-        return Trained(self._policy.causal_lm, self._learner.optimizer)
+        return Trained(self._adapters or self._policy.causal_lm, self._learner.optimizer)
 
     def save_checkpoint(self, directory: Path, ledger: bytes, *, others: Mapping[str, Trained] | None = None) -> None:
         """Write model, optimizer and ledger atomically. ``ledger`` counts on rank 0.
@@ -194,7 +226,14 @@ class FsdpEngine:
 
     def load_checkpoint(self, directory: Path, *, others: Mapping[str, Trained] | None = None) -> bytes:
         """Restore models and optimizers, written by any number of ranks, and return the ledger on every rank."""
-        return checkpoint.load(self.trained, directory, others=others or {}, ranks=self.grid.all)
+        ledger = checkpoint.load(self.trained, directory, others=others or {}, ranks=self.grid.all)
+        if self._adapters is not None:
+            self._adapters.check_base(directory)
+        return ledger
+
+    @property
+    def _config(self) -> Any:
+        return cast(Any, self._policy.causal_lm).config
 
     def _packed_logprobs(self, minibatch: Sequence[PackedRow]) -> list[Tensor]:
         return [logprobs_S for logprobs_S, _ in self._execution.infer(minibatch)]

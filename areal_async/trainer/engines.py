@@ -13,7 +13,7 @@ from areal_async.trainer.critic import CriticEngine
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.exchange import Ask, Exchange, hold_the_same
-from areal_async.trainer.reference import ReferenceEngine
+from areal_async.trainer.reference import BareActor, Reference, ReferenceEngine
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.threads import EngineThread
 
@@ -26,7 +26,7 @@ class Engines:
 
     actor: FsdpEngine
     critic: CriticEngine | None = None
-    reference: ReferenceEngine | None = None
+    reference: Reference | None = None
     exchanges: Mapping[str, Exchange] = field(default_factory=dict)
     """By role: the way of the actor's rows to those models that other ranks hold rows for."""
 
@@ -41,8 +41,13 @@ class Engines:
 
         actor = FsdpEngine.for_run(settings, ranks)
         critic = CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None
-        reference = ReferenceEngine.for_run(settings, own_ranks()) if "reference" in wanted else None
-        others = {"critic": critic, "reference": reference}
+        reference: Reference | None = None
+        if shares_base(settings):
+            reference = BareActor(actor)
+        elif "reference" in wanted:
+            reference = ReferenceEngine.for_run(settings, own_ranks())
+        # A bare actor's rows are the actor's.
+        others = {"critic": critic, "reference": reference if isinstance(reference, ReferenceEngine) else None}
         return cls(
             actor=actor,
             critic=critic,
@@ -86,6 +91,12 @@ class Engines:
         return {"critic": self.critic.trained} if self.critic is not None else {}
 
 
+def shares_base(settings: Settings) -> bool:
+    """Say whether the reference is what the policy's adapters are trained over."""
+    is_same = settings.model.reference.path in (None, settings.model.path)
+    return settings.trainer.lora.is_on and is_same and "reference" in settings.algorithm.needs_models
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lanes:
     """The threads in which the calls of a step run: one per lane on a CPU, the engine's for all on a GPU.
@@ -97,11 +108,19 @@ class Lanes:
     engine: EngineThread
     """Of the policy, and of everything that is not in a step."""
     is_single: bool
+    of_actor: frozenset[str] = frozenset({"actor"})
+    """Roles whose calls the policy's own engine answers, in its thread."""
     others: dict[str, EngineThread] = field(default_factory=dict)
 
     def name(self, role: str) -> str:
         """Return the lane of a role; what computes without a model has one too."""
-        return "actor" if self.is_single else role or "compute"
+        return "actor" if self.is_single or role in self.of_actor else role or "compute"
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks, engine: EngineThread) -> Self:
+        """Return the lanes of a rank; ``engine`` is the thread of its policy."""
+        shared = frozenset({"actor", "reference"} if shares_base(settings) else {"actor"})
+        return cls(engine=engine, is_single=ranks.device.type != "cpu", of_actor=shared)
 
     async def run(self, role: str, work: Callable[[], T]) -> T:
         """Return what ``work`` returns, done in the thread of this role's lane."""

@@ -174,7 +174,7 @@ class Trainer:
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
             with self._waiting(waits.checkpoint(self.step), "the export after"):
-                await self._thread.run(lambda: self._engines.actor.save_weights(self._directory / "model"))
+                await self._thread.run(lambda: self._engines.actor.export(self._directory))
             await self._publisher.announce_final()  # last: whoever sees it may end the run
         await self._publisher.finish()
         self.state = "finished"

@@ -116,7 +116,7 @@ async def _run_rank(
             run_directory,
             ranks=ranks,
             engines=engines,
-            lanes=Lanes(engine=thread, is_single=ranks.device.type != "cpu"),
+            lanes=Lanes.for_run(settings, ranks, thread),
             publisher=publisher,
             archiving=archiving,
             checkpointer=checkpointer,

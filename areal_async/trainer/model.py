@@ -5,7 +5,7 @@ trained on must be those the server reports.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
@@ -17,12 +17,15 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.checkpoint import checkpoint
 
 from areal_async.errors import UserError
+from areal_async.lora_settings import LoraSettings
 from areal_async.settings import TrainerSettings
 from areal_async.trainer.attention import attention_for, document_arguments, register_packed_attention
 from areal_async.trainer.grid import STAGE, Grid
+from areal_async.trainer.lora import adapt
 from areal_async.trainer.rows import PackedRow
 from areal_async.trainer.stages import Skipped, StagedModel
 from areal_async.trainer.tensor_parallel import divide_decoder, divided_scores, is_divided, num_local_words
+from areal_async.trainer.weights import base_witnesses
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -52,12 +55,16 @@ class Sharding:
 class Policy(nn.Module):
     """The decoder and its head, run together so that they are one unit for sharding."""
 
-    def __init__(self, causal_lm: nn.Module, *, temperature: float) -> None:
+    def __init__(
+        self, causal_lm: nn.Module, *, temperature: float, base_sha256: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self.causal_lm = causal_lm
         self.temperature = temperature or 1.0
         """Divides the logits; 0 (greedy) leaves them, as servers report them."""
         self.attention = cast(Any, causal_lm).config._attn_implementation
+        self.base_sha256 = dict(base_sha256 or {})
+        """Where adapters are trained, hashes that tell what they are trained over (``weights.base_witnesses``)."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -129,6 +136,7 @@ def load_policy(
     is_frozen: bool = False,
     stages_per_rank: int = 1,
     sharding: Sharding = Sharding(),
+    lora: LoraSettings | None = None,
 ) -> Policy | StagedModel:
     """Load the model's weights in float32 and shard them over the ranks, layer by layer.
 
@@ -136,13 +144,20 @@ def load_policy(
         dtype: of the forward and backward pass; parameters and gradients are float32.
         is_frozen: never trained; the parameters are then kept in ``dtype`` too, which gives the same numbers.
         stages_per_rank: of a pipeline.
+        lora: the adapters to train in its stead, where they are on.
 
     Raises:
         UserError: the folder holds no causal language model that this can train.
     """
-    causal_lm, _ = _load(CAUSAL_LM, folder, grid.all.device, dtype, stored=dtype if is_frozen else torch.float32)
+    is_base = lora is not None and lora.is_on
+    stored = dtype if is_frozen or is_base else torch.float32
+    causal_lm, _ = _load(CAUSAL_LM, folder, grid.all.device, dtype, stored=stored)
     _check_trainable(causal_lm, folder)
     causal_lm.requires_grad_(not is_frozen)
+    base_sha256: dict[str, str] = {}
+    if lora is not None and is_base:
+        adapt(causal_lm, lora)
+        base_sha256 = base_witnesses(causal_lm)
     return _laid_out(
         causal_lm,
         grid,
@@ -150,7 +165,7 @@ def load_policy(
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
         sharding=sharding,
-        wrap=functools.partial(Policy, temperature=temperature),
+        wrap=functools.partial(Policy, temperature=temperature, base_sha256=base_sha256),
     )
 
 

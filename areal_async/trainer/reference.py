@@ -1,13 +1,14 @@
 """The engine of the reference: a policy that stays as it is, and says how likely it finds what another one does."""
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Protocol, Self
 
 from torch import Tensor
 
 from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.execution import Execution
 from areal_async.trainer.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.grid import Grid
@@ -15,6 +16,26 @@ from areal_async.trainer.model import DTYPES, Sharding, load_policy
 from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import TrainRow
 from areal_async.trainer.sharded import PackedPasses
+
+
+class Reference(Protocol):
+    """What says how likely a model that stays as it is finds some rows."""
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
+        ...
+
+
+class BareActor:
+    """The reference of a policy with adapters: the policy without them. It takes no memory, but the policy's time."""
+
+    def __init__(self, actor: FsdpEngine) -> None:
+        self._actor = actor
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """As ``Reference`` says. In the policy's thread: it is another model meanwhile."""
+        with self._actor.without_adapters():
+            return self._actor.logprobs(rows)
 
 
 class ReferenceEngine:

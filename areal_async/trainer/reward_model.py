@@ -79,7 +79,7 @@ class PairLessons:
 
     def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face folder."""
-        self._engine.save_weights(directory)
+        self._engine.save_weights(directory / "model")
 
     def _at(self, places: Places) -> list[Pair]:
         return [self._pairs[place] for place in places]

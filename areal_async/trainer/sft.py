@@ -79,8 +79,8 @@ class AnswerLessons:
         return {"held_out_loss": loss}, f"loss {loss:.4f}"
 
     def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder."""
-        self._engine.save_weights(directory)
+        """Write the model as a Hugging Face folder, and beside it what adapters were trained."""
+        self._engine.export(directory)
 
     def _at(self, places: Places) -> list[TrainRow]:
         return [self._rows[place] for place in places]

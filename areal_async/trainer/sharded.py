@@ -109,7 +109,7 @@ class Learner(Generic[T]):
         self._aggregation = aggregation
         self._passes = passes
         self._groups = self._gradient_groups()
-        self.optimizer = make_optimizer(model.parameters(), trainer)
+        self.optimizer = make_optimizer((one for one in model.parameters() if one.requires_grad), trainer)
         self.on_gradients: Callable[[], None] | None = None
         """Called in every update between the gradients and their clipping, on every rank."""
 

@@ -97,7 +97,7 @@ def tune(
             if step % settings.run.log_every_steps == 0 or step == total_steps:
                 _say(f"step {step}/{total_steps}  {lessons.say_step(fields)}")
     figures, told = lessons.held_out(_share(held_out, lessons))
-    lessons.save(settings.run_directory / "model")
+    lessons.save(settings.run_directory)
     if journal:
         if len(held_out):
             journal.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})

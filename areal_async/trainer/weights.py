@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import written_whole
+from areal_async.trainer.lora import BASE, LoraLinear, adapters, is_adapter, merge, peft_name
 from areal_async.trainer.stages import StagedModel
 from areal_async.types import TensorSpec
 from areal_async.weight_group import describe, flatten, unflatten
@@ -33,12 +34,23 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 def plan(causal_lm: nn.Module, dtype: torch.dtype, *, max_bytes: int) -> list[Bucket]:
     """Divide the weights, in ``dtype``, into buckets of at most ``max_bytes``; a larger tensor goes alone.
 
-    Tied weights come once, as stored. The same on every rank, and for as long as the model lives.
+    Tied weights come once, as stored; adapters not at all, for they are merged. The same on every rank, and for as
+    long as the model lives.
     """
-    specs = [describe(name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in _shapes(causal_lm)]
+    specs = [
+        describe(name, torch.empty(shape, dtype=dtype, device="meta"))
+        for name, shape in _shapes(causal_lm)
+        if not is_adapter(name)
+    ]
     sizes = {spec.name: torch.Size(spec.shape).numel() * dtype.itemsize for spec in specs}
     by_name = {spec.name: spec for spec in specs}
     return [[by_name[name] for name in names] for names in _split(sizes, max_bytes=max_bytes)]
+
+
+def plan_adapter(causal_lm: nn.Module, dtype: torch.dtype) -> list[Bucket]:
+    """Return the adapters alone, in ``dtype``, as one bucket."""
+    named = [(name, one.shape) for name, one in causal_lm.named_parameters() if is_adapter(name)]
+    return [[describe(name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in named]]
 
 
 def gather(
@@ -46,17 +58,20 @@ def gather(
 ) -> dict[str, Tensor]:
     """Return copies of the whole tensors on the CPU of rank 0, nothing elsewhere. A collective.
 
+    What has an adapter comes merged with it.
+
     Args:
         send: takes each bucket's bytes on rank 0's device, in order, before the next bucket is gathered. The other
             ranks wait meanwhile, in the next collective.
     """
     parameters = dict(causal_lm.named_parameters())
+    adapted = {f"{name}.weight": module for name, module in adapters(causal_lm).items()}
     tensors: dict[str, Tensor] = {}
     for bucket in buckets:
         wholes = [
             causal_lm.fetch(spec.name, parameters.get(spec.name), getattr(torch, spec.dtype))
             if isinstance(causal_lm, StagedModel)
-            else _whole(parameters[spec.name], getattr(torch, spec.dtype), ranks.device)
+            else _served(parameters[spec.name], adapted.get(spec.name), getattr(torch, spec.dtype), device=ranks.device)
             for spec in bucket
         ]
         if ranks.rank == 0:
@@ -102,11 +117,36 @@ def witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
             return "norm" in name and _layer_of(name) in looked_at
         return name.endswith(".down_proj.weight") and _layer_of(name) in ends
 
-    return {
-        name: hashlib.sha256(flatten([tensor]).numpy().data).hexdigest()
-        for name, tensor in tensors.items()
-        if is_witness(name, tensor)
-    }
+    return {name: _sha256(tensor) for name, tensor in tensors.items() if is_witness(name, tensor)}
+
+
+def base_witnesses(causal_lm: nn.Module) -> dict[str, str]:
+    """Return what proves that a server merges adapters into this very base. Before it is sharded.
+
+    A matrix that has an adapter is named as the embedded engine shows what it has kept of it.
+    """
+    named = {name: parameter.detach() for name, parameter in causal_lm.named_parameters() if not is_adapter(name)}
+    adapted = {f"{name}.weight": f"{name}.{BASE}.weight" for name in adapters(causal_lm)}
+    return {adapted.get(name, name): value for name, value in witnesses(named).items()}
+
+
+def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return {PEFT's name: sha256 of the bytes} of the adapters of the first and the last layer."""
+    layers = [layer for name in tensors if (layer := _layer_of(name)) is not None]
+    ends = {min(layers), max(layers)}
+    return {peft_name(name): _sha256(tensor) for name, tensor in tensors.items() if _layer_of(name) in ends}
+
+
+def _served(parameter: Tensor, adapted: LoraLinear | None, dtype: torch.dtype, *, device: torch.device) -> Tensor:
+    if adapted is None:
+        return _whole(parameter, dtype, device)
+    parts = (parameter, adapted.lora_A, adapted.lora_B)
+    weight, lora_a, lora_b = (_whole(part, dtype, device) for part in parts)
+    return merge(weight, lora_a, lora_b, adapted.scale)
+
+
+def _sha256(tensor: Tensor) -> str:
+    return hashlib.sha256(flatten([tensor]).numpy().data).hexdigest()
 
 
 def _shapes(causal_lm: nn.Module) -> Iterable[tuple[str, torch.Size]]:

@@ -26,6 +26,7 @@ LAYERS = (
         "section",
         "algorithm_settings",
         "health_settings",
+        "lora_settings",
         "policy_settings",
         "settings",
         "settings_sources",

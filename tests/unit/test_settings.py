@@ -1,10 +1,11 @@
 """Settings explain themselves, refuse nonsense, and every file in configs/ is one that parses."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from areal_async.reward_model_settings import RewardModelSettings
 from areal_async.settings import DATA_DEFINING, Settings
@@ -79,3 +80,21 @@ def test_what_is_set_for_a_critic_needs_one() -> None:
     # As a resolved file has it.
     unset = Settings.model_validate({"trainer": {"critic": {"lr": None}}})
     assert unset == Settings.model_validate(unset.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trainer": {"num_ranks": 2, "tensor_parallel": 2}}, "lora.rank: got 8 with tensor_parallel=2, need"),
+        ({"trainer": {"num_ranks": 2, "pipeline_parallel": 2}}, "lora.rank: got 8 with pipeline_parallel=2, need"),
+        ({"inference": {"weight_transfer": "distributed"}}, "got adapter with inference.weight_transfer=distributed"),
+        ({"inference": {"backend": "sglang"}}, "got adapter with inference.backend=sglang, need merged or auto"),
+    ],
+)
+def test_what_is_not_done_with_adapters_is_refused(given: dict[str, Any], message: str) -> None:
+    lora = {"rank": 8, "transfer": "adapter"}
+    off = {**lora, "rank": 0}
+
+    Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": off}})
+    with pytest.raises(ValidationError, match=message):
+        Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": lora}})

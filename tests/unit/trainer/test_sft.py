@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from areal_async.errors import UserError
@@ -67,6 +69,16 @@ def test_fine_tuning_lowers_the_loss_and_leaves_metrics_and_a_model(
     assert "step 4/8" in printed
     assert "step 8/8" in printed
     assert "held-out loss" in printed
+
+
+def test_adapters_alone_may_be_fine_tuned(settings: SftSettings) -> None:
+    sft.run_sft(changed(settings, trainer={"lora": {"rank": 4}}, run={"steps": 2}))
+
+    adapter = load_file(settings.run_directory / "adapter" / "adapter_model.safetensors")
+    assert {name.split(".")[-2] for name in adapter} == {"lora_A", "lora_B"}
+    model, base = (load_file(one / "model.safetensors") for one in (settings.run_directory / "model", TINY))
+    assert torch.equal(model["model.embed_tokens.weight"], base["model.embed_tokens.weight"])
+    assert not torch.equal(model["model.layers.0.mlp.down_proj.weight"], base["model.layers.0.mlp.down_proj.weight"])
 
 
 def test_prompt_is_out_of_the_loss_and_the_end_of_the_turn_is_in_it(settings: SftSettings) -> None:
