@@ -23,7 +23,7 @@ from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.loop import Trainer
-from areal_async.trainer.publisher import Publisher
+from areal_async.trainer.publisher import Publisher, sends_adapter
 from areal_async.trainer.reader import JournalReader
 from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.weight_group import GLOO, NCCL
@@ -97,6 +97,7 @@ async def _run_rank(
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster,
+            sends_adapter=sends_adapter(settings),
         )
         archiving = Beside(loops)
         checkpointer = Checkpointer(

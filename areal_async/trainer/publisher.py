@@ -1,6 +1,7 @@
 """Making a weights version the newest: gathered, broadcast where servers can take it so, on disk, announced.
 
     disk         gather -> [beside the next step: write -> announce]
+    adapter      the same, of the adapters alone, which servers merge into the base they started with
     distributed  announce with the group -> gather and broadcast -> [beside the next step: write -> announce]
 
 Invariants: a version is announced only after the one before it is on disk, so there is always a whole copy for a
@@ -21,14 +22,15 @@ from torch import Tensor
 from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
-from areal_async.settings import InferenceSettings
+from areal_async.inference.commands import choose_backend
+from areal_async.settings import InferenceSettings, Settings
 from areal_async.trainer.broadcast import Broadcaster
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.folders import keep_newest
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.trainer.weights import witnesses
-from areal_async.types import ServerState, UpdateGroup, Version, WeightsVersion
+from areal_async.types import ADAPTER, DISK, DISTRIBUTED, ServerState, UpdateGroup, Version, WeightsVersion
 
 NUM_KEPT_WEIGHTS = 3
 """Newest weights folders kept: the one announced, and those a slow server may still be reading."""
@@ -52,8 +54,12 @@ class Publisher:
         bus: Bus,
         lineage: Lineage | None,
         broadcaster: Broadcaster | None,
+        sends_adapter: bool = False,
     ) -> None:
-        """``lineage`` is rank 0's alone; ``broadcaster`` as well, and None where weights travel by disk alone."""
+        """Publish the weights of ``engine``, whole or, where ``sends_adapter``, its adapters alone, by disk.
+
+        ``lineage`` is rank 0's alone; ``broadcaster`` as well, and None where weights travel by disk alone.
+        """
         self._directory = directory
         self._engine = engine
         self._thread = thread
@@ -61,7 +67,8 @@ class Publisher:
         self._bus = bus
         self._lineage = lineage
         self._broadcaster = broadcaster
-        self._buckets = engine.plan_buckets(max_bytes=settings.bucket_bytes)
+        self._sends_adapter = sends_adapter
+        self._buckets = engine.plan_adapter() if sends_adapter else engine.plan_buckets(max_bytes=settings.bucket_bytes)
         # A server may need all of it to start, and as much again to load.
         self._server_deadline_s = 2 * settings.start_deadline_s
         self._newest: WeightsVersion | None = None
@@ -121,7 +128,7 @@ class Publisher:
         group = await anyio.to_thread.run_sync(self._broadcaster.open, servers.values())
         if group is not None:
             await self._lineage.announce(
-                WeightsVersion(version=str(version), kind="distributed", group=group, buckets=self._buckets)
+                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self._buckets)
             )
         return group
 
@@ -167,17 +174,27 @@ class Publisher:
         folder = self._directory / str(version)
 
         def write() -> WeightsVersion:
-            hashes = self._engine.write_weights(tensors, folder)
+            engine, is_adapter = self._engine, self._sends_adapter
             return WeightsVersion(
                 version=str(version),
                 path=str(folder.resolve()),
-                sha256=hashes,
-                tensors_sha256=witnesses(tensors),
+                sha256=engine.write_adapter(tensors, folder) if is_adapter else engine.write_weights(tensors, folder),
+                tensors_sha256=engine.adapter_witnesses(tensors) if is_adapter else witnesses(tensors),
+                kind=ADAPTER if is_adapter else DISK,
             )
 
         self._newest = await anyio.to_thread.run_sync(write)
         await lineage.announce(self._newest)
         await anyio.to_thread.run_sync(keep_newest, self._directory, NUM_KEPT_WEIGHTS)
+
+
+def sends_adapter(settings: Settings) -> bool:
+    """Say whether servers get adapters alone: where there are some, and all servers can merge them."""
+    lora = settings.trainer.lora
+    if not lora.is_on or lora.transfer == "merged":
+        return False
+    takes_adapters = choose_backend(settings) == "embedded" and settings.inference.weight_transfer == "disk"
+    return lora.transfer == "adapter" or takes_adapters
 
 
 def _laggards(servers: dict[str, tuple[ServerState, int]], version: Version) -> str:

@@ -78,7 +78,7 @@ class PairLessons:
         return figures, told
 
     def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder."""
+        """Write the model as a Hugging Face folder, ``model``, into the run directory."""
         self._engine.save_weights(directory / "model")
 
     def _at(self, places: Places) -> list[Pair]:

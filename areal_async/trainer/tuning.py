@@ -52,7 +52,7 @@ class Lessons(Protocol):
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder."""
+        """Write the model as a Hugging Face folder, ``model``, into the run directory."""
         ...
 
 

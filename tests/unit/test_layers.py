@@ -34,6 +34,7 @@ LAYERS = (
         "reward_model_settings",
         "sft_settings",
         "task_settings",
+        "trainer_settings",
         "tuning_settings",
         "user_calls",
         "contracts",

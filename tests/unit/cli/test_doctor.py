@@ -92,8 +92,8 @@ def test_the_graph_of_a_step_is_drawn_from_settings_alone(capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "got neither a run nor settings; name --run NAME or --graph FILE.yaml"),
-        (["--run", "r", "--algorithm.name", "ppo"], "got --algorithm.name without --graph"),
+        ([], "got neither a run nor settings; name FILE.py, --run NAME or --graph FILE.yaml"),
+        (["--run", "r", "--algorithm.name", "ppo"], "got --algorithm.name with --run"),
     ],
 )
 def test_a_doctor_without_a_patient_says_so(

@@ -8,6 +8,7 @@ import numpy as np
 from areal_async.trainer.archive import write_archive
 from areal_async.trainer.payloads import Placed
 from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from tests.unit.trainer.models import rows_as_trained
 
 REWARDS = (1.0, 0.0, 0.0, 3.0)
 ADVANTAGES = tuple((np.array(REWARDS) - 1.0) / (np.std(REWARDS, ddof=1) + 1e-6))
@@ -55,6 +56,7 @@ def archive_step(
         ],
         trajectories=trajectories,
         advantages={place: np.float32([value]) for place, value in enumerate(ADVANTAGES)},
+        rows=rows_as_trained(trajectories, dict(enumerate(ADVANTAGES))),
     )
     return trajectories
 

@@ -4,6 +4,7 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import anyio.to_thread
@@ -11,14 +12,16 @@ import pytest
 
 from areal_async.bus import Bus, Role
 from areal_async.errors import PipelineError
-from areal_async.settings import InferenceSettings
+from areal_async.inference.faults import StagingFault
+from areal_async.inference.swap import Staging
+from areal_async.settings import InferenceSettings, Settings
 from areal_async.trainer.broadcast import Broadcaster
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.publisher import Publisher
+from areal_async.trainer.publisher import Publisher, sends_adapter
 from areal_async.trainer.threads import Beside, EngineThread
-from areal_async.types import Version, WeightsVersion
+from areal_async.types import ADAPTER, DISK, Version, WeightsVersion
 from areal_async.weight_group import GLOO
 from areal_async.wire import decode
 from tests.brokers import OpenRole
@@ -37,7 +40,13 @@ def engine(model: Path, ranks: Ranks) -> FsdpEngine:
 
 @asynccontextmanager
 async def publishing(
-    bus: Bus, directory: Path, engine: FsdpEngine, *, weight_transfer: str = "disk", start_deadline_s: float = 60.0
+    bus: Bus,
+    directory: Path,
+    engine: FsdpEngine,
+    *,
+    weight_transfer: str = "disk",
+    start_deadline_s: float = 60.0,
+    sends_adapter: bool = False,
 ) -> AsyncIterator[Publisher]:
     """Rank 0's publisher of a new lineage."""
     settings = InferenceSettings(bucket_bytes=10_000, start_deadline_s=start_deadline_s)
@@ -53,6 +62,7 @@ async def publishing(
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster if weight_transfer == "distributed" else None,
+            sends_adapter=sends_adapter,
         )
     broadcaster.close()
 
@@ -202,3 +212,43 @@ async def test_servers_that_never_hold_a_version_end_the_wait_by_name(
         await publisher.wait_until_held(Version(1, 7), should_stop=lambda: True)
         await Server(node, "0-1").say(version="1-7")
         await publisher.wait_until_held(Version(1, 7), should_stop=lambda: False)
+
+
+async def test_adapters_are_announced_alone_or_merged(
+    open_role: OpenRole, tmp_path: Path, model: Path, ranks: Ranks
+) -> None:
+    bus, engine = await open_role(Role.TRAINER), engine_of(model, ranks, lora={"rank": 2})
+    async with publishing(bus, tmp_path, engine, sends_adapter=True) as publisher:
+        await publisher.publish(Version(1, 1))
+        await publisher.finish()
+        alone = await newest(bus)
+    async with publishing(bus, tmp_path, engine) as publisher:
+        await publisher.publish(Version(2, 1))
+        await publisher.finish()
+        merged = await newest(bus)
+
+    assert (alone.kind, merged.kind) == (ADAPTER, DISK)
+    assert alone.sha256.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert merged.sha256.keys() == {"model.safetensors"}
+    await Staging().check(alone)
+    (Path(alone.path) / "adapter_config.json").write_text("{}")
+    with pytest.raises(StagingFault, match="adapter_config.json has hash"):
+        await Staging().check(alone)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_sent"),
+    [
+        ({"rank": 0, "transfer": "adapter"}, False),
+        ({"rank": 4}, True),
+        ({"rank": 4, "transfer": "merged"}, False),
+        ({"rank": 4, "backend": "sglang"}, False),
+        ({"rank": 4, "weight_transfer": "distributed"}, False),
+    ],
+)
+async def test_adapters_travel_alone_where_the_servers_can_merge_them(given: dict[str, Any], is_sent: bool) -> None:
+    lora = {name: given[name] for name in ("rank", "transfer") if name in given}
+    inference = {"backend": "embedded"} | {name: value for name, value in given.items() if name not in lora}
+    settings = Settings.model_validate({"trainer": {"lora": lora}, "inference": inference})
+
+    assert sends_adapter(settings) == is_sent

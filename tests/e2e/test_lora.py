@@ -1,0 +1,38 @@
+"""A run that trains adapters: servers get those alone, and sample from the very policy that is trained."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.e2e.test_doctor import PROMISES, diagnose
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+
+BASE = REPOSITORY / "configs/models/tiny/model.safetensors"
+
+
+def test_a_run_of_adapters_sends_them_alone_and_exports_both_forms(tmp_path: Path) -> None:
+    # Without staleness every step's answers are of the adapter that the step before has announced.
+    settings = {"rollout__max_staleness": 0, "trainer__lr": 1e-3, "algorithm__kl_coef": 0.01}
+    run = Run(tmp_path, "lora", run__steps=3, trainer__lora__rank=4, **settings)
+
+    ended = run.finish()
+
+    assert ended.returncode == 0, ended.stdout
+    assert_accounts(run, num_steps=3, max_staleness=0)
+    verdicts = {ruling["promise"]: ruling["verdict"] for ruling in diagnose(run.directory, status=0)["rulings"]}
+    assert verdicts == dict.fromkeys(PROMISES, "proved")
+    assert all(0 < line["logprob_gap_mean"] < 1e-4 for line in run.lines)
+    assert run.lines[2]["kl_mean"] > 1e-5, "answers differ from the base's"
+    sent = [path for path in (run.directory / "weights").rglob("*") if path.is_file()]
+    assert {path.name for path in sent} == {"adapter_config.json", "adapter_model.safetensors"}
+    whole = run.directory / "model" / "model.safetensors"
+    assert max(path.stat().st_size for path in sent) < whole.stat().st_size / 20
+    base, model = load_file(BASE), load_file(whole)
+    adapted = {name for name, tensor in base.items() if not torch.equal(tensor.float(), model[name])}
+    config = json.loads((run.directory / "adapter" / "adapter_config.json").read_text())
+    assert {name.split(".")[-2] for name in adapted} == set(config["target_modules"])
