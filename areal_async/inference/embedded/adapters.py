@@ -36,7 +36,7 @@ class _Description(msgspec.Struct):
 
 
 class Adapter(NamedTuple):
-    """An adapter in memory, float32."""
+    """An adapter in memory, as it is stored."""
 
     tensors: dict[str, torch.Tensor]
     """By PEFT's names."""
@@ -64,7 +64,7 @@ def read_adapter(folder: Path) -> Adapter:
         description = json.loads((folder / CONFIG_FILE).read_text())
         known = msgspec.convert(description, _Description, strict=False)
         with safe_open(folder / TENSORS_FILE, framework="pt") as file:
-            tensors = {name: file.get_tensor(name).float() for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
     except (OSError, ValueError, SafetensorError) as exc:
         raise WeightsError(f"{type(exc).__name__}: {exc}; write the adapter whole, then rename it") from exc
     _check_plain(description, known, tensors)
@@ -88,7 +88,8 @@ def merge_adapter(adapter: Adapter, base: Mapping[str, torch.Tensor]) -> dict[st
                 f"adapts {module} as {list(lora_b.shape)} times {list(lora_a.shape)}, need {list(weight.shape)}; "
                 "train it over the model served here"
             )
-        lora_a, lora_b = lora_a.to(weight.device), lora_b.to(weight.device)
+        # In float32 and rounded once, as the trainer does: its layers compute with this very matrix.
+        lora_a, lora_b = (half.to(weight.device, torch.float32) for half in (lora_a, lora_b))
         merged[f"{module}.weight"] = torch.addmm(weight.float(), lora_b, lora_a, alpha=adapter.scale).to(weight.dtype)
     return merged
 
