@@ -55,7 +55,7 @@ def write(directory: Path, settings: Settings, version: str, output: Path) -> No
     # Imported here: torch takes seconds.
     from areal_async.trainer.export import export_policy
 
-    export_policy(directory / "checkpoints" / version, output, model=settings.model)
+    export_policy(directory / "checkpoints" / version, output, model=settings.model, lora=settings.trainer.lora)
 
 
 def write_best(settings: Settings) -> None:

@@ -13,16 +13,19 @@ from torch import Tensor
 
 from areal_async.errors import UserError
 from areal_async.hub import local_model
-from areal_async.settings import ModelSettings
+from areal_async.settings import LoraSettings, ModelSettings
 from areal_async.trainer import weights
 from areal_async.trainer.checkpoint import LEDGER, PARAMETERS, STATE
+from areal_async.trainer.lora import IN, OUT, merge
 from areal_async.trainer.model import DTYPES
 
 
-def export_policy(checkpoint: Path, directory: Path, *, model: ModelSettings) -> dict[str, str]:
+def export_policy(
+    checkpoint: Path, directory: Path, *, model: ModelSettings, lora: LoraSettings | None = None
+) -> dict[str, str]:
     """Write the folder atomically, in the dtype that is served; return {safetensors file: sha256}.
 
-    Takes as much host memory as the weights in that dtype, twice.
+    Takes as much host memory as the weights in that dtype, twice. Adapters are merged into ``model.path``.
 
     Raises:
         UserError: there is no checkpoint.
@@ -46,4 +49,18 @@ def export_policy(checkpoint: Path, directory: Path, *, model: ModelSettings) ->
     source = local_model(model.path)
     config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
     named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    if lora is not None and lora.is_on:
+        named = _merged(named, source, DTYPES[model.dtype], lora.scale)
     return weights.write(named, directory, source=source, config=config)
+
+
+def _merged(adapters: dict[str, Tensor], source: Path, dtype: torch.dtype, scale: float) -> dict[str, Tensor]:
+    """Return the weights that adapters were trained over, merged with them."""
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=True)
+    weights = {name: parameter.detach() for name, parameter in base.named_parameters()}
+    for name in [name.removesuffix(f".{IN}") for name in adapters if name.endswith(f".{IN}")]:
+        key = f"{name}.weight"
+        weights[key] = merge(weights[key], adapters[f"{name}.{IN}"], adapters[f"{name}.{OUT}"], scale)
+    return weights

@@ -3,7 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import anyio
 import pytest
@@ -22,6 +22,7 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.engines import Engines, Lanes
+from areal_async.trainer.export import export_policy
 from areal_async.trainer.lora import peft_name
 from areal_async.trainer.reference import BareActor
 from areal_async.trainer.rows import REFERENCE, TrainRow, with_columns
@@ -203,6 +204,18 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(model: Path, ranks:
     saved = FileSystemReader(tmp_path / "1-2" / "state").read_metadata().state_dict_metadata
     assert {name for name in saved if "lora_" not in name} == {"parameters.base_sha256"}
     assert len(saved) == 1 + 4 * 2 * NUM_ADAPTED
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_is_exported_merged(dtype: Literal["float32", "bfloat16"], ranks: Ranks, tmp_path: Path) -> None:
+    model = save_model(tmp_path / "source")
+    engine = adapted(model, ranks, dtype=dtype)
+    engine.save_checkpoint(tmp_path / "1-2", b"")
+
+    settings = ModelSettings(path=str(model), dtype=dtype)
+    hashes = export_policy(tmp_path / "1-2", tmp_path / "out", model=settings, lora=LoraSettings.model_validate(LORA))
+
+    assert hashes == engine.save_weights(tmp_path / "model")
 
 
 def test_a_checkpoint_over_another_base_or_without_adapters_is_refused(
