@@ -82,7 +82,7 @@ def run_replay(settings: Settings, recorded: Path, *, num_steps: int) -> list[Di
                     differences.extend(compare(line, made))
 
         anyio.run(train, backend_options={"use_uvloop": True})
-        engines.actor.save_weights(settings.run_directory / "model")
+        engines.actor.export(settings.run_directory)
         return differences
 
 
@@ -107,7 +107,7 @@ class Replay:
         self._ranks = ranks
         self._grid = engines.actor.grid
         self._thread = EngineThread()
-        lanes = Lanes(engine=self._thread, is_single=ranks.device.type != "cpu")
+        lanes = Lanes.for_run(settings, ranks, self._thread)
         self._calls = StepCalls(settings, engines=engines, lanes=lanes)
 
     async def step(self, recorded: Sequence[Recorded], made: Version) -> Metrics:
