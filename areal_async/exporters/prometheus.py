@@ -16,6 +16,7 @@ from typing import Any
 import anyio
 import structlog
 
+from areal_async.errors import UserError
 from areal_async.exporters.samples import COUNTER, GAUGE, Sample, samples
 from areal_async.http_server import serve_app
 from areal_async.settings import Settings
@@ -33,6 +34,9 @@ async def exporting(
 
     Args:
         report: called for each scrape, on the event loop; it must not block or raise.
+
+    Raises:
+        UserError: ``metrics.prometheus_host`` is no address of this host.
     """
     if not settings.metrics.prometheus:
         yield
@@ -44,7 +48,7 @@ async def exporting(
     for own in (PROCESS_COLLECTOR, GC_COLLECTOR, PLATFORM_COLLECTOR):
         registry.register(own)
     registry.register(_Collector(lambda: [*samples(role, report()), *_disk(run_directory)]))
-    listening = socket.create_server((settings.metrics.prometheus_host, 0))
+    listening = _listen(settings.metrics.prometheus_host)
     server, serving = serve_app(make_asgi_app(registry), listening, loop=asyncio.get_running_loop())
     target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
     # In one folder for all runs: the discovery follows patterns of file names, not of folders.
@@ -94,6 +98,14 @@ def _disk(run_directory: Path) -> Iterable[Sample]:
     yield Sample("areal_disk_size_bytes", GAUGE, "Size of that file system.", usage.total)
 
 
+def _listen(address: str) -> socket.socket:
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as exc:
+        raise UserError(f"metrics.prometheus_host: got {address}, need an address of this host ({exc})") from exc
+
+
 def _host(address: str) -> str:
-    """Return the name that others reach this process by."""
-    return socket.gethostname() if address in ("0.0.0.0", "::") else address
+    """Return the name that others reach this process by, as it stands in a URL."""
+    name = socket.gethostname() if address in ("0.0.0.0", "::") else address
+    return f"[{name}]" if ":" in name else name

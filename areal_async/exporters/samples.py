@@ -104,6 +104,10 @@ STEP = {
     "time_weights_s": "Time of it spent publishing weights.",
 }
 """Keys of a line of ``metrics.jsonl``; whatever else it holds is exported too, under the same rule of names."""
+LABELS = {
+    "reward": "workflow", "groups": "workflow", "staleness_tokens": "age", "reward_at_age": "age", "info": "key",
+}  # fmt: skip
+"""First part of a key with a slash -> what its second part is; ``key`` for one that is not here."""
 NOT_EXPORTED = {"step", "weights_version"}
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -124,7 +128,7 @@ def samples(role: str, report: Mapping[str, Any]) -> Iterator[Sample]:
 
 
 def step_samples(line: Mapping[str, Any]) -> Iterator[Sample]:
-    """Yield the numbers of a line of ``metrics.jsonl``; ``reward/<workflow>`` becomes a label."""
+    """Yield the numbers of a line of ``metrics.jsonl``; the second part of ``reward/<workflow>`` becomes a label."""
     for key, value in line.items():
         if key in NOT_EXPORTED or not _is_number(value):
             continue
@@ -133,9 +137,10 @@ def step_samples(line: Mapping[str, Any]) -> Iterator[Sample]:
             text = STEP.get(key, f"{key} of the newest step.")
             yield Sample(f"areal_step_{_with_unit(name)}", GAUGE, text, float(value))
             continue
-        by = "key" if name == "info" else "workflow"
+        by = LABELS.get(name, "key")
         text = f"{name} of the newest step, by {by}."
-        yield Sample(f"areal_step_{_with_unit(name)}_by_{by}", GAUGE, text, float(value), {by: part})
+        whole = _with_unit(name.removesuffix(f"_at_{by}"))
+        yield Sample(f"areal_step_{whole}_by_{by}", GAUGE, text, float(value), {by: part})
 
 
 def _with_unit(name: str) -> str:

@@ -11,6 +11,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from areal_async.errors import UserError
 from areal_async.exporters.prometheus import exporting
 from areal_async.exporters.samples import CONTROLLER, COUNTER, NODE, SERVER, STEP, TRAINER, samples, step_samples
 from areal_async.settings import MetricsSettings, RunSettings, Settings
@@ -35,7 +36,11 @@ LINE = {
     "time_train_s": 2.0,
     "num_groups": 16,
     "reward/gsm8k": 0.4,
+    "groups/gsm8k": 16,
+    "staleness_tokens/1": 300,
+    "reward_at_age/1": 0.6,
     "info/turns": 2.0,
+    "alarm_names": "equal_rewards",
 }
 
 
@@ -65,6 +70,9 @@ def test_a_steps_numbers_have_base_units_and_parts_become_labels() -> None:
         ("areal_step_train_seconds",): 2.0,
         ("areal_step_groups",): 16,
         ("areal_step_reward_by_workflow", ("workflow", "gsm8k")): 0.4,
+        ("areal_step_groups_by_workflow", ("workflow", "gsm8k")): 16,
+        ("areal_step_staleness_tokens_by_age", ("age", "1")): 300,
+        ("areal_step_reward_by_age", ("age", "1")): 0.6,
         ("areal_step_info_by_key", ("key", "turns")): 2.0,
     }
 
@@ -101,6 +109,15 @@ async def test_nothing_is_served_unless_asked_for(tmp_path: Path) -> None:
     """Most runs are not scraped."""
     async with exporting(_settings(tmp_path), tmp_path, role="trainer", report=dict):
         assert not (tmp_path / "prometheus").exists()
+
+
+@pytest.mark.anyio
+async def test_an_address_of_another_host_is_said_in_one_sentence(tmp_path: Path) -> None:
+    """Not a traceback from a process that is started again and again."""
+    settings = _settings(tmp_path, prometheus=True, prometheus_host="192.0.2.1")
+    with pytest.raises(UserError, match=r"metrics.prometheus_host: got 192\.0\.2\.1, need an address of this host"):
+        async with exporting(settings, tmp_path, role="trainer", report=dict):
+            pass
 
 
 def test_every_number_that_the_alerts_and_the_dashboard_name_is_exported() -> None:
