@@ -1,10 +1,14 @@
 """A run's files followed onto boards: each line of ``metrics.jsonl`` and ``eval.jsonl``, once.
 
-The launcher does it, which outlives every other process: boards show what the files say, also after a restart.
+The launcher does it, which outlives every other process: boards show what the files say, also after a restart. Boards
+that cannot be written, as on a full disk, are given up with a warning: they never end a run.
 """
+
+from contextlib import suppress
 
 import anyio
 import anyio.to_thread
+import structlog
 
 from areal_async.cli.tail import JsonLines, Line
 from areal_async.exporters.curves import Curves
@@ -12,6 +16,8 @@ from areal_async.settings import Settings
 from areal_async.types import Version
 
 INTERVAL_S = 2.0
+
+log = structlog.get_logger()
 
 
 class Follower:
@@ -23,6 +29,7 @@ class Follower:
         self._steps_file = JsonLines(directory / "metrics.jsonl")
         self._evaluations_file = JsonLines(directory / "eval.jsonl")
         self._told: list[Line] = []
+        self._is_given_up = False
 
     async def run(self) -> None:
         """Follow until cancelled, beside the event loop: a board may lie on a slow disk."""
@@ -32,6 +39,21 @@ class Follower:
 
     def catch_up(self) -> None:
         """Tell the boards what the files have gained."""
+        if self._is_given_up:
+            return
+        try:
+            self._tell()
+        except OSError as exc:
+            self._is_given_up = True
+            log.warning("curves.given_up", cause=str(exc), cure="the next start of the run writes them whole")
+
+    def close(self) -> None:
+        """Tell the last of it."""
+        self.catch_up()
+        with suppress(OSError):
+            self._curves.close()
+
+    def _tell(self) -> None:
         news = self._steps_file.read_new()
         lines = news.lines
         if news.is_from_start:
@@ -49,11 +71,6 @@ class Follower:
                 prefix=f"eval/{line['workflow']}/" if line.get("workflow") else "eval/",
             )
         self._curves.flush()
-
-    def close(self) -> None:
-        """Tell the last of it."""
-        self.catch_up()
-        self._curves.close()
 
 
 def _step(line: Line) -> int:

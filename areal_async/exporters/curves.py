@@ -1,6 +1,7 @@
 """Every step's and evaluation's numbers to TensorBoard and, on request, to Weights & Biases."""
 
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class Curves:
         if self._board is not None:
             self._board.close()
             self._num_rewinds += 1
-            self._board = _open_board(self._directory, self._num_rewinds, purge_step=to_step + 1)
+            self._board = _Board(self._directory, self._num_rewinds, purge_step=to_step + 1)
 
     def add(self, line: Mapping[str, Any], *, step: int, prefix: str = "") -> None:
         """Write the numbers of one line."""
@@ -61,9 +62,8 @@ class Curves:
             if isinstance(value, int | float) and key != "step"
         }
         if self._has_board:
-            self._board = self._board or _open_board(self._directory, self._num_rewinds)
-            for tag, value in scalars.items():
-                self._board.add_scalar(tag, value, step)
+            self._board = self._board or _Board(self._directory, self._num_rewinds)
+            self._board.add(scalars, step)
         if self._tracker is not None:
             self._tracker.log({**scalars, "step": step})
 
@@ -80,12 +80,38 @@ class Curves:
             self._tracker.finish()
 
 
-def _open_board(directory: Path, number: int, *, purge_step: int | None = None) -> Any:
-    # Imported here: a command that writes no curves need not load it.
-    from tensorboardX import SummaryWriter
+class _Board:
+    """One file of events.
 
-    # Numbered: the library names a file by the second, and would open the last one again.
-    return SummaryWriter(str(directory), purge_step=purge_step, filename_suffix=f".{number}")
+    The library's own ``SummaryWriter`` writes from a thread: an error ends that silently, as on a full disk, and then
+    whoever adds to its queue waits for ever. Here it is raised.
+    """
+
+    def __init__(self, directory: Path, number: int, *, purge_step: int | None = None) -> None:
+        # Imported here: a command that writes no curves need not load it.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(parents=True, exist_ok=True)
+        # Numbered: the library names a file by the second, and would open the last one again.
+        self._writer = EventsWriter(str(directory / "events"), f".{number}")
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def add(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write the numbers of one step."""
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 def _start_wandb(settings: Settings, run_directory: Path) -> Any:

@@ -88,6 +88,26 @@ def test_a_resumed_run_writes_its_history_once(tmp_path: Path) -> None:
     assert sum(value.tag == "reward/mean" for event in events for value in event.summary.value) == 1
 
 
+def test_a_disk_that_is_full_ends_the_curves_and_neither_the_run_nor_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever comes after it is neither raised nor waited for, however much of it."""
+    follower = Follower(_settings(tmp_path))
+    path = tmp_path / "seen" / "metrics.jsonl"
+    _write(path, _step(1, 0.1))
+    follower.catch_up()
+
+    def fail(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", fail)
+    for step in range(2, 100):
+        _write(path, _step(step, 0.1))
+        follower.catch_up()
+    follower.close()
+    assert _curves(tmp_path / "seen" / "tensorboard")["reward/mean"] == {1: 0.1}
+
+
 def test_nothing_is_written_where_it_is_not_wanted(tmp_path: Path) -> None:
     """``metrics.tensorboard: false``."""
     _write_to = tmp_path / "seen" / "metrics.jsonl"
