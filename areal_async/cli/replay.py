@@ -56,7 +56,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     log.configure(f"replay-{rank or 0}", logs)
     from areal_async.trainer.replay import run_replay  # torch, not before the settings are known to be right
 
-    differences = run_replay(settings, directory.path, num_steps=num_steps)
+    keeps_rate = settings.trainer.lr == recorded.trainer.lr
+    differences = run_replay(settings, directory.path, num_steps=num_steps, keeps_rate=keeps_rate)
     if rank:
         return 0
     changed = changed_settings(recorded, settings)

@@ -55,6 +55,7 @@ _SCHEMA = pa.schema(
         ("max_staleness", pa.int64()),
         ("masks_stale", pa.bool_()),
         ("branches", pa.string()),
+        ("lr", pa.float64()),
     ]
 )
 
@@ -110,6 +111,7 @@ def write_archive(
             "max_staleness": cut.max_staleness,
             "masks_stale": cut.masks_stale,
             "branches": json.dumps(cut.branches),
+            "lr": cut.lr,
         }
         columns = ["token_ids", "loss_mask", "logprobs", "versions"]
         if slot.credits:

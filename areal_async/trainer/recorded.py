@@ -43,6 +43,8 @@ class Recorded:
     advantages: tuple[float, ...]
     """Of each credited reply, or the one of a trajectory without credits."""
     bound: Bound
+    lr: float
+    """Peak of the learning rate that its step was trained with; 0 for what the settings say."""
     trajectory: Trajectory
     """Without sequences where only headers were read."""
 
@@ -167,6 +169,7 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
                 masks_stale=row["masks_stale"],
                 branches={int(lineage): step for lineage, step in json.loads(row["branches"]).items()},
             ),
+            lr=row.get("lr") or 0.0,  # older archives have none
             trajectory=Trajectory(
                 slot=slot,
                 sequences=_sequences(table, index) if with_tokens else [],

@@ -59,17 +59,20 @@ class Difference:
         return abs(self.recorded - self.replayed) / scale
 
 
-def run_replay(settings: Settings, recorded: Path, *, num_steps: int) -> list[Difference]:
+def run_replay(settings: Settings, recorded: Path, *, num_steps: int, keeps_rate: bool) -> list[Difference]:
     """Replay the first steps of the run in ``recorded`` as one rank of however many the environment names.
 
     Rank 0 writes the run directory of ``settings`` and returns how its losses differ; the others return nothing.
+
+    Args:
+        keeps_rate: each step has the learning rate it was recorded with, which may have been changed on the way.
 
     Raises:
         UserError: the archive is not whole, or does not go with the model or the algorithm.
     """
     with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
-        replay = Replay(settings, engines=engines, ranks=ranks)
+        replay = Replay(settings, engines=engines, ranks=ranks, keeps_rate=keeps_rate)
         differences: list[Difference] = []
         file = _begin(settings) if ranks.rank == 0 else None
 
@@ -101,14 +104,14 @@ def compare(recorded: Line, replayed: Metrics) -> Iterator[Difference]:
 class Replay:
     """One rank that trains recorded batches."""
 
-    def __init__(self, settings: Settings, *, engines: Engines, ranks: Ranks) -> None:
+    def __init__(self, settings: Settings, *, engines: Engines, ranks: Ranks, keeps_rate: bool = True) -> None:
         self._settings = settings
         self._engines = engines
         self._ranks = ranks
+        self._keeps_rate = keeps_rate
         self._grid = engines.actor.grid
         self._thread = EngineThread()
-        lanes = Lanes.for_run(settings, ranks, self._thread)
-        self._calls = StepCalls(settings, engines=engines, lanes=lanes)
+        self._calls = StepCalls(settings, engines=engines, lanes=Lanes.for_run(settings, ranks, self._thread))
 
     async def step(self, recorded: Sequence[Recorded], made: Version) -> Metrics:
         """Train the whole batch of the step that made version ``made``; return its metrics line. A collective.
@@ -134,14 +137,20 @@ class Replay:
         positions = {placed.position for placed in mine}
         trajectories = {one.position: one.trajectory for one in recorded if one.position in positions}
         bound = recorded[0].bound if recorded else Bound(max_staleness=0, masks_stale=False, branches={})
+
+        def age(version: Version) -> int:
+            return age_at(step=made.step, version=version, lineage=made.lineage, branches=bound.branches)
+
         rows, ages = build_rows(
             trajectories,
             advantages=batch.advantages,
             start=Version(made.lineage, made.step - 1),
-            age=lambda version: age_at(step=made.step, version=version, lineage=made.lineage, branches=bound.branches),
+            age=age,
             max_staleness=bound.max_staleness,
             masks_stale=bound.masks_stale,
         )
+        recorded_lr = recorded[0].lr if recorded and self._keeps_rate else 0.0
+        self._engines.actor.set_peak_lr(recorded_lr or self._settings.trainer.lr)
         train_since = time.monotonic()
         trained = await self._calls.run(rows, batch, step=made.step)
         train_s = time.monotonic() - train_since
@@ -156,6 +165,7 @@ class Replay:
                     batch,
                     [msgspec.json.decode(one, type=ShareStats) for one in shares],
                     workflows=[task.name for task in self._settings.tasks],
+                    age=age,
                 ),
                 **trained.others,
             },

@@ -41,14 +41,14 @@ def trajectory(step: int, sibling: int) -> Trajectory:
 
 
 def archive_step(
-    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False
+    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False, lr: float = 0.0
 ) -> dict[int, Trajectory]:
     """Archive the batch of one step; return its trajectories by position."""
     trajectories = {place: trajectory(step, place) for place in range(len(REWARDS))}
     write_archive(
         directory / "trajectories",
         made=Version(lineage, step),
-        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale),
+        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale, lr=lr),
         rank=0,
         slots=[
             Placed(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))

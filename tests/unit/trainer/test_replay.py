@@ -116,6 +116,21 @@ def test_another_algorithm_sees_the_archived_rewards_otherwise(model: Path, rank
     assert made["loss"] == pytest.approx(wanted.loss, rel=1e-6)
 
 
+def test_a_rate_that_was_changed_on_the_way_is_the_replays_too_unless_it_has_its_own(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    """The cut of every step says it, and so does the archive."""
+    archive_step(tmp_path, 2, lr=5e-4)
+    recorded = read_recorded(list(tmp_path.glob("trajectories/*")))
+    settings = _settings(model, tmp_path)
+
+    made = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 2)
+    own = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks, keeps_rate=False), recorded, 2)
+
+    assert (made["lr"], own["lr"]) == (5e-4, 1e-2)
+    assert made["reward_at_age/1"] == 1.0, "all of them began a version earlier"
+
+
 def test_only_the_surviving_lineage_is_read(tmp_path: Path) -> None:
     _record(tmp_path, 1)
     _record(tmp_path, 2)
