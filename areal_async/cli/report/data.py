@@ -55,7 +55,7 @@ class ReportData:
     """Of ``metrics.jsonl``."""
     evaluations: Sequence[Mapping[str, Any]]
     checkpoints_s: Mapping[int, float]
-    """Step -> how long the checkpoint after it took."""
+    """Step -> for how long the checkpoint after it has held up the steps."""
     ages: Mapping[int, int] = field(default_factory=dict)
     """Age in versions -> trained tokens of the newest steps."""
     aged_steps: tuple[int, int] = (0, 0)
@@ -91,7 +91,7 @@ def read_report(
         steps=settings.run.steps,
         lines=lines,
         evaluations=read_json_lines(run_directory / "eval.jsonl"),
-        checkpoints_s=_checkpoints(run_directory),
+        checkpoints_s=_checkpoints(run_directory, lines),
         ages=dict(sorted(ages.items())),
         aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
         samples=choose_samples([one for step in archived[-SAMPLED_STEPS:] for one in step.recorded], decoder),
@@ -161,7 +161,11 @@ def _fates(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) -> li
     return [("trained", trained), *((name, count) for name, count in fates.most_common() if count)]
 
 
-def _checkpoints(run_directory: Path) -> dict[int, float]:
+def _checkpoints(run_directory: Path, steps: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    told = [line for line in steps if "time_checkpoint_s" in line]
+    if told:  # each step's line tells of what has held it up since the one before
+        return {int(line["step"]) - 1: float(line["time_checkpoint_s"]) for line in told if line["time_checkpoint_s"]}
+    # Of a run whose checkpoints were all written between its steps, the log alone says how long they took.
     lines = read_json_lines(run_directory / "logs" / "trainer-0.jsonl")
     return {
         int(line["step"]): float(line["duration_s"])
