@@ -7,7 +7,7 @@ from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.preflight.findings import Finding, error, gigabytes, good, warning
 from areal_async.preflight.machine import Machine, free_disk_bytes
-from areal_async.preflight.memory import STATE_BYTES, ModelSize
+from areal_async.preflight.memory import NUM_BYTES, STATE_BYTES, ModelSize
 from areal_async.settings import Settings
 
 FILES_PER_TRAJECTORY = 2
@@ -50,9 +50,12 @@ def check_ports(settings: Settings) -> Iterator[Finding]:
 def check_disk(settings: Settings, sizes: Mapping[str, ModelSize]) -> Iterator[Finding]:
     """Add up what the run may write at the same time."""
     free = free_disk_bytes(settings.run_directory)
-    trained = sum(size.num_parameters for role, size in sizes.items() if role in ("actor", "critic"))
-    # One more than is kept while the next is written; the gradient is not in it.
-    checkpoints = (STATE_BYTES - 4) * trained * (settings.trainer.keep_checkpoints + 1)
+    state = dict.fromkeys(("actor", "critic"), STATE_BYTES - 4)  # the gradient is not in it
+    if settings.trainer.lora.is_on:
+        state["actor"] = NUM_BYTES[settings.model.dtype]
+    trained = sum(state[role] * size.num_parameters for role, size in sizes.items() if role in state)
+    # One more than is kept while the next is written.
+    checkpoints = trained * (settings.trainer.keep_checkpoints + 1 + (settings.trainer.keep_best is not None))
     weights = sizes["actor"].weights_bytes(dtype=settings.model.dtype) * NUM_WEIGHTS_KEPT if "actor" in sizes else 0
     streams = settings.bus.max_disk_bytes if settings.bus.url == "embedded" else 0
     need = checkpoints + weights

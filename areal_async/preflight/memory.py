@@ -13,6 +13,7 @@ from typing import Any, Self
 import msgspec
 
 from areal_async.errors import UserError
+from areal_async.lora_settings import LoraSettings
 from areal_async.preflight.findings import Finding, error, gigabytes, good, warning
 from areal_async.preflight.machine import Gpu, Machine
 from areal_async.settings import Settings, TrainerSettings
@@ -70,21 +71,23 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         except (KeyError, TypeError) as exc:
             raise UserError(f"model: {folder}/config.json has no {exc}; need a decoder such as Qwen3 or Llama") from exc
 
-    def trainer_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
-        """Return what one rank of a trainer takes at its peak."""
+    def trainer_bytes(self, trainer: TrainerSettings, *, dtype: str, offloads: bool = False) -> int:
+        """Return what one rank of a trainer takes at its peak; where it ``offloads``, of the GPU alone."""
         number = NUM_BYTES[dtype]
         model_ranks = trainer.tensor_parallel * trainer.pipeline_parallel
         num_shards = trainer.num_ranks // trainer.replicas
-        state = STATE_BYTES * self.num_parameters / num_shards
+        # Adapters are a small part of what they are trained over, and within the margin.
+        state = (number if trainer.lora.is_on else STATE_BYTES) * self.num_parameters / num_shards
         embedding = self.vocab * self.hidden
         layer = max(self.num_parameters - embedding, 0) / max(self.num_layers, 1)
         # Two layers are whole at once, the one that computes and the next, and the embedding all the time.
-        gathered = (2 * layer + embedding) * number / model_ranks if num_shards > model_ranks else 0
+        gathered = (2 * layer + embedding) * number / model_ranks if num_shards > model_ranks or offloads else 0
         per_layer = ACTIVATION_BYTES * number * self.hidden * trainer.token_budget / trainer.tensor_parallel
         num_layers = self.num_layers / trainer.pipeline_parallel
         kept = number * self.hidden * trainer.token_budget
         activations = kept * num_layers + per_layer if trainer.activation_checkpointing else per_layer * num_layers
-        return int(state + gathered + activations + HEAD_COPIES * HEAD_CHUNK_BYTES)
+        on_device = 0 if offloads else state
+        return int(on_device + gathered + activations + HEAD_COPIES * HEAD_CHUNK_BYTES)
 
     def frozen_bytes(self, trainer: TrainerSettings, *, dtype: str) -> int:
         """Return what a rank of a reference takes, which is never trained."""
@@ -105,20 +108,22 @@ def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSiz
     Args:
         sizes: by role: ``actor``, and ``critic`` and ``reference`` where the algorithm wants them.
     """
-    rank_bytes = _rank_bytes(settings, sizes)
+    rank_bytes = _rank_bytes(settings, sizes, offloads=bool(machine.gpus) and settings.trainer.cpu_offload)
     if machine.gpus:
         yield from _on_gpus(settings, machine.gpus, sizes["actor"], rank_bytes)
     elif machine.memory_bytes is not None:
         yield _on_host(settings, machine.memory_bytes, sizes["actor"], rank_bytes)
 
 
-def _rank_bytes(settings: Settings, sizes: dict[str, ModelSize]) -> int:
+def _rank_bytes(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bool) -> int:
     dtype, trainer = settings.model.dtype, settings.trainer
-    total = sizes["actor"].trainer_bytes(trainer, dtype=dtype)
+    total = sizes["actor"].trainer_bytes(trainer, dtype=dtype, offloads=offloads)
     if "critic" in sizes:
-        total += sizes["critic"].trainer_bytes(trainer.for_critic, dtype=dtype)
-    if "reference" in sizes:
-        total += sizes["reference"].frozen_bytes(trainer, dtype=dtype)
+        whole = trainer.for_critic.model_copy(update={"lora": LoraSettings()})
+        total += sizes["critic"].trainer_bytes(whole, dtype=dtype, offloads=offloads)
+    is_base = trainer.lora.is_on and settings.model.reference.path in (None, settings.model.path)
+    if "reference" in sizes and not is_base:  # what adapters are trained over is there already
+        total += sizes["reference"].frozen_bytes(trainer.for_reference, dtype=dtype)
     return total
 
 

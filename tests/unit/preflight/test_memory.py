@@ -56,6 +56,20 @@ def test_a_trainers_state_is_sixteen_bytes_a_parameter_shared_by_its_ranks() -> 
     assert one - four == pytest.approx(0.75 * 16 * 1.5437e9 - (2 * 1.31e9 / 28 + 0.2334e9) * 2, rel=1e-2)
 
 
+def test_adapters_and_offloading_leave_less_on_a_gpu() -> None:
+    """What is trained over is stored in ``model.dtype`` without gradient or moments; offloaded state is the host's."""
+    whole = TrainerSettings(num_ranks=1, token_budget=8)
+    adapted = TrainerSettings.model_validate({"num_ranks": 1, "token_budget": 8, "lora": {"rank": 16}})
+    saved = QWEN_1B5.trainer_bytes(whole, dtype="bfloat16") - QWEN_1B5.trainer_bytes(adapted, dtype="bfloat16")
+    assert saved == pytest.approx((16 - 2) * 1.5437e9, rel=1e-3)
+    small = Gpu("small", 16 * 10**9, 16 * 10**9)
+    wanted = {None: Level.ERROR, "lora": Level.GOOD, "cpu_offload": Level.GOOD}
+    for name, level in wanted.items():
+        given: dict[str, object] = {"lora": {"rank": 16}} if name == "lora" else {"cpu_offload": True} if name else {}
+        levels = _levels(_settings(num_ranks=1, token_budget=64, **given), _machine(small))
+        assert levels["memory of a trainer rank"] is level, name
+
+
 def test_activations_grow_with_the_budget_and_shrink_with_checkpointing() -> None:
     """34 s h bytes a layer at two bytes a number; with checkpointing a layer's input each, and one layer whole."""
     budget = 10_240
