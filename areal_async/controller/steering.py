@@ -118,11 +118,14 @@ class Steering:
         return dict(held_changes(self._settings, wanted))
 
     def _record(self, event: SettingChanged) -> None:
-        """Add a line to the run's own record of changes."""
+        """Add a line to the run's own record of changes; on a full disk the key and the event must do."""
         path = self._settings.run_directory / "changes.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("ab") as file:
-            file.write(msgspec.json.encode(event) + b"\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab") as file:
+                file.write(msgspec.json.encode(event) + b"\n")
+        except OSError as exc:
+            log.warning("changes.not_written", path=str(path), cause=str(exc))
 
 
 def _text(body: Report, key: str) -> str:
