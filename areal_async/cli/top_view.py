@@ -181,6 +181,7 @@ def event_rows(events: Sequence[Mapping[str, Any]]) -> list[Row]:
             "role.lost",
             "server.fenced",
             "run.stalled",
+            "alarm.raised",
             "group.dead",
             "message.buried",
         )
