@@ -1,4 +1,4 @@
-"""What operators want of a run, and how its processes fare: values of keys in the run's bucket."""
+"""What operators want of a run, how its processes fare, and what it is: values of keys in the run's bucket."""
 
 from __future__ import annotations
 
@@ -50,3 +50,12 @@ class Changes(Record, frozen=True, kw_only=True):
 
     by_setting: dict[str, Change] = {}
     """Dotted name -> its newest change."""
+
+
+class SharedSettings(Record, frozen=True, kw_only=True):
+    """KV ``settings``: what the run does, for who joins it from elsewhere. The launcher writes it at each start."""
+
+    settings: str
+    """All of them, resolved, as JSON."""
+    library: str
+    """Version of the library that wrote it."""

@@ -15,6 +15,7 @@ CHECKPOINT = "checkpoint"
 CONTROL = "control"
 LINEAGE = "lineage"
 RUN_STATE = "run"
+SETTINGS = "settings"
 
 
 @dataclass(frozen=True, slots=True)

@@ -218,8 +218,17 @@ VERBS = {
     "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
     "node": Verb(
         "roles",
-        "one process of a run: workflows and their inference servers",
-        (_RUN_DIRECTORY, ("--node-id", {"metavar": "ID", "required": True, "help": "its own among the run's nodes"})),
+        "one process of a run: workflows and their inference servers; --join adds this host to a live one",
+        (
+            ("--join", {"metavar": "URL", "help": "join the run --run at this broker: nats://HOST:PORT, tls://..."}),
+            ("--run", {"metavar": "NAME", "help": "with --join: the run's name"}),
+            ("--node-id", {"metavar": "ID", "help": "its own among the run's nodes; with --join, else a new one"}),
+            ("--credentials", {"metavar": "FILE", "help": "with --join: the node's key"}),
+            ("--ca", {"metavar": "FILE", "help": "with --join: who signed the broker's certificate"}),
+            ("--directory", {"metavar": "DIR", "help": "with --join: where this host's runs are (runs)"}),
+            ("--run-directory", {"metavar": "DIR", "help": "without --join: where run left config.yaml and bus/url"}),
+        ),
+        takes_settings=True,
     ),
     "trainer": Verb("roles", "one process of a run: a rank of the trainer, as torchrun starts it", (_RUN_DIRECTORY,)),
 }

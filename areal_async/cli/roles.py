@@ -1,10 +1,14 @@
-"""``controller``, ``node`` and ``trainer``: the processes of a run, started by the launcher or by hand."""
+"""``controller``, ``node`` and ``trainer``: the processes of a run, started by the launcher or by hand.
+
+``node --join`` is a launcher of its own, for one node of a run that lives elsewhere.
+"""
 
 import argparse
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 
 MODULES = {
@@ -16,9 +20,18 @@ MODULES = {
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run one role until it ends; it configures its own log, and what it raises ends the process."""
+    if arguments.verb == "node" and arguments.join is not None:
+        status: int = importlib.import_module("areal_async.cli.join").run(arguments, overrides)
+        return status
+    if arguments.run_directory is None:
+        raise UserError("node: got neither --run-directory nor --join; need the broker's URL with --join, and --run")
+    if overrides:
+        raise UserError(f"{overrides[0]}: got it without --join; the run's own settings hold for its own nodes")
+    keywords = {"node_id": arguments.node_id} if arguments.verb == "node" else {}
+    if None in keywords.values():
+        raise UserError("--node-id: got none, need the node's own among those of the run")
     directory = RunDirectory(Path(arguments.run_directory))
     settings = directory.read_settings()
-    keywords = {"node_id": arguments.node_id} if arguments.verb == "node" else {}
     importlib.import_module(MODULES[arguments.verb]).run(
         settings, run_directory=directory.path, bus_url=directory.read_bus_url(), **keywords
     )

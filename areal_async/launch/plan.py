@@ -1,7 +1,7 @@
 """Which processes a run has, and with which environment each of them starts."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from areal_async.host import LOOPBACK, free_port
@@ -12,6 +12,8 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Crew
 from areal_async.settings import Settings
 
+FIRST_NODE = "0"
+"""The node that the launcher starts."""
 ROLE_MAX_RESTARTS = 5
 ROLE_RESTART_WINDOW_S = 600.0
 TRAINER_STOP_S = 600.0
@@ -32,16 +34,8 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
     num_ranks = settings.trainer.num_ranks
     node_gpus, trainer_gpus = share_gpus(gpus, num_inference=num_inference, num_trainer=num_ranks)
 
-    def role_spec(name: str, *arguments: str, num_threads: int, gpus: Sequence[str]) -> ProcessSpec:
-        return ProcessSpec(
-            name=name,
-            command=(sys.executable, "-m", "areal_async", *arguments, "--run-directory", str(directory.path)),
-            environment={"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
-            output=directory.logs / f"{name}.out",
-        )
-
     def trainer_specs() -> list[ProcessSpec]:
-        base = role_spec("trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=trainer_gpus)
+        base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=trainer_gpus)
         return rank_specs(base, num_ranks, directory=directory.logs)
 
     def work_done() -> int:
@@ -57,22 +51,10 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
             stop_deadline_s=TRAINER_STOP_S,
             may_finish=True,
         ),
-        Crew(
-            name="node-0",
-            make_specs=lambda: [
-                role_spec(
-                    "node-0", "node", "--node-id", "0", num_threads=settings.inference.num_threads, gpus=node_gpus
-                )
-            ],
-            max_restarts=ROLE_MAX_RESTARTS,
-            restart_window_s=ROLE_RESTART_WINDOW_S,
-            work_done=work_done,
-            stop_deadline_s=NODE_STOP_S,
-            excuse=excuse_for(directory.path, "0"),
-        ),
+        node_crew(settings, directory, node_id=FIRST_NODE, gpus=node_gpus, work_done=work_done),
         Crew(
             name="controller",
-            make_specs=lambda: [role_spec("controller", "controller", num_threads=1, gpus=())],
+            make_specs=lambda: [role_spec(directory, "controller", "controller", num_threads=1, gpus=())],
             max_restarts=ROLE_MAX_RESTARTS,
             restart_window_s=ROLE_RESTART_WINDOW_S,
             work_done=work_done,
@@ -80,6 +62,42 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
             ends_run=True,
         ),
     ]
+
+
+def node_crew(
+    settings: Settings,
+    directory: RunDirectory,
+    *,
+    node_id: str,
+    gpus: Sequence[str],
+    work_done: Callable[[], int] | None = None,
+) -> Crew:
+    """Return the crew of one node, which reads its settings and the broker's address from ``directory``."""
+    name = f"node-{node_id}"
+    spec = role_spec(
+        directory, name, "node", "--node-id", node_id, num_threads=settings.inference.num_threads, gpus=gpus
+    )
+    return Crew(
+        name=name,
+        make_specs=lambda: [spec],
+        max_restarts=ROLE_MAX_RESTARTS,
+        restart_window_s=ROLE_RESTART_WINDOW_S,
+        work_done=work_done,
+        stop_deadline_s=NODE_STOP_S,
+        excuse=excuse_for(directory.path, node_id),
+    )
+
+
+def role_spec(
+    directory: RunDirectory, name: str, *arguments: str, num_threads: int, gpus: Sequence[str]
+) -> ProcessSpec:
+    """Return how a verb that is one process of a run is started."""
+    return ProcessSpec(
+        name=name,
+        command=(sys.executable, "-m", "areal_async", *arguments, "--run-directory", str(directory.path)),
+        environment={"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        output=directory.logs / f"{name}.out",
+    )
 
 
 def rank_specs(base: ProcessSpec, num_ranks: int, *, directory: Path) -> list[ProcessSpec]:

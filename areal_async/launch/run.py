@@ -8,6 +8,7 @@ from typing import Any
 
 import anyio
 
+import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
 from areal_async.errors import UserError
 from areal_async.host import visible_gpus
@@ -19,8 +20,9 @@ from areal_async.launch.presence import BROKER, PresenceKeeper
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
+from areal_async.run_state import SharedSettings
 from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
+from areal_async.subjects import RUN_STATE, SETTINGS
 from areal_async.types import RunState
 
 EMBEDDED = "embedded"
@@ -63,6 +65,8 @@ async def launch(
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
         await bus.put(RUN_STATE, RunState())
+        shared = SharedSettings(settings=settings.model_dump_json(), library=areal_async.__version__)
+        await bus.put(SETTINGS, shared)
         await take_back_stop(bus)
         if settings.bus.url == EMBEDDED:
             for key in await bus.keys("server."):  # of nodes that were killed: nobody is to wait for them

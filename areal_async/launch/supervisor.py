@@ -33,6 +33,8 @@ MAX_EXCUSED = 100
 FAILED_STOP_S = 10.0
 """How long processes get to end themselves once the run has failed."""
 
+STOPPING = "stopping: the trainer finishes its step and checkpoints; once more kills everything now"
+
 Notify = Callable[[str], None]
 """Takes one line for the user."""
 
@@ -148,10 +150,12 @@ class Supervisor:
         on_change: Callable[[CrewChange], None] = lambda _: None,
         first_pause_s: float = FIRST_PAUSE_S,
         farewell_s: float = FAREWELL_S,
+        stopping: str = STOPPING,
     ) -> None:
         """Take the crews in the order in which they are to be stopped.
 
         Args:
+            stopping: what the user is told when a stop begins.
             read_failure: asked after each death: why the run as a whole has failed, ``None`` when it has not.
             on_change: told of every start, death and end. It must not block.
         """
@@ -162,6 +166,7 @@ class Supervisor:
         self._on_change = on_change
         self._first_pause_s = first_pause_s
         self._farewell_s = farewell_s
+        self._stopping_sentence = stopping
         self._stopping = anyio.Event()
         self._is_asked_to_stop = anyio.Event()
         self._over = anyio.Event()
@@ -323,7 +328,7 @@ class Supervisor:
 
     async def _stop_all(self) -> None:
         """Stop crew by crew, each by its own deadline."""
-        self._notify("stopping: the trainer finishes its step and checkpoints; once more kills everything now")
+        self._notify(self._stopping_sentence)
         await self._stop_others(None)
         self._finish(RunEnd.STOPPED)
 

@@ -49,7 +49,7 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         (["zzz"], "unknown verb zzz; need one of run, try, sft, "),
         (["run", "--frsh"], "unknown option --frsh; did you mean --fresh"),
         (["trainer", "--run-directory", "x", "--run.steps", "3"], "unknown option --run.steps; need one of "),
-        (["node", "--run-directory", "x"], "the following arguments are required: --node-id; see "),
+        (["node", "--run-directory", "x"], "--node-id: got none, need the node's own among those of the run"),
         (["run"], "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both"),
         (["run", "a.py", "b.py"], "unrecognized arguments: b.py; see "),
         (["run", "--config", "no.yaml"], "configuration: no file no.yaml; "),

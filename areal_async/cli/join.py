@@ -1,0 +1,74 @@
+"""``node --join``: take part in a run that lives elsewhere, with the inference servers of this host."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import anyio
+
+from areal_async.cli.checks import check_interpreter, check_model, check_policies, check_workflow
+from areal_async.cli.speech import say
+from areal_async.errors import UserError
+from areal_async.launch.join import Invitation, fresh_node_id, join
+from areal_async.launch.local import LocalBackend
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.supervisor import RunEnd
+from areal_async.settings import RunSettings, Settings
+from areal_async.settings_sources import load_settings
+from areal_async.subjects import RUN_NAME
+
+KILLED_STATUS = 130
+OWN = "--inference."
+"""What a host may have otherwise than the run: its interpreter, the number and the flags of its servers."""
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Be one node of the run until that ends or until this is told to end."""
+    invitation = read_invitation(arguments)
+    names = [word for word in overrides if word.startswith("--")]
+    if foreign := [name for name in names if not name.startswith(OWN)]:
+        raise UserError(f"{foreign[0]}: a node has the settings of its run, all but {OWN}*; leave it out")
+
+    def prepare(settings: Settings, directory: RunDirectory) -> Settings:
+        here = load_settings(directory.config, overrides, use_environment=False) if overrides else settings
+        check_host(here)
+        return here
+
+    node_id = arguments.node_id or fresh_node_id()
+
+    async def run_to_end() -> RunEnd:
+        return await join(invitation, node_id=node_id, backend=LocalBackend(), prepare=prepare, notify=say)
+
+    end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
+    say(f"node {node_id} {end.value}")
+    return KILLED_STATUS if end is RunEnd.KILLED else 0
+
+
+def read_invitation(arguments: argparse.Namespace) -> Invitation:
+    """Read which run is to be joined, and how.
+
+    Raises:
+        UserError: the name is no run's, or a run directory was given as well.
+    """
+    if arguments.run is None or not RUN_NAME.fullmatch(arguments.run):
+        raise UserError(f"--run: got {arguments.run!r}, need the name of the run to join")
+    if arguments.run_directory is not None:
+        raise UserError("--run-directory: got it with --join, which makes its own; leave one of them out")
+    credentials, ca = (None if path is None else Path(path) for path in (arguments.credentials, arguments.ca))
+    directory = RunSettings().directory if arguments.directory is None else Path(arguments.directory)
+    return Invitation(run=arguments.run, url=arguments.join, credentials=credentials, ca=ca, directory=directory)
+
+
+def check_host(settings: Settings) -> None:
+    """Refuse what this host lacks, before anything is started.
+
+    Raises:
+        UserError: a workflow, a policy, a model or the servers' interpreter is not here.
+    """
+    for task in settings.tasks:
+        check_workflow(task.workflow)
+    check_policies((task.workflow for task in settings.tasks), settings.policies)
+    check_model(settings.model.path, "model.path")
+    for name, policy in settings.frozen_policies.items():
+        check_model(str(policy.path), f"policies.{name}.path")
+    check_interpreter(settings.inference.python)
