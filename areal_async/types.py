@@ -444,6 +444,10 @@ class RunState(Record, frozen=True, kw_only=True):
     reason: str = ""
 
 
+DISOWNED = "its node is gone"
+"""Why a server is fenced whose node has not been heard for too long: the controller writes it, in the node's stead."""
+
+
 class ServerState(Record, frozen=True, kw_only=True):
     """KV ``server.<id>``: what one inference server runs."""
 

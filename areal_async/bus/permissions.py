@@ -56,7 +56,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
-            publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>")
+            publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", "server.>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)

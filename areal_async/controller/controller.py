@@ -1,7 +1,8 @@
 """The controller: admits groups by credit, evaluates, and says when the run has ended.
 
 ``run_log``       consumes outcomes and cuts; produces the books (``Accounts``); unblocked by the trainer
-``run_servers``   reads what the servers hold; produces returned credits; unblocked by nodes that swapped
+``run_servers``   reads what the servers hold; produces returned credits; unblocked by nodes that swapped, or by the
+                  silence of one that is gone, whose servers nobody waits for then
 ``run_admission`` waits for a credit; produces tickets, then moves the ``admitted`` record on
 ``run_evaluation``waits for a version that is due and held; produces its evaluation; the first one goes
                   before the first admission, so that it speaks of version 0 alone
@@ -13,6 +14,7 @@ All state is in the broker: the log, the ``admitted`` record, the servers' keys.
 """
 
 import time
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -22,6 +24,7 @@ import structlog
 
 from areal_async import waits
 from areal_async.bus import Bus, Message, serving
+from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.curriculum import Visits, curriculum_of
@@ -32,13 +35,25 @@ from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
+from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
 from areal_async.live_settings import live_settings
 from areal_async.run_state import Changes, Control
 from areal_async.settings import Settings
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
-from areal_async.types import Admitted, Cut, GroupId, Outcome, RunState, ServerState, Ticket, Version, WeightsVersion
+from areal_async.types import (
+    DISOWNED,
+    Admitted,
+    Cut,
+    GroupId,
+    Outcome,
+    RunState,
+    ServerState,
+    Ticket,
+    Version,
+    WeightsVersion,
+)
 from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1
@@ -51,8 +66,17 @@ class Controller:
     """Owns the run's state, all of it in the broker."""
 
     def __init__(
-        self, bus: Bus, settings: Settings, tasks: Tasks, evaluator: Evaluator | None, *, accounts: Accounts
+        self,
+        bus: Bus,
+        settings: Settings,
+        tasks: Tasks,
+        evaluator: Evaluator | None,
+        *,
+        accounts: Accounts,
+        absence: Absence | None = None,
+        report_s: float = METRICS_INTERVAL_S,
     ) -> None:
+        """``report_s``: how often it says where the books stand."""
         self._bus = bus
         self._settings = settings
         self._tasks = tasks
@@ -69,6 +93,8 @@ class Controller:
         self._may_admit = evaluator is None
         self._newest: WeightsVersion | None = None
         self._reports = Reports()
+        self._absence = absence or Absence()
+        self._report_s = report_s
         self._steering = Steering(bus, settings)
         self._live = live_settings(settings, Changes())
         self._clock_s = self._moved_s = time.monotonic()
@@ -142,14 +168,36 @@ class Controller:
     async def run_servers(self) -> None:
         """Take note of announced and held versions for ever."""
         while True:
-            servers = [state for state, _ in (await self._bus.entries("server.", ServerState)).values()]
+            entries = await self._bus.entries("server.", ServerState)
+            servers = [state for state, _ in entries.values()]
             newest, _ = await self._bus.get(self._bus.names.weights_key(), WeightsVersion)
             before = self._accounts.held
             self._accounts.hold(servers)
             if self._accounts.held != before or newest != self._newest:
                 self._newest = newest
                 self._move()
+            await self._disown_gone(entries)
             await anyio.sleep(SERVER_POLL_S)
+
+    async def _disown_gone(self, entries: Mapping[str, tuple[ServerState, int]]) -> None:
+        """Fence the servers of nodes that are gone for good: nobody is to wait for what they hold.
+
+        A node that comes back claims its servers again. Where it speaks at this very moment, its word stands.
+        """
+        for key, (state, revision) in entries.items():
+            self._absence.see(key, state.node_id, revision)
+        gone = self._absence.gone(state.node_id for state, _ in entries.values() if not state.fenced)
+        for key, (state, revision) in entries.items():
+            if state.fenced or state.node_id not in gone:
+                continue
+            silent_s = round(self._absence.silent_s(state.node_id))
+            disowned = msgspec.structs.replace(state, version="", fenced=True, reason=DISOWNED)
+            try:
+                self._absence.note_own(key, await self._bus.compare_and_set(key, disowned, revision))
+            except ConflictError:
+                continue
+            log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)
+            await self._bus.tell(ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s"))
 
     async def run_listening(self) -> None:
         """Remember what the other roles say of themselves, for the watch."""
@@ -160,7 +208,12 @@ class Controller:
                 except WireError as exc:
                     log.warning("report.unreadable", subject=subject, reason=str(exc))
                     continue
-                if self._reports.take(subject.split(".")[3], said, now_s=self._clock_s):
+                role = subject.split(".")[3]
+                if role == "controller":
+                    self._absence.tick(time.monotonic())
+                elif role == "node" and "node_id" in said:
+                    self._absence.hear(str(said["node_id"]))
+                if self._reports.take(role, said, now_s=self._clock_s):
                     self._moved_s = self._clock_s
 
     # admission
@@ -316,7 +369,7 @@ class Controller:
         """Say every second where the books stand."""
         while True:
             await self._bus.emit(self._bus.names.metrics("controller", "0"), msgspec.json.encode(self.report()))
-            await anyio.sleep(METRICS_INTERVAL_S)
+            await anyio.sleep(self._report_s)
 
     async def run_watch(self) -> None:
         """Say, when nothing has moved for ``watchdog_s``, who waits for whom, and who is the culprit."""

@@ -4,6 +4,7 @@ Whatever raises a ``PipelineError`` ends the node; everything else is a slot's r
 """
 
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -12,6 +13,7 @@ import msgspec
 import structlog
 
 from areal_async.bus import Bus
+from areal_async.errors import ConflictError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
@@ -28,7 +30,7 @@ from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workplace import Workplace
 from areal_async.settings import Settings
-from areal_async.types import FleetSize, ServerState, WeightsVersion
+from areal_async.types import DISOWNED, FleetSize, ServerState, WeightsVersion
 from areal_async.waits import ENDED
 
 DRAIN_GRACE_S = 5.0
@@ -95,7 +97,7 @@ class _Node:
         max_streams = 2 * settings.rollout.max_trajectories_per_node + MAX_EVALUATIONS + SPARE_STREAMS
         try:
             async with anyio.create_task_group() as services:
-                for service in (self._fleet.run, self._run_size, self._run_weights):
+                for service in (self._fleet.run, self._run_size, self._run_weights, self._run_claims):
                     services.start_soon(service)
                 codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
                 spare_pauses()
@@ -176,9 +178,26 @@ class _Node:
             gone = msgspec.structs.replace(state, version="", fenced=True, reason=LEFT)
             await self._bus.put(self._bus.names.server_key(state.server_id), gone)
 
-    async def _publish_state(self, server: Server) -> None:
-        """Write what a server runs, after it runs it; the controller's accounts rest on that order."""
-        state = ServerState(
+    async def _run_claims(self) -> None:
+        """Take back servers that the controller has disowned while this node could not be heard.
+
+        consumes:     the servers' keys
+        waits for:    the next look
+        produces:     what the servers run now, unless they have just said it themselves
+        unblocked by: cancellation alone
+        """
+        while True:
+            await anyio.sleep(POLL_S)
+            for key, (said, revision) in (await self._bus.entries("server.", ServerState)).items():
+                server = self._fleet.pool.servers.get(said.server_id)
+                if server is None or not (said.fenced and said.reason == DISOWNED):
+                    continue
+                with suppress(ConflictError):
+                    await self._bus.compare_and_set(key, self._state(server), revision)
+                    log.warning("server.claimed", server_id=server.id, version=server.version)
+
+    def _state(self, server: Server) -> ServerState:
+        return ServerState(
             server_id=server.id,
             node_id=self._node_id,
             url=server.url,
@@ -189,6 +208,10 @@ class _Node:
             reason=server.fence,
             failure=server.failure,
         )
+
+    async def _publish_state(self, server: Server) -> None:
+        """Write what a server runs, after it runs it; the controller's accounts rest on that order."""
+        state = self._state(server)
         await self._bus.put(self._bus.names.server_key(server.id), state)
         event = server_event(self._told.get(server.id), state)
         self._told[server.id] = state

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from areal_async.bus import Bus, Role
+from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
@@ -28,6 +29,7 @@ from areal_async.settings import (
 )
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
+    DISOWNED,
     Admitted,
     Cut,
     CutGroup,
@@ -118,11 +120,11 @@ async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any 
         yield controller
 
 
-def _controller(bus: Bus, settings: Settings, held_out: Any = None) -> Controller:
+def _controller(bus: Bus, settings: Settings, held_out: Any = None, **keywords: Any) -> Controller:
     own = held_out if isinstance(held_out, Tasks) else Tasks([("w", held_out or [])])
     evaluator = Evaluator(bus, own, file=settings.run.directory / "eval.jsonl") if len(own) else None
     accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
-    return Controller(bus, settings, Tasks([("w", ROWS)]), evaluator, accounts=accounts)
+    return Controller(bus, settings, Tasks([("w", ROWS)]), evaluator, accounts=accounts, **keywords)
 
 
 async def test_nothing_is_admitted_before_a_server_holds_announced_weights(
@@ -134,6 +136,45 @@ async def test_nothing_is_admitted_before_a_server_holds_announced_weights(
         await world.hold("1-0")
 
         assert len(await world.tickets(4, controller)) == 4
+
+
+async def test_a_server_of_a_silent_node_is_disowned_and_that_of_a_speaking_one_waited_for(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    names, lost_s = settings.names, 0.6
+    controller = _controller(
+        await open_role(Role.CONTROLLER), settings, absence=Absence(lost_s=lost_s, deaf_s=3), report_s=0.05
+    )
+    slow = ServerState(server_id="x-0", node_id="x", url="", version="1-0")
+    gone = ServerState(server_id="g-0", node_id="g", url="", version="1-0")
+    for state in (slow, gone):
+        await world.node.put(names.server_key(state.server_id), state)
+
+    async def speak() -> None:
+        while True:
+            for node_id in ("n", "x"):
+                said = msgspec.json.encode({"node_id": node_id, "state": "works"})
+                await world.node.emit(names.metrics("node", node_id), said)
+            await anyio.sleep(0.05)
+
+    async with running(controller), anyio.create_task_group() as nodes:
+        nodes.start_soon(speak)
+        await world.hold("1-1")
+
+        async def is_disowned() -> bool:
+            state, _ = await world.node.get(names.server_key("g-0"), ServerState)
+            return state is not None and state.fenced
+
+        await until(is_disowned)
+        assert (await world.node.get(names.server_key("g-0"), ServerState))[0] == msgspec.structs.replace(
+            gone, version="", fenced=True, reason=DISOWNED
+        )
+        await anyio.sleep(2 * lost_s)
+        assert (await world.node.get(names.server_key("x-0"), ServerState))[0] == slow
+        assert controller.report()["held"] == "1-0"
+        await world.node.put(names.server_key("x-0"), msgspec.structs.replace(slow, version="1-1"))
+        await until(lambda: controller.report()["held"] == "1-1")
+        nodes.cancel_scope.cancel()
 
 
 async def test_credit_returns_when_the_servers_hold_what_a_cut_made(

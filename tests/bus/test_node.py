@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import anyio.to_thread
+import msgspec
 import pytest
 
 from areal_async import wire
@@ -28,6 +29,7 @@ from areal_async.settings import (
     TaskSettings,
 )
 from areal_async.types import (
+    DISOWNED,
     EvalResult,
     EvalTicket,
     FleetSize,
@@ -170,6 +172,16 @@ class Run:
 @pytest.fixture
 async def run(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> Run:
     return Run(settings, *[await open_role(role) for role in (Role.OPERATOR, Role.CONTROLLER, Role.TRAINER, Role.NODE)])
+
+
+async def test_a_node_that_was_disowned_while_nobody_heard_it_claims_its_servers_again(run: Run) -> None:
+    await run.announce()
+    async with run.running_node():
+        mine = await run.server(lambda state: state.version == "1-0" and not state.fenced)
+        disowned = msgspec.structs.replace(mine, version="", fenced=True, reason=DISOWNED)
+        await run.controller.put(run.names.server_key(mine.server_id), disowned)
+
+        assert await run.server(lambda state: not state.fenced) == mine
 
 
 async def test_ticket_becomes_a_stored_group_with_tokens_and_versions_and_is_acknowledged(run: Run) -> None:

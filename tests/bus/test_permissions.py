@@ -54,7 +54,7 @@ ACTIONS: dict[str, Action] = {
     "move the data cursor": _only(f"{KEY}.{ADMITTED}", CONTROLLER, OPERATOR),
     "end the run": _only(f"{KEY}.{RUN_STATE}", CONTROLLER, OPERATOR),
     "record an evaluation": _only(f"{KEY}.eval.3", CONTROLLER, OPERATOR),
-    "speak for a server": _only(f"{KEY}.{RUN.server_key('s0')}", NODE, OPERATOR),
+    "speak for a server": _only(f"{KEY}.{RUN.server_key('s0')}", CONTROLLER, NODE, OPERATOR),
     "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
     "say how processes fare": _only(f"{KEY}.{RUN.crew_key('node-0')}", OPERATOR),
     "pause the run": _only(f"{KEY}.{CONTROL}", CONTROLLER, OPERATOR),
