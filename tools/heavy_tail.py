@@ -15,6 +15,7 @@ LONGEST_TOKENS = 192
 TAIL_EXPONENT = 1.1
 """Of the Pareto distribution: a few answers are many times as long as most."""
 TOOL_MEAN_S = 1.0
+SAME_TOKENS = 24
 
 
 def num_tokens(prompt: Prompt) -> int:
@@ -38,6 +39,12 @@ async def slow_tool(prompt: Prompt, policy: Policy) -> float:
     """The same, after waiting for a tool, as an agent does."""
     await anyio.sleep(tool_s(prompt))
     return await heavy_tail(prompt, policy)
+
+
+async def same_length(prompt: Prompt, policy: Policy) -> float:
+    """Generate as many tokens for every prompt."""
+    reply = await policy.complete(prompt["question"], max_new_tokens=SAME_TOKENS, ignore_eos=True)
+    return float(zlib.crc32(bytes(token % 256 for token in reply.token_ids)) % 2)
 
 
 def _key(prompt: Prompt) -> int:
