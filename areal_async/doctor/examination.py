@@ -147,6 +147,7 @@ async def _open(settings: Settings, run_directory: Path, bus_url: str) -> AsyncI
             role=Role.OPERATOR,
             instance="doctor",
             credentials=credentials,
+            ca=settings.bus.ca,
             connect_deadline_s=CONNECT_DEADLINE_S,
         )
         try:

@@ -18,6 +18,7 @@ import pytest
 from areal_async.bus import Role, connect, credentials_for, declare, delete_run, open_bus, take_trainer_consumer
 from areal_async.bus.broker_config import ensure_key
 from areal_async.bus.server import find_binary
+from areal_async.doctor import examine
 from areal_async.errors import BusError, UserError
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.subjects import ADMITTED
@@ -119,6 +120,7 @@ async def test_the_bus_works_over_tls_with_credentials(tmp_path: Path, port: int
             assert not await trainer.settle(await inbox.fetch(1, wait_s=10))
         revision = await controller.compare_and_set(ADMITTED, Admitted(total=1), 0)
         assert await node.get(ADMITTED, Admitted) == (Admitted(total=1), revision)
+        assert (await examine(settings, settings.run_directory, settings.bus.url)).run == "test"
         await delete_run(operator)
 
 
