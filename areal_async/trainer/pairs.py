@@ -21,13 +21,15 @@ from areal_async.hub import local_model
 from areal_async.settings import ModelSettings, TrainerSettings
 from areal_async.trainer import weights
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.execution import Execution, WholeModel
+from areal_async.trainer.execution import Execution
 from areal_async.trainer.flops import decoder_flops
 from areal_async.trainer.grid import Grid
-from areal_async.trainer.model import DTYPES, load_critic
+from areal_async.trainer.model import DTYPES, Sharding, load_critic
 from areal_async.trainer.pack import Parts
+from areal_async.trainer.pipeline import execution_of
 from areal_async.trainer.rows import PackedRow, TrainRow
 from areal_async.trainer.sharded import Learner, PackedPasses
+from areal_async.trainer.stages import StagedModel
 from areal_async.trainer.stats import Tally
 
 PER_PAIR = Aggregation("sequence_sum")
@@ -85,11 +87,18 @@ class PairEngine:
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
         self._critic = load_critic(
-            self._source, self.grid, dtype=self._dtype, activation_checkpointing=trainer.activation_checkpointing
+            self._source,
+            self.grid,
+            dtype=self._dtype,
+            activation_checkpointing=trainer.activation_checkpointing,
+            stages_per_rank=trainer.stages_per_rank,
+            sharding=Sharding.of(trainer),
         )
-        self._execution: Execution[Tensor] = WholeModel(self._critic)
+        self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
         self.flops = decoder_flops(self._critic.classifier)
-        self._passes = PairedPasses(self.grid.data, token_budget=trainer.token_budget, flops=self.flops)
+        self._passes = PairedPasses(
+            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+        )
         self._learner = Learner(
             self._critic,
             execution=self._execution,
@@ -141,7 +150,8 @@ class PairEngine:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
         classifier = cast(Any, self._critic.classifier)
         # The folder it came from may hold a model that generates.
-        classifier.config.architectures = [type(classifier).__name__]
+        decoder = classifier.own_stages[0].decoder if isinstance(classifier, StagedModel) else classifier
+        classifier.config.architectures = [type(decoder).__name__]
         buckets = weights.plan(classifier, self._dtype, max_bytes=0)
         return weights.save(classifier, buckets, directory, source=self._source, ranks=self.grid.all)
 

@@ -154,6 +154,8 @@ def test_two_ranks_make_the_updates_of_one(reward_model: Path, ranks: Ranks) -> 
         for mine, other in zip(said["stats"], expected, strict=True):
             assert mine | {"num_tokens": 0} == pytest.approx(other | {"num_tokens": 0}, rel=1e-3, abs=1e-5)
     assert first["fingerprint"] == pytest.approx(norms, rel=1e-3, abs=1e-6)
+    for layout, stats in first["layouts"].items():
+        assert stats == pytest.approx(expected[0], rel=1e-3, abs=1e-5), layout
 
 
 def fingerprint(engine: PairEngine) -> dict[str, float]:
@@ -162,12 +164,16 @@ def fingerprint(engine: PairEngine) -> dict[str, float]:
 
 
 def main(model: Path) -> None:
-    """Train beside another rank: first both with pairs, then all pairs on one."""
+    """Train beside another rank: first both with pairs, then all pairs on one; and as parts of one model."""
     ranks = join_ranks(deadline_s=120.0)
     engine, pairs, is_first = engine_of(model, ranks), random_pairs(7), ranks.rank == 0
     mine = [pairs[:5] if is_first else pairs[5:], [] if is_first else pairs]
     stats = [asdict(engine.train_step(part, step=step, total_steps=2)) for step, part in enumerate(mine, start=1)]
-    sys.stdout.write("\n" + json.dumps({"stats": stats, "fingerprint": fingerprint(engine)}))
+    layouts = {}
+    for layout in ("pipeline_parallel", "tensor_parallel"):
+        divided = engine_of(model, ranks, num_ranks=2, **{layout: 2})
+        layouts[layout] = asdict(divided.train_step(pairs, step=1, total_steps=2))
+    sys.stdout.write("\n" + json.dumps({"stats": stats, "fingerprint": fingerprint(engine), "layouts": layouts}))
     sys.stdout.flush()
     ranks.close()
 
