@@ -33,7 +33,9 @@ class SftTrainerSettings(TuningTrainerSettings):
     @property
     def engine(self) -> TrainerSettings:
         """The engine's settings."""
-        return super().engine.model_copy(update={"lora": self.lora})
+        engine = super().engine
+        self.lora.check_layout(pipeline_parallel=engine.pipeline_parallel, tensor_parallel=engine.tensor_parallel)
+        return engine.model_copy(update={"lora": self.lora})
 
 
 class SftSettings(TuningSettings):

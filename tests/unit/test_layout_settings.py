@@ -39,3 +39,9 @@ def test_a_fine_tuning_has_layouts_too() -> None:
     assert (engine.tensor_parallel, engine.reduce_dtype) == (2, "bfloat16")
     with pytest.raises(ValidationError, match="need a multiple of 3"):
         SftTrainerSettings(num_ranks=4, pipeline_parallel=3)
+
+
+@pytest.mark.parametrize("layout", ["pipeline_parallel", "tensor_parallel"])
+def test_a_fine_tuning_of_adapters_refuses_layouts_that_do_not_train_them(layout: str) -> None:
+    with pytest.raises(ValidationError, match=f"{layout}=2, need {layout}=1"):
+        SftTrainerSettings.model_validate({"num_ranks": 2, layout: 2, "lora": {"rank": 4}})
