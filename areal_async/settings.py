@@ -216,8 +216,8 @@ class InferenceSettings(Section):
 class LaunchSettings(Section):
     """Where processes are started."""
 
-    backend: Literal["local"] = "local"
-    """On this host."""
+    backend: Literal["local", "slurm"] = "local"
+    """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in, on its host."""
 
 
 class BusSettings(Section):

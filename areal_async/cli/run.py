@@ -4,7 +4,7 @@ Nothing is started, and nothing of an earlier run is removed, before all checks 
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import anyio
@@ -22,15 +22,18 @@ from areal_async.cli.view import RunView
 from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
+from areal_async.launch.backend import Backend
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.slurm import SlurmBackend
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import Settings
 from areal_async.settings_sources import load_settings
 
 CONFIGS = Path("configs")
+BACKENDS: Mapping[str, Callable[[], Backend]] = {"local": LocalBackend, "slurm": SlurmBackend}
 KILLED_STATUS = 130
 
 
@@ -45,6 +48,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     say(f"settings: {config}, {len(gpus)} GPUs found; run {settings.run.name} in {settings.run_directory}")
     check(settings)
     directory = RunDirectory(settings.run_directory)
+    backend = BACKENDS[settings.launch.backend]()
     plan_crews(settings, directory, gpus=gpus)  # refuses what this host cannot hold, before anything is removed
     with directory.locked(settings.run.name):
         if arguments.fresh:
@@ -53,10 +57,12 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             directory.refuse_changed_data(settings)
         directory.write_settings(settings)
         log.configure("launcher", directory.logs)
-        return _run_locked(settings, directory, is_fresh=arguments.fresh, is_plain=arguments.no_display)
+        return _run_locked(settings, directory, backend, is_fresh=arguments.fresh, is_plain=arguments.no_display)
 
 
-def _run_locked(settings: Settings, directory: RunDirectory, *, is_fresh: bool, is_plain: bool) -> int:
+def _run_locked(
+    settings: Settings, directory: RunDirectory, backend: Backend, *, is_fresh: bool, is_plain: bool
+) -> int:
     view = RunView(settings)
     display = choose_display(view, is_plain=is_plain)
 
@@ -71,7 +77,7 @@ def _run_locked(settings: Settings, directory: RunDirectory, *, is_fresh: bool, 
         return await launch(
             settings,
             directory,
-            backend=LocalBackend(),
+            backend=backend,
             is_fresh=is_fresh,
             notify=display.notify,
             watch=watch,

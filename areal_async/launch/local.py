@@ -55,7 +55,7 @@ class LocalProcess:
     def last_sentence(self) -> str:
         if self.spec.output is None:
             return ""
-        return _last_line(self.spec.output, start_bytes=self._output_start_bytes)
+        return last_line(self.spec.output, start_bytes=self._output_start_bytes)
 
 
 class LocalBackend:
@@ -68,7 +68,7 @@ class LocalBackend:
             PipelineError: its program or its output file cannot be opened.
         """
         try:
-            with _opened(spec.output) as output:
+            with opened(spec.output) as output:
                 process = await anyio.open_process(
                     guarded(list(spec.command)),
                     stdin=subprocess.DEVNULL,
@@ -83,7 +83,8 @@ class LocalBackend:
 
 
 @contextmanager
-def _opened(path: Path | None) -> Iterator[IO[bytes] | None]:
+def opened(path: Path | None) -> Iterator[IO[bytes] | None]:
+    """Have the output of a process, to be added to; None for this process's own."""
     if path is None:
         yield None
         return
@@ -92,9 +93,10 @@ def _opened(path: Path | None) -> Iterator[IO[bytes] | None]:
         yield output
 
 
-def _last_line(path: Path, *, start_bytes: int) -> str:
+def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:
+    """Return the last line from ``start_bytes`` on that says something and does not begin with ``noise``."""
     with open(path, "rb") as output:
         end_bytes = output.seek(0, os.SEEK_END)
         output.seek(max(start_bytes, end_bytes - TAIL_BYTES))
         lines = output.read().decode(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(noise)), "")
