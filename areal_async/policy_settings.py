@@ -30,6 +30,11 @@ class SamplingSettings(Section):
     ignore_eos: bool = False
     """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
 
+    @property
+    def greedy(self) -> Self:
+        """Derived: the likeliest token each time, as long an answer."""
+        return self.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
+
 
 class PolicySettings(Section):
     """A model that a workflow takes beside ``policy``: another role of the same one, or a frozen one."""

@@ -420,6 +420,9 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     oldest: VersionText
     newest: VersionText
     """The versions it spanned."""
+    low: float | None = None
+    high: float | None = None
+    """Ends of the accuracy's 95 % interval, where it has one."""
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):

@@ -181,7 +181,7 @@ _WEIGHTS = types.WeightsVersion(
     buckets=[[_TENSOR]],
 )
 _EVALUATION = types.EvalRecord(
-    eval_id="1-2", step=2, accuracy=0.5, num_scored=4, num_failed=1, oldest="1-2", newest="1-3"
+    eval_id="1-2", step=2, accuracy=0.5, num_scored=4, num_failed=1, oldest="1-2", newest="1-3", low=0.1, high=0.9
 )
 
 DECODERS: tuple[Decoder, ...] = (

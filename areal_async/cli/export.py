@@ -46,7 +46,7 @@ def choose(directory: Path, settings: Settings, wanted: str) -> str:
     elif wanted == LAST and there:
         wanted = there[-1]
     if wanted not in there:
-        raise UserError(f"export: {directory} has no checkpoint {wanted}, need one of {', '.join(there) or 'none'}")
+        raise UserError(f"--run: {directory} has no checkpoint {wanted}, need one of {', '.join(there) or 'none'}")
     return wanted
 
 

@@ -102,6 +102,25 @@ VERBS = {
         ),
         takes_settings=True,
     ),
+    "eval": Verb(
+        "evaluate",
+        "how right greedy answers to held-out rows are: of a model, or of a run",
+        (
+            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; or else --run"}),
+            ("--config", {"metavar": "FILE.yaml", "help": "as for run; the settings of gsm8k where there is none"}),
+            ("--model", {"metavar": "DIR", "help": "a model folder or hub name; else the settings' model.path"}),
+            ("--server", {"metavar": "URL", "action": "append", "default": [], "help": "as for try"}),
+            ("--run", {"metavar": "NAME", "help": "a run's model instead; a live run evaluates what its servers hold"}),
+            (
+                "--version",
+                {"metavar": "VERSION", "help": "with --run: of that checkpoint, 1-20, or last, or best; else model/"},
+            ),
+            ("--limit", {"metavar": "N", "type": int, "help": "only the first so many rows (eval.limit)"}),
+            ("--json", {"action": "store_true", "help": "one JSON object per task"}),
+            _HELP_SETTINGS,
+        ),
+        takes_settings=True,
+    ),
     "sft": Verb(
         "sft",
         "fine-tune a model on prompts and their answers",

@@ -5,9 +5,7 @@ It is the code of a node that runs. Nothing is left on disk, except a server's l
 
 import argparse
 import json
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,22 +17,11 @@ from areal_async.cli.checks import check_dataset, check_interpreter, check_model
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
 from areal_async.cli.speech import say, settings_help
 from areal_async.cli.trial_output import JsonOutput, Output, TerminalOutput
+from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.data import load_rows
-from areal_async.errors import UserError, leaves_of
+from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
-from areal_async.inference.client import InferenceClient
-from areal_async.inference.commands import NO_VERSION
-from areal_async.inference.visit import Facts, visited_servers
-from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.frozen import serve_frozen
-from areal_async.rollout.lag import LoopWatch
-from areal_async.rollout.named import with_policies
-from areal_async.rollout.standstill import Standstill
-from areal_async.rollout.text import load_codec
-from areal_async.rollout.trial import TRIAL, Trial
-from areal_async.rollout.user_code import UserCode
-from areal_async.rollout.workflows import load_workflow, policies_taken
 from areal_async.settings import Settings, TaskSettings
 from areal_async.types import Prompt, SlotStatus
 
@@ -54,7 +41,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     check(settings, task, has_row=arguments.row is not None, has_server=bool(arguments.server))
     output: Output = JsonOutput() if arguments.json else TerminalOutput(with_tokens=arguments.tokens)
     output.tell(f"settings: {config}; workflow {task.workflow}, model {settings.model.path}")
-    with _TemporaryLogs() as logs:
+    with TemporaryFolder("try") as logs:
         log.configure("try", logs)
         trial = _Run(settings, task, arguments, output, logs)
         anyio.run(trial.run, backend_options={"use_uvloop": True})
@@ -165,44 +152,18 @@ class _Run:
         self._logs = logs
 
     async def run(self) -> None:
-        arguments, settings = self._arguments, self._settings
-        user_code = UserCode(Path(self._task.workflow.partition(":")[0]))
-        plain = load_workflow(self._task.workflow, policies=settings.policies)
-        taken = policies_taken(plain, settings.policies)
+        arguments = self._arguments
         prompts = await self._prompts()
-        used = settings.model_copy(
-            update={
-                "policies": {name: settings.policies[name] for name in taken},
-                "inference": settings.inference.model_copy(update={"num_servers": 1}),  # one is started here
-            }
-        )
-        own = settings.model_copy(update={"rollout": settings.rollout_of(self._task.name)})
-        max_streams = len(prompts) * arguments.n + SPARE_STREAMS
-        async with visited_servers(settings, arguments.server, log_path=self._logs / "server.log") as (pool, facts):
-            codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
-            self._compare_tokenizers(facts)
-            async with (
-                InferenceClient(
-                    pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
-                ) as client,
-                Endpoint() as endpoint,
-                serve_frozen(used, node_id=TRIAL, log_directory=self._logs, max_streams=max_streams) as frozen,
-            ):
-                self._output.begin(codec)
-                trial = Trial(
-                    settings,
-                    with_policies(plain, taken, own, frozen),
-                    name=self._task.name,
-                    generator=client,
-                    codec=codec,
-                    endpoint=endpoint,
-                    call_parser=client.call_parser,
-                    user_code=user_code,
-                    version=facts[0].version if facts else NO_VERSION,
-                )
-                await self._run_watched(
-                    lambda: trial.run(prompts, num_siblings=arguments.n, tell=self._output.show), user_code
-                )
+        async with opened_trial(
+            self._settings,
+            self._task,
+            urls=arguments.server,
+            logs=self._logs,
+            max_streams=len(prompts) * arguments.n + SPARE_STREAMS,
+            tell=self._output.tell,
+        ) as (trial, codec):
+            self._output.begin(codec)
+            await trial.run(prompts, num_siblings=arguments.n, tell=self._output.show)
 
     async def _prompts(self) -> list[Prompt]:
         if self._arguments.row is not None:
@@ -210,37 +171,3 @@ class _Run:
         return await anyio.to_thread.run_sync(
             lambda: read_prompts(self._task, index=self._arguments.index, num_prompts=self._arguments.prompts)
         )
-
-    async def _run_watched(self, work: Callable[[], Awaitable[None]], user_code: UserCode) -> None:
-        """Name what holds up the loop at once, and end it where it does so for as long as a node would bear it."""
-        watch = LoopWatch()
-        standstill = Standstill(user_code, deadline_s=self._settings.run.watchdog_s)
-        async with anyio.create_task_group() as watching:
-            watching.start_soon(watch.run_beats)
-            watching.start_soon(standstill.run_beats)
-            with watch.watching(), standstill.watching():
-                await work()
-            watching.cancel_scope.cancel()
-
-    def _compare_tokenizers(self, facts: Sequence[Facts]) -> None:
-        """Warn where a server may read token ids otherwise than they are written here."""
-        ours = self._settings.model.path
-        for fact in facts if self._arguments.server else ():
-            if Path(fact.tokenizer_path).name != Path(ours).name:
-                self._output.tell(
-                    f"warning: server {fact.url} runs {fact.tokenizer_path}, tokens are made by model.path {ours}; "
-                    "these must be the same model's"
-                )
-
-
-class _TemporaryLogs:
-    """A folder that is gone afterwards, unless an error tells the user to look into it."""
-
-    def __enter__(self) -> Path:
-        self._folder = Path(tempfile.mkdtemp(prefix="areal-try-"))
-        return self._folder
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        told = [] if error is None else leaves_of(error)
-        if not any(str(self._folder) in str(leaf) for leaf in told):
-            shutil.rmtree(self._folder, ignore_errors=True)

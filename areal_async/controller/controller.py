@@ -23,7 +23,7 @@ import msgspec
 import structlog
 
 from areal_async import waits
-from areal_async.bus import Bus, Message, serving
+from areal_async.bus import Bus, Message, Report, serving
 from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
@@ -34,9 +34,10 @@ from areal_async.controller.sampler import Share, sampler_of
 from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
-from areal_async.errors import ConflictError, FencedError, PipelineError, WireError
+from areal_async.errors import ConflictError, FencedError, PipelineError, UserError, WireError
 from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
+from areal_async.fields import is_version
 from areal_async.live_settings import live_settings
 from areal_async.run_state import Changes, Control
 from areal_async.settings import Settings
@@ -95,7 +96,8 @@ class Controller:
         self._reports = Reports()
         self._absence = absence or Absence()
         self._report_s = report_s
-        self._steering = Steering(bus, settings)
+        self._steering = Steering(bus, settings, evaluate=self.ask_evaluation)
+        self._evaluation_asked: Version | None = None
         self._live = live_settings(settings, Changes())
         self._clock_s = self._moved_s = time.monotonic()
         self.waits_for = ""
@@ -284,6 +286,13 @@ class Controller:
                 if self._evaluator is not None and not await self._evaluator.is_done(due):
                     with waits.on(waits.evaluation(str(held)), waiter=waits.CONTROLLER):
                         await self._evaluator.evaluate(held, due_step=due, on_result=self._move)
+            elif self._evaluation_asked is not None and self._evaluator is not None:
+                since, self._evaluation_asked = self._evaluation_asked, None
+                if any(version >= since for version in await self._evaluator.made()):
+                    continue  # one that was under way when it was asked for
+                with waits.on(waits.evaluation(str(held)), waiter=waits.CONTROLLER):
+                    await self._evaluator.evaluate(held, due_step=held.step, on_result=self._move)
+                continue
             if not self._may_admit:
                 self._may_admit = True
                 self._move()
@@ -291,6 +300,32 @@ class Controller:
                 return
             with self._waiting(waits.CONTROLLER):
                 await changed.wait()
+
+    async def ask_evaluation(self, body: Report) -> Report:
+        """Answer an operator with an evaluation of what the servers hold now, or begin it.
+
+        Whoever asks names the version that the first answer named, and asks again until there are records: those of the
+        oldest evaluation that began with that version or a newer one. So it does no harm to ask another controller.
+
+        Raises:
+            UserError: the run has no held-out rows, or no weights yet; or ``version`` is none.
+        """
+        held = self._accounts.held
+        if self._evaluator is None:
+            raise UserError(f"run {self._settings.run.name}: has no held-out rows to evaluate; set eval.dataset")
+        if held is None:
+            raise UserError(f"run {self._settings.run.name}: no server holds weights yet; ask again in a while")
+        wanted = str(body.get("version") or held)
+        if not is_version(wanted):
+            raise UserError(f"version: got {wanted:.100}, need one like 1-42")
+        since = Version.parse(wanted)
+        made = await self._evaluator.made()
+        found = min((version for version in made if version >= since), default=None)
+        if found is None and self._evaluation_asked is None:
+            self._evaluation_asked = since
+            self._move()
+        records = made[found] if found is not None else []
+        return {"version": wanted, "records": msgspec.to_builtins(records)}
 
     async def _abandon_unfinished(self) -> None:
         """Record what was admitted and can never train now, after any other controller has been made to stop."""

@@ -12,6 +12,7 @@ import anyio
 import msgspec
 import structlog
 
+from areal_async.accuracy import interval_95
 from areal_async.bus import Bus, Delivery
 from areal_async.controller.tasks import Tasks
 from areal_async.events import EvaluationFinished
@@ -44,10 +45,23 @@ class Evaluator:
         records = [(await self._bus.get(_key(step, name), EvalRecord))[0] for name in self._rows.names]
         return None not in records
 
+    async def made(self) -> dict[Version, list[EvalRecord]]:
+        """Return every evaluation that is whole: one record per task, by the version held when it began."""
+        found: dict[Version, dict[str, EvalRecord]] = {}
+        for record, _ in (await self._bus.entries("eval.", EvalRecord)).values():
+            found.setdefault(Version.parse(record.eval_id), {})[record.workflow] = record
+        names = self._rows.names
+        return {
+            version: [by_task[name] for name in names]
+            for version, by_task in found.items()
+            if by_task.keys() >= set(names)
+        }
+
     async def evaluate(self, version: Version, *, due_step: int, on_result: Callable[[], None]) -> list[EvalRecord]:
         """Answer every row once, under the weights that the servers hold while they do.
 
-        A row whose ticket or result could not be read is asked again, ``MAX_ATTEMPTS`` times in all.
+        A row whose ticket or result could not be read is asked again, ``MAX_ATTEMPTS`` times in all. A version that was
+        evaluated before is not asked again: its answers would be the same, and stand for this step too.
 
         Args:
             version: held when it begins; the records, one per task, say which ones it spanned.
@@ -55,6 +69,10 @@ class Evaluator:
             on_result: told of every result: progress for whoever watches.
         """
         names, eval_id = self._bus.names, str(version)
+        if before := (await self.made()).get(version):
+            for record in before:
+                await self._bus.put(_key(due_step, record.workflow), record)
+            return before
         attempt = 0
         await self._ask(eval_id, range(len(self._rows)), attempt)
         results: dict[int, EvalResult] = {}
@@ -133,6 +151,7 @@ def _lost(eval_id: str, index: int) -> EvalResult:
 
 def _record(version: Version, workflow: str, results: Collection[EvalResult]) -> EvalRecord:
     scored = [result for result in results if not result.error]
+    low, high = interval_95([result.reward for result in scored]) or (None, None)
     return EvalRecord(
         eval_id=str(version),
         step=version.step,
@@ -142,4 +161,6 @@ def _record(version: Version, workflow: str, results: Collection[EvalResult]) ->
         num_failed=len(results) - len(scored),
         oldest=str(min((Version.parse(result.oldest) for result in scored if result.oldest), default=version)),
         newest=str(max((Version.parse(result.newest) for result in scored if result.newest), default=version)),
+        low=low,
+        high=high,
     )

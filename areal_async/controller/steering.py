@@ -4,6 +4,8 @@ An order is one compare-and-set of the key ``control``, so two operators never u
 the controller. Each is told as an event with who gave it and why: the audit record.
 """
 
+from collections.abc import Awaitable, Callable
+
 import anyio.to_thread
 import msgspec
 import structlog
@@ -24,9 +26,10 @@ log = structlog.get_logger()
 class Steering:
     """The controller's side of it."""
 
-    def __init__(self, bus: Bus, settings: Settings) -> None:
+    def __init__(self, bus: Bus, settings: Settings, *, evaluate: Callable[[Report], Awaitable[Report]]) -> None:
         self._bus = bus
         self._settings = settings
+        self._evaluate = evaluate
         self.control = Control()
         """As it was seen last."""
 
@@ -58,6 +61,12 @@ class Steering:
                 subject=names.control("set"),
                 description="change a setting of the live run: {setting, value}; answers with all that are changed",
                 answer=self._set,
+            ),
+            Endpoint(
+                name="eval",
+                subject=names.control("eval"),
+                description="evaluate the version that the servers hold: {version}; ask again until records are there",
+                answer=self._evaluate,
             ),
         ]
 

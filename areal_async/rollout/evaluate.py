@@ -37,9 +37,8 @@ async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delive
 
 async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
     rollout = place.settings.rollout_of(ticket.workflow)
-    greedy = rollout.sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
     name = f"eval.{ticket.eval_id}.{ticket.index}"
-    policy = place.policy(greedy, name=name)
+    policy = place.policy(rollout.sampling.greedy, name=name)
     reward, error = 0.0, ""
     try:
         scores = await call_workflow(

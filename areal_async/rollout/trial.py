@@ -25,7 +25,7 @@ from areal_async.rollout.slots import Place as Slot
 from areal_async.rollout.stopwatch import Call, TimedGenerator, Times
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.user_code import Place, UserCode
-from areal_async.settings import Settings
+from areal_async.settings import SamplingSettings, Settings
 from areal_async.types import GroupId, Prompt, Trajectory, Turn
 from areal_async.types import Sequence as TokenSequence
 
@@ -74,8 +74,9 @@ class Trial:
         call_parser: CallParser | None = None,
         user_code: UserCode,
         version: str,
+        sampling: SamplingSettings | None = None,
     ) -> None:
-        """Take as ``version`` what stands for the tokens' where no model was called."""
+        """Take as ``version`` what stands for the tokens' where no model was called; no ``sampling`` is the task's."""
         self._settings = settings
         self._workflow = workflow
         self._name = name
@@ -85,6 +86,7 @@ class Trial:
         self._call_parser = call_parser
         self._user_code = user_code
         self._version = version
+        self._sampling = sampling or settings.rollout_of(name).sampling
         self._places = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
 
     async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, tell: Callable[[Attempt], None]) -> None:
@@ -120,7 +122,7 @@ class Trial:
             ServedPolicy(
                 generator,
                 self._codec,
-                self._settings.rollout_of(self._name).sampling,
+                self._sampling,
                 name=slot.sample_uid,
                 endpoint=self._endpoint,
                 call_parser=self._call_parser,

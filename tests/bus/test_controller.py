@@ -10,6 +10,7 @@ import anyio
 import msgspec
 import pytest
 
+from areal_async.accuracy import interval_95
 from areal_async.bus import Bus, Role
 from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts
@@ -17,7 +18,7 @@ from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.sampler import Sampler
 from areal_async.controller.tasks import Tasks
-from areal_async.errors import ConflictError, PipelineError
+from areal_async.errors import ConflictError, PipelineError, UserError
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -380,6 +381,54 @@ async def test_every_task_is_evaluated_on_its_own_rows_while_prompts_are_admitte
         ("w", 0, 1.0, 2), ("other", 0, 0.0, 3), ("w", 1, 1.0, 2), ("other", 1, 0.0, 3),
     ]  # fmt: skip
     assert [(one["oldest"], one["newest"]) for one in lines] == [("1-0", "1-0")] * 2 + [("1-1", "1-2")] * 2
+
+
+async def test_an_operator_has_the_version_evaluated_that_servers_hold_once(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    """Whoever asks again, asks another controller, or asks for an older version gets the records that there are."""
+    names, node = world.node.names, world.node
+    await world.hold("1-0")
+
+    async def answer(inbox: Any, *, count: int) -> set[str]:
+        asked = set()
+        with anyio.fail_after(15):
+            for _ in range(count):
+                (delivery,) = await inbox.fetch(1, wait_s=10.0)
+                one = decode(delivery.data, EvalTicket)
+                asked.add(one.eval_id)
+                result = EvalResult(eval_id=one.eval_id, index=one.index, reward=one.index % 2, oldest="", newest="")
+                await node.publish(names.eval_results("w"), result)
+                await delivery.ack()
+        return asked
+
+    async def is_made(controller: Controller, wanted: str) -> bool:
+        return bool((await controller.ask_evaluation({"version": wanted}))["records"])
+
+    async with node.consume(names.eval_stream, names.eval_nodes_consumer) as inbox:
+        async with controlling(open_role, settings, held_out=ROWS[:2]) as controller:
+            await answer(inbox, count=2)
+            first = await world.tickets(4, controller)
+            await world.cut(CutKind.CUT, 1, [one.group_id for one in first[:2]])
+            await world.hold("1-1")
+            await until(lambda: controller.report()["held"] == "1-1")
+
+            begun = await controller.ask_evaluation({})
+            assert begun == {"version": "1-1", "records": []}
+            assert await answer(inbox, count=2) == {"1-1"}
+            await until(lambda: is_made(controller, "1-1"))
+
+        async with controlling(open_role, settings, held_out=ROWS[:2]) as controller:
+            await until(lambda: controller.report()["held"] == "1-1")
+            (record,) = (await controller.ask_evaluation({}))["records"]
+            (older,) = (await controller.ask_evaluation({"version": "1-0"}))["records"]
+            with pytest.raises(UserError, match="version: got newest, need one like 1-42"):
+                await controller.ask_evaluation({"version": "newest"})
+
+    assert (record["eval_id"], record["step"], record["accuracy"], older["eval_id"]) == ("1-1", 1, 0.5, "1-0")
+    assert (record["low"], record["high"]) == pytest.approx(interval_95([0.0, 1.0]))
+    lines = (settings.run.directory / "eval.jsonl").read_text().splitlines()
+    assert [msgspec.json.decode(line)["eval_id"] for line in lines] == ["1-0", "1-1"]
 
 
 async def test_a_run_that_stands_still_says_who_waits_for_whom(

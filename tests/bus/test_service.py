@@ -119,7 +119,11 @@ async def test_a_service_answers_again_after_the_broker_was_killed(broker: Embed
 async def steered(open_role: OpenRole, settings: Settings) -> AsyncIterator[tuple[Bus, Steering]]:
     """An operator, and a controller's steering that takes its orders."""
     operator, controller = await open_role(Role.OPERATOR), await open_role(Role.CONTROLLER)
-    steering = Steering(controller, settings)
+
+    async def evaluate(body: Report) -> Report:
+        return body
+
+    steering = Steering(controller, settings, evaluate=evaluate)
     async with serving(controller, description="orders", report=dict, endpoints=steering.endpoints):
         yield operator, steering
 

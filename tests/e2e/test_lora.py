@@ -1,6 +1,8 @@
 """A run that trains adapters: servers get those alone, and sample from the very policy that is trained."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 BASE = REPOSITORY / "configs/models/tiny/model.safetensors"
 
 
-def test_a_run_of_adapters_sends_them_alone_and_exports_both_forms(tmp_path: Path) -> None:
+def test_a_run_of_adapters_sends_them_alone_exports_both_forms_and_is_evaluated_again(tmp_path: Path) -> None:
     # Without staleness every step's answers are of the adapter that the step before has announced.
     settings = {"rollout__max_staleness": 0, "trainer__lr": 1e-3, "algorithm__kl_coef": 0.01}
     run = Run(tmp_path, "lora", run__steps=3, trainer__lora__rank=4, **settings)
@@ -36,3 +38,12 @@ def test_a_run_of_adapters_sends_them_alone_and_exports_both_forms(tmp_path: Pat
     adapted = {name for name, tensor in base.items() if not torch.equal(tensor.float(), model[name])}
     config = json.loads((run.directory / "adapter" / "adapter_config.json").read_text())
     assert {name.split(".")[-2] for name in adapted} == set(config["target_modules"])
+
+    evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
+    command = [sys.executable, "-m", "areal_async", "eval", "--run", str(run.directory), "--version", "last", "--json"]
+    judged = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False)
+    assert judged.returncode == 0, judged.stderr
+    result = json.loads(judged.stdout)
+    assert result["model"] == f"lora/{evaluated[-1]['eval_id']}", "its last checkpoint, merged"
+    same = ("accuracy", "low", "high", "num_scored", "num_failed")
+    assert [result[key] for key in same] == [evaluated[-1][key] for key in same]

@@ -31,7 +31,7 @@ COLUMNS_80, COLUMNS_200 = (80, 24), (200, 50)
 MEASURED_S = 5.0
 MAX_COST = 0.01
 """Of a core, for each role."""
-ORDERS = ("status", "top", "pause", "resume", "stop")
+ORDERS = ("status", "top", "pause", "resume", "eval", "stop")
 
 
 def _has(*pieces: str) -> Callable[[str], bool]:

@@ -1,0 +1,287 @@
+"""``eval``: how right a model's greedy answers to held-out rows are.
+
+Of a model folder, or of a run that is over: here, by the code of a node, as ``try`` does it. Of a run that lives: by
+its own nodes, under the weights that its servers hold now; the controller is asked.
+"""
+
+import argparse
+import json
+import logging
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from areal_async import log
+from areal_async.accuracy import interval_95
+from areal_async.bus import HeldError, ask_service
+from areal_async.cli.checks import check_dataset
+from areal_async.cli.export import BEST, LAST, choose, write
+from areal_async.cli.orders import ANSWER_DEADLINE_S, who
+from areal_async.cli.run import load_run_settings
+from areal_async.cli.speech import say, settings_help
+from areal_async.cli.trials import TemporaryFolder, opened_trial
+from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
+from areal_async.data import load_rows
+from areal_async.errors import UserError
+from areal_async.host import visible_gpus
+from areal_async.launch.run import visit_live
+from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.rollout.trial import Attempt
+from areal_async.settings import DatasetSettings, Settings, TaskSettings
+from areal_async.settings_sources import load_settings
+from areal_async.types import EvalRecord, Prompt, SlotStatus, mean
+from areal_async.wire import decode_json
+
+POLL_S = 1.0
+MAX_REASONS = 3
+FOLDERS = {"": "model", BEST: "model_best"}
+"""What a finished run has exported already, by what ``--version`` asks for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Result:
+    """What a model came to on one task's held-out rows."""
+
+    workflow: str
+    model: str
+    """A folder, or a live run's weights version."""
+    accuracy: float
+    """Mean reward over the rows that were scored."""
+    low: float | None
+    high: float | None
+    """Ends of its 95 % interval, where it has one."""
+    num_scored: int
+    num_failed: int
+    """Rows without a reward, rejected ones too."""
+    reasons: dict[str, int]
+    """Why, and how often; empty where a live run's nodes have them."""
+
+    @property
+    def sentence(self) -> str:
+        """The line for people."""
+        rows = f"{self.num_scored} rows scored, {self.num_failed} failed"
+        if not self.num_scored:
+            return f"{self.workflow}: no accuracy: {rows}"
+        ends = "" if self.low is None else f" (95 % interval {self.low:.3f} to {self.high:.3f})"
+        return f"{self.workflow}: accuracy {self.accuracy:.3f}{ends}, {rows}"
+
+
+def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Evaluate, and say what it came to; the status is 1 when no row of a task could be scored."""
+    if arguments.help_settings:
+        say(settings_help(Settings))
+        return 0
+    check_arguments(arguments)
+    if arguments.run is None:
+        results = _of_model(arguments, overrides)
+    else:
+        directory = find_run(arguments.run)
+        if arguments.version is None and _is_live(directory):
+            results = _of_live_run(directory, arguments, overrides)
+        else:
+            results = _of_run(directory, arguments, overrides)
+    for result in results:
+        tell(result, as_json=arguments.json)
+    return 0 if all(result.num_scored for result in results) else 1
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """Refuse what means nothing.
+
+    Raises:
+        UserError: one of them.
+    """
+    if (arguments.file is None) == (arguments.run is None):
+        got = "neither" if arguments.file is None else "both"
+        raise UserError(f"eval: got {got} of FILE.py and --run, need one: a workflow for a model, or a run")
+    if arguments.run is None and arguments.version is not None:
+        raise UserError("--version: got it without --run, need a run that has versions; --model names a folder")
+    for name in ("config", "model", "server") if arguments.run is not None else ():
+        if getattr(arguments, name):
+            raise UserError(f"--{name}: got it with --run, which has its own; leave one of them out")
+    if arguments.limit is not None and arguments.limit < 1:
+        raise UserError(f"--limit: got {arguments.limit}, need at least 1")
+    if arguments.model and arguments.server:
+        raise UserError("--model: got --server as well, whose model is its own; set --model.path to its tokenizer's")
+
+
+def held_out_of(
+    settings: Settings, *, task: TaskSettings | None = None, limit: int | None = None
+) -> list[tuple[TaskSettings, DatasetSettings, int]]:
+    """Return the tasks to evaluate, or that one alone, each with its held-out rows and how many of them are taken.
+
+    Raises:
+        UserError: there are none.
+    """
+    found = [
+        (one, dataset, limit or rows)
+        for one, dataset, rows in settings.held_out
+        if task is None or one.name == task.name
+    ]
+    if not found:
+        raise UserError("eval.dataset: got none, need held-out rows; give --eval.dataset.path")
+    return found
+
+
+def tell(result: Result, *, as_json: bool) -> None:
+    """Say one result: a sentence and the most frequent reasons of failures, or one JSON object."""
+    if as_json:
+        say(json.dumps(asdict(result)))
+        return
+    say(result.sentence)
+    for reason, count in Counter(result.reasons).most_common(MAX_REASONS):
+        say(f"  {count} time{'s' if count != 1 else ''}: {reason}")
+
+
+def result_of(attempts: Sequence[Attempt], *, workflow: str, model: str) -> Result:
+    """Return what the attempts at all rows came to."""
+    slots = [attempt.trajectory.slot for attempt in attempts]
+    rewards = [slot.reward for slot in slots if slot.status is SlotStatus.SCORED]
+    reasons = Counter(slot.reason for slot in slots if slot.status is not SlotStatus.SCORED)
+    low, high = interval_95(rewards) or (None, None)
+    return Result(
+        workflow=workflow,
+        model=model,
+        accuracy=mean(rewards),
+        low=low,
+        high=high,
+        num_scored=len(rewards),
+        num_failed=len(slots) - len(rewards),
+        reasons=dict(reasons),
+    )
+
+
+# here
+
+
+def _of_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
+    if arguments.model:
+        overrides = [*overrides, "--model.path", arguments.model]
+    config = choose_trial_config(arguments.file, arguments.config, has_gpu=bool(visible_gpus()))
+    settings = load_run_settings(config, arguments.file, overrides)
+    tasks = held_out_of(settings, task=task_of(settings, arguments.file), limit=arguments.limit)
+    with TemporaryFolder("eval") as folder:
+        return _evaluate(settings, tasks, urls=arguments.server, logs=folder)
+
+
+def _of_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
+    settings = load_settings(directory.config, overrides, use_environment=False)
+    tasks = held_out_of(settings, limit=arguments.limit)
+    with TemporaryFolder("eval") as folder:
+        model = _model_of(directory, settings, arguments.version or "", folder)
+        named = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(model)})})
+        results = _evaluate(named, tasks, urls=(), logs=folder)
+    shown = f"{directory.path.name}/{model.name}"
+    return [Result(**asdict(result) | {"model": shown}) for result in results]
+
+
+def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: Path) -> Path:
+    """Return the folder of the model that is meant, from a checkpoint where the run has not exported it."""
+    exported = directory.path / FOLDERS[wanted] if wanted in FOLDERS else None
+    if exported is not None and exported.is_dir():
+        return exported
+    version = choose(directory.path, settings, wanted or LAST)
+    write(directory.path, settings, version, folder / version)
+    return folder / version
+
+
+def _evaluate(
+    settings: Settings,
+    tasks: Sequence[tuple[TaskSettings, DatasetSettings, int]],
+    *,
+    urls: Sequence[str],
+    logs: Path,
+) -> list[Result]:
+    log.configure("eval", logs)
+    for task, dataset, _ in tasks:
+        check(settings, task, has_row=True, has_server=bool(urls))
+        check_dataset(dataset, "eval.dataset")
+
+    async def run() -> list[Result]:
+        return [await _run(settings, *one, urls=urls, logs=logs) for one in tasks]
+
+    return anyio.run(run, backend_options={"use_uvloop": True})
+
+
+async def _run(
+    settings: Settings, task: TaskSettings, dataset: DatasetSettings, limit: int, *, urls: Sequence[str], logs: Path
+) -> Result:
+    rows: Any = await anyio.to_thread.run_sync(lambda: load_rows(dataset, shows_progress=False))
+    prompts = [Prompt(epoch=0, index=index, row=rows[index]) for index in range(min(limit, len(rows)))]
+    if not prompts:
+        raise UserError(f"eval.dataset: {dataset.path} has no row, need at least one")
+    attempts: list[Attempt] = []
+    async with opened_trial(
+        settings,
+        task,
+        urls=urls,
+        logs=logs,
+        max_streams=len(prompts) + SPARE_STREAMS,
+        tell=_warn,
+        is_evaluation=True,
+    ) as (trial, _):
+        await trial.run(prompts, num_siblings=1, tell=attempts.append)
+    return result_of(attempts, workflow=task.name, model=", ".join(urls) or settings.model.path)
+
+
+def _warn(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+
+
+# there
+
+
+def _is_live(directory: RunDirectory) -> bool:
+    try:
+        with directory.locked(directory.path.name):
+            return False
+    except HeldError:
+        return True
+
+
+def _of_live_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
+    """Have the run's own nodes evaluate what its servers hold.
+
+    Raises:
+        UserError: rows or settings of one's own, the run has no held-out rows, or its controller is away.
+    """
+    if overrides or arguments.limit is not None:
+        given = "--limit" if arguments.limit is not None else overrides[0]
+        raise UserError(
+            f"{given}: got it for a live run, which evaluates by its own settings; name a --version as well"
+        )
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    return anyio.run(_ask, directory, backend_options={"use_uvloop": True})
+
+
+async def _ask(directory: RunDirectory) -> list[Result]:
+    async with visit_live(directory) as (_, bus):
+        subject, body = bus.names.control("eval"), {"by": who()}
+        while True:
+            answer = await ask_service(bus, subject, body, deadline_s=ANSWER_DEADLINE_S)
+            told = msgspec.json.encode(answer.get("records", []))
+            if records := decode_json(told, list[EvalRecord], what=f"answer of {subject}"):
+                return [_result_of_record(record) for record in records]
+            body["version"] = str(answer.get("version", ""))
+            await anyio.sleep(POLL_S)
+
+
+def _result_of_record(record: EvalRecord) -> Result:
+    return Result(
+        workflow=record.workflow,
+        model=record.eval_id,
+        accuracy=record.accuracy,
+        low=record.low,
+        high=record.high,
+        num_scored=record.num_scored,
+        num_failed=record.num_failed,
+        reasons={},
+    )

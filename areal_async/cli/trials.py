@@ -1,0 +1,125 @@
+"""What ``try`` and ``eval`` run workflows in: a server, an endpoint and a trial, as a node has them, without a bus."""
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+
+from areal_async.errors import leaves_of
+from areal_async.inference.client import InferenceClient
+from areal_async.inference.commands import NO_VERSION
+from areal_async.inference.visit import Facts, visited_servers
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.frozen import serve_frozen
+from areal_async.rollout.group import for_one_sibling
+from areal_async.rollout.lag import LoopWatch
+from areal_async.rollout.named import with_policies
+from areal_async.rollout.standstill import Standstill
+from areal_async.rollout.text import TextCodec, load_codec
+from areal_async.rollout.trial import TRIAL, Trial
+from areal_async.rollout.user_code import UserCode
+from areal_async.rollout.workflows import load_workflow, policies_taken
+from areal_async.settings import Settings, TaskSettings
+
+
+@asynccontextmanager
+async def opened_trial(
+    settings: Settings,
+    task: TaskSettings,
+    *,
+    urls: Sequence[str],
+    logs: Path,
+    max_streams: int,
+    tell: Callable[[str], None],
+    is_evaluation: bool = False,
+) -> AsyncIterator[tuple[Trial, TextCodec]]:
+    """Have a trial of the task's workflow, and what its tokens are read with.
+
+    While the block runs, whoever holds up the loop is named at once, and ended where a node would not bear it.
+
+    Args:
+        urls: servers that run already; none for one that is started here.
+        logs: folder of the logs of servers that are started here.
+        tell: takes what the user should know.
+        is_evaluation: as rows are evaluated: greedy, one sibling at a time.
+
+    Raises:
+        UserError: the workflow cannot be loaded, or a server is not there or cannot start.
+    """
+    user_code = UserCode(Path(task.workflow.partition(":")[0]))
+    plain = load_workflow(task.workflow, policies=settings.policies)
+    taken = policies_taken(plain, settings.policies)
+    used = settings.model_copy(
+        update={
+            "policies": {name: settings.policies[name] for name in taken},
+            "inference": settings.inference.model_copy(update={"num_servers": 1}),  # one is started here
+        }
+    )
+    own = settings.model_copy(update={"rollout": settings.rollout_of(task.name)})
+    async with visited_servers(settings, urls, log_path=logs / "server.log") as (pool, facts):
+        codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
+        if urls:
+            _compare_tokenizers(settings.model.path, facts, tell)
+        async with (
+            InferenceClient(pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size) as client,
+            Endpoint() as endpoint,
+            serve_frozen(used, node_id=TRIAL, log_directory=logs, max_streams=max_streams) as frozen,
+        ):
+            workflow = with_policies(plain, taken, own, frozen)
+            trial = Trial(
+                settings,
+                for_one_sibling(workflow) if is_evaluation else workflow,
+                name=task.name,
+                generator=client,
+                codec=codec,
+                endpoint=endpoint,
+                call_parser=client.call_parser,
+                user_code=user_code,
+                version=facts[0].version if facts else NO_VERSION,
+                sampling=own.rollout.sampling.greedy if is_evaluation else None,
+            )
+            async with _watched(user_code, deadline_s=settings.run.watchdog_s):
+                yield trial, codec
+
+
+@asynccontextmanager
+async def _watched(user_code: UserCode, *, deadline_s: float) -> AsyncIterator[None]:
+    """Name what holds up the loop at once, and end it where it does so for as long as a node would bear it."""
+    watch = LoopWatch()
+    standstill = Standstill(user_code, deadline_s=deadline_s)
+    async with anyio.create_task_group() as watching:
+        watching.start_soon(watch.run_beats)
+        watching.start_soon(standstill.run_beats)
+        with watch.watching(), standstill.watching():
+            yield
+        watching.cancel_scope.cancel()
+
+
+def _compare_tokenizers(ours: str, facts: Sequence[Facts], tell: Callable[[str], None]) -> None:
+    """Warn where a server may read token ids otherwise than they are written here."""
+    for fact in facts:
+        if Path(fact.tokenizer_path).name != Path(ours).name:
+            tell(
+                f"warning: server {fact.url} runs {fact.tokenizer_path}, tokens are made by model.path {ours}; "
+                "these must be the same model's"
+            )
+
+
+class TemporaryFolder:
+    """A folder that is gone afterwards, unless an error tells the user to look into it."""
+
+    def __init__(self, verb: str) -> None:
+        self._verb = verb
+
+    def __enter__(self) -> Path:
+        self._folder = Path(tempfile.mkdtemp(prefix=f"areal-{self._verb}-"))
+        return self._folder
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        told = [] if error is None else leaves_of(error)
+        if not any(str(self._folder) in str(leaf) for leaf in told):
+            shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,121 @@
+"""``eval`` says what answers came to, and refuses what cannot be evaluated in one sentence each."""
+
+import fcntl
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from areal_async.cli.evaluate import held_out_of, result_of, tell
+from areal_async.cli.main import main
+from areal_async.errors import UserError
+from areal_async.settings import DatasetSettings, EvalSettings, Settings, TaskSettings
+from areal_async.types import SlotStatus
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory laid out like the repository with a run that is over, and no GPU."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name in ("configs", "workflows", "model", "temporary", "runs/over"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "workflows" / "mine.py").write_text("async def mine(prompt, policy):\n    return 1.0\n")
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
+    common = "model: {path: ./model}\ntasks: [{workflow: workflows/mine.py, dataset: {path: rows.jsonl}}]\n"
+    (tmp_path / "configs" / "mine_cpu.yaml").write_text(common + "eval: {dataset: {path: rows.jsonl}}\n")
+    (tmp_path / "configs" / "nothing.yaml").write_text(common)
+    (tmp_path / "runs" / "over" / "config.yaml").write_text(common + "eval: {dataset: {path: rows.jsonl}}\n")
+    return tmp_path
+
+
+def attempts(*ended: tuple[SlotStatus, float, str]) -> list[Any]:
+    return [
+        SimpleNamespace(trajectory=SimpleNamespace(slot=SimpleNamespace(status=status, reward=reward, reason=reason)))
+        for status, reward, reason in ended
+    ]
+
+
+def test_failures_are_counted_with_their_reasons_and_are_in_no_mean(capsys: pytest.CaptureFixture[str]) -> None:
+    scored, failed = (SlotStatus.SCORED, 1.0, ""), (SlotStatus.FAILED, 0.0, "too late")
+    result = result_of(
+        attempts(scored, failed, (SlotStatus.SCORED, 0.0, ""), failed, (SlotStatus.REJECTED, 0.0, "no row")),
+        workflow="mine",
+        model="m",
+    )
+
+    assert (result.accuracy, result.num_scored, result.num_failed) == (0.5, 2, 3)
+    assert result.reasons == {"too late": 2, "no row": 1}
+    tell(result, as_json=False)
+    assert capsys.readouterr().out.splitlines() == [
+        "mine: accuracy 0.500 (95 % interval 0.095 to 0.905), 2 rows scored, 3 failed",
+        "  2 times: too late",
+        "  1 time: no row",
+    ]
+    tell(result, as_json=True)
+    assert json.loads(capsys.readouterr().out)["high"] == pytest.approx(0.905, abs=1e-3)
+
+
+def test_without_a_scored_row_there_is_no_accuracy() -> None:
+    result = result_of(attempts((SlotStatus.FAILED, 0.0, "too late")), workflow="mine", model="m")
+
+    assert result.low is None
+    assert result.sentence == "mine: no accuracy: 0 rows scored, 1 failed"
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "eval: got neither of FILE.py and --run, need one"),
+        (["workflows/mine.py", "--run", "over"], "eval: got both of FILE.py and --run, need one"),
+        (["workflows/mine.py", "--version", "1-2"], "--version: got it without --run, need a run that has versions"),
+        (["--run", "over", "--model", "model"], "--model: got it with --run, which has its own; "),
+        (["workflows/mine.py", "--limit", "0"], "--limit: got 0, need at least 1\n"),
+        (["workflows/mine.py", "--model", "m", "--server", "http://a:1"], "--model: got --server as well, "),
+        (["workflows/mine.py", "--model", "./none"], "model.path: no folder ./none; "),
+        (["workflows/no.py", "--config", "configs/mine_cpu.yaml"], "workflow: no file workflows/no.py; "),
+        (["workflows/mine.py", "--config", "configs/nothing.yaml"], "eval.dataset: got none, need held-out rows; "),
+        (["workflows/mine.py", "--eval.dataset.path", "no.jsonl"], "eval.dataset.path: no file no.jsonl; "),
+        (["--run", "none"], "--run: got none, need the name of a run in "),
+        (["--run", "over"], "--run: "),
+        (["--run", "over", "--version", "1-7"], "--run: "),
+    ],
+)
+def test_mistakes_get_one_sentence_and_leave_nothing_behind(
+    words: list[str], sentence: str, capsys: pytest.CaptureFixture[str], place: Path
+) -> None:
+    assert main(["eval", *words]) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith(sentence)
+    assert error.count("\n") == 1
+    assert list((place / "temporary").iterdir()) == []
+
+
+@pytest.mark.parametrize("words", [["--limit", "3"], ["--eval.limit", "3"]])
+def test_a_live_run_takes_no_settings(words: list[str], capsys: pytest.CaptureFixture[str], place: Path) -> None:
+    with (place / "runs" / "over" / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        assert main(["eval", "--run", "over", *words]) == 2
+
+    assert capsys.readouterr().err.startswith(f"{words[0]}: got it for a live run, which evaluates by its own settings")
+
+
+def test_every_task_with_held_out_rows_is_evaluated_or_the_one_that_is_asked_for() -> None:
+    def task(name: str) -> TaskSettings:
+        return TaskSettings(workflow=f"workflows/{name}.py", dataset=DatasetSettings(path="x"))
+
+    rows = DatasetSettings(path="y")
+    other = task("b").model_copy(update={"eval": task("b").eval.model_copy(update={"dataset": rows, "limit": 5})})
+    settings = Settings(tasks=(task("a"), other, task("c")), eval=EvalSettings(dataset=rows, limit=9))
+
+    assert [(one.name, limit) for one, _, limit in held_out_of(settings)] == [("a", 9), ("b", 5)]
+    assert [(one.name, limit) for one, _, limit in held_out_of(settings, task=other, limit=2)] == [("b", 2)]
+    with pytest.raises(UserError, match=r"eval.dataset: got none"):
+        held_out_of(settings, task=task("c"))

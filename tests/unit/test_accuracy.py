@@ -1,0 +1,59 @@
+"""The interval of an accuracy holds the truth as often as it says."""
+
+import math
+import random
+
+import pytest
+
+from areal_async.accuracy import interval_95
+
+
+def test_of_right_and_wrong_answers_it_is_wilsons() -> None:
+    """At both ends the score test of 20 right answers of 50 is just at its bound."""
+    for share in interval_95([1.0] * 20 + [0.0] * 30) or ():
+        assert abs(0.4 - share) / math.sqrt(share * (1 - share) / 50) == pytest.approx(1.96, abs=1e-3)
+
+
+@pytest.mark.parametrize(("reward", "ends"), [(0.0, (0.0, 0.2775)), (1.0, (0.7225, 1.0))])
+def test_where_all_answers_are_alike_it_has_a_width_and_stays_within_0_and_1(
+    reward: float, ends: tuple[float, float]
+) -> None:
+    found = interval_95([reward] * 10)
+
+    assert found == pytest.approx(ends, abs=5e-5)
+
+
+def test_of_other_rewards_it_is_that_of_their_mean() -> None:
+    assert interval_95([0.0, 0.5, 1.0, 0.5]) == pytest.approx((0.5 - 0.40008, 0.5 + 0.40008), abs=1e-4)
+
+
+def test_nothing_is_told_from_nothing() -> None:
+    assert interval_95([]) is None
+    assert interval_95([0.3]) is None
+    assert interval_95([1.0]) == pytest.approx((0.2065, 1.0), abs=5e-5)
+
+
+def test_95_of_100_intervals_hold_the_share_of_right_answers() -> None:
+    """Exactly, by the binomial distribution, on the average over shares: of 40 answers."""
+    count, shares = 40, [number / 100 for number in range(5, 96)]
+    intervals = [interval_95([1.0] * right + [0.0] * (count - right)) or (0.0, 0.0) for right in range(count + 1)]
+    held = [
+        sum(
+            math.comb(count, right) * share**right * (1 - share) ** (count - right)
+            for right, (low, high) in enumerate(intervals)
+            if low <= share <= high
+        )
+        for share in shares
+    ]
+
+    assert sum(held) / len(held) == pytest.approx(0.95, abs=0.005)
+
+
+def test_about_95_of_100_intervals_hold_the_mean_of_other_rewards() -> None:
+    draw = random.Random(7)
+    num_held = 0
+    for _ in range(1000):
+        low, high = interval_95([draw.gauss(0.3, 1) for _ in range(60)]) or (0.0, 0.0)
+        num_held += low <= 0.3 <= high
+
+    assert 925 <= num_held <= 970
