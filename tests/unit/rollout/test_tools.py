@@ -26,6 +26,7 @@ from areal_async.rollout.tools import run as running
 from areal_async.rollout.tools.parse import ToolFormat, WrittenCall, guess_format, parse_reply
 from areal_async.rollout.tools.run import MAX_CALLS_PER_REPLY, MAX_OUTPUT_CHARACTERS, Toolbox, as_text
 from areal_async.rollout.tools.schema import describe_tool, read_docstring
+from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -354,6 +355,7 @@ async def test_threads_that_never_come_back_are_bounded(monkeypatch: pytest.Monk
             await come_of(hang, call=call_of("hang"), timeout_s=0.05)
     finally:
         release.set()
+        await until(lambda: not running._left_behind)  # the next test is not to find it
 
 
 async def test_plain_tools_of_many_trajectories_run_side_by_side() -> None:
