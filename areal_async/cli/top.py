@@ -11,11 +11,11 @@ import termios
 import time
 import tty
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 
 import anyio
 import structlog
-from rich.console import Console, Group
+from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
 from areal_async.bus import Bus, Report, ask_service, gather_reports
@@ -142,6 +142,9 @@ class _Top:
         self._view.notice, self._told_s = notice, time.monotonic()
 
     def _draw(self, live: Live) -> None:
+        # The terminal's own word: LINES and COLUMNS may be inherited from another one, and do not follow it.
+        with suppress(OSError):
+            self._console.size = ConsoleDimensions(*os.get_terminal_size(sys.stdout.fileno()))
         width, height = self._console.size
         live.update(Group(*draw(self._view, width, height)), refresh=True)
 
