@@ -443,7 +443,7 @@ class RunState(Record, frozen=True, kw_only=True):
     """KV ``run``: how far the run as a whole is."""
 
     state: str = "running"
-    """``running``, ``finished`` or ``failed``."""
+    """``running``, ``stopped`` (its launcher has ended, and another start goes on), ``finished`` or ``failed``."""
     reason: str = ""
 
 

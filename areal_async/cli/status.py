@@ -37,6 +37,8 @@ ANSWER_S = 1.0
 """How long a process may take to answer; then it counts as missing."""
 CONNECT_S = 2.0
 """How long the broker may take; then it counts as missing, and nothing else can be asked."""
+OPERATION_S = 5.0
+"""How long a broker that has just gone is asked again."""
 OK, MISSING, ENDED, UNKNOWN = "ok", "no answer", "ended", "unknown"
 OVER = ("finished", "failed", "not running")
 """States in which nobody is missed."""
@@ -143,9 +145,9 @@ def remote_settings(arguments: argparse.Namespace) -> Settings:
 async def ask_status(directory: RunDirectory) -> Status:
     """Return the status of a run, live or not; where its broker is away, what can be known without it."""
     try:
-        async with visit(directory, connect_deadline_s=CONNECT_S) as (settings, bus):
+        async with visit(directory, connect_deadline_s=CONNECT_S, operation_deadline_s=OPERATION_S) as (settings, bus):
             return await read_status(settings, bus)
-    except UnreachableError as exc:
+    except (UnreachableError, BusError) as exc:  # it may also go away while it is asked: a run that is ending
         return without_broker(read_settings_of(directory), str(exc))
 
 
@@ -336,9 +338,9 @@ def members_of(
 
 def state_of(run_state: RunState, control: Control, members: Sequence[Member]) -> str:
     """Say in a word how the run is. Pure."""
-    if run_state.state != "running":
+    if run_state.state not in ("running", "stopped"):
         return run_state.state
-    if not any(member.presence == OK for member in members):
+    if run_state.state == "stopped" or not any(member.presence == OK for member in members):
         return "not running"
     return "stopping" if control.is_stopping else "paused" if control.is_paused else "running"
 

@@ -23,7 +23,7 @@ from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.gpus import share_gpus
-from areal_async.launch.plan import node_crew
+from areal_async.launch.plan import FIRST_NODE, node_crew
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
 from areal_async.run_state import Control, CrewState, SharedSettings
@@ -135,7 +135,7 @@ async def _check_open(bus: Bus, node_id: str) -> None:
     if (over := _why_over(state, control)) is not None:
         raise UserError(f"run {run}: it {over}; start it again before nodes join")
     crew, _ = await bus.get(bus.names.crew_key(f"node-{node_id}"), CrewState)
-    if crew is not None and crew.state == "running":
+    if node_id == FIRST_NODE or (crew is not None and crew.state == "running"):
         raise UserError(
             f"--node-id: run {run} has a node {node_id} already, need another id; leave it out for a new one"
         )

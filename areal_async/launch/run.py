@@ -10,7 +10,7 @@ import anyio
 
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
-from areal_async.errors import UserError
+from areal_async.errors import BusError, ConflictError, UserError
 from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
@@ -81,28 +81,45 @@ async def launch(
         presence = PresenceKeeper(bus)
         supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watch, bus)
-            tasks.start_soon(stalls.run)
-            tasks.start_soon(presence.run_hearing)
-            tasks.start_soon(run_blockages, directory.path, notify)
-            tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
-            async with anyio.create_task_group() as telling:
-                with said:
-                    telling.start_soon(presence.run_changes, changes)
-                    end = await supervisor.run()
-                telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
-            tasks.cancel_scope.cancel()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(watch, bus)
+                tasks.start_soon(stalls.run)
+                tasks.start_soon(presence.run_hearing)
+                tasks.start_soon(run_blockages, directory.path, notify)
+                tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
+                async with anyio.create_task_group() as telling:
+                    with said:
+                        telling.start_soon(presence.run_changes, changes)
+                        end = await supervisor.run()
+                    telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
+                tasks.cancel_scope.cancel()
+        finally:
+            await note_end(bus)
         return end
+
+
+async def note_end(bus: Bus) -> None:
+    """Say that the run goes on no more, where nobody has said why: nodes that joined it are to end with it."""
+    with anyio.move_on_after(LAST_WORDS_S, shield=True), suppress(BusError, ConflictError):
+        state, revision = await bus.get(RUN_STATE, RunState)
+        if state is not None and state.state == "running":
+            await bus.compare_and_set(RUN_STATE, RunState(state="stopped"), revision)
 
 
 @asynccontextmanager
 async def visit(
-    directory: RunDirectory, *, connect_deadline_s: float = CONNECT_DEADLINE_S
+    directory: RunDirectory,
+    *,
+    connect_deadline_s: float = CONNECT_DEADLINE_S,
+    operation_deadline_s: float | None = None,
 ) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that was started once, and the operator's connection to it.
 
     A live run is visited at its own broker. A stopped one's is started for the while, with the directory locked.
+
+    Args:
+        operation_deadline_s: how long one question is asked again while the broker is away; None takes the run's.
 
     Raises:
         UserError: the run was never started.
@@ -114,6 +131,9 @@ async def visit(
         with suppress(HeldError):
             stack.enter_context(directory.locked(settings.run.name))
             url = await stack.enter_async_context(_broker(settings))
+        if operation_deadline_s is not None:
+            bus = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
+            settings = settings.model_copy(update={"bus": bus})
         yield settings, await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
 
 

@@ -12,6 +12,7 @@ from areal_async.errors import UserError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.join import Invitation, fresh_node_id, join, localised
 from areal_async.launch.local import LocalBackend, LocalProcess
+from areal_async.launch.run import note_end
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.run_state import Control, CrewState, SharedSettings
@@ -60,7 +61,12 @@ async def _join(invitation: Invitation, node_id: str = "far", backend: Sleepers 
 
 
 @pytest.mark.parametrize(
-    ("key", "record"), [(RUN_STATE, RunState(state="finished")), (CONTROL, Control(is_stopping=True))]
+    ("key", "record"),
+    [
+        (RUN_STATE, RunState(state="finished")),
+        (RUN_STATE, RunState(state="stopped")),
+        (CONTROL, Control(is_stopping=True)),
+    ],
 )
 async def test_a_joined_node_has_the_runs_settings_and_ends_when_the_run_does(
     operator: Bus, invitation: Invitation, key: str, record: RunState | Control
@@ -89,8 +95,23 @@ async def test_a_joined_node_has_the_runs_settings_and_ends_when_the_run_does(
     assert here.bus.credentials == invitation.directory / "test" / "credentials" / "node.nk"
 
 
+@pytest.mark.parametrize(("before", "after"), [("running", "stopped"), ("failed", "failed"), ("finished", "finished")])
+async def test_a_launcher_that_ends_leaves_word_for_joined_nodes_unless_another_has_said_why(
+    operator: Bus, before: str, after: str
+) -> None:
+    await operator.put(RUN_STATE, RunState(state=before, reason="why"))
+
+    await note_end(operator)
+
+    state, _ = await operator.get(RUN_STATE, RunState)
+    assert state is not None
+    assert state.state == after
+
+
 async def test_a_node_is_refused_where_it_has_no_place(operator: Bus, invitation: Invitation) -> None:
-    await operator.put(operator.names.crew_key("node-0"), CrewState(name="node-0", state="running", num_starts=1))
+    await operator.put(operator.names.crew_key("node-far"), CrewState(name="node-far", state="running", num_starts=1))
+    with pytest.raises(UserError, match="--node-id: run test has a node far already, need another id"):
+        await _join(invitation)
     with pytest.raises(UserError, match="--node-id: run test has a node 0 already, need another id"):
         await _join(invitation, "0")
     with pytest.raises(UserError, match=r"--node-id: got 'a\.b', need letters"):
