@@ -34,7 +34,7 @@ from areal_async.controller.sampler import Share, sampler_of
 from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
-from areal_async.errors import ConflictError, FencedError, PipelineError, UserError, WireError
+from areal_async.errors import BusError, ConflictError, FencedError, PipelineError, UserError, WireError
 from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
 from areal_async.fields import is_version
@@ -198,6 +198,10 @@ class Controller:
                 self._absence.note_own(key, await self._bus.compare_and_set(key, disowned, revision))
             except ConflictError:
                 continue
+            except BusError as exc:  # an external broker whose permissions are older than this
+                self._absence.hear(state.node_id)
+                log.warning("server.not_disowned", server_id=state.server_id, node_id=state.node_id, reason=str(exc))
+                continue
             log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)
             await self._bus.tell(ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s"))
 
@@ -313,7 +317,7 @@ class Controller:
         held = self._accounts.held
         if self._evaluator is None:
             raise UserError(f"run {self._settings.run.name}: has no held-out rows to evaluate; set eval.dataset")
-        if held is None:
+        if held is None and not body.get("version"):
             raise UserError(f"run {self._settings.run.name}: no server holds weights yet; ask again in a while")
         wanted = str(body.get("version") or held)
         if not is_version(wanted):
@@ -427,8 +431,13 @@ class Controller:
         if self._evaluator and self._evaluator.waits_for:
             return False
         idle = {"node": "runs 0 groups", "trainer": "waiting"}
-        said = self._reports.by_name.items()
-        return all(heard.state.startswith(idle.get(name.split()[0], "")) for name, heard in said)
+        # A node that is gone has left its last words behind.
+        said = [
+            (name.split()[0], heard.state)
+            for name, heard in self._reports.by_name.items()
+            if not name.startswith("node ") or self._clock_s - heard.heard_s <= self._absence.lost_s
+        ]
+        return all(state.startswith(idle.get(role, "")) for role, state in said)
 
     async def _tell_stall(self, quiet_s: float) -> None:
         silence_s = silence_after(self._settings.run.watchdog_s)
