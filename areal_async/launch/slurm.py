@@ -1,6 +1,6 @@
 """Processes as steps of a Slurm allocation, started by ``srun`` and ended by ``scancel``.
 
-    salloc --nodes=1 ... python -m areal_async run FILE.py --launch.backend slurm
+    sbatch --nodes=1 ... --wrap "python -m areal_async run FILE.py --launch.backend slurm"
 
 Every step runs on the launcher's own host of the allocation: the ranks of a trainer meet there on the loopback, and so
 does all that uses an embedded broker. Another host takes part by ``srun ... python -m areal_async node --join``. A step
@@ -28,6 +28,7 @@ from areal_async.launch.local import MAX_ASKED, last_line, opened
 
 SIGNALLED = 128
 """``srun`` ends with this and the number of the signal that ended its step."""
+CANCEL_DEADLINE_S = 20
 NOISE = ("srun: ", "slurmstepd: ")
 _SAY = 'echo "$SLURM_JOB_ID.$SLURM_STEP_ID $$" > "$1"; shift; exec "$@"'
 """What the step runs: its identity, then its command."""
@@ -43,7 +44,10 @@ os.execvp(sys.argv[2], sys.argv[2:])
 def step_command(spec: ProcessSpec, *, host: str, identity: Path) -> list[str]:
     """Return the command line that runs a process as a step. Pure."""
     srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--job-name={spec.name}"]
-    return [*srun, "--unbuffered", "--export=ALL", "/bin/sh", "-c", _SAY, "sh", str(identity), *spec.command]
+    # Set inside the step: Slurm overwrites there which GPUs are visible.
+    environment = ["env", *(f"{name}={value}" for name, value in spec.environment.items())]
+    say = ["/bin/sh", "-c", _SAY, "sh", str(identity)]
+    return [*srun, "--unbuffered", "--export=ALL", *say, *environment, *spec.command]
 
 
 class SlurmProcess:
@@ -96,10 +100,12 @@ class SlurmProcess:
             return
         step, _ = self._step
         if step:
-            self._cancels.append(subprocess.Popen(["scancel", f"--signal={number.name.removeprefix('SIG')}", step]))
+            scancel = ["scancel", f"--signal={number.name.removeprefix('SIG')}", step]
+            with suppress(OSError):
+                self._cancels.append(subprocess.Popen(["timeout", str(CANCEL_DEADLINE_S), *scancel]))
         else:  # still waits for its place: there is nothing but srun, which takes its request back
             with suppress(ProcessLookupError):
-                self._process.terminate()
+                self._process.kill() if number is signal.SIGKILL else self._process.terminate()
 
 
 class SlurmBackend:
@@ -111,9 +117,12 @@ class SlurmBackend:
         Raises:
             UserError: this process is in none, or Slurm's programs are not on PATH.
         """
-        self._host = environment.get("SLURMD_NODENAME") or os.uname().nodename
-        if "SLURM_JOB_ID" not in environment:
-            raise UserError("launch.backend: got slurm outside of an allocation; start it with salloc or sbatch")
+        if "SLURM_JOB_ID" not in environment or "SLURMD_NODENAME" not in environment:
+            raise UserError(
+                "launch.backend: got slurm on a host outside of the allocation, where salloc runs what it is given; "
+                "start it with sbatch, or by srun inside"
+            )
+        self._host = environment["SLURMD_NODENAME"]
         for program in ("srun", "scancel"):
             if shutil.which(program) is None:
                 raise UserError(

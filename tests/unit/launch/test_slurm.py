@@ -66,7 +66,8 @@ def test_a_step_is_one_task_on_the_launchers_host_beside_others(tmp_path: Path) 
     command = step_command(_spec("pass", tmp_path), host="host7", identity=tmp_path / "id")
 
     assert command[:6] == ["srun", "--overlap", "--nodes=1", "--ntasks=1", "--nodelist=host7", "--job-name=child"]
-    assert command[-4:] == [str(tmp_path / "id"), sys.executable, "-c", "pass"]
+    # In the step itself: Slurm sets there which GPUs are visible, whatever srun was given.
+    assert command[-6:] == [str(tmp_path / "id"), "env", "GREETING=hello", sys.executable, "-c", "pass"]
 
 
 async def test_a_step_that_fails_is_explained_by_its_own_last_sentence(backend: SlurmBackend, tmp_path: Path) -> None:
@@ -103,8 +104,8 @@ async def test_a_run_takes_the_backend_that_its_settings_name() -> None:
 async def test_outside_of_an_allocation_or_without_its_programs_it_is_refused(
     backend: SlurmBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="slurm outside of an allocation; start it with salloc or sbatch"):
-        SlurmBackend({})
+    with pytest.raises(UserError, match="slurm on a host outside of the allocation"):
+        SlurmBackend({"SLURM_JOB_ID": "41"})
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(UserError, match="there is no program srun"):
         SlurmBackend()
