@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     with run.start() as process:
         run.wait_for_step(2, process)
         yield run
+        with suppress(subprocess.TimeoutExpired):  # stopped by the last test, it still sums up
+            process.wait(timeout=20)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         ended = collect(process)
