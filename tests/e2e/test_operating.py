@@ -1,6 +1,6 @@
 """A live run is watched in a terminal emulator, and the README's chapter "Operating a run" is done to it.
 
-``top`` is legible at two sizes, with nothing beyond the edge, its keys work, and it costs the roles next to nothing.
+``top`` is legible at two sizes, with nothing beyond the edge, it is drawn anew by itself, and its keys work.
 Every command of the chapter is run, and its client, which knows nothing of this package.
 """
 
@@ -24,24 +24,16 @@ from areal_async.bus.streams import all_streams
 from areal_async.subjects import Names
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
 from tests.e2e.test_readme import REPOSITORY, blocks, commands
-from tests.e2e.test_run import Run, collect, role_processes, wait_until
+from tests.e2e.test_run import Run, collect, wait_until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 COLUMNS_80, COLUMNS_200 = (80, 24), (200, 50)
-MEASURED_S = 5.0
-MAX_COST = 0.01
-"""Of a core, for each role."""
 ORDERS = ("status", "top", "pause", "resume", "eval", "stop")
 
 
 def _has(*pieces: str) -> Callable[[str], bool]:
     return lambda text: all(piece in text for piece in pieces)
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +79,12 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
     small.press("p")
     small.wait(_has("run gsm8k: paused", "by ann"), "the pause")
     assert small.wait(_has("trainer 0", "waiting"), "the trainer's rest") < SHOWN_WITHIN_S
-    while_watched = _load(run, small)
+    screens = set()
+    while len(screens) < 3:  # "... s ago" goes on: it is drawn anew though nothing moves
+        small.wait(lambda text: text not in screens, "another screen")
+        screens.add(small.text)
     small.press("q")
     assert small.process.wait(timeout=10) == 0, small.text
-    alone = _load(run, None)
-    cost = {role: while_watched[role] - alone[role] for role in alone}
-    assert max(cost.values()) < MAX_COST, (while_watched, alone)
 
     wide = Terminal(
         COLUMNS_200, "--run", "gsm8k", "--bus.url", (run.directory / "bus" / "url").read_text().strip(),
@@ -103,22 +95,6 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
     wide.wait(_has("run gsm8k: running"), "its order")
     wide.press("q")
     assert wide.process.wait(timeout=10) == 0, wide.text
-
-
-def _load(run: Run, terminal: Terminal | None) -> dict[str, float]:
-    """Return the share of a core that each role takes, with nothing to do but to be watched."""
-    time.sleep(0.5)
-    pids = {role: role_processes(run, role)[0] for role in ("controller", "node", "trainer")}
-    before, since_s = {role: _cpu_s(pid) for role, pid in pids.items()}, time.monotonic()
-    screens = set()
-    while time.monotonic() < since_s + MEASURED_S:
-        if terminal is None:
-            time.sleep(0.5)
-        else:
-            terminal.read(0.5)
-            screens.add(terminal.text)
-    assert terminal is None or len(screens) >= MEASURED_S - 1, "it was to be drawn anew every second"
-    return {role: (_cpu_s(pid) - before[role]) / (time.monotonic() - since_s) for role, pid in pids.items()}
 
 
 def _chapter() -> str:
