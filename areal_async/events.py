@@ -91,7 +91,7 @@ class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
     """An operator has changed a setting of the live run."""
 
     setting: str
-    before: float
+    before: float | None
     after: float
     by: str
     reason: str

@@ -9,7 +9,6 @@ that a step which is trained again after a crash is trained with the same.
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,7 +23,12 @@ LIVE = {
     "rollout.max_trajectories_per_node": "how many run at once on each node",
     "eval.every_steps": "how often a version is evaluated",
 }
-"""Setting -> what its change does."""
+"""Setting, a star for any item of a list -> what its change does."""
+AT_MOST_GIVEN = {
+    "rollout.max_staleness": "streams and pools were made for that at the start",
+    "rollout.max_trajectories_per_node": "streams and pools were made for that at the start",
+}
+"""Those which can only be lowered -> why."""
 REASONS = {
     "model": "the servers and the optimizer hold that model",
     "algorithm": "the graph of a step is built from it at the start",
@@ -37,64 +41,79 @@ REASONS = {
 """The longest prefix of a setting -> why it is none of these."""
 
 
-@dataclass(frozen=True, slots=True)
-class LiveSettings:
-    """What holds now."""
-
-    lr: float
-    max_staleness: int
-    max_trajectories_per_node: int
-    eval_every_steps: int
-
-
-def live_settings(settings: Settings, changes: Changes) -> LiveSettings:
-    """Return the settings that may change, with the changes that hold."""
-    now = {key: value_of(settings, key) for key in LIVE} | dict(held_changes(settings, changes))
-    return LiveSettings(
-        lr=float(now["trainer.lr"]),
-        max_staleness=int(now["rollout.max_staleness"]),
-        max_trajectories_per_node=int(now["rollout.max_trajectories_per_node"]),
-        eval_every_steps=int(now["eval.every_steps"]),
-    )
+def settings_now(settings: Settings, changes: Changes) -> Settings:
+    """Return the settings with the changes that hold."""
+    for key, value in held_changes(settings, changes):
+        settings = _changed(settings, key, value)
+    return settings
 
 
 def held_changes(settings: Settings, changes: Changes) -> Iterator[tuple[str, float]]:
-    """Yield the changes that hold under these settings: name and value."""
-    for key, change in changes.by_setting.items():
-        if key in LIVE and change.given == value_of(settings, key):
+    """Yield the changes that hold under these settings: name and value, in the order in which they were made.
+
+    One that was made under other settings, and which these ones forbid, does not.
+    """
+    now = settings
+    for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at):
+        if not _is_live(key) or not _is_known(settings.model_dump(), key.split(".")):
+            continue
+        if change.given == value_of(settings, key):
+            try:
+                now = _changed(now, key, change.value)
+            except ValidationError:
+                continue
             yield key, change.value
 
 
-def value_of(settings: Settings, key: str) -> float:
-    """Return what the settings themselves say of a live setting."""
-    section, name = key.split(".")
-    value: float = getattr(getattr(settings, section), name)
+def value_of(settings: Settings, key: str) -> float | None:
+    """Return what the settings themselves say of a live setting; None where that is what another one says."""
+    found: Any = settings
+    for part in key.split("."):
+        found = found[int(part)] if part.isdecimal() else getattr(found, part)
+    value: float | None = found
     return value
 
 
-def check_change(settings: Settings, key: str, value: Any) -> float:
-    """Return the value of a change that is safe.
+def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> float:
+    """Return the value of a change that is safe, after those that were made before.
 
     Raises:
         UserError: it is none, with the reason.
     """
-    if key not in LIVE:
+    if not _is_known(settings.model_dump(), key.split(".")) or not _is_live(key):
         raise UserError(f"{key}: {_why_not(settings, key)}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{key}: got {value!r:.100}, need a number")
-    section, name = key.split(".")
-    whole: dict[str, Any] = getattr(settings, section).model_dump()
     try:
-        checked = type(getattr(settings, section)).model_validate(whole | {name: value})
+        checked = value_of(_changed(settings_now(settings, changes), key, value), key)
     except ValidationError as exc:
         raise UserError(f"{key}: got {value!r}: {exc.errors()[0]['msg']}") from exc
     given = value_of(settings, key)
-    if key in ("rollout.max_staleness", "rollout.max_trajectories_per_node") and value > given:
-        raise UserError(f"{key}: got {value}, need at most {given}: streams and pools were made for that at the start")
+    if given is not None and key in AT_MOST_GIVEN and value > given:
+        raise UserError(f"{key}: got {value}, need at most {given}: {AT_MOST_GIVEN[key]}")
     if key == "rollout.max_staleness" and (value == 0) != (given == 0):
         raise UserError(f"{key}: got {value}, is {given}: between on-policy and not the run must be started anew")
-    number: float = getattr(checked, name)
-    return number
+    assert checked is not None  # a number was put there
+    return checked
+
+
+def _changed(settings: Settings, key: str, value: float) -> Settings:
+    """Return the settings with another value under a dotted name, checked as a whole.
+
+    Raises:
+        pydantic.ValidationError: they do not go together.
+    """
+    whole = settings.model_dump()
+    *path, last = key.split(".")
+    section: Any = whole
+    for part in path:
+        section = section[int(part) if part.isdecimal() else part]
+    section[last] = value
+    return Settings.model_validate(whole)
+
+
+def _is_live(key: str) -> bool:
+    return any(_matches(key, one) and key.count(".") == one.count(".") for one in LIVE)
 
 
 def _why_not(settings: Settings, key: str) -> str:

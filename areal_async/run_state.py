@@ -37,8 +37,8 @@ class Change(Record, frozen=True, kw_only=True):
     """A setting that was changed while the run went on."""
 
     value: float
-    given: float
-    """What the settings said then. The change holds while they still do."""
+    given: float | None
+    """What the settings said then, None included. The change holds while they still do."""
     by: str = ""
     reason: str = ""
     at: str = ""

@@ -38,7 +38,7 @@ from areal_async.errors import BusError, ConflictError, FencedError, PipelineErr
 from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
 from areal_async.fields import is_version
-from areal_async.live_settings import live_settings
+from areal_async.live_settings import settings_now
 from areal_async.run_state import Changes, Control
 from areal_async.settings import Settings
 from areal_async.staleness import max_groups_in_flight
@@ -98,7 +98,7 @@ class Controller:
         self._report_s = report_s
         self._steering = Steering(bus, settings, evaluate=self.ask_evaluation)
         self._evaluation_asked: Version | None = None
-        self._live = live_settings(settings, Changes())
+        self._now = settings
         self._clock_s = self._moved_s = time.monotonic()
         self.waits_for = ""
 
@@ -284,7 +284,7 @@ class Controller:
                 with self._waiting(waits.CONTROLLER):
                     await changed.wait()
                 continue
-            due = newest_due_step(held.step, every_steps=self._live.eval_every_steps, last_step=last_step)
+            due = newest_due_step(held.step, every_steps=self._now.eval.every_steps, last_step=last_step)
             if due > evaluated:
                 evaluated = due
                 if self._evaluator is not None and not await self._evaluator.is_done(due):
@@ -372,9 +372,9 @@ class Controller:
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        now = self._live = live_settings(self._settings, changes)
+        now = self._now = settings_now(self._settings, changes)
         batch_groups = self._settings.rollout.batch_groups
-        bound = max_groups_in_flight(max_staleness=now.max_staleness, batch_groups=batch_groups)
+        bound = max_groups_in_flight(max_staleness=now.rollout.max_staleness, batch_groups=batch_groups)
         self._accounts.max_groups_in_flight = bound
         self._move()
 
@@ -385,7 +385,7 @@ class Controller:
         accounts, control = self._accounts, self._steering.control
         return {
             "steps": self._settings.run.steps,
-            "max_staleness": self._live.max_staleness,
+            "max_staleness": self._now.rollout.max_staleness,
             "admitted": accounts.admitted.total,
             "skipped": accounts.admitted.num_skipped,
             "settled": accounts.num_settled,

@@ -107,11 +107,11 @@ class Steering:
             UserError: it cannot change while the run goes on, or not to this.
         """
         by, reason, setting = (_text(body, key) for key in ("by", "reason", "setting"))
-        value = check_change(self._settings, setting, body.get("value"))
-        given = value_of(self._settings, setting)
         while True:
             found, revision = await self._bus.get(CHANGES, Changes)
             changes = found or Changes()
+            value = check_change(self._settings, changes, setting, body.get("value"))
+            given = value_of(self._settings, setting)
             before = dict(held_changes(self._settings, changes)).get(setting, given)
             event = SettingChanged(setting=setting, before=before, after=value, by=by, reason=reason)
             change = Change(value=value, given=given, by=by, reason=reason, at=event.at)

@@ -8,7 +8,7 @@ import anyio
 from areal_async import waits
 from areal_async.bus import Delivery
 from areal_async.inference.pool import Pool
-from areal_async.live_settings import live_settings
+from areal_async.live_settings import settings_now
 from areal_async.rollout.amends import RowKey, row_key
 from areal_async.rollout.evaluate import run_eval_ticket
 from areal_async.rollout.runner import returned_unless_done, run_ticket
@@ -44,7 +44,7 @@ class Leases:
         self._ended_rows = ended_rows
         self._settled = SettledGroups(place.bus)
         self._name = waits.node(place.node_id)
-        self._capacity = _capacity(place.settings, Changes())
+        self._capacity = _capacity(place.settings)
 
     async def run_tickets(self) -> None:
         """Run training groups.
@@ -60,7 +60,7 @@ class Leases:
     async def run_changes(self) -> None:
         """Run as many groups at once as operators want, for ever; those that are too many just finish."""
         async for changes in self._place.bus.watch_key(CHANGES, Changes):
-            self._capacity = _capacity(self._place.settings, changes)
+            self._capacity = _capacity(settings_now(self._place.settings, changes))
 
     async def run_eval_tickets(self) -> None:
         """Run evaluations: as ``run_tickets``, with room of their own."""
@@ -148,6 +148,6 @@ class Leases:
             await loop()
 
 
-def _capacity(settings: Settings, changes: Changes) -> int:
+def _capacity(settings: Settings) -> int:
     """Return how many groups a node runs at once: one at least."""
-    return max(1, live_settings(settings, changes).max_trajectories_per_node // settings.max_group_size)
+    return max(1, settings.rollout.max_trajectories_per_node // settings.max_group_size)

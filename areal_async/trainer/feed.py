@@ -19,7 +19,7 @@ from areal_async import waits
 from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
-from areal_async.live_settings import live_settings
+from areal_async.live_settings import settings_now
 from areal_async.run_state import Changes
 from areal_async.settings import Settings
 from areal_async.subjects import CHANGES
@@ -140,8 +140,8 @@ class Feed:
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        now = live_settings(self._settings, changes)
-        self._cutter.change(max_staleness=now.max_staleness, lr=now.lr)
+        now = settings_now(self._settings, changes)
+        self._cutter.change(max_staleness=now.rollout.max_staleness, lr=now.trainer.lr)
         self._notify()
 
     async def run_tickets(self) -> None:

@@ -3,9 +3,10 @@
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.live_settings import LIVE, LiveSettings, check_change, held_changes, live_settings
+from areal_async.live_settings import LIVE, check_change, held_changes, settings_now
 from areal_async.run_state import Change, Changes
 from areal_async.settings import RolloutSettings, Settings, TrainerSettings
+from areal_async.task_settings import DatasetSettings, EvalSettings
 
 SETTINGS = Settings(
     rollout=RolloutSettings(max_staleness=4, max_trajectories_per_node=64), trainer=TrainerSettings(lr=2e-6)
@@ -24,12 +25,11 @@ def _changes(**by_setting: float) -> Changes:
 
 
 def test_what_was_changed_holds_and_the_rest_is_as_it_was() -> None:
-    now = live_settings(SETTINGS, _changes(trainer__lr=1e-6, rollout__max_staleness=2))
+    now = settings_now(SETTINGS, _changes(trainer__lr=1e-6, rollout__max_staleness=2))
 
-    assert now == LiveSettings(
-        lr=1e-6, max_staleness=2, max_trajectories_per_node=64, eval_every_steps=SETTINGS.eval.every_steps
-    )
-    assert isinstance(now.max_staleness, int)
+    assert (now.trainer.lr, now.rollout.max_staleness) == (1e-6, 2)
+    assert isinstance(now.rollout.max_staleness, int)
+    assert now.model_copy(update={"trainer": SETTINGS.trainer, "rollout": SETTINGS.rollout}) == SETTINGS
 
 
 def test_whoever_starts_the_run_with_another_value_has_decided_anew() -> None:
@@ -37,7 +37,18 @@ def test_whoever_starts_the_run_with_another_value_has_decided_anew() -> None:
     changes = _changes(trainer__lr=1e-6, rollout__max_staleness=2)
 
     assert dict(held_changes(resumed, changes)) == {"rollout.max_staleness": 2}
-    assert live_settings(resumed, changes).lr == 5e-6
+    assert settings_now(resumed, changes).trainer.lr == 5e-6
+
+
+def test_a_change_that_the_settings_of_a_resumed_run_forbid_does_not_hold() -> None:
+    changes = Changes(by_setting={"eval.every_steps": Change(value=0, given=SETTINGS.eval.every_steps)})
+    held_out = DatasetSettings(path="rows.jsonl")
+    resumed = Settings(eval=EvalSettings(dataset=held_out), trainer=TrainerSettings(keep_best="accuracy"))
+
+    assert dict(held_changes(SETTINGS, changes)) == {"eval.every_steps": 0}
+    assert dict(held_changes(resumed, changes)) == {}
+    with pytest.raises(UserError, match=r"eval.every_steps: got 0: .*keep_best"):
+        check_change(resumed, Changes(), "eval.every_steps", 0)
 
 
 def test_a_change_of_what_is_no_live_setting_is_passed_over() -> None:
@@ -57,7 +68,7 @@ def test_a_change_of_what_is_no_live_setting_is_passed_over() -> None:
 )
 def test_safe_changes_are_taken(key: str, value: float) -> None:
     assert key in LIVE
-    assert check_change(SETTINGS, key, value) == value
+    assert check_change(SETTINGS, Changes(), key, value) == value
 
 
 @pytest.mark.parametrize(
@@ -81,6 +92,6 @@ def test_safe_changes_are_taken(key: str, value: float) -> None:
 )
 def test_what_is_unsafe_is_refused_with_its_reason(key: str, value: object, reason: str) -> None:
     with pytest.raises(UserError) as refusal:
-        check_change(SETTINGS, key, value)
+        check_change(SETTINGS, Changes(), key, value)
 
     assert reason in str(refusal.value)
