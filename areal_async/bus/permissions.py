@@ -10,7 +10,8 @@ from enum import StrEnum
 from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
 
 SERVICES_INBOX = "_INBOX_services"
-"""Where operators hear what services answer; apart from their inbox, where only the broker is to be believed."""
+"""Where operators hear what services answer. The broker's answers reach them there as well, so that a person's client
+needs one prefix; programs that act on these hear them in their own inbox, where nobody but the broker can write."""
 
 
 class Role(StrEnum):
@@ -52,7 +53,7 @@ def permissions(role: Role, names: Names) -> Permissions:
         subscribe += [*_discovery(role), f"{run}.status.{role}.>"]
     match role:
         case Role.OPERATOR:
-            publish += ["$JS.API.>", "$JS.ACK.>", "$SRV.>", f"{run}.>", f"$KV.{names.bucket}.>"]
+            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", f"$KV.{names.bucket}.>"]
             subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]

@@ -4,13 +4,16 @@ from pathlib import Path
 
 import anyio
 import msgspec
+import nats
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_consumer
 from areal_async.bus.broker_config import ensure_key
+from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.bus.private import write_private
 from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
+from areal_async.run_state import Control
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
 from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
@@ -30,6 +33,9 @@ CONSUMERS = {
     TRAINER: (RUN.trajectories_stream, RUN.trainer_consumer(1)),
 }
 """One consumer of each role's own."""
+
+NUM_LONG = 150
+"""Of 20 kB: three megabytes."""
 
 Action = tuple[str, frozenset[Role]]
 """A subject, and the roles that may publish on it."""
@@ -62,6 +68,7 @@ ACTIONS: dict[str, Action] = {
     "order the controller": _only(RUN.control("pause"), OPERATOR),
     "ask what a process does": _only(RUN.status("node"), OPERATOR),
     "look for services": _only("$SRV.PING", OPERATOR),
+    "let a pushed stream go on": _only(f"$JS.FC.{RUN.outcomes_stream}.x.y", OPERATOR),
     "answer operators": _only("_INBOX_services.x", CONTROLLER, NODE, TRAINER),
     "set a key of nobody's": _only(f"{KEY}.other", OPERATOR),
     "read the tickets": _only(f"$JS.API.DIRECT.GET.{RUN.tickets_stream}", TRAINER, OPERATOR),
@@ -254,6 +261,29 @@ async def test_every_role_can_do_its_own_work(open_role: OpenRole) -> None:
             assert await delivery.ack_sync()
     assert len(await trainer.read_log(RUN.tickets_stream, RUN.all_tickets)) == 0
     assert len(await node.read_log(RUN.outcomes_stream, RUN.log)) == 2
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_a_plain_client_of_the_operators_reads_a_long_stream_and_the_keys_with_one_inbox(
+    broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    """Past some two megabytes the broker pushes on only when told to: a denial there looks like the stream's end."""
+    operator = await open_role(OPERATOR)
+    await operator.put(CONTROL, Control(is_paused=True))
+    for _ in range(NUM_LONG):
+        await operator.publish(RUN.event("long.message", OPERATOR), bytes(20_000))
+
+    client = await nats.connect(broker.url, nkeys_seed=str(broker.credentials(OPERATOR)), inbox_prefix=SERVICES_INBOX)
+    try:
+        jetstream = client.jetstream()
+        pushed = await jetstream.subscribe(RUN.all_events, stream=RUN.events_stream, ordered_consumer=True)
+        for _ in range(NUM_LONG):
+            await pushed.next_msg(timeout=5)
+        entry = await (await jetstream.key_value(RUN.bucket)).get(CONTROL)
+    finally:
+        await client.close()
+
+    assert msgspec.json.decode(entry.value or b"", type=Control).is_paused
 
 
 async def test_without_a_key_or_with_a_foreign_one_the_broker_refuses(broker: EmbeddedBroker, tmp_path: Path) -> None:
