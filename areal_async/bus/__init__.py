@@ -18,7 +18,7 @@ from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription,
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
-from areal_async.bus.service import Endpoint, Report, ask_service, gather_reports, serving
+from areal_async.bus.service import Endpoint, Report, Schema, ask_service, gather_reports, json_object, serving
 from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer_consumer
 from areal_async.bus.sweep import Sweep
 
@@ -34,6 +34,7 @@ __all__ = [
     "Published",
     "Report",
     "Role",
+    "Schema",
     "StreamState",
     "Subscription",
     "Sweep",
@@ -45,6 +46,7 @@ __all__ = [
     "declare",
     "delete_run",
     "gather_reports",
+    "json_object",
     "list_runs",
     "open_bus",
     "serving",

@@ -2,12 +2,15 @@
 
 Discovery (``$SRV.PING``, ``$SRV.INFO``, ``$SRV.STATS``) is the client library's. Every service is named
 ``areal-<role>``, tells its run and its instance as metadata, and answers at ``areal.<run>.status.<role>.<instance>``;
-what it answers there also stands in its statistics, so that one request finds and asks all.
+what it answers there also stands in its statistics, so that one request finds and asks all. ``$SRV.INFO`` has the JSON
+Schemas of each endpoint's request and response as metadata; a refusal is an answer without a body, its reason in the
+header ``Nats-Service-Error``, and is counted as an error with that reason.
 
 Source: NATS ADR-32, "Service API".
 """
 
 import asyncio
+import json
 import math
 import os
 import socket
@@ -35,6 +38,8 @@ from areal_async.wire import decode_json
 
 Report = dict[str, Any]
 """What a process says of itself, as JSON can write it."""
+Schema = dict[str, Any]
+"""A JSON Schema."""
 
 STOP_DEADLINE_S = 2.0
 BEAT_S, NUM_BEATS = 0.2, 50
@@ -48,6 +53,8 @@ class Endpoint:
     name: str
     subject: str
     description: str
+    request: Schema
+    response: Schema
     answer: Callable[[Report], Awaitable[Report]]
     """Takes the request's JSON object, empty for an empty request. Raises PipelineError to refuse it."""
 
@@ -85,7 +92,14 @@ async def serving(
         return {"loop_lag_max_s": round(lag.max_s, 4), **report(), **of_process, "up_s": up_s}
 
     subject = bus.names.status(bus.role, instance)
-    own = Endpoint(name="status", subject=subject, description="what this process does now", answer=status)
+    own = Endpoint(
+        name="status",
+        subject=subject,
+        description="what this process does now",
+        request=json_object(),
+        response=json_object(pid="integer", host="string", up_s="number", loop_lag_max_s="number"),
+        answer=status,
+    )
     await bus.api.wait_connected(bus.api.retry(f"service {bus.role}"))
     service = Service(
         bus.connection.client,
@@ -106,7 +120,11 @@ async def serving(
                 name=endpoint.name,
                 subject=endpoint.subject,
                 handler=_handler(endpoint),
-                metadata={"description": endpoint.description},
+                metadata={
+                    "description": endpoint.description,
+                    "request_schema": json.dumps(endpoint.request),
+                    "response_schema": json.dumps(endpoint.response),
+                },
             )
         await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
         yield
@@ -114,6 +132,13 @@ async def serving(
         lag.stop()
         with anyio.move_on_after(STOP_DEADLINE_S, shield=True), suppress(nats.errors.Error):
             await service.stop()
+
+
+def json_object(*, optional: Sequence[str] = (), **kinds: str | Schema) -> Schema:
+    """Return the schema of an object that has these keys, each of this kind, and may have others."""
+    properties = {key: {"type": kind} if isinstance(kind, str) else kind for key, kind in kinds.items()}
+    required = [key for key in properties if key not in optional]
+    return {"type": "object", "properties": properties, "required": required}
 
 
 async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadline_s: float) -> Report:

@@ -68,13 +68,37 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
         "max_age": _ns(MAX_EVENT_AGE_S),
     }
     return [
-        _stream(names.tickets_stream, "workqueue", [f"{run}.tickets.>"], common),
-        _stream(names.trajectories_stream, "workqueue", [f"{run}.trajectories.>"], common, trajectories),
-        _stream(names.outcomes_stream, "limits", [names.outcomes, names.cuts], common, audit),
-        _stream(names.eval_stream, "workqueue", [f"{run}.eval.>"], common),
-        _stream(names.dead_stream, "limits", [f"{run}.dead.>"], common, audit),
-        _stream(names.events_stream, "limits", [names.all_events, *_advisories(names)], common, audit, history),
-        _stream(f"KV_{names.bucket}", "limits", [f"$KV.{names.bucket}.>"], common, bucket),
+        _stream(names.tickets_stream, "workqueue", [f"{run}.tickets.>"], "prompts to try, until they were", common),
+        _stream(
+            names.trajectories_stream,
+            "workqueue",
+            [f"{run}.trajectories.>"],
+            "what came of them, until a checkpoint contains it",
+            common,
+            trajectories,
+        ),
+        _stream(
+            names.outcomes_stream,
+            "limits",
+            [names.outcomes, names.cuts],
+            "what became of every group, and the journal of cuts",
+            common,
+            audit,
+        ),
+        _stream(names.eval_stream, "workqueue", [f"{run}.eval.>"], "held-out rows and their results", common),
+        _stream(
+            names.dead_stream, "limits", [f"{run}.dead.>"], "what failed every attempt or cannot be read", common, audit
+        ),
+        _stream(
+            names.events_stream,
+            "limits",
+            [names.all_events, *_advisories(names)],
+            "what has happened",
+            common,
+            audit,
+            history,
+        ),
+        _stream(f"KV_{names.bucket}", "limits", [f"$KV.{names.bucket}.>"], "the state of the run", common, bucket),
     ]
 
 
@@ -219,8 +243,10 @@ async def _create_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> Non
     await bus.api.ask(subject, {"stream_name": stream, "config": config})
 
 
-def _stream(name: str, retention: str, subjects: list[str], *parts: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {"name": name, "retention": retention, "subjects": subjects}
+def _stream(name: str, retention: str, subjects: list[str], description: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "name": name, "retention": retention, "subjects": subjects, "description": description,
+    }  # fmt: skip
     for part in parts:
         config.update(part)
     return config

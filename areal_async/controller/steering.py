@@ -10,15 +10,23 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from areal_async.bus import Bus, Endpoint, Report
+from areal_async.bus import Bus, Endpoint, Report, Schema, json_object
 from areal_async.errors import ConflictError, UserError
 from areal_async.events import RunOrdered, SettingChanged
-from areal_async.live_settings import check_change, held_changes, value_of
+from areal_async.live_settings import LIVE, check_change, held_changes, value_of
 from areal_async.run_state import Change, Changes, Control
 from areal_async.settings import Settings
 from areal_async.subjects import CHANGES, CONTROL
 
 MAX_TEXT = 200
+TEXT: Schema = {"type": "string", "maxLength": MAX_TEXT}
+ORDER = json_object(optional=["by", "reason"], by=TEXT, reason=TEXT)
+CONTROLLED = json_object(is_paused="boolean", is_stopping="boolean", by="string", reason="string", at="string")
+CHANGE = json_object(
+    optional=["by", "reason"], setting={"enum": list(LIVE)}, value={"type": "number"}, by=TEXT, reason=TEXT
+)
+ALL_CHANGES: Schema = {"type": "object", "additionalProperties": {"type": "number"}}
+"""Setting -> value, of all that are changed."""
 
 log = structlog.get_logger()
 
@@ -35,40 +43,36 @@ class Steering:
 
     @property
     def endpoints(self) -> list[Endpoint]:
-        """One per order. Each takes ``{"by": who, "reason": why}``, both optional, and answers with ``Control``."""
-        names = self._bus.names
+        """One per order."""
+        orders = {
+            "pause": ("admit nothing more; what was admitted is finished", self._pause),
+            "resume": ("admit again", self._resume),
+            "stop": ("finish the step, checkpoint and end; the same command as before goes on from there", self._stop),
+        }
         return [
-            Endpoint(
-                name="pause",
-                subject=names.control("pause"),
-                description="admit nothing more; what was admitted is finished",
-                answer=self._pause,
-            ),
-            Endpoint(
-                name="resume",
-                subject=names.control("resume"),
-                description="admit again",
-                answer=self._resume,
-            ),
-            Endpoint(
-                name="stop",
-                subject=names.control("stop"),
-                description="finish the step, checkpoint and end; the same command as before goes on from there",
-                answer=self._stop,
-            ),
-            Endpoint(
-                name="set",
-                subject=names.control("set"),
-                description="change a setting of the live run: {setting, value}; answers with all that are changed",
-                answer=self._set,
-            ),
-            Endpoint(
-                name="eval",
-                subject=names.control("eval"),
-                description="evaluate the version that the servers hold: {version}; ask again until records are there",
-                answer=self._evaluate,
+            *(self._endpoint(name, what, ORDER, CONTROLLED, answer) for name, (what, answer) in orders.items()),
+            self._endpoint("set", "change a setting of the live run", CHANGE, ALL_CHANGES, self._set),
+            self._endpoint(
+                "eval",
+                "evaluate what the servers hold; ask again with the version of the answer until it has records",
+                json_object(optional=["version"], version="string"),
+                json_object(version="string", records="array"),
+                self._evaluate,
             ),
         ]
+
+    def _endpoint(
+        self,
+        name: str,
+        description: str,
+        request: Schema,
+        response: Schema,
+        answer: Callable[[Report], Awaitable[Report]],
+    ) -> Endpoint:
+        subject = self._bus.names.control(name)
+        return Endpoint(
+            name=name, subject=subject, description=description, request=request, response=response, answer=answer
+        )
 
     async def _pause(self, body: Report) -> Report:
         return await self._order("pause", body, is_paused=True)

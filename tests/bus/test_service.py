@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
+import jsonschema
 import msgspec
 import nats
 import pytest
@@ -178,6 +179,65 @@ async def test_an_order_that_is_none_is_refused_and_changes_nothing(
 
     assert sentence in (answer.headers or {})["Nats-Service-Error"]
     assert await operator.get(CONTROL, Control) == (None, 0)
+
+
+BODIES: dict[str, dict[str, Any]] = {
+    "status": {},
+    "pause": {"by": "ann", "reason": "lunch"},
+    "resume": {"by": "ann"},
+    "stop": {},
+    "set": {"setting": "trainer.lr", "value": 1e-6, "by": "ann"},
+    "eval": {"version": "1-42", "records": []},
+}
+"""One for each endpoint; the evaluation that this file's controller does is to say the same back."""
+NONE_OF_THESE = [
+    ("pause", {"by": 3}), ("stop", {"reason": "x" * 201}), ("set", {"setting": "trainer.lr"}),
+    ("set", {"setting": "model.path", "value": 1}), ("set", {"setting": "trainer.lr", "value": "fast"}), ("pause", []),
+]  # fmt: skip
+
+
+async def test_a_stranger_learns_from_info_what_to_ask_and_what_will_be_answered(
+    broker: EmbeddedBroker, steered: tuple[Bus, Steering]
+) -> None:
+    """Each endpoint's schemas hold: what fits is answered, in the form that was promised; what does not is refused."""
+    async with _plain_client(broker) as client:
+        (info,) = await _answers(client, "$SRV.INFO.areal-controller", num_expected=1)
+        endpoints = {one["name"]: one for one in info["endpoints"]}
+        for name, body in BODIES.items():
+            told, data = endpoints[name]["metadata"], json.dumps(body).encode()
+            jsonschema.validate(body, json.loads(told["request_schema"]))
+            answer = await client.request(endpoints[name]["subject"], data, timeout=5)
+            jsonschema.validate(json.loads(answer.data), json.loads(told["response_schema"]))
+        for name, wrong in NONE_OF_THESE:
+            with pytest.raises(jsonschema.ValidationError):
+                jsonschema.validate(wrong, json.loads(endpoints[name]["metadata"]["request_schema"]))
+            answer = await client.request(endpoints[name]["subject"], json.dumps(wrong).encode(), timeout=5)
+            assert (answer.headers or {})["Nats-Service-Error-Code"] == "400", (name, wrong)
+            assert answer.data == b""
+
+    assert info["type"] == "io.nats.micro.v1.info_response"
+    assert endpoints.keys() == BODIES.keys()
+    assert all(one["metadata"]["description"] for one in endpoints.values())
+
+
+async def test_requests_and_refusals_are_counted_as_the_specification_has_it(
+    broker: EmbeddedBroker, steered: tuple[Bus, Steering]
+) -> None:
+    """Any tool that draws the statistics of NATS services draws ours (ADR-32)."""
+    async with _plain_client(broker) as client:
+        await client.request("areal.test.control.pause", b"", timeout=5)
+        await client.request("areal.test.control.pause", b'{"by": 3}', timeout=5)
+        (stats,) = await _answers(client, "$SRV.STATS.areal-controller", num_expected=1)
+
+    counted = {one["name"]: one for one in stats["endpoints"]}
+    pause = counted["pause"]
+    assert stats["type"] == "io.nats.micro.v1.stats_response"
+    assert stats.keys() >= {"name", "id", "version", "metadata", "started"}
+    assert (pause["num_requests"], pause["num_errors"]) == (2, 1)
+    assert pause["last_error"] == "400:by: got 3, need a text of at most 200 characters"
+    assert pause["processing_time"] >= 2 * pause["average_processing_time"] - 1 > 0
+    assert pause["queue_group"] == "q"
+    assert counted["resume"]["num_requests"] == 0
 
 
 async def test_two_operators_at_once_are_both_obeyed(steered: tuple[Bus, Steering]) -> None:
