@@ -42,6 +42,11 @@ OPERATION_S = 5.0
 OK, MISSING, ENDED, UNKNOWN = "ok", "no answer", "ended", "unknown"
 OVER = ("finished", "failed", "not running")
 """States in which nobody is missed."""
+LOAD = (
+    "num_requests", "limit", "outstanding_tokens", "num_generated_tokens", "tokens_per_s", "first_token_mean_s",
+    "num_swaps", "swap_total_s",
+)  # fmt: skip
+"""What a node tells of each of its servers that stands in the status."""
 NUM_EVENTS = 8
 """Of the newest that are shown."""
 NUM_READ = 200
@@ -376,11 +381,14 @@ def render(status: Status) -> Iterable[Table | Text]:
         )
     yield processes
     if status.servers:
-        servers = Table("server", "version", "requests", "fenced", "last failure", box=None, padding=(0, 2, 0, 0))
+        servers = Table(
+            "server", "version", "requests", "tokens/s", "fenced", "last failure", box=None, padding=(0, 2, 0, 0)
+        )
         for server in status.servers:
             fenced = Text(server["reason"] or "yes", style="bold red") if server["is_fenced"] else Text("")
             requests, failure = str(server.get("num_requests", "")), Text(server.get("failure", ""))
-            servers.add_row(server["id"], server["version"] or "none", requests, fenced, failure)
+            tokens_per_s = f"{server['tokens_per_s']:.0f}" if "tokens_per_s" in server else ""
+            servers.add_row(server["id"], server["version"] or "none", requests, tokens_per_s, fenced, failure)
         yield servers
     if status.events:
         events = Table.grid(padding=(0, 2))
@@ -414,7 +422,7 @@ def alarm_notes(trainer: Report) -> list[str]:
 def _load(node: Report, server_id: str) -> dict[str, Any]:
     servers = node.get("servers")
     found = servers.get(server_id) if isinstance(servers, dict) else None
-    return {key: found[key] for key in ("num_requests", "limit") if key in found} if isinstance(found, dict) else {}
+    return {key: found[key] for key in LOAD if key in found} if isinstance(found, dict) else {}
 
 
 def _reason(state: str, run_state: RunState, control: Control) -> str:

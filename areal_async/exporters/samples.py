@@ -70,6 +70,16 @@ SERVER = (
     Field("num_requests", "areal_server_requests", GAUGE, "Completions that a server works on."),
     Field("limit", "areal_server_requests_limit", GAUGE, "Completions that it is given at the most."),
     Field("outstanding_tokens", "areal_server_outstanding_tokens", GAUGE, "Tokens that its completions may take yet."),
+    Field("num_generated_tokens", "areal_server_generated_tokens_total", COUNTER, "Tokens it has generated."),
+    Field("num_first_tokens", "areal_server_first_tokens_total", COUNTER, "Streams that have given a token."),
+    Field(
+        "first_token_total_s",
+        "areal_server_first_token_seconds_total",
+        COUNTER,
+        "Time from their requests to these first tokens.",
+    ),
+    Field("num_swaps", "areal_server_swaps_total", COUNTER, "Weights versions that it was given."),
+    Field("swap_total_s", "areal_server_swap_seconds_total", COUNTER, "Time for which these have paused it."),
 )
 TRAINER = (
     Field("step", "areal_step", GAUGE, "Training steps done."),

@@ -171,6 +171,7 @@ class InferenceClient:
         now_s = asyncio.get_running_loop().time
         limit_s = self._settings.first_token_deadline_s
         renewed_until_s = 0.0
+        asked_s, num_before, is_silent = now_s(), len(completion.output_ids), True
         try:
             async with (
                 asyncio.timeout(limit_s) as deadline,
@@ -186,6 +187,10 @@ class InferenceClient:
                             is_over = self._take(server, event, completion) or is_over
                     if events:
                         wait.moved()
+                        if is_silent and len(completion.output_ids) > num_before:
+                            is_silent = False
+                            server.num_first_tokens += 1
+                            server.first_token_total_s += now_s() - asked_s
                         limit_s = self._settings.between_tokens_deadline_s
                         due_s = now_s() + limit_s
                         if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it

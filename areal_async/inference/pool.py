@@ -43,6 +43,14 @@ class Server:
     limit: int = sys.maxsize
     """Requests it is sent at once."""
     num_generated_tokens: int = 0
+    num_first_tokens: int = 0
+    """Streams that have given a token."""
+    first_token_total_s: float = 0.0
+    """From their requests to these tokens, over all of them."""
+    num_swaps: int = 0
+    """Weights versions that it was given."""
+    swap_total_s: float = 0.0
+    """For which these have paused it, over all of them."""
 
     is_held: bool = False
     """It changes its weights in place; what was sent to it now would run on what is left of the old ones."""

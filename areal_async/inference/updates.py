@@ -168,6 +168,8 @@ class Updater:
         if times is None:
             return
         self._around.pool.admit(self._server, url=self._api.url, version=order.version)
+        self._server.num_swaps += 1
+        self._server.swap_total_s += sum(times.swap)
         log.info(
             "server.swapped", server_id=self._server.id, version=order.version,
             kind=order.kind, stage_s=round(times.stage_s, 4),

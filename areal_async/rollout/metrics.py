@@ -1,7 +1,9 @@
 """What a node says about itself every second, as one JSON object on its metrics subject."""
 
 import time
-from typing import Any
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import anyio
 import msgspec
@@ -9,19 +11,57 @@ import msgspec
 from areal_async import waits
 from areal_async.bus import serving
 from areal_async.exporters.prometheus import exporting
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import Pool, Server
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.workplace import Workplace
 
 INTERVAL_S = 1.0
+NUM_INTERVALS = 10
+"""Over which the time to a first token is a mean; streams begin less often than tokens come."""
+
+
+class _Counters(NamedTuple):
+    num_generated_tokens: int
+    num_first_tokens: int
+    first_token_total_s: float
+
+
+class Pace:
+    """How fast each server was in the last seconds; told every second what they have done in all."""
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[float, dict[Server, _Counters]]] = deque(maxlen=NUM_INTERVALS + 1)
+
+    def note(self, servers: Iterable[Server], *, now_s: float) -> None:
+        """Take in what the servers have done until now."""
+        counters = {
+            one: _Counters(one.num_generated_tokens, one.num_first_tokens, one.first_token_total_s) for one in servers
+        }
+        self._noted.append((now_s, counters))
+
+    def of(self, server: Server) -> dict[str, float | None]:
+        """Return its tokens per second over the last second, and its mean time to a first token over the last ten.
+
+        The latter is None while no stream has begun.
+        """
+        known = [(at_s, counters[server]) for at_s, counters in self._noted if server in counters]
+        if len(known) < 2:
+            return {"tokens_per_s": 0.0, "first_token_mean_s": None}
+        (_, oldest), (before_s, before), (now_s, now) = known[0], known[-2], known[-1]
+        num_begun = now.num_first_tokens - oldest.num_first_tokens
+        waited_s = now.first_token_total_s - oldest.first_token_total_s
+        return {
+            "tokens_per_s": round((now.num_generated_tokens - before.num_generated_tokens) / (now_s - before_s), 1),
+            "first_token_mean_s": round(waited_s / num_begun, 4) if num_begun else None,
+        }
 
 
 async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
-    tokens_per_s = 0.0
+    tokens_per_s, pace = 0.0, Pace()
 
     def report() -> dict[str, Any]:
-        return {**node_report(place, pool, watch), "tokens_per_s": tokens_per_s}
+        return {**node_report(place, pool, watch, pace), "tokens_per_s": tokens_per_s}
 
     async with (
         serving(
@@ -35,13 +75,13 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
             now_s, num_tokens = time.monotonic(), _num_generated_tokens(place, pool)
             tokens_per_s = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
             num_tokens_before, before_s = num_tokens, now_s
+            pace.note((server for one in _pools(place, pool).values() for server in one.servers.values()), now_s=now_s)
             await place.bus.emit(place.bus.names.metrics("node", place.node_id), msgspec.json.encode(report()))
 
 
-def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any]:
+def node_report(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> dict[str, Any]:
     """Return the state of the node as it is now."""
     counts = place.counts
-    pools = {"": pool, **{name: model.pool for name, model in place.frozen.items()}}
     return {
         "node_id": place.node_id,
         "state": f"runs {counts.num_groups_running} groups, {counts.num_trajectories_running} trajectories",
@@ -66,9 +106,15 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
                 "num_requests": server.num_requests,
                 "limit": server.limit,
                 "outstanding_tokens": server.outstanding_tokens,
+                "num_generated_tokens": server.num_generated_tokens,
+                "num_first_tokens": server.num_first_tokens,
+                "first_token_total_s": round(server.first_token_total_s, 4),
+                "num_swaps": server.num_swaps,
+                "swap_total_s": round(server.swap_total_s, 4),
                 "frozen": name,
+                **pace.of(server),
             }
-            for name, one in pools.items()
+            for name, one in _pools(place, pool).items()
             for server in one.servers.values()
         },
     }
@@ -76,8 +122,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch) -> dict[str, Any
 
 def _waits_for(place: Workplace, pool: Pool) -> str:
     """Name what holds the node up, the most telling first; empty when nothing does."""
-    pools = (pool, *(model.pool for model in place.frozen.values()))
-    servers = [server for one in pools for server in one.servers.values()]
+    servers = [server for one in _pools(place, pool).values() for server in one.servers.values()]
     fenced = [f"server {server.id} ({server.fence})" for server in servers if server.fence]
     if fenced:
         return ", ".join(fenced)
@@ -89,5 +134,10 @@ def _waits_for(place: Workplace, pool: Pool) -> str:
     return "tickets" if not place.counts.num_groups_running else "its workflows and rewards"
 
 
+def _pools(place: Workplace, pool: Pool) -> dict[str, Pool]:
+    """Return the pool of each policy's servers by its name; that of the trained one by none."""
+    return {"": pool, **{name: model.pool for name, model in place.frozen.items()}}
+
+
 def _num_generated_tokens(place: Workplace, pool: Pool) -> int:
-    return pool.num_generated_tokens + sum(model.pool.num_generated_tokens for model in place.frozen.values())
+    return sum(one.num_generated_tokens for one in _pools(place, pool).values())

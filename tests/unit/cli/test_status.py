@@ -89,7 +89,16 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
         credits=0,
         queue={"tickets": {"num_messages": 16, "num_bytes": 4000}},
         members=members_of(SETTINGS, {("controller", "0"): {"state": "paused"}}, CREWS),
-        servers=[{"id": "0-0", "version": "1-12", "is_fenced": True, "reason": "starting", "num_requests": 7}],
+        servers=[
+            {
+                "id": "0-0",
+                "version": "1-12",
+                "is_fenced": True,
+                "reason": "starting",
+                "num_requests": 7,
+                "tokens_per_s": 1234.5,
+            }
+        ],  # fmt: skip
         notes=["node 0 does not answer: node-0 ended by SIGKILL"],
     )
     console = Console(width=width, record=True, file=io.StringIO(), highlight=False)
@@ -98,7 +107,8 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
 
     text = console.export_text()
     for piece in ("run gsm8k: paused (by ann@host", "12/200, weights 1-12", "0.500, last evaluation 0.625",
-                  "16 tickets", "48 in flight", "no answer", "starting", "node 0 does not answer"):  # fmt: skip
+                  "16 tickets", "48 in flight", "no answer", "starting", " 1234 ",
+                  "node 0 does not answer"):  # fmt: skip
         assert piece in text, text
     assert max(map(len, text.splitlines())) <= width
     assert not status.is_healthy
@@ -108,10 +118,11 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
 def test_a_server_goes_with_its_node_whatever_was_said_of_it_last() -> None:
     server = ServerState(server_id="0-0", node_id="0", url="", version="1-3")
 
-    there = server_of(server, {("node", "0"): {"servers": {"0-0": {"num_requests": 7}}}})
+    there = server_of(server, {("node", "0"): {"servers": {"0-0": {"num_requests": 7, "tokens_per_s": 3.5}}}})
     gone = server_of(server, {})
 
     assert (there["is_fenced"], there["version"], there["num_requests"]) == (False, "1-3", 7)
+    assert there["tokens_per_s"] == 3.5
     assert (gone["is_fenced"], gone["version"], gone["reason"]) == (True, "", "node 0 does not answer")
 
 

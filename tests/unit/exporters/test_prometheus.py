@@ -25,7 +25,21 @@ NODE_REPORT = {
     "num_rejected": 0,
     "num_generated_tokens": 900,
     "servers": {
-        "n0-0": {"version": "1-4", "fence": "", "num_requests": 3, "limit": 8, "outstanding_tokens": 40, "frozen": ""},
+        "n0-0": {
+            "version": "1-4",
+            "fence": "",
+            "num_requests": 3,
+            "limit": 8,
+            "outstanding_tokens": 40,
+            "frozen": "",
+            "num_generated_tokens": 900,
+            "num_first_tokens": 9,
+            "first_token_total_s": 1.5,
+            "num_swaps": 4,
+            "swap_total_s": 0.25,
+            "tokens_per_s": 12.5,
+            "first_token_mean_s": None,
+        },  # fmt: skip
         "n0-1": {"version": "", "fence": "its process ended", "num_requests": 0, "frozen": "grader"},
     },
 }
@@ -59,6 +73,9 @@ def test_a_nodes_servers_are_told_apart_and_a_fence_is_a_number() -> None:
     assert seen["areal_server_fenced", "n0-0", "policy"] == 0
     assert seen["areal_server_fenced", "n0-1", "grader"] == 1
     assert seen["areal_server_weights_step", "n0-0", "policy"] == 4
+    assert seen["areal_server_generated_tokens_total", "n0-0", "policy"] == 900
+    assert seen["areal_server_first_token_seconds_total", "n0-0", "policy"] == 1.5
+    assert seen["areal_server_swap_seconds_total", "n0-0", "policy"] == 0.25
     assert ("areal_server_weights_step", "n0-1", "grader") not in seen
 
 

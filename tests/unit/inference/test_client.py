@@ -65,6 +65,8 @@ async def test_events_are_whole_wherever_the_bytes_are_cut(size: int) -> None:
     assert turn.finish_reason == "stop"
     assert turn.spans == [VersionSpan(version="1-0", start=0, end=4)]
     assert (server.outstanding_tokens, server.num_requests, server.num_generated_tokens) == (0, 0, 4)
+    assert server.num_first_tokens == 1, "once for a stream, however many events it has"
+    assert server.first_token_total_s > 0
 
 
 async def test_request_that_waited_through_an_update_keeps_its_submit_version() -> None:

@@ -105,6 +105,8 @@ async def test_server_that_has_started_is_admitted_with_the_newest_version_once_
         scene.announce(on_disk("1-6", tensors_sha256={"model.norm.weight": HASH}))
         await scene.until("1-6")
         assert "/weights_checker" not in scene.routes, "only who was fenced has to prove what it runs"
+        assert scene.server.num_swaps == 2
+        assert scene.server.swap_total_s > 0
 
 
 async def test_server_with_other_tensors_than_announced_is_not_admitted_and_the_reason_says_so() -> None:
