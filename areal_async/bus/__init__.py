@@ -18,7 +18,16 @@ from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription,
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
-from areal_async.bus.service import Endpoint, Report, Schema, ask_service, gather_reports, json_object, serving
+from areal_async.bus.service import (
+    Endpoint,
+    Report,
+    Schema,
+    ask_service,
+    gather_reports,
+    hearing_reports,
+    json_object,
+    serving,
+)
 from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer_consumer
 from areal_async.bus.sweep import Sweep
 
@@ -46,6 +55,7 @@ __all__ = [
     "declare",
     "delete_run",
     "gather_reports",
+    "hearing_reports",
     "json_object",
     "list_runs",
     "open_bus",

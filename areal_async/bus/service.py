@@ -168,12 +168,48 @@ async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], 
             async for answer in answers:
                 if answer.status is not None:
                     break  # nobody listens
-                with suppress(WireError, KeyError, TypeError):
-                    stats = decode_json(answer.data, Report, what="statistics of a service")
-                    if stats["metadata"].get("run") == bus.names.run and stats["name"].startswith("areal-"):
-                        data = next(one["data"] for one in stats["endpoints"] if one["name"] == "status")
-                        found[stats["name"].removeprefix("areal-"), stats["metadata"]["instance"]] = data
+                if (report := _report_in(answer, bus.names.run)) is not None:
+                    found[report[0]] = report[1]
     return found
+
+
+@asynccontextmanager
+async def hearing_reports(
+    bus: Bus, hear: Callable[[tuple[str, str], Report], None]
+) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    """Hear what every service of this run answers, whenever it does, while the block runs; yields what asks them.
+
+    Args:
+        hear: takes (role, instance), and the report.
+
+    Raises:
+        ConnectionLostError: by what asks, while the connection is down.
+    """
+    inbox = f"{SERVICES_INBOX}.{uuid4().hex}"
+
+    def on_received(answer: Received) -> None:
+        if answer.status is None and (report := _report_in(answer, bus.names.run)) is not None:
+            hear(*report)
+
+    async def ask() -> None:
+        await bus.connection.publish("$SRV.STATS", b"", reply=inbox)
+
+    listener = await bus.connection.listen(inbox, on_received)
+    try:
+        yield ask
+    finally:
+        with anyio.CancelScope(shield=True):
+            await listener.aclose()
+
+
+def _report_in(answer: Received, run: str) -> tuple[tuple[str, str], Report] | None:
+    """Return who of this run answers, and what; None for anything else."""
+    with suppress(WireError, KeyError, TypeError, StopIteration):
+        stats = decode_json(answer.data, Report, what="statistics of a service")
+        if stats["metadata"].get("run") == run and stats["name"].startswith("areal-"):
+            data = next(one["data"] for one in stats["endpoints"] if one["name"] == "status")
+            return (stats["name"].removeprefix("areal-"), stats["metadata"]["instance"]), data
+    return None
 
 
 @asynccontextmanager

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.bus import Bus, Report, gather_reports
-from areal_async.cli.tail import decode_object, read_json_lines
+from areal_async.bus import Bus, Message, Report, gather_reports
+from areal_async.cli.tail import decode_object, read_last_json_line
 from areal_async.cli.view import event_text
 from areal_async.errors import BusError, UnreachableError, UserError
 from areal_async.inference.pool import STARTING
@@ -172,7 +172,7 @@ async def read_snapshot(
 
     Args:
         gather: returns what each service says of itself, by role and instance.
-        num_events: how many of the newest are read.
+        num_events: how many of the newest are read; 0 to ask for none.
     """
     names = bus.names
     reports: dict[tuple[str, str], Report] = {}
@@ -198,7 +198,8 @@ async def read_snapshot(
             queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
 
     async def ask_events() -> None:
-        events.extend(await read_events(bus, limit=num_events))
+        if num_events:
+            events.extend(await read_events(bus, limit=num_events))
 
     async with anyio.create_task_group() as asking:
         for one in (ask_services, ask_keys, ask_streams, ask_events):
@@ -210,7 +211,7 @@ async def read_snapshot(
     known = {name: state for name, (state, _) in crews.items()}
     members = members_of(settings, reports, known)
     line = newest_step(settings, reports)
-    evaluations = read_json_lines(settings.run_directory / "eval.jsonl")
+    evaluation = read_last_json_line(settings.run_directory / "eval.jsonl")
     books = reports.get(("controller", "0"), {})
     state = state_of(run_state or RunState(), control or Control(), members)
     if settings.bus.url == EMBEDDED or "crew.broker" in known:
@@ -224,7 +225,7 @@ async def read_snapshot(
         steps=int(books.get("steps", settings.run.steps)),
         weights_version=weights.version if weights is not None else "",
         reward_mean=line.get("reward_mean"),
-        accuracy=evaluations[-1].get("accuracy") if evaluations else None,
+        accuracy=evaluation.get("accuracy") if evaluation else None,
         admitted=int(books.get("admitted", 0)),
         settled=int(books.get("settled", 0)),
         in_flight=int(books.get("in_flight", 0)),
@@ -240,25 +241,25 @@ async def read_snapshot(
 
 def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
     """Return the line of the newest step: from the run's file, or, where that is elsewhere, as the trainer tells it."""
-    lines = read_json_lines(settings.run_directory / "metrics.jsonl")
+    line = read_last_json_line(settings.run_directory / "metrics.jsonl")
     told = reports.get(("trainer", "0"), {}).get("last_step")
-    return lines[-1] if lines else told if isinstance(told, dict) else {}
+    return line or (told if isinstance(told, dict) else {})
 
 
 def without_broker(settings: Settings, reason: str) -> Status:
     """Return what the run's files alone say of it."""
-    lines = read_json_lines(settings.run_directory / "metrics.jsonl")
-    evaluations = read_json_lines(settings.run_directory / "eval.jsonl")
+    line = read_last_json_line(settings.run_directory / "metrics.jsonl") or {}
+    evaluation = read_last_json_line(settings.run_directory / "eval.jsonl")
     others = [replace(one, presence=UNKNOWN, why="") for one in members_of(settings, {}, {})]
     return Status(
         run=settings.run.name,
         state="no broker",
         reason=reason,
-        step=int(lines[-1]["step"]) if lines else 0,
+        step=int(line.get("step", 0)),
         steps=settings.run.steps,
-        weights_version=str(lines[-1].get("weights_version", "")) if lines else "",
-        reward_mean=lines[-1].get("reward_mean") if lines else None,
-        accuracy=evaluations[-1].get("accuracy") if evaluations else None,
+        weights_version=str(line.get("weights_version", "")),
+        reward_mean=line.get("reward_mean"),
+        accuracy=evaluation.get("accuracy") if evaluation else None,
         admitted=0,
         settled=0,
         in_flight=0,
@@ -279,10 +280,16 @@ async def read_events(bus: Bus, *, limit: int) -> list[dict[str, Any]]:
         return []
     found = []
     for message in await bus.read_log(stream, bus.names.all_events, start_sequence=newest - NUM_READ):
-        event = decode_object(message.data)
+        event = event_in(message)
         if event is not None:
-            found.append({**event, "teller": " ".join(message.subject.split(".")[3:5])})
+            found.append(event)
     return found[-limit:]
+
+
+def event_in(message: Message) -> dict[str, Any] | None:
+    """Return a stored event with who told it; None for anything else."""
+    event = decode_object(message.data)
+    return None if event is None else {**event, "teller": " ".join(message.subject.split(".")[3:5])}
 
 
 def broker_of(crew: CrewState | None, *, is_live: bool) -> Member:

@@ -4,10 +4,14 @@ A restored trainer replaces ``metrics.jsonl`` by the part that survives; the rea
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
 Line = dict[str, Any]
+
+BLOCK_BYTES = 64 << 10
+"""Read at once from a file's end: some lines of a step."""
 
 
 class News(NamedTuple):
@@ -46,6 +50,27 @@ class JsonLines:
 def read_json_lines(path: Path) -> list[Line]:
     """Return every whole line of a file; none when it is not there."""
     return JsonLines(path).read_new().lines
+
+
+def read_last_json_line(path: Path) -> Line | None:
+    """Return the last whole line of a file, however long the file is; None when there is none."""
+    try:
+        with open(path, "rb") as file:
+            end = place = file.seek(0, os.SEEK_END)
+            while place > 0:
+                place = max(0, place - max(BLOCK_BYTES, end - place))  # twice as much each time
+                file.seek(place)
+                lines = _decode(_whole_lines(file.read(end - place), is_from_start=place == 0))
+                if lines:
+                    return lines[-1]
+    except FileNotFoundError:
+        return None
+    return None
+
+
+def _whole_lines(data: bytes, *, is_from_start: bool) -> bytes:
+    start = 0 if is_from_start else data.find(b"\n") + 1
+    return data[start : data.rfind(b"\n") + 1]
 
 
 def _decode(data: bytes) -> list[Line]:

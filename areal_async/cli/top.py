@@ -1,16 +1,18 @@
-"""``top``: a live run on one screen, asked anew every second; keys turn the panes, pause it and resume it.
+"""``top``: a live run on one screen, asked anew twice a second; keys turn the panes, pause it and resume it.
 
-It asks each role what ``status`` asks it, once a second, and nothing else, so that being watched costs next to nothing.
+It asks each role what ``status`` asks it, and nothing else, so that being watched costs next to nothing. Events and
+steps are shown as they come.
 """
 
 import argparse
 import logging
 import os
+import signal
 import sys
 import termios
 import time
 import tty
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager, suppress
 
 import anyio
@@ -18,28 +20,36 @@ import structlog
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
-from areal_async.bus import Bus, Report, ask_service, gather_reports
+from areal_async.bus import Bus, HeldError, Report, ask_service, hearing_reports
 from areal_async.cli.orders import DONE, who
-from areal_async.cli.status import CONNECT_S, read_snapshot, remote_settings
+from areal_async.cli.status import CONNECT_S, NUM_READ, event_in, read_snapshot, remote_settings
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top_screen import draw
 from areal_async.cli.top_view import PANES, TopView
-from areal_async.errors import BusError, UserError
+from areal_async.errors import BusError, UserError, leaves_of
 from areal_async.launch.run import visit_at, visit_live
-from areal_async.launch.run_directory import find_run
+from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.settings import Settings
 
-REFRESH_S = 0.9
-ANSWER_S = 0.4
+REFRESH_S = 0.5
+ANSWER_S = 0.3
 """For the roles to answer; one that is late is shown with its last answer, until that is too old."""
+LOOK_AT_STEPS_S = 0.2
+MIN_PAUSE_S = 0.1
+REDRAW_S = 1.0
+RETRY_S = 1.0
+SNAPSHOT_DEADLINE_S = 2.0
+"""For the broker, after which it is said not to answer."""
 ORDER_DEADLINE_S = 5.0
-NUM_EVENTS = 100
 NOTICE_S = 5.0
 ESCAPES = {
     "\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left", "\x1b[5~": "page up", "\x1b[6~": "page down",
     "\x1bOA": "up", "\x1bOB": "down", "\x1bOC": "right", "\x1bOD": "left", "\t": "right",
+    "\x1b[H": "home", "\x1b[F": "end", "\x1bOH": "home", "\x1bOF": "end", "\x1b[1~": "home", "\x1b[4~": "end",
+    "\x1b": "escape", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace",
 }  # fmt: skip
-SCROLLS = {"up": -1, "down": 1, "page up": -10, "page down": 10}
+MAX_ROWS = 1 << 30
+SCROLLS = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -MAX_ROWS, "end": MAX_ROWS}
 TURNS = {"left": -1, "right": 1}
 
 
@@ -48,73 +58,162 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"top: got no terminal, need one; status --run {arguments.run} prints what it shows once")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    directory = find_run(arguments.run) if arguments.url is None else None
     visit: AbstractAsyncContextManager[tuple[Settings, Bus]] = (
-        visit_live(find_run(arguments.run))
-        if arguments.url is None
-        else visit_at(remote_settings(arguments), CONNECT_S)
+        visit_live(directory) if directory is not None else visit_at(remote_settings(arguments), CONNECT_S)
     )
 
     async def show() -> None:
         async with visit as (settings, bus):
-            await _Top(settings, bus, by=arguments.by or who()).run()
+            await _Top(settings, bus, by=arguments.by or who(), directory=directory).run()
 
     anyio.run(show, backend_options={"use_uvloop": True})
     return 0
 
 
 class _Top:
-    def __init__(self, settings: Settings, bus: Bus, *, by: str) -> None:
+    def __init__(self, settings: Settings, bus: Bus, *, by: str, directory: RunDirectory | None) -> None:
         self._settings = settings
         self._bus = bus
         self._by = by
+        self._directory = directory
         self._view = TopView()
         self._steps = JsonLines(settings.run_directory / "metrics.jsonl")
         self._console = Console(file=sys.stdout)
+        self._answers: dict[tuple[str, str], Report] = {}
+        self._heard = anyio.Event()
+        self._news = anyio.Event()
         self._told_s = 0.0
 
     async def run(self) -> None:
         with _keyboard(), Live(console=self._console, screen=True, auto_refresh=False) as live:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._run_asking, live)
+            async with hearing_reports(self._bus, self._hear) as ask, anyio.create_task_group() as tasks:
+                for loop in (self._run_events, self._run_steps, self._run_sizes):
+                    tasks.start_soon(loop)
+                tasks.start_soon(self._run_asking, ask)
+                tasks.start_soon(self._run_drawing, live)
                 async for key in _keys():
-                    if key == "q":
+                    if key == "q" and not self._view.is_typing:
                         break
                     await self._press(key)
                     self._draw(live)
                 tasks.cancel_scope.cancel()
 
-    async def _run_asking(self, live: Live) -> None:
-        """Ask and draw for ever.
+    async def _run_asking(self, ask: Callable[[], Awaitable[None]]) -> None:
+        """Ask everybody, until the run has ended.
 
-        consumes:     answers of the roles, the broker and the run's files
-        waits for:    the next second
+        consumes:     answers of the roles and the broker
+        waits for:    the next half second
+        produces:     the view's status
+        unblocked by: cancellation
+        """
+
+        async def gather() -> dict[tuple[str, str], Report]:
+            return await self._gather(ask)
+
+        while True:
+            since_s = time.monotonic()
+            cause = f"not within {SNAPSHOT_DEADLINE_S:g} s"
+            with anyio.move_on_after(SNAPSHOT_DEADLINE_S):
+                try:
+                    self._view.status = await read_snapshot(self._settings, self._bus, gather=gather, num_events=0)
+                    cause = ""
+                except* BusError as group:
+                    cause = str(leaves_of(group)[0])
+            if cause and self._has_ended():
+                self._view.end()
+                self._news.set()
+                return
+            if cause:
+                self._view.lose_broker(cause)
+            self._news.set()
+            await anyio.sleep(max(MIN_PAUSE_S, REFRESH_S - (time.monotonic() - since_s)))
+
+    async def _gather(self, ask: Callable[[], Awaitable[None]]) -> dict[tuple[str, str], Report]:
+        """Ask the roles, and wait for those that have answered before; whoever is late is heard the next time."""
+        self._answers.clear()
+        await ask()
+        with anyio.move_on_after(ANSWER_S):
+            while not self._view.reports or not self._view.reports.keys() <= self._answers.keys():
+                self._heard = anyio.Event()
+                await self._heard.wait()
+        return self._view.hear(self._answers, now_s=time.monotonic())
+
+    def _hear(self, who: tuple[str, str], report: Report) -> None:
+        self._answers[who] = report
+        self._heard.set()
+
+    async def _run_events(self) -> None:
+        """Take in what has happened lately, and what happens.
+
+        consumes:     the stream of events
+        waits for:    the next one
+        produces:     the view's events
+        unblocked by: cancellation alone
+        """
+        stream, next_sequence = self._bus.names.events_stream, 0
+        while True:
+            try:
+                if not next_sequence:
+                    next_sequence = max(1, (await self._bus.stream_state(stream)).last_sequence - NUM_READ)
+                async for message in self._bus.follow(stream, self._bus.names.all_events, start_sequence=next_sequence):
+                    next_sequence = message.sequence + 1
+                    if (event := event_in(message)) is not None:
+                        self._view.events.append(event)
+                        self._news.set()
+            except BusError:  # _run_asking tells
+                await anyio.sleep(RETRY_S)
+
+    async def _run_steps(self) -> None:
+        """Take in each step's line as it is written, for ever."""
+        while True:
+            if lines := self._steps.read_new().lines:
+                for line in lines:
+                    self._view.add_step(line)
+                self._news.set()
+            await anyio.sleep(LOOK_AT_STEPS_S)
+
+    async def _run_sizes(self) -> None:
+        """Draw anew whenever the terminal has another size, for ever."""
+        with anyio.open_signal_receiver(signal.SIGWINCH) as sizes:
+            async for _ in sizes:
+                self._news.set()
+
+    async def _run_drawing(self, live: Live) -> None:
+        """Draw what is new, a few times a second at most, and every second how long ago everything was.
+
+        consumes:     the view
+        waits for:    news
         produces:     the screen
         unblocked by: cancellation alone
         """
         while True:
-            since_s = time.monotonic()
-            self._draw(live)
-            for line in self._steps.read_new().lines:
-                self._view.add_step(line)
-            try:
-                with anyio.fail_after(ORDER_DEADLINE_S):
-                    self._view.status = await read_snapshot(
-                        self._settings, self._bus, gather=self._gather, num_events=NUM_EVENTS
-                    )
-            except (BusError, TimeoutError) as exc:
-                self._tell(f"the broker does not answer: {str(exc) or f'not within {ORDER_DEADLINE_S:g} s'}")
+            with anyio.move_on_after(REDRAW_S):
+                await self._news.wait()
+            self._news = anyio.Event()
             if self._view.notice and time.monotonic() - self._told_s > NOTICE_S:
                 self._view.notice = ""
             self._draw(live)
-            await anyio.sleep(max(0.05, REFRESH_S - (time.monotonic() - since_s)))
+            await anyio.sleep(MIN_PAUSE_S)
 
-    async def _gather(self) -> dict[tuple[str, str], Report]:
-        answers = await gather_reports(self._bus, within_s=ANSWER_S)
-        return self._view.hear(answers, now_s=time.monotonic())
+    def _has_ended(self) -> bool:
+        """Say whether nobody runs the run any more; of one elsewhere that is never known."""
+        if self._directory is None:
+            return False
+        with suppress(HeldError), self._directory.locked(self._settings.run.name):
+            return True
+        return False
 
     async def _press(self, key: str) -> None:
         view = self._view
+        if view.is_typing:
+            view.type(key)
+            return
         match key:
+            case "/":
+                view.is_typing = True
+            case "escape":
+                view.type(key)
             case "p":
                 await self._order("pause")
             case "r":

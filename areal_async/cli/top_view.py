@@ -5,37 +5,53 @@ is too old to tell of the present.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import msgspec
 
 from areal_async.bus import Report
-from areal_async.cli.status import OK, Member, Status, duration_text, seconds_since
+from areal_async.cli.status import ENDED, Status
 from areal_async.cli.tail import Line
-from areal_async.cli.view import event_text, number
+from areal_async.cli.top_rows import (
+    EVENT_COLUMNS,
+    LEASE_COLUMNS,
+    PROCESS_COLUMNS,
+    SERVER_COLUMNS,
+    WAIT_COLUMNS,
+    Column,
+    Row,
+    event_rows,
+    lease_rows,
+    process_rows,
+    server_rows,
+    wait_rows,
+)
+from areal_async.cli.view import number
 from areal_async.waits import WaitRecord, WaitReport
 
 PANES = ("processes", "servers", "waits", "leases", "events")
 SORTS = {
-    "processes": ("name", "lag", "starts"),
-    "servers": ("name", "load", "version"),
+    "processes": ("trouble", "name", "lag", "starts"),
+    "servers": ("trouble", "name", "load", "tokens/s", "version"),
     "waits": ("quiet", "age", "waiter"),
     "leases": ("age", "node", "quiet"),
-    "events": ("newest first", "oldest first"),
+    "events": ("newest", "oldest"),
+}
+COLUMNS = {
+    "processes": PROCESS_COLUMNS,
+    "servers": SERVER_COLUMNS,
+    "waits": WAIT_COLUMNS,
+    "leases": LEASE_COLUMNS,
+    "events": EVENT_COLUMNS,
 }
 KEPT_S = 2.5
 """How long an answer stands for a process that gives no newer one."""
 MAX_STEPS = 500
+MAX_EVENTS = 500
 RATE_OVER_S = 10.0
-
-
-class Row(NamedTuple):
-    """One line of a pane."""
-
-    cells: tuple[str, ...]
-    style: str = ""
+NO_BROKER = "no broker"
 
 
 @dataclass(slots=True)
@@ -44,12 +60,18 @@ class TopView:
 
     steps: deque[Line] = field(default_factory=lambda: deque(maxlen=MAX_STEPS))
     """Lines of the newest steps, oldest first."""
+    events: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    """What has happened last, oldest first."""
     status: Status | None = None
     reports: dict[tuple[str, str], Report] = field(default_factory=dict)
     pane: int = 0
     sorts: dict[str, int] = field(default_factory=dict)
     offset: int = 0
     """Rows of the pane that are scrolled away."""
+    filter: str = ""
+    """Only rows with this text in them are shown, whether its letters are large or small."""
+    is_typing: bool = False
+    """Keys go to the filter."""
     shows_help: bool = False
     notice: str = ""
     """What became of the last order."""
@@ -78,6 +100,22 @@ class TopView:
             self.steps.pop()
         self.steps.append(line)
 
+    def lose_broker(self, reason: str) -> None:
+        """Note that nobody can be asked; what was said last stays in sight, and is said to be old."""
+        if self.status is not None:
+            note = f"the broker does not answer ({reason}); what stands here was said before"
+            self.status = replace(self.status, state=NO_BROKER, notes=[note])
+
+    def end(self) -> None:
+        """Note that the run has ended: nobody is missed any more."""
+        if self.status is not None:
+            how = f"status --run {self.status.run} tells how"
+            members = [replace(one, presence=ENDED, state="", waits_for="") for one in self.status.members]
+            self.status = replace(self.status, state="ended", reason=how, members=members, servers=[], notes=[])
+        self.reports.clear()
+        self._heard_s.clear()
+        self._scored.clear()
+
     # the keys
 
     @property
@@ -101,7 +139,26 @@ class TopView:
         """Move through the pane, within its rows."""
         self.offset = max(0, min(self.offset + num_rows, len(self.rows()) - 1))
 
+    def type(self, key: str) -> None:
+        """Change the filter by a key: a letter, ``backspace``, ``enter`` to keep it, ``escape`` to drop it."""
+        match key:
+            case "enter":
+                self.is_typing = False
+            case "escape":
+                self.filter, self.is_typing = "", False
+            case "backspace":
+                self.filter = self.filter[:-1]
+            case _ if len(key) == 1 and key.isprintable():
+                self.filter += key
+        self.offset = 0
+
     # what is to be seen
+
+    @property
+    def step(self) -> int:
+        """The newest that is known."""
+        told = int(number(self.steps[-1], "step")) if self.steps else 0
+        return told or (self.status.step if self.status is not None else 0)
 
     @property
     def nodes(self) -> dict[str, Report]:
@@ -129,31 +186,32 @@ class TopView:
         return {int(age): number(line, prefix + age) for age in ages if age.isdecimal()}
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Headings of the pane's columns."""
-        return {
-            "processes": ("process", "", "up", "lag ms", "starts", "does", "waits for"),
-            "servers": ("server", "version", "requests", "tokens due", "state"),
-            "waits": ("quiet s", "age s", "who waits", "for what"),
-            "leases": ("age s", "quiet s", "node", "group", "waits for"),
-            "events": ("ago", "what"),
-        }[self.pane_name]
+    def columns(self) -> tuple[Column, ...]:
+        """Those of the pane."""
+        return COLUMNS[self.pane_name]
 
     def rows(self) -> list[Row]:
-        """Return the rows of the pane, sorted as is wanted."""
+        """Return the rows of the pane that pass the filter, sorted as is wanted."""
+        wanted = self.filter.casefold()
+        return [row for row in self._all_rows() if wanted in " ".join(row.cells).casefold()]
+
+    def _all_rows(self) -> list[Row]:
         if self.status is None:
             return []
         match self.pane_name:
             case "processes":
-                return _process_rows(self.status.members, self.sort_name)
+                return process_rows(self.status.members, self.sort_name)
             case "servers":
-                return _server_rows(self._servers(), self.sort_name)
+                return server_rows(self._servers(), self.sort_name)
             case "waits":
-                return _wait_rows(self._waits(), self.sort_name)
+                return wait_rows(self._waits(), self.sort_name)
             case "leases":
-                return _lease_rows(self._waits(), self.sort_name)
-        newest = event_rows(self.status.events)
-        return newest if self.sort_name == "newest first" else newest[::-1]
+                return lease_rows(self._waits(), self.sort_name)
+        return event_rows(self.events if self.sort_name == "oldest" else reversed(self.events))
+
+    def newest_events(self, count: int) -> list[Row]:
+        """Return rows of the last events, the newest first."""
+        return event_rows(list(self.events)[: -count - 1 : -1])
 
     def _servers(self) -> list[dict[str, Any]]:
         assert self.status is not None
@@ -172,97 +230,8 @@ class TopView:
         return found
 
 
-def event_rows(events: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return a row for each event, the newest first."""
-    rows = []
-    for event in reversed(events):
-        ago = duration_text(seconds_since(str(event.get("at", ""))))
-        is_bad = str(event.get("event")) in (
-            "role.lost",
-            "server.fenced",
-            "run.stalled",
-            "alarm.raised",
-            "group.dead",
-            "message.buried",
-        )
-        rows.append(Row((ago, event_text(dict(event))), "red" if is_bad else ""))
-    return rows
-
-
 def _records(report: Report) -> list[WaitRecord]:
     try:
         return msgspec.convert(report.get("waits", {}), WaitReport).records
     except msgspec.ValidationError:
         return []
-
-
-def _process_rows(members: Sequence[Member], sort: str) -> list[Row]:
-    def shown(member: Member) -> Row:
-        is_there = member.presence == OK
-        lag = f"{1000 * member.loop_lag_s:.0f}" if member.loop_lag_s else ""
-        cells = (
-            f"{member.role} {member.instance}",
-            member.presence,
-            duration_text(member.up_s) if member.up_s else "",
-            lag,
-            str(member.num_starts or ""),
-            member.state if is_there else member.why or member.state,
-            member.waits_for,
-        )
-        return Row(cells, "" if is_there else "red")
-
-    if sort == "lag":
-        members = sorted(members, key=lambda one: -one.loop_lag_s)
-    elif sort == "starts":
-        members = sorted(members, key=lambda one: -one.num_starts)
-    return [shown(one) for one in members]
-
-
-def _server_rows(servers: list[dict[str, Any]], sort: str) -> list[Row]:
-    if sort == "load":
-        servers = sorted(servers, key=lambda one: -number(one, "num_requests"))
-    elif sort == "version":
-        servers = sorted(servers, key=lambda one: [int(part) for part in str(one["version"] or "0-0").split("-")])
-    rows = []
-    for one in servers:
-        limit = int(number(one, "limit"))
-        requests = f"{int(number(one, 'num_requests'))}" + (f"/{limit}" if 0 < limit < 1 << 30 else "")
-        state = f"fenced: {one['reason']}" if one["is_fenced"] else str(one.get("fence") or "serves")
-        after = f" (last failure: {one['failure']})" if one.get("failure") else ""
-        tokens = str(int(number(one, "outstanding_tokens")))
-        rows.append(Row((one["id"], one["version"] or "none", requests, tokens, state + after),
-                        "red" if one["is_fenced"] else ""))  # fmt: skip
-    return rows
-
-
-def _wait_rows(waits: list[tuple[str, WaitRecord]], sort: str) -> list[Row]:
-    def key(pair: tuple[str, WaitRecord]) -> tuple[float, str]:
-        record = pair[1]
-        return {"quiet": (-record.quiet_s, ""), "age": (-record.age_s, "")}.get(sort, (0.0, record.waiter))
-
-    rows = []
-    for teller, one in sorted(waits, key=key):
-        more = f" and {one.num_more} more" if one.num_more else ""
-        cells = (f"{one.quiet_s:.1f}", f"{one.age_s:.1f}", one.waiter or teller, f"{one.what} {one.on}{more}".strip())
-        rows.append(Row(cells))
-    return rows
-
-
-def _lease_rows(waits: list[tuple[str, WaitRecord]], sort: str) -> list[Row]:
-    """Return what each node's groups wait for: a group is leased by the node that tells of it."""
-    leases = [(teller, one) for teller, one in waits if teller.startswith("node ") and one.waiter.startswith("group ")]
-
-    def key(pair: tuple[str, WaitRecord]) -> tuple[str, float]:
-        node, record = pair
-        return (node if sort == "node" else "", -(record.quiet_s if sort == "quiet" else record.age_s))
-
-    rows = []
-    for node, one in sorted(leases, key=key):
-        cells = (
-            f"{one.age_s:.1f}",
-            f"{one.quiet_s:.1f}",
-            node.removeprefix("node "),
-            one.waiter.removeprefix("group "),
-        )
-        rows.append(Row((*cells, f"{one.what} {one.on}".strip())))
-    return rows

@@ -43,6 +43,11 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(self.lines)
 
+    def resize(self, columns: int, rows: int) -> None:
+        """As a user drags the window's corner."""
+        self._screen.resize(rows, columns)
+        fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+
     def press(self, keys: str) -> None:
         os.write(self._file, keys.encode())
 

@@ -57,24 +57,33 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
     run = live
     small = Terminal(COLUMNS_80, "--run", str(run.directory), "--by", "ann")
     small.wait(_has("run gsm8k: running", "tokens/s generated", "controller 0", "trainer 0", "no alarm"), "the run")
-    for row, name in enumerate(("reward", "speed", "staleness", "groups", "stored"), start=1):
+    for row, name in enumerate(("reward", "speed", "a step", "staleness", "groups", "stored"), start=1):
         assert small.lines[row].startswith(name), small.text
-    assert re.search(r"staleness +\d █+ \d+ %", small.text), small.text
+    assert re.search(r"staleness.* █+ \d+ %", small.text), small.text
     assert small.lines[-1].startswith("q quit"), small.text
 
     small.press("2")
-    small.wait(_has("requests", "tokens due", "0-0", "serves"), "the servers")
+    small.wait(_has("tokens/s  requests  first ms", "0-0", "serves"), "the servers")
+    small.wait(lambda text: re.search(r"0-0 +1-\d+ +[1-9]\d* +\d+/\d+ +\d+ ", text) is not None, "its speed")
     small.press("\x1b[C")
     small.wait(_has("who waits", "for what", "trainer"), "the waits")
     small.press("4")
     small.wait(lambda text: "waits for" in text and re.search(r"\d-\d+-\d", text) is not None, "the leases")
     small.press("5")
-    small.wait(_has("weights.announced", "by newest first"), "the events")
+    small.wait(_has("weights.announced", "by newest"), "the events")
     small.press("s")
-    small.wait(_has("by oldest first", "role.started"), "the events, sorted")
+    small.wait(_has("by oldest", "role.started"), "the events, sorted")
+    small.press("/role.st\r")
+    small.wait(lambda text: "role.started" in text and "announced" not in text, "the events that are wanted")
+    small.press("\x1b")
+    small.wait(_has("weights.announced"), "all of them")
     small.press("?")
     small.wait(_has("leave; the run goes on"), "the help")
     small.press("?1")
+    small.resize(120, 40)
+    small.wait(_has("last events", "waits for"), "the larger screen")
+    small.resize(*COLUMNS_80)
+    small.wait(lambda text: "last events" not in text and text.splitlines()[-1].startswith("q quit"), "the smaller one")
 
     small.press("p")
     small.wait(_has("run gsm8k: paused", "by ann"), "the pause")

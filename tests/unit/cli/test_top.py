@@ -27,19 +27,27 @@ def _status(**changes: Any) -> Status:
             {"id": "0-0", "version": "1-10", "is_fenced": False, "reason": "", "failure": ""},
             {"id": "0-1", "version": "1-9", "is_fenced": True, "reason": "starting", "failure": "ended by SIGKILL"},
         ],
-        "events": [
-            {"event": "role.lost", "at": "2026-01-01T00:00:00Z", "crew": "trainer", "reason": LONG, "num_starts": 1},
-            {"event": "weights.announced", "at": "2026-01-01T00:00:01Z", "version": "1-3"},
-        ],
         "notes": [],
     }  # fmt: skip
     return Status(**(values | changes))
 
 
+EVENTS = (
+    {"event": "role.lost", "at": "2026-01-01T00:00:00Z", "crew": "trainer", "reason": LONG, "num_starts": 1},
+    {"event": "weights.announced", "at": "2026-01-01T00:00:01Z", "version": "1-3"},
+)
+
+
 def _node(num_scored: int = 0) -> dict[str, Any]:
     return {
         "num_groups_running": 2, "num_scored": num_scored, "tokens_per_s": 1200.0,
-        "servers": {"0-0": {"num_requests": 7, "limit": 64, "outstanding_tokens": 900}, "0-1": {"num_requests": 9}},
+        "servers": {
+            "0-0": {
+                "num_requests": 7, "limit": 64, "outstanding_tokens": 900, "tokens_per_s": 1100.4,
+                "first_token_mean_s": 0.052, "num_swaps": 4, "swap_total_s": 0.2,
+            },
+            "0-1": {"num_requests": 9, "tokens_per_s": 99.6, "first_token_mean_s": None},
+        },
         "waits": {"records": [
             ["group 0-1-0", "server 0-0", "a stream on", 3.0, 0.5, 7],
             ["group 0-2-0", "reward", "", 9.0, 8.0, 0],
@@ -50,11 +58,15 @@ def _node(num_scored: int = 0) -> dict[str, Any]:
 @pytest.fixture
 def view() -> TopView:
     view = TopView(status=_status())
-    view.hear({("node", "0"): _node(), ("controller", "0"): {"max_staleness": 2}}, now_s=10)
+    view.events.extend(EVENTS)
+    view.hear({("node", "0"): _node(), ("controller", "0"): {"max_staleness": 2, "admitted": 64}}, now_s=10)
     view.add_step({"step": 2, "reward_mean": 0.25})
     view.add_step(
-        {"step": 3, "reward_mean": 0.75, "staleness_tokens/0": 300, "staleness_tokens/2": 100, "staleness_max": 2}
-    )
+        {
+            "step": 3, "reward_mean": 0.75, "staleness_tokens/0": 300, "staleness_tokens/2": 100, "staleness_max": 2,
+            "num_tokens": 120, "time_step_s": 2.5, "time_wait_data_s": 0.5, "time_train_s": 1.5, "time_weights_s": 0.1,
+        }
+    )  # fmt: skip
     return view
 
 
@@ -86,7 +98,9 @@ def test_the_head_tells_reward_speed_staleness_and_queue(view: TopView) -> None:
 
     text = "\n".join(line.plain for line in draw(view, 120, 30))
 
-    for piece in ("0.750, last 2: 0.500, evaluation 0.250  ▁█", "1200 tokens/s generated, 25.0 trajectories/s",
+    for piece in ("0.750, last 2: 0.500, evaluation 0.250  ▁█",
+                  "1200 tokens/s generated, 80 trained, 25.0 trajectories/s",
+                  "2.5 s: 0.5 waiting for data, 1.5 training, 0.1 weights",
                   "0 █████████ 75 %  2 ███ 25 %  of at most 2", "48 in flight (2 running)", "16 tickets (4.0 MB)",
                   "no alarm", KEYS):  # fmt: skip
         assert piece in text, text
@@ -100,17 +114,21 @@ def test_alarms_stand_in_the_head_and_more_than_fit_are_counted(view: TopView) -
     assert shown == ["! one", "! two", "! and 3 alarms more"]
 
 
-def test_servers_are_sorted_by_load_and_by_version_as_numbers(view: TopView) -> None:
-    by_name = _rows(view, "servers")
-    view.sort_next()
-    by_load = _rows(view, "servers")
-    view.sort_next()
-    by_version = _rows(view, "servers")
+def test_servers_tell_their_speed_and_are_sorted_by_trouble_load_speed_and_version(view: TopView) -> None:
+    by_sort = {}
+    for _ in SORTS["servers"]:
+        view.turn_to(PANES.index("servers"))
+        by_sort[view.sort_name] = _rows(view, "servers")
+        view.sort_next()
 
-    assert by_name[0] == ("0-0", "1-10", "7/64", "900", "serves")
-    assert by_name[1][4] == "fenced: starting (last failure: ended by SIGKILL)"
-    assert [row[0] for row in by_load] == ["0-1", "0-0"]
-    assert [row[1] for row in by_version] == ["1-9", "1-10"]
+    assert by_sort["name"][0] == ("0-0", "1-10", "1100", "7/64", "52", "900", "4", "50", "serves")
+    assert by_sort["name"][1] == (
+        "0-1", "1-9", "100", "9", "", "0", "0", "", "fenced: starting (last failure: ended by SIGKILL)",
+    )  # fmt: skip
+    assert [row[0] for row in by_sort["trouble"]] == ["0-1", "0-0"], "the fenced one first"
+    assert [row[0] for row in by_sort["load"]] == ["0-1", "0-0"]
+    assert [row[0] for row in by_sort["tokens/s"]] == ["0-0", "0-1"]
+    assert [row[1] for row in by_sort["version"]] == ["1-9", "1-10"]
 
 
 def test_waits_and_leases_come_from_what_the_roles_wait_for(view: TopView) -> None:
@@ -122,6 +140,9 @@ def test_waits_and_leases_come_from_what_the_roles_wait_for(view: TopView) -> No
 
 
 def test_a_process_that_is_missed_is_shown_with_the_cause_and_sorts_are_kept_by_pane(view: TopView) -> None:
+    assert [row[0] for row in _rows(view, "processes")] == ["trainer 0", "controller 0", "node 0"]
+    view.sort_next()
+    assert [row[0] for row in _rows(view, "processes")] == ["controller 0", "trainer 0", "node 0"]
     view.sort_next()
     assert [row[0] for row in _rows(view, "processes")] == ["node 0", "controller 0", "trainer 0"]
     _rows(view, "events")
@@ -155,3 +176,75 @@ def test_scrolling_stays_within_the_rows_and_help_covers_the_keys(view: TopView)
     shown = [line.plain for line in draw(view, 100, 40)]
 
     assert all(line in shown for line in HELP)
+
+
+def test_a_filter_leaves_the_rows_that_have_its_text_and_is_typed_changed_kept_and_dropped(view: TopView) -> None:
+    view.turn_to(PANES.index("processes"))
+    view.is_typing = True
+    for key in "TRAx":
+        view.type(key)
+    assert "/TRAx" in draw(view, 80, 24)[-1].plain
+    assert view.rows() == []
+    view.type("backspace")
+    view.type("enter")
+
+    assert [row.cells[0] for row in view.rows()] == ["trainer 0"]
+    assert not view.is_typing
+    assert "only with 'TRA', Esc for all" in draw(view, 80, 24)[-1].plain
+    view.type("escape")
+    assert len(view.rows()) == 3
+
+
+def test_a_narrow_terminal_leaves_out_what_matters_least_and_a_wide_one_shows_all(view: TopView) -> None:
+    def heads(width: int) -> str:
+        view.turn_to(PANES.index("servers"))
+        return next(line.plain for line in draw(view, width, 24) if line.plain.startswith("server "))
+
+    assert heads(80).split() == ["server", "version", "tokens/s", "requests", "first", "ms", "state"]
+    assert all(name in heads(200) for name in ("first ms", "tokens due", "swaps", "swap ms"))
+
+
+def test_how_much_is_out_of_sight_is_said_and_ten_comes_after_two() -> None:
+    nodes = [Member(role="node", instance=str(index), presence=OK, state="runs") for index in range(64)]
+    view = TopView(status=_status(members=nodes))
+
+    assert [row.cells[0] for row in view.rows()][:11][-2:] == ["node 9", "node 10"]
+    view.scroll(10)
+    shown = [line.plain for line in draw(view, 80, 24)]
+
+    (tabs,) = [line for line in shown if " 1 processes " in line]
+    assert tabs.endswith("11-23 of 64"), tabs
+    view.scroll(1 << 30)
+    shown = [line.plain for line in draw(view, 80, 24)]
+    assert any("52-64 of 64" in line for line in shown), shown
+    assert any(line.startswith("node 63") for line in shown)
+
+
+def test_without_its_broker_the_last_that_is_known_is_shown_and_said_to_be_old(view: TopView) -> None:
+    view.lose_broker("not within 2 s")
+
+    text = "\n".join(line.plain for line in draw(view, 100, 24))
+
+    assert "run gsm8k: no broker" in text
+    assert "! the broker does not answer (not within 2 s); what stands here was said before" in text
+
+
+def test_of_a_run_that_has_ended_nobody_is_missed_and_its_steps_stay(view: TopView) -> None:
+    view.end()
+
+    text = "\n".join(line.plain for line in draw(view, 100, 24))
+
+    assert "run gsm8k: ended  step 3/200" in text
+    assert "status --run gsm8k tells how" in text
+    assert "no alarm" in text
+    assert "no answer" not in text
+    assert "0.750, last 2: 0.500" in text
+
+
+def test_without_its_controller_the_books_are_not_said_to_be_empty(view: TopView) -> None:
+    view.hear({("node", "0"): _node()}, now_s=11 + KEPT_S)
+
+    text = "\n".join(line.plain for line in draw(view, 100, 24))
+
+    assert "the controller keeps the books, and does not answer" in text
+    assert "in flight" not in text

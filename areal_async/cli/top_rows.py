@@ -1,0 +1,167 @@
+"""Rows of ``top``'s panes: which columns they have, what stands in them, and in what order. Pure."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from areal_async.cli.status import OK, Member, duration_text, seconds_since
+from areal_async.cli.view import event_text, number
+from areal_async.types import Version
+from areal_async.waits import WaitRecord
+
+ROLE_ORDER = ("broker", "controller", "trainer", "node")
+UNBOUNDED = 1 << 30
+"""A limit of requests from which on it is none."""
+BAD_EVENTS = ("role.lost", "server.fenced", "run.stalled", "alarm.raised", "group.dead", "message.buried")
+_DIGITS = re.compile(r"(\d+)")
+
+
+class Row(NamedTuple):
+    """One line of a pane."""
+
+    cells: tuple[str, ...]
+    style: str = ""
+
+
+class Column(NamedTuple):
+    """A column of a pane."""
+
+    name: str
+    is_number: bool = False
+    """Stands at the right."""
+    is_left_out: int = 0
+    """Where the terminal is narrow: those with 1 first, then those with 2; 0 never."""
+
+
+PROCESS_COLUMNS = (
+    Column("process"), Column(""), Column("up", True, 2), Column("lag ms", True), Column("starts", True, 1),
+    Column("does"), Column("waits for"),
+)  # fmt: skip
+SERVER_COLUMNS = (
+    Column("server"), Column("version"), Column("tokens/s", True), Column("requests", True),
+    Column("first ms", True, 3), Column("tokens due", True, 2), Column("swaps", True, 1), Column("swap ms", True, 1),
+    Column("state"),
+)  # fmt: skip
+WAIT_COLUMNS = (Column("quiet s", True), Column("age s", True), Column("who waits"), Column("for what"))
+LEASE_COLUMNS = (
+    Column("age s", True), Column("quiet s", True), Column("node"), Column("group"), Column("waits for"),
+)  # fmt: skip
+EVENT_COLUMNS = (Column("ago", True), Column("what"))
+
+
+def process_rows(members: Sequence[Member], sort: str) -> list[Row]:
+    """Return a row for each process; those that are missed first, unless sorted otherwise."""
+    by_name = sorted(members, key=lambda one: (ROLE_ORDER.index(one.role), natural(one.instance)))
+    keys: dict[str, Callable[[Member], Any]] = {
+        "trouble": lambda one: one.presence == OK,
+        "lag": lambda one: -one.loop_lag_s,
+        "starts": lambda one: -one.num_starts,
+    }
+    return [_process_row(one) for one in (sorted(by_name, key=keys[sort]) if sort in keys else by_name)]
+
+
+def _process_row(member: Member) -> Row:
+    is_there = member.presence == OK
+    cells = (
+        f"{member.role} {member.instance}",
+        member.presence,
+        duration_text(member.up_s) if member.up_s else "",
+        f"{1000 * member.loop_lag_s:.0f}" if member.loop_lag_s else "",
+        str(member.num_starts or ""),
+        member.state if is_there else member.why or member.state,
+        member.waits_for,
+    )
+    return Row(cells, "" if is_there else "red")
+
+
+def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> list[Row]:
+    """Return a row for each server; those that are fenced first, unless sorted otherwise."""
+    by_name = sorted(servers, key=lambda one: natural(str(one["id"])))
+    keys: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "trouble": lambda one: not one["is_fenced"],
+        "load": lambda one: -number(one, "num_requests"),
+        "tokens/s": lambda one: -number(one, "tokens_per_s"),
+        "version": lambda one: _version(str(one["version"])),
+    }
+    return [_server_row(one) for one in (sorted(by_name, key=keys[sort]) if sort in keys else by_name)]
+
+
+def _server_row(server: dict[str, Any]) -> Row:
+    limit, num_swaps = int(number(server, "limit")), int(number(server, "num_swaps"))
+    requests = f"{int(number(server, 'num_requests'))}" + (f"/{limit}" if 0 < limit < UNBOUNDED else "")
+    state = f"fenced: {server['reason']}" if server["is_fenced"] else str(server.get("fence") or "serves")
+    after = f" (last failure: {server['failure']})" if server.get("failure") else ""
+    first_s = server.get("first_token_mean_s")
+    cells = (
+        str(server["id"]),
+        str(server["version"] or "none"),
+        f"{number(server, 'tokens_per_s'):.0f}",
+        requests,
+        f"{1000 * first_s:.0f}" if isinstance(first_s, int | float) else "",
+        str(int(number(server, "outstanding_tokens"))),
+        str(num_swaps),
+        f"{1000 * number(server, 'swap_total_s') / num_swaps:.0f}" if num_swaps else "",
+        state + after,
+    )
+    return Row(cells, "red" if server["is_fenced"] else "")
+
+
+def wait_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
+    """Return a row for each wait, of which is known who tells it; the one that is stuck the longest first."""
+
+    def key(pair: tuple[str, WaitRecord]) -> Any:
+        teller, record = pair
+        by_time = {"quiet": -record.quiet_s, "age": -record.age_s}.get(sort, 0.0)
+        return by_time, natural(record.waiter or teller)
+
+    rows = []
+    for teller, one in sorted(waits, key=key):
+        more = f" and {one.num_more} more" if one.num_more else ""
+        cells = (f"{one.quiet_s:.1f}", f"{one.age_s:.1f}", one.waiter or teller, f"{one.what} {one.on}{more}".strip())
+        rows.append(Row(cells))
+    return rows
+
+
+def lease_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
+    """Return what each node's groups wait for: a group is leased by the node that tells of it."""
+    leases = [(teller, one) for teller, one in waits if teller.startswith("node ") and one.waiter.startswith("group ")]
+
+    def key(pair: tuple[str, WaitRecord]) -> Any:
+        node, record = pair
+        return natural(node) if sort == "node" else (), -(record.quiet_s if sort == "quiet" else record.age_s)
+
+    rows = []
+    for node, one in sorted(leases, key=key):
+        cells = (
+            f"{one.age_s:.1f}",
+            f"{one.quiet_s:.1f}",
+            node.removeprefix("node "),
+            one.waiter.removeprefix("group "),
+            f"{one.what} {one.on}".strip(),
+        )
+        rows.append(Row(cells))
+    return rows
+
+
+def event_rows(events: Iterable[Mapping[str, Any]]) -> list[Row]:
+    """Return a row for each event, in their order."""
+    return [
+        Row(
+            (duration_text(seconds_since(str(event.get("at", "")))), event_text(dict(event))),
+            "red" if str(event.get("event")) in BAD_EVENTS else "",
+        )
+        for event in events
+    ]
+
+
+def natural(text: str) -> tuple[tuple[int, str], ...]:
+    """Return what sorts ``0-10`` after ``0-2``."""
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(text))
+
+
+def _version(text: str) -> tuple[int, int]:
+    try:
+        version = Version.parse(text)
+    except ValueError:
+        return -1, -1
+    return version.lineage, version.step
