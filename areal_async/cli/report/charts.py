@@ -15,7 +15,8 @@ WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 12, 8, 30
 MAX_BARS = 60
 """More steps than that are drawn as means over neighbouring ones."""
-MAX_POINTS = 1500
+MAX_POINTS = 1000
+"""Of a line; as with bars. A chart has fewer pixels."""
 NUM_Y_TICKS, NUM_X_TICKS = 4, 5
 
 
@@ -68,11 +69,10 @@ def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, fro
         unit: of all series, as the reader sees it.
         from_zero: the axis begins at 0 whatever the values are.
     """
-    if len(steps) > MAX_POINTS:
-        stride = math.ceil(len(steps) / MAX_POINTS)
-        steps = steps[::stride]
-        series = [one if one.has_marks else one._replace(values=one.values[::stride]) for one in series]
-        series = [one._replace(values=one.values[::stride]) if one.has_marks else one for one in series]
+    groups = _grouped(len(steps), MAX_POINTS)
+    names = [str(steps[start]) if end - start == 1 else _mean_over(steps, start, end) for start, end in groups]
+    series = [one._replace(values=[_mean(one.values[start:end]) for start, end in groups]) for one in series]
+    steps = [steps[end - 1] for _, end in groups]
     known = [value for one in series for value in one.values if _is_known(value)]
     if not known:
         return _empty()
@@ -91,7 +91,7 @@ def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, fro
         if one.has_marks or len(drawn) == 1:
             parts += [f'<circle class="c{place}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' for px, py in drawn]
     told = {
-        "x": list(steps),
+        "x": names,
         "px": [round(x(step), 1) for step in steps],
         "unit": unit,
         "series": [
@@ -134,10 +134,7 @@ def stacked_bars(steps: Sequence[int], series: Sequence[Series], *, unit: str) -
                 )
             below += values[place]
     told = {
-        "x": [
-            str(steps[start]) if end - start == 1 else f"{steps[start]} to {steps[end - 1]}, mean"
-            for start, end in groups
-        ],
+        "x": [str(steps[start]) if end - start == 1 else _mean_over(steps, start, end) for start, end in groups],
         "px": [round(centre, 1) for centre in centres],
         "unit": unit,
         "series": [
@@ -201,6 +198,16 @@ def _scale(low: float, high: float, start: float, end: float) -> Any:
     if high == low:
         return lambda value: (start + end) / 2
     return lambda value: start + (value - low) / (high - low) * (end - start)
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Return the mean of those that are known; None where none is."""
+    known = [value for value in values if _is_known(value)]
+    return sum(known) / len(known) if known else None
+
+
+def _mean_over(steps: Sequence[int], start: int, end: int) -> str:
+    return f"{steps[start]} to {steps[end - 1]}, mean"
 
 
 def _grouped(count: int, most: int) -> list[tuple[int, int]]:

@@ -1,10 +1,12 @@
 """The report as one HTML page. Pure: what it tells is given, what it needs is inside."""
 
 import html
+import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_async.cli.report.assets import SCRIPT, STYLE
+from areal_async.cli.report.assets import ANSWER, FOLLOW, SCRIPT, STYLE
 from areal_async.cli.report.charts import Series, bars, legend, line_chart, number, stacked_bars
 from areal_async.cli.report.data import ReportData, Sample
 from areal_async.cli.token_text import visible
@@ -34,9 +36,10 @@ def render(data: ReportData, *, refresh_s: float | None = None) -> str:
     """Return the whole page.
 
     Args:
-        refresh_s: the page loads itself again after so many seconds; None leaves that to its button.
+        refresh_s: the page looks every so many seconds for what was written since; None leaves that to its button.
     """
-    refresh = f'<meta http-equiv="refresh" content="{refresh_s:g}">' if refresh_s is not None else ""
+    refresh = _refresh(data, refresh_s) if refresh_s is not None else ""
+    script = SCRIPT + (FOLLOW if refresh_s is not None else "start();")
     sections = [
         ("Reward and age of the data", _cards(_progress(data))),
         ("Time and throughput", _cards(_speed(data))),
@@ -54,8 +57,14 @@ def render(data: ReportData, *, refresh_s: float | None = None) -> str:
         f'<h1>{_text(data.run)}</h1><p class="about"><span>step {_newest(data)} of {data.steps}</span>'
         f"<span>written {data.written_at:%Y-%m-%d %H:%M:%S %Z}</span>"
         '<button onclick="location.reload()">reload</button></p>'
-        f'{_tiles(data)}{body}</main><div id="tip" role="status"></div><script>{SCRIPT}</script></body></html>\n'
+        f'{_tiles(data)}{body}</main><div id="tip" role="status"></div><script>{script}</script></body></html>\n'
     )
+
+
+def _refresh(data: ReportData, refresh_s: float) -> str:
+    known = f"const STAMP = {json.dumps(data.written_at.isoformat())}, LOOK_MS = {1000 * refresh_s:g};"
+    without_scripts = f'<noscript><meta http-equiv="refresh" content="{math.ceil(refresh_s)}"></noscript>'
+    return f"{without_scripts}<script>{known}{ANSWER}</script>"
 
 
 def _tiles(data: ReportData) -> str:
@@ -152,7 +161,7 @@ def _outcomes(data: ReportData) -> str:
             for reason, count in data.reasons
         )
         cards.append(
-            '<div class="card"><header><h3>Why not trained</h3></header>'
+            '<div class="card" data-name="why"><header><h3>Why not trained</h3></header>'
             f'<div class="wide"><table>{rows}</table></div></div>'
         )
     return f'<div class="charts">{"".join(cards)}</div>'
@@ -182,12 +191,14 @@ def _sample(sample: Sample) -> str:
     if entry.truncated:
         facts.append("cut off")
     told = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
-    body = ""
+    body, room = "", MAX_TOKENS
     for place, views in enumerate(sample.sequences, start=1):
         title = f"<p>sequence {place} of {len(sample.sequences)}</p>" if len(sample.sequences) > 1 else ""
-        body += f'{title}<div class="tokens">{"".join(map(_token, views[:MAX_TOKENS]))}</div>'
-        if len(views) > MAX_TOKENS:
-            body += f"<p>{len(views) - MAX_TOKENS} more tokens: trajectories --show {_text(entry.id)}</p>"
+        body += f'{title}<div class="tokens">{"".join(map(_token, views[:room]))}</div>'
+        room -= len(views)
+        if room < 0:
+            body += f"<p>{-room} tokens of it, and what follows: trajectories --show {_text(entry.id)}</p>"
+            break
     name = f"{sample.what}-{entry.id}"
     return (
         f'<details id="{_text(name)}"><summary><b>{sample.what}: reward {number(entry.reward or 0.0)}</b>{told}'
@@ -211,7 +222,8 @@ def _table(data: ReportData) -> str:
         "<tr>" + "".join(f"<td>{_cell(line.get(key))}</td>" for key, _ in TABLE) + "</tr>"
         for line in reversed(data.lines[-TABLE_STEPS:])
     )
-    return f'<div class="card wide"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+    return f'<div class="card wide" data-name="steps">{table}</div>'
 
 
 def _settings(data: ReportData) -> str:
@@ -229,8 +241,9 @@ def _card(
     told = f"<output>{number(newest)}</output>" if newest is not None and has_newest else ""
     told_unit = f' <span class="unit">{_text(unit)}</span>' if unit else ""
     told_note = f'<p class="note">{_text(note)}</p>' if note else ""
+    head = f"<header><h3>{_text(title)}{told_unit}</h3>{told}</header>"
     return (
-        f'<div class="card"><header><h3>{_text(title)}{told_unit}</h3>{told}</header>{told_note}'
+        f'<div class="card" data-name="{_text(title)}">{head}{told_note}'
         f"{legend([one.name for one in series])}{chart or '<p class=none>no steps yet</p>'}</div>"
     )
 

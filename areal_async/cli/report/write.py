@@ -10,10 +10,10 @@ from areal_async.cli.speech import say
 from areal_async.cli.trajectories import ask_untrained, load_decoder
 from areal_async.launch.run_directory import RunDirectory
 
-LOOK_S = 0.5
+LOOK_S = 0.2
 """Between two looks at a live run's files."""
-REFRESH_S = 1.0
-"""After which a watched page loads itself again."""
+REFRESH_S = 0.5
+"""Between two looks of a watched page at its file."""
 ASK_EVERY_S = 30.0
 """Between two questions to the broker of a run that is watched."""
 

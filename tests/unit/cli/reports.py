@@ -69,7 +69,10 @@ def report(*, num_steps: int = STEPS, text: str = HOSTILE) -> ReportData:
         checkpoints_s=dict.fromkeys(range(10, num_steps, 10), 1.5),
         ages={0: 100, 1: 200, 2: 700},
         aged_steps=(111, 130),
-        samples=[Sample(what, entry(place), [views]) for place, what in enumerate(("lowest", "median", "highest"))],
+        samples=[
+            Sample(what, entry(place, sibling=place), [views])
+            for place, what in enumerate(("lowest", "median", "highest"))
+        ],
         fates=[("trained", 520), ("stale", 130), ("failed", 12), ("rejected", 3), ("abandoned", 2)],
         reasons=[(f"failed: RewardError: {text}", 12), ("rejected: no tools were called", 3)],
         settings=f"run:\n  name: {text}\n" + "x" * 300,

@@ -1,5 +1,6 @@
 """The report tells the numbers of its run, in one file that fetches nothing and runs nothing that a model wrote."""
 
+import dataclasses
 import json
 import math
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from areal_async.cli.main import main
 from areal_async.cli.report.charts import Series, bars, line_chart, number, stacked_bars, step_ticks, ticks
-from areal_async.cli.report.data import choose_samples, count_ages
+from areal_async.cli.report.data import Sample, choose_samples, count_ages
 from areal_async.cli.report.page import render
 from areal_async.cli.token_views import Numbers
 from areal_async.launch.run_directory import RunDirectory
@@ -65,9 +66,21 @@ def test_what_a_model_wrote_is_text_and_never_markup() -> None:
     assert HOSTILE in page.text
 
 
-def test_a_page_is_loaded_again_only_when_it_is_watched() -> None:
+def test_a_page_looks_at_its_file_only_when_it_is_watched_and_is_loaded_again_where_no_script_runs() -> None:
+    assert "iframe" not in render(report())
     assert "http-equiv" not in render(report())
-    assert '<meta http-equiv="refresh" content="1">' in render(report(), refresh_s=1.0)
+    watched = render(report(), refresh_s=0.5)
+    assert "LOOK_MS = 500;" in watched
+    assert '<noscript><meta http-equiv="refresh" content="1"></noscript>' in watched
+
+
+def test_a_page_of_ten_thousand_steps_with_long_samples_is_bounded() -> None:
+    long = report(num_steps=10_000)
+    many = [Sample(one.what, one.entry, [one.sequences[0] * 5000] * 3) for one in long.samples]
+
+    text = render(dataclasses.replace(long, samples=many))
+
+    assert len(text) < 6e6, "bytes of the page"
 
 
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
@@ -108,8 +121,21 @@ def test_a_long_run_is_drawn_with_fewer_points_and_keeps_its_evaluations_scale()
 
     told = _told(line_chart(steps, series, unit="reward"))
 
-    assert len(told["x"]) <= 1500
+    assert len(told["x"]) <= 1000
+    assert (told["x"][0], told["x"][-1]) == ("1 to 10, mean", "9991 to 10000, mean")
     assert {len(one["text"]) for one in told["series"]} == {len(told["x"])}  # type: ignore[index, call-overload]
+
+
+def test_of_a_long_run_no_evaluation_and_no_spike_is_passed_over() -> None:
+    steps = list(range(1, 3001))
+    rare = [float(step) if step % 100 == 0 else None for step in steps]
+    spike = [301.0 if step == 1500 else 1.0 for step in steps]
+
+    told = _told(line_chart(steps, [Series("held-out", rare, has_marks=True), Series("norm", spike)], unit=""))
+
+    first, second = told["series"]
+    assert sum(text is not None for text in first["text"]) == 30  # type: ignore[index]
+    assert "101" in second["text"]  # type: ignore[index]
 
 
 def test_without_values_there_is_no_chart() -> None:
