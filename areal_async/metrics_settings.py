@@ -1,6 +1,11 @@
-"""The ``metrics`` section: where numbers go besides the run directory's own files."""
+"""The ``metrics`` section: where numbers and traces go besides the run directory's own files."""
+
+from pydantic import Field, field_validator
 
 from areal_async.section import Section
+
+TO_FILES = "file"
+"""``metrics.traces`` that need no collector."""
 
 
 class MetricsSettings(Section):
@@ -14,3 +19,17 @@ class MetricsSettings(Section):
     """Every process serves ``/metrics`` on a free port; ``<run.directory>/prometheus/*.json`` tell Prometheus where."""
     prometheus_host: str = "127.0.0.1"
     """Address those ports are opened at: 127.0.0.1 for scrapes from the same host only."""
+    traces: str | None = None
+    """Send OpenTelemetry traces of groups and training steps to this OTLP/HTTP collector, as ``http://host:4318``
+    (extra ``traces``); ``file`` writes them to ``<run directory>/traces`` instead; ``None`` records none."""
+    traces_ratio: float = Field(default=1.0, ge=0, le=1)
+    """Share of groups that are traced, chosen by their ids, alike in every process; training steps all are."""
+    traces_key: str = ""
+    """Tells this run's traces from those of an earlier one of its name; made when a run is started anew."""
+
+    @field_validator("traces")
+    @classmethod
+    def _traces(cls, traces: str | None) -> str | None:
+        if traces is None or traces == TO_FILES or traces.startswith(("http://", "https://")):
+            return traces
+        raise ValueError(f"got {traces!r}, need {TO_FILES} or the http(s):// address of a collector of OTLP over HTTP")

@@ -1,1 +1,1 @@
-"""Numbers of a run in the formats of other programs: Prometheus, TensorBoard, Weights & Biases."""
+"""Numbers and traces of a run for other programs: Prometheus, TensorBoard, Weights & Biases, OpenTelemetry."""

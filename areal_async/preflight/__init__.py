@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import anyio.to_thread
 
 from areal_async.preflight.broker import check_broker
+from areal_async.preflight.exports import check_traces, check_trackers
 from areal_async.preflight.findings import Finding, Level, guarded
 from areal_async.preflight.host import check_clock, check_disk, check_limits, check_ports, check_processes
 from areal_async.preflight.inputs import check_data, check_models, check_template, check_workflows
@@ -27,6 +28,10 @@ async def look_ahead(settings: Settings) -> AsyncIterator[Finding]:
     for finding in await anyio.to_thread.run_sync(lambda: guarded("inference", lambda: check_server_program(settings))):
         yield finding
     for finding in await check_broker(settings):
+        yield finding
+    for finding in guarded("tracker", lambda: check_trackers(settings)):
+        yield finding
+    for finding in await anyio.to_thread.run_sync(lambda: guarded("traces", lambda: check_traces(settings))):
         yield finding
     for finding in guarded("ports", lambda: check_ports(settings)):
         yield finding

@@ -39,6 +39,8 @@ LAYERS = (
         "tuning_settings",
         "user_calls",
         "contracts",
+        "stations",
+        "tracing",
         "wire",
         "live_settings",
         "log",

@@ -1,0 +1,358 @@
+"""Spans of one process on their way to a collector, or into a file: OTLP over HTTP, or OTLP's JSON lines.
+
+Whoever records a span puts it into a bounded queue and goes on. A thread of its own translates what has come, once a
+second or sooner, and sends it; what finds the queue full, and what the collector did not take, is counted and told of.
+Invariant: neither the event loop nor a training step nor the end of a process waits for a collector, but for the last
+``CLOSE_DEADLINE_S``.
+"""
+
+import base64
+import importlib.util
+import json
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from areal_async import tracing
+from areal_async.errors import UserError
+from areal_async.metrics_settings import TO_FILES, MetricsSettings
+from areal_async.settings import Settings
+from areal_async.tracing import Attributes, Place, RecordedSpan, Value
+
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+ROUTE = "/v1/traces"
+INTERVAL_S = 1.0
+"""How long a span waits for others at the most; what a killed process takes with it."""
+BATCH_SPANS = 512
+MAX_SPANS = 16_384
+"""In the queue: some thirty megabytes."""
+CLOSE_DEADLINE_S = 3.0
+POLL_S = 0.05
+
+log = structlog.get_logger()
+
+
+class Exporter(Protocol):
+    """What takes spans away. Called in one thread; it may wait."""
+
+    def export(self, spans: Sequence[RecordedSpan]) -> None:
+        """Send them.
+
+        Raises:
+            OSError: they were not taken, and why.
+        """
+        ...
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether what it sends now was not taken at once, and is tried again."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give up what is being tried again, and take nothing more."""
+        ...
+
+
+@contextmanager
+def recording(settings: Settings, run_directory: Path, *, role: str, instance: str = "0") -> Iterator[None]:
+    """Record this process's spans while the block runs, where ``metrics.traces`` asks for it.
+
+    Raises:
+        UserError: the packages are not installed.
+    """
+    where = settings.metrics.traces
+    if where is None:
+        yield
+        return
+    check_installed(settings.metrics)
+    translator = Translator(settings.run.name, role=role, instance=instance)
+    if where == TO_FILES:
+        path = run_directory / "traces" / f"{role}-{instance}.jsonl"
+        outbox = SpanOutbox(FileExporter(path, translator), where=str(path))
+    else:
+        url = endpoint(where)
+        outbox = SpanOutbox(HttpExporter(url, translator), where=url)
+    tracing.install(
+        outbox, run=f"{settings.run.name}.{settings.metrics.traces_key}", ratio=settings.metrics.traces_ratio
+    )
+    try:
+        yield
+    finally:
+        tracing.install(None)
+        outbox.close()
+
+
+def check_installed(metrics: MetricsSettings) -> None:
+    """Refuse to trace with nothing to do it with.
+
+    Raises:
+        UserError: it is so.
+    """
+    if metrics.traces is not None and not are_installed():
+        raise UserError(
+            f"metrics.traces: got {metrics.traces!r}, need the packages opentelemetry-sdk and "
+            "opentelemetry-exporter-otlp-proto-http; pip install areal-async[traces], or leave it out"
+        )
+
+
+def are_installed() -> bool:
+    """Say whether the packages of the extra are there; they are not imported."""
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
+    except ModuleNotFoundError:  # of a package above them
+        return False
+
+
+def with_key(settings: Settings, earlier: Settings | None) -> Settings:
+    """Return the settings with the ``metrics.traces_key`` of the run's ``earlier`` start, or with a new one."""
+    metrics = settings.metrics
+    if metrics.traces is None or metrics.traces_key:
+        return settings
+    key = (earlier.metrics.traces_key if earlier is not None else "") or secrets.token_hex(4)
+    return settings.model_copy(update={"metrics": metrics.model_copy(update={"traces_key": key})})
+
+
+def endpoint(url: str) -> str:
+    """Return where spans are posted, given a collector's address with or without that route."""
+    return url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
+
+
+class SpanOutbox:
+    """The queue and its thread: a ``tracing.Recorder``."""
+
+    def __init__(self, exporter: Exporter, *, where: str, max_spans: int = MAX_SPANS) -> None:
+        self._exporter = exporter
+        self._where = where
+        self._max_spans = max_spans
+        self._spans: deque[RecordedSpan] = deque()
+        self._wake = threading.Event()
+        self._num_in_hand = 0
+        self._is_closing = False
+        self._is_failing = False
+        self._is_overflow_told = False
+        self.num_sent = 0
+        self.num_dropped = 0
+        """That found the queue full."""
+        self.num_refused = 0
+        """That the collector, or the disk, did not take."""
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def record(self, span: RecordedSpan) -> None:
+        """Take a span that is over."""
+        if len(self._spans) >= self._max_spans:
+            self.num_dropped += 1
+            return
+        self._spans.append(span)
+        if len(self._spans) == BATCH_SPANS:
+            self._wake.set()
+
+    def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Send what is left, unless nobody takes it, and say what was lost."""
+        self._is_closing = True
+        self._wake.set()
+        ends_at_s = time.monotonic() + deadline_s
+        while self._thread.is_alive() and not self._exporter.is_in_trouble and time.monotonic() < ends_at_s:
+            self._thread.join(POLL_S)
+        self._exporter.shutdown()
+        self._thread.join(POLL_S)
+        num_lost = self.num_dropped + self.num_refused + self._num_in_hand + len(self._spans)
+        if num_lost:
+            log.warning("traces.lost", where=self._where, num_lost=num_lost, num_sent=self.num_sent)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(INTERVAL_S)
+            self._wake.clear()
+            is_last = self._is_closing
+            while self._spans and not (self._is_closing and self._is_failing):
+                self._send([self._spans.popleft() for _ in range(min(BATCH_SPANS, len(self._spans)))])
+            self._tell_overflow()
+            if is_last:
+                return
+
+    def _send(self, spans: list[RecordedSpan]) -> None:
+        self._num_in_hand = len(spans)
+        try:
+            self._exporter.export(spans)
+        except OSError as exc:
+            self.num_refused += len(spans)
+            self._num_in_hand = 0
+            if not self._is_failing:
+                log.warning("traces.not_sent", where=self._where, reason=str(exc), detail="the run goes on without")
+            self._is_failing = True
+            return
+        if self._is_failing:
+            log.warning("traces.sent_again", where=self._where, num_lost=self.num_refused + self.num_dropped)
+        self._is_failing = False
+        self._num_in_hand = 0
+        self.num_sent += len(spans)
+
+    def _tell_overflow(self) -> None:
+        if self.num_dropped and not self._is_overflow_told:
+            self._is_overflow_told = True
+            log.warning(
+                "traces.dropped",
+                detail=f"more than {self._max_spans} spans wait to be sent: some are left out from now on; "
+                "lower metrics.traces_ratio",
+            )
+
+
+class Translator:
+    """Makes OpenTelemetry's spans of ours, in the name of one process. Used in the exporting thread alone."""
+
+    def __init__(self, run: str, *, role: str, instance: str) -> None:
+        # Imported here and below: a process without traces never loads it.
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        version = metadata.version("areal-async")
+        self._scope = InstrumentationScope("areal_async", version)
+        self._resource = Resource.create(
+            {
+                "service.name": f"areal-{role}",
+                "service.namespace": "areal",
+                "service.instance.id": instance,
+                "service.version": version,
+                "host.name": socket.gethostname(),
+                "process.pid": os.getpid(),
+                "areal.run": run,
+            }
+        )
+
+    def request(self, spans: Sequence[RecordedSpan]) -> Any:
+        """Return the ``ExportTraceServiceRequest`` that carries them."""
+        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+
+        return encode_spans([self.span(one) for one in spans])
+
+    def span(self, span: RecordedSpan) -> Any:
+        """Return one as the SDK's ``ReadableSpan``."""
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import Link, SpanKind, Status, StatusCode
+
+        status = Status(StatusCode.UNSET) if span.reason is None else Status(StatusCode.ERROR, _sendable(span.reason))
+        return ReadableSpan(
+            _sendable(span.name),
+            context=_context(span.place, is_remote=False),
+            parent=None if span.parent is None else _context(span.parent, is_remote=True),
+            resource=self._resource,
+            attributes=_all_sendable(span.attributes),
+            events=[Event(one.name, _all_sendable(one.attributes), one.at_ns) for one in span.happenings],
+            links=[Link(_context(one, is_remote=True)) for one in span.links],
+            kind=SpanKind[span.kind.upper()],
+            status=status,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+
+
+def _sendable(text: str) -> str:
+    """Return text without what no UTF-8 is for: models write tool names, and their halves of characters."""
+    return text if text.isascii() else text.encode(errors="replace").decode()
+
+
+def _all_sendable(attributes: Attributes) -> dict[str, Value]:
+    return {key: _sendable(value) if isinstance(value, str) else value for key, value in attributes.items()}
+
+
+def _context(place: Place, *, is_remote: bool) -> Any:
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    return SpanContext(place.trace_id, place.span_id, is_remote, TraceFlags(TraceFlags.SAMPLED))
+
+
+class HttpExporter:
+    """OpenTelemetry's own exporter, which heeds ``OTEL_EXPORTER_OTLP_*``: headers, certificates, compression, time."""
+
+    def __init__(self, url: str, translator: Translator) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self._translator = translator
+        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._words = _LastWords()
+
+    def export(self, spans: Sequence[RecordedSpan]) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        result = self._exporter.export([self._translator.span(one) for one in spans])
+        said = self._words.take()
+        if result is not SpanExportResult.SUCCESS:
+            raise OSError(said)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        return bool(self._words.first)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+class _LastWords(logging.Handler):
+    """Hears what the library logs while it fails, which is all that it says of why, and lets nobody else hear it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first = ""
+        """Of what was said since ``take``: what comes after it says that it was tried again."""
+        logger = logging.getLogger("opentelemetry.exporter")
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.first:
+            errors = [str(one) for one in record.args or () if isinstance(one, Exception)]
+            # Of a chain of errors of three libraries, in one line, the last is the operating system's.
+            self.first = errors[0].rpartition(": ")[2].strip("()'\"") if errors else record.getMessage()
+
+    def take(self) -> str:
+        """Return the first, and listen anew."""
+        first, self.first = self.first, ""
+        return " ".join(first.split())
+
+
+class FileExporter:
+    """Appends a line per batch: an ``ExportTraceServiceRequest`` as JSON, which collectors read and write too."""
+
+    def __init__(self, path: Path, translator: Translator) -> None:
+        self._path = path
+        self._translator = translator
+
+    def export(self, spans: Sequence[RecordedSpan]) -> None:
+        from google.protobuf.json_format import MessageToDict
+
+        said = MessageToDict(self._translator.request(spans), use_integers_for_enums=True)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(_with_hex_ids(said), ensure_ascii=False, separators=(",", ":")) + "\n")
+
+    @property
+    def is_in_trouble(self) -> bool:
+        return False
+
+    def shutdown(self) -> None:
+        return
+
+
+def _with_hex_ids(said: Any) -> Any:
+    """Write ids as OTLP's JSON has them, where protobuf's would have base64."""
+    for resource in said.get("resourceSpans", ()):
+        for scope in resource.get("scopeSpans", ()):
+            for span in scope.get("spans", ()):
+                for holder in (span, *span.get("links", ())):
+                    for key in ("traceId", "spanId", "parentSpanId"):
+                        if key in holder:
+                            holder[key] = base64.b64decode(holder[key]).hex()
+    return said

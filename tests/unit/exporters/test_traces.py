@@ -1,0 +1,190 @@
+"""A process's spans reach a collector or a file, and nothing waits for either: a run is worth more than its traces."""
+
+import base64
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from google.protobuf.json_format import ParseDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from pydantic import ValidationError
+from structlog.testing import capture_logs
+
+from areal_async import tracing
+from areal_async.errors import UserError
+from areal_async.exporters.traces import HttpExporter, SpanOutbox, Translator, endpoint, recording, with_key
+from areal_async.preflight.exports import check_traces, check_trackers
+from areal_async.preflight.findings import Level, guarded
+from areal_async.settings import MetricsSettings, RunSettings, Settings
+from areal_async.tracing import PRODUCER, of_group
+from tests.collector import collecting, read
+
+NOWHERE = "http://127.0.0.1:1"
+
+
+def _settings(tmp_path: Path, **metrics: Any) -> Settings:
+    return Settings(run=RunSettings(name="seen", directory=tmp_path), metrics=MetricsSettings(**metrics))
+
+
+def _record(name: str = "work", **attributes: Any) -> None:
+    with tracing.span(name, of_group("0-1-0"), kind=PRODUCER, attributes=attributes) as span:
+        span.happen("stream.broken", {"areal.server_id": "0-0"})
+
+
+def _until(is_so: Callable[[], bool]) -> None:
+    done = threading.Event()
+    while not is_so():
+        done.wait(0.01)
+
+
+def test_what_a_process_recorded_is_at_the_collector_when_it_has_ended(tmp_path: Path) -> None:
+    """Names, times, attributes, events and errors; and which process of which run it was."""
+    with collecting() as collector:
+        settings = _settings(tmp_path, traces=collector.url, traces_key="k")
+        with recording(settings, tmp_path, role="node", instance="7"):
+            _record(number=3, share=0.5, ids=["a", "b"])
+            with pytest.raises(UserError), tracing.first_span("admit", of_group("0-1-0"), attributes={}):
+                raise UserError("x: got y")
+
+    work, admit = collector.spans
+    assert (work.service, work.instance, work.name, work.kind) == ("areal-node", "7", "work", 4)
+    assert work.attributes == {"number": 3, "share": 0.5, "ids": ["a", "b"]}
+    assert work.events == [("stream.broken", {"areal.server_id": "0-0"})]
+    assert (work.trace, work.parent, work.error) == (admit.trace, admit.id, "")
+    assert (admit.parent, admit.error) == ("", "x: got y")
+    assert 0 < work.start_ns <= work.end_ns
+    place = tracing.place_of("seen.k", "group", "0-1-0")
+    assert (admit.trace, admit.id) == (f"{place.trace_id:032x}", f"{place.span_id:016x}")
+    assert tracing.of_group("0-1-0") is None
+
+
+def test_no_collector_is_one_warning_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with capture_logs() as logs, recording(_settings(tmp_path, traces=NOWHERE), tmp_path, role="node"):
+        _record()
+
+    (lost,) = [one for one in logs if one["event"] == "traces.lost"]
+    assert (lost["log_level"], lost["num_lost"], lost["num_sent"]) == ("warning", 1, 0)
+    (told,) = [one for one in logs if one["event"] == "traces.not_sent"]
+    assert (told["where"], told["reason"]) == (f"{NOWHERE}/v1/traces", "[Errno 111] Connection refused")
+    assert capfd.readouterr().err == ""
+
+
+def test_a_collector_that_refuses_is_told_of_once_and_so_is_its_return(tmp_path: Path) -> None:
+    with collecting() as collector, capture_logs() as logs:
+        outbox = SpanOutbox(HttpExporter(endpoint(collector.url), Translator("r", role="node", instance="0")), where="")
+        tracing.install(outbox, run="r")
+        for status, num_told in ((400, 1), (400, 1), (200, 2), (200, 2)):
+            collector.status = status
+            num_requests = collector.num_requests
+            _record()
+            _until(lambda before=num_requests: collector.num_requests > before)
+            _until(lambda: outbox.num_refused + outbox.num_sent == collector.num_requests)
+            assert len(logs) == num_told, logs
+        tracing.install(None)
+        outbox.close()
+
+    first, again, lost = logs
+    assert (first["event"], first["log_level"]) == ("traces.not_sent", "warning")
+    assert "400" in first["reason"]
+    assert (again["event"], again["num_lost"]) == ("traces.sent_again", 2)
+    assert (lost["event"], lost["num_lost"], lost["num_sent"]) == ("traces.lost", 2, 2)
+
+
+def test_a_collector_that_answers_nothing_costs_spans_and_no_time(tmp_path: Path) -> None:
+    """The queue is bounded, what it has no room for is counted and told of, and the process ends all the same."""
+    with collecting() as collector, capture_logs() as logs:
+        collector.answers.clear()
+        exporter = HttpExporter(endpoint(collector.url), Translator("r", role="node", instance="0"))
+        outbox = SpanOutbox(exporter, where="", max_spans=5)
+        tracing.install(outbox, run="r")
+        _record()
+        _until(lambda: collector.num_requests == 1)  # and from now on the thread waits for its answer
+        for _ in range(8):
+            _record()
+        tracing.install(None)
+        outbox.close(deadline_s=0.05)
+
+        assert outbox.num_dropped == 3
+        (lost,) = [one for one in logs if one["event"] == "traces.lost"]
+        assert lost["num_lost"] >= 8
+        collector.answers.set()
+        _until(lambda: not outbox._thread.is_alive())
+    assert [one["event"] for one in logs].count("traces.dropped") == 1
+
+
+def test_files_hold_what_collectors_import(tmp_path: Path) -> None:
+    """Each line is an ExportTraceServiceRequest in OTLP's JSON: ids hexadecimal, enumerations numbers."""
+    run_directory = tmp_path / "seen"
+    for _ in range(2):  # a process that is started again goes on in its file
+        with recording(_settings(tmp_path, traces="file"), run_directory, role="trainer", instance="1"):
+            _record(text="\ud800 half a character")
+
+    lines = (run_directory / "traces" / "trainer-1.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 2
+    said = json.loads(lines[0])
+    (span,) = said["resourceSpans"][0]["scopeSpans"][0]["spans"]
+    place = tracing.place_of("seen.", "group", "0-1-0")
+    assert (span["traceId"], span["parentSpanId"]) == (f"{place.trace_id:032x}", f"{place.span_id:016x}")
+    assert span["kind"] == 4
+    for key in ("traceId", "spanId", "parentSpanId"):  # protobuf's own JSON has base64 there
+        span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
+    (seen,) = read(ParseDict(said, ExportTraceServiceRequest()))
+    assert (seen.service, seen.instance, seen.name) == ("areal-trainer", "1", "work")
+    assert seen.attributes == {"text": "? half a character"}
+
+
+def test_a_full_disk_is_a_collector_that_refuses(tmp_path: Path) -> None:
+    (tmp_path / "traces").write_text("in the way of the folder")
+
+    with capture_logs() as logs, recording(_settings(tmp_path, traces="file"), tmp_path, role="node"):
+        _record()
+
+    assert [one["event"] for one in logs] == ["traces.not_sent", "traces.lost"]
+
+
+def test_without_the_extra_one_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the run, from ``doctor``, and from a process on a host that lacks it."""
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    settings = _settings(tmp_path, traces="file")
+
+    with pytest.raises(UserError, match=r"metrics.traces: got 'file', need .*; pip install areal-async\[traces\]"):
+        with recording(settings, tmp_path, role="node"):
+            pytest.fail("it goes on")
+    (finding,) = guarded("traces", lambda: check_traces(settings))
+    assert finding.level is Level.ERROR
+    assert finding.cure == "pip install areal-async[traces], or leave it out"
+
+
+def test_doctor_finds_a_collector_that_is_not_there_and_a_tracker_without_its_package(tmp_path: Path) -> None:
+    """Spans would be lost, which ends no run; a tracker without its package does."""
+    with collecting() as collector:
+        (there,) = check_traces(_settings(tmp_path, traces=collector.url))
+    (gone,) = check_traces(_settings(tmp_path, traces=NOWHERE))
+    (tracker,) = check_trackers(_settings(tmp_path, wandb_project="mine"))
+
+    assert [one.level for one in (there, gone, tracker)] == [Level.GOOD, Level.WARNING, Level.ERROR]
+    assert not [*check_traces(_settings(tmp_path)), *check_trackers(_settings(tmp_path))]
+
+
+def test_a_run_keeps_the_key_of_its_traces_and_a_new_one_has_another(tmp_path: Path) -> None:
+    """A backend may still hold those of the last run of this name."""
+    settings = _settings(tmp_path, traces="file")
+    first, other = with_key(settings, None), with_key(settings, None)
+
+    assert first.metrics.traces_key != other.metrics.traces_key
+    assert with_key(settings, first).metrics.traces_key == first.metrics.traces_key
+    assert with_key(_settings(tmp_path), None).metrics.traces_key == ""
+
+
+@pytest.mark.parametrize("traces", ["localhost:4318", "files", "grpc://host:4317", ""])
+def test_where_traces_go_is_a_collectors_address_or_a_file(traces: str) -> None:
+    with pytest.raises(ValidationError, match="need file or the http"):
+        MetricsSettings(traces=traces)
+
+
+def test_the_route_is_added_to_an_address_without_it() -> None:
+    assert {endpoint(url) for url in ("http://h:1", "http://h:1/", "http://h:1/v1/traces")} == {"http://h:1/v1/traces"}

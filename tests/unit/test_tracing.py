@@ -1,0 +1,140 @@
+"""Traces need nothing on the wire: ids are derived, alike in every process, and off they cost nothing."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import anyio.lowlevel
+import pytest
+
+from areal_async import stations, tracing
+from areal_async.errors import WorkflowError
+from areal_async.tracing import NOTHING, RecordedSpan, install, is_chosen, of_group, of_step, place_of, span
+from areal_async.types import Version
+
+IDS = [f"0-{index}-0" for index in range(4000)]
+
+
+class Kept(list[RecordedSpan]):
+    """A recorder."""
+
+    def record(self, span: RecordedSpan) -> None:
+        self.append(span)
+
+
+@pytest.fixture
+def kept() -> Iterator[Kept]:
+    install(kept := Kept(), run="seen.1")
+    yield kept
+    install(None)
+
+
+def test_ids_follow_from_the_run_and_the_group_alone() -> None:
+    """Another process, another host, another day: these very numbers, or a trace falls apart."""
+    place = place_of("gsm8k.ab12", "group", "0-17-0")
+
+    assert place.traceparent == "00-29294f02b59bb536a8a5fcc21062f336-4fc90be3334d88b3-01"
+    others = [("gsm8k.cd34", "group", "0-17-0"), ("gsm8k.ab12", "group", "0-17-1"), ("gsm8k.ab12", "step", "0-17-0")]
+    assert len({place, *(place_of(*other) for other in others)}) == 4
+
+
+def test_which_groups_are_recorded_follows_from_their_ids() -> None:
+    """Alike in every process; and more of them at a higher ratio, never others."""
+    traces = {group_id: place_of("run", "group", group_id).trace_id for group_id in IDS}
+    tenth, half = ({one for one in IDS if is_chosen(traces[one], ratio)} for ratio in (0.1, 0.5))
+
+    assert tenth < half
+    assert 0.08 < len(tenth) / len(IDS) < 0.12
+    assert 0.47 < len(half) / len(IDS) < 0.53
+    assert all(is_chosen(trace, 1.0) for trace in traces.values())
+    assert not any(is_chosen(trace, 0.0) for trace in traces.values())
+
+
+def test_off_nothing_is_recorded_and_opentelemetry_is_not_imported() -> None:
+    """Neither by the command line nor by any of the processes, traces or none in the settings that they read."""
+    code = (
+        "import sys, pathlib\n"
+        "import areal_async.cli.main, areal_async.cli.run, areal_async.preflight\n"
+        "import areal_async.controller.main, areal_async.rollout.main, areal_async.trainer.main\n"
+        "from areal_async import tracing\n"
+        "from areal_async.exporters.traces import recording\n"
+        "from areal_async.settings import Settings\n"
+        "with recording(Settings(), pathlib.Path('nowhere'), role='node'):\n"
+        "    assert tracing.of_group('0-1-0') is None\n"
+        "print(sorted(name for name in sys.modules if name.startswith(('opentelemetry', 'requests'))))\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd(), check=False)
+    assert ended.stdout.strip() == "[]", ended.stdout + ended.stderr
+
+
+def test_off_every_span_is_the_same_one_that_does_nothing() -> None:
+    assert of_group("0-1-0") is None
+    assert of_step(Version(1, 1)) is None
+    with span("x", of_group("0-1-0"), attributes={}) as made:
+        made.note("a", 1)
+        made.happen("b", {})
+        made.fail("c")
+        assert tracing.current() is None
+        assert tracing.traceparent() == ""
+    assert made is NOTHING
+
+
+@pytest.mark.anyio
+async def test_a_span_belongs_to_the_one_that_its_task_was_started_in(kept: Kept) -> None:
+    """Siblings run side by side: what each one calls is below it, and below no other."""
+
+    async def sibling(number: int) -> None:
+        with span(f"sibling {number}", tracing.current(), attributes={}):
+            await anyio.lowlevel.checkpoint()
+            async with anyio.create_task_group() as calls:
+                calls.start_soon(call, number)
+
+    async def call(number: int) -> None:
+        with span(f"call {number}", tracing.current(), attributes={}):
+            await anyio.lowlevel.checkpoint()
+
+    group = of_group("0-1-0")
+    with tracing.first_span("group", group, attributes={}):
+        async with anyio.create_task_group() as siblings:
+            for number in range(3):
+                siblings.start_soon(sibling, number)
+
+    named = {one.name: one for one in kept}
+    assert named["group"].place == group
+    assert named["group"].parent is None
+    for number in range(3):
+        assert named[f"sibling {number}"].parent == group
+        assert named[f"call {number}"].parent == named[f"sibling {number}"].place
+    assert {one.place.trace_id for one in kept} == {named["group"].place.trace_id}
+    assert all(one.end_ns >= one.start_ns for one in kept)
+    assert tracing.current() is None
+
+
+def test_an_error_is_said_in_our_words_and_a_strangers_is_not_asked_for_any(kept: Kept) -> None:
+    """A user's exception may raise when it is printed."""
+
+    class Hostile(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    for error in (WorkflowError("workflow x: got y"), Hostile()):
+        with pytest.raises(type(error)), span("x", of_group("0-1-0"), attributes={}):
+            raise error
+
+    assert [one.reason for one in kept] == ["workflow x: got y", "Hostile"]
+
+
+def test_a_step_is_linked_to_the_groups_it_trains_and_they_to_it(kept: Kept) -> None:
+    made = Version(2, 7)
+    stations.trained(made, ["0-1-0", "0-2-0"], since_s=0.0, wait_s=0.5, train_s=2.0)
+
+    step = of_step(made)
+    assert step is not None
+    (first,) = [one for one in kept if one.parent is None]
+    assert (first.place, first.links) == (step, [of_group("0-1-0"), of_group("0-2-0")])
+    trained = [one for one in kept if one.name == "train in step 7"]
+    assert [(one.parent, one.links) for one in trained] == [(place, [step]) for place in first.links]
+    assert [one.end_ns - one.start_ns for one in trained] == [2_000_000_000] * 2
+    assert of_step(Version(2, 0)) is None  # nobody has trained those
