@@ -57,6 +57,12 @@ class Delivery:
         """From 1; more says that it was given out before and not settled."""
         self.sequence = int(numbers[1])
         """In the stream: a hint, never a key."""
+        self._numbers = numbers
+
+    @property
+    def stored_ns(self) -> int:
+        """When it was stored, in nanoseconds since 1970 by the broker's clock."""
+        return int(self._numbers[3])
 
     @property
     def num_bytes(self) -> int:

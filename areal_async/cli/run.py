@@ -20,6 +20,7 @@ from areal_async.cli.speech import say, settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
 from areal_async.errors import UserError
+from areal_async.exporters.traces import check_installed, with_key
 from areal_async.host import visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             directory.clear()
         elif directory.exists:
             directory.refuse_changed_data(settings)
+        settings = with_key(settings, directory.read_settings() if directory.exists else None)
         directory.write_settings(settings)
         log.configure("launcher", directory.logs)
         return _run_locked(settings, directory, backend, is_fresh=arguments.fresh, is_plain=arguments.no_display)
@@ -144,7 +146,7 @@ def check(settings: Settings) -> None:
 
     Raises:
         UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there, or the
-            calls of a step do not fit together.
+            calls of a step do not fit together, or an extra that is asked for is not installed.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
@@ -163,6 +165,7 @@ def check(settings: Settings) -> None:
     step_graph(settings)
     check_interpreter(settings.inference.python)
     check_tool_call_parser(settings)
+    check_installed(settings.metrics)
 
 
 def _same_workflow(left: str, right: str) -> bool:

@@ -22,7 +22,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.bus import Bus, Message, Report, serving
 from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts, Readmission
@@ -270,7 +270,8 @@ class Controller:
             num_failed_attempts=item.num_failed_attempts,
             number=number,
         )
-        await self._bus.publish(self._bus.names.tickets(workflow), ticket, msg_id=f"ticket.{item.group_id}")
+        with stations.admitted(ticket):
+            await self._bus.publish(self._bus.names.tickets(workflow), ticket, msg_id=f"ticket.{item.group_id}")
 
     # evaluation and the end
 
@@ -350,7 +351,8 @@ class Controller:
                 publishing.start_soon(self._publish_outcome, outcome)
 
     async def _publish_outcome(self, outcome: Outcome) -> None:
-        await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
+        with stations.settled(outcome):
+            await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
 
     async def run_steering(self) -> None:
         """Answer operators, and note what they want, for ever."""

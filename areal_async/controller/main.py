@@ -17,6 +17,7 @@ from areal_async.controller.tasks import Tasks
 from areal_async.data import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.exporters.prometheus import exporting
+from areal_async.exporters.traces import recording
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
 from areal_async.types import RunState
@@ -35,7 +36,8 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         raise UserError(f"tasks.{tasks.num_rows.index(0)}.dataset: got no row, need at least one; leave the task out")
     _check_sendable(tasks)
     held_out = Tasks([(task.name, _head(load_rows(dataset), limit)) for task, dataset, limit in settings.held_out])
-    anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})
+    with recording(settings, run_directory, role="controller"):
+        anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})
 
 
 def _check_sendable(tasks: Tasks) -> None:

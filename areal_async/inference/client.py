@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import structlog
 
-from areal_async import waits
+from areal_async import stations, tracing, waits
 from areal_async.errors import GenerationError
 from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.completion import Completion
@@ -52,9 +52,20 @@ class InferenceClient:
     """Streams completions from the servers of a pool. An async context manager that owns the connections."""
 
     def __init__(
-        self, pool: Pool, settings: InferenceSettings, *, max_streams: int, vocab_size: int | None = None
+        self,
+        pool: Pool,
+        settings: InferenceSettings,
+        *,
+        max_streams: int,
+        vocab_size: int | None = None,
+        model: str = "",
     ) -> None:
-        """Take ``vocab_size`` of the model; ``None`` for a caller whose prompts are its own and known to be good."""
+        """Take ``vocab_size`` of the model; ``None`` for a caller whose prompts are its own and known to be good.
+
+        Args:
+            model: what the servers serve, as traces name it.
+        """
+        self._model = model
         self.pool = pool
         self._settings = settings
         self._vocab_size = vocab_size
@@ -100,12 +111,15 @@ class InferenceClient:
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
             on_tokens=on_tokens,
         )
-        with anyio.move_on_after(self._settings.total_deadline_s):
-            return await self._complete(completion, sampling_params, preferred)
-        raise GenerationError(
-            f"generation: got {len(completion.output_ids)} of at most {sampling_params['max_new_tokens']} tokens "
-            f"within inference.total_deadline_s = {self._settings.total_deadline_s:g} s"
-        )
+        with stations.completion(self._model, len(prompt_ids), sampling_params) as span:
+            with anyio.move_on_after(self._settings.total_deadline_s):
+                turn, server = await self._complete(completion, sampling_params, preferred)
+                stations.note_turn(span, turn, server_id=server.id)
+                return turn, server
+            raise GenerationError(
+                f"generation: got {len(completion.output_ids)} of at most {sampling_params['max_new_tokens']} tokens "
+                f"within inference.total_deadline_s = {self._settings.total_deadline_s:g} s"
+            )
 
     async def _complete(
         self, completion: Completion, sampling_params: Mapping[str, Any], preferred: Server | None
@@ -123,6 +137,7 @@ class InferenceClient:
                 is_faulty = True
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
                 log.warning("stream.broken", server_id=server.id, cause=cause, num_tokens=len(completion.output_ids))
+                stations.note_break(server.id, cause, num_tokens=len(completion.output_ids))
                 self.pool.cast_doubt(server, cause)
             finally:
                 self.pool.release(server, cost_tokens=cost_tokens)
@@ -154,6 +169,7 @@ class InferenceClient:
             "stream": True,
         }
         completion.begin_stream(server.version)
+        stations.note_stream(server.id, server.version, num_tokens=len(completion.output_ids))
         is_over = False
         try:
             with waits.on(waits.server(server.id), "a stream on") as wait:
@@ -175,7 +191,7 @@ class InferenceClient:
         try:
             async with (
                 asyncio.timeout(limit_s) as deadline,
-                self._generation.post(f"{server.url}/generate", body) as response,
+                self._generation.post(f"{server.url}/generate", body, traceparent=tracing.traceparent()) as response,
             ):
                 if response.status_code != 200:
                     raise refusal(response.status_code, await response.aread())
@@ -209,6 +225,8 @@ class InferenceClient:
         chunk = decode_chunk(event)
         if chunk.error is not None or chunk.meta_info is None:
             raise GenerationError(f"generation: {server.id} refused the request: {error_message(event)}")
+        if chunk.output_ids and not completion.output_ids:
+            stations.note_first_token()
         completion.add(chunk.output_ids, chunk.meta_info)
         server.num_generated_tokens += len(chunk.output_ids)
         reason = chunk.meta_info.finish_reason

@@ -101,14 +101,18 @@ class StreamClient:
         await self._transport.aclose()
 
     @asynccontextmanager
-    async def post(self, url: str, content: bytes) -> AsyncIterator[httpx.Response]:
+    async def post(self, url: str, content: bytes, *, traceparent: str = "") -> AsyncIterator[httpx.Response]:
         """Send ``content`` and enter with the response as soon as its headers are there.
+
+        Args:
+            traceparent: W3C's header, for a server that traces; empty for none.
 
         Raises:
             any of TRANSPORT_ERRORS: the connection broke, here or while the response is read.
         """
         stream = httpx.ByteStream(content)  # given as a stream, httpx leaves the usual headers to the transport
-        request = httpx.Request("POST", _parsed(url), headers=_HEADERS, stream=stream, extensions=_EXTENSIONS)
+        headers = httpx.Headers({**_HEADERS, "traceparent": traceparent}) if traceparent else _HEADERS
+        request = httpx.Request("POST", _parsed(url), headers=headers, stream=stream, extensions=_EXTENSIONS)
         request.read()
         response = await self._transport.handle_async_request(request)
         try:

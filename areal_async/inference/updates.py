@@ -15,7 +15,7 @@ from uuid import uuid4
 import anyio
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.errors import UserError
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
@@ -24,7 +24,7 @@ from areal_async.inference.servers import HEALTH_DEADLINE_S
 from areal_async.inference.swap import Staging, SwapTimes, abandon, restore, swap, swap_by_broadcast
 from areal_async.inference.verify import Verifier
 from areal_async.settings import InferenceSettings
-from areal_async.types import ADAPTER, UpdateGroup, WeightsVersion
+from areal_async.types import ADAPTER, UpdateGroup, Version, WeightsVersion
 
 STAGING_RETRY_S = 2.0
 REACH_DEADLINE_S = 5.0
@@ -121,7 +121,10 @@ class Updater:
                     "weights; set trainer.lora.transfer to merged"
                 )
             try:
-                with waits.on(waits.server(self._server.id), "an update of", waiter=waits.weights(order.version)):
+                with (
+                    waits.on(waits.server(self._server.id), "an update of", waiter=waits.weights(order.version)),
+                    stations.part_of_step(Version.parse(order.version), "swap", server_id=self._server.id),
+                ):
                     await self._carry_out(order)
             except StagingFault as exc:
                 # Replaced by a newer one meanwhile, or not visible on this host yet: look again.

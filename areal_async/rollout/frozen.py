@@ -76,7 +76,13 @@ async def serve_frozen(
                 )
                 continue
             client = await clients.enter_async_context(
-                InferenceClient(fleet.pool, own.inference, max_streams=max_streams, vocab_size=codec.vocab_size)
+                InferenceClient(
+                    fleet.pool,
+                    own.inference,
+                    max_streams=max_streams,
+                    vocab_size=codec.vocab_size,
+                    model=own.model.path,
+                )
             )
             models[name] = FrozenModel(generator=client, codec=codec, pool=fleet.pool)
         yield models

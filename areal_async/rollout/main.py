@@ -6,6 +6,7 @@ import anyio
 
 from areal_async import stacks
 from areal_async.bus import Role, credentials_for, open_bus
+from areal_async.exporters.traces import recording
 from areal_async.log import configure
 from areal_async.rollout.node import run_node, run_signals
 from areal_async.settings import Settings
@@ -19,7 +20,8 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) 
     """
     configure("node", run_directory / "logs")
     stacks.install(stacks.path_for(run_directory, f"node-{node_id}"))
-    anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})
+    with recording(settings, run_directory, role="node", instance=node_id):
+        anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})
 
 
 async def _run(settings: Settings, run_directory: Path, bus_url: str, node_id: str) -> None:

@@ -103,7 +103,11 @@ class _Node:
                 spare_pauses()
                 async with (
                     InferenceClient(
-                        self._fleet.pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size
+                        self._fleet.pool,
+                        settings.inference,
+                        max_streams=max_streams,
+                        vocab_size=codec.vocab_size,
+                        model=settings.model.path,
                     ) as client,
                     serve_frozen(
                         settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams

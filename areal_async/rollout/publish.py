@@ -13,7 +13,7 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.errors import StreamFullError
 from areal_async.fault_points import reach
 from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
@@ -161,7 +161,8 @@ class Outbox:
                 async with self._backpressure.encoding:
                     self._in_flight = self._freeze()
                     await anyio.lowlevel.checkpoint()
-            await self._send(self._in_flight)
+            with stations.published(self._ticket, self._in_flight.slots, num_bytes=len(self._in_flight.payload)):
+                await self._send(self._in_flight)
             self._note_stored(self._in_flight)
             self._in_flight = None
 

@@ -22,7 +22,7 @@ from typing import Any, ParamSpec, overload
 
 import msgspec
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.errors import RewardError, UserError
 from areal_async.rollout.reward_process import RewardProcess
 from areal_async.rollout.reward_worker import Call
@@ -96,7 +96,7 @@ def _decorate(
         except (TypeError, OverflowError, ValueError, msgspec.MsgspecError) as exc:
             raise RewardError(f"reward {name}: cannot send its arguments to a worker: {exc}") from exc
         future = _executor().submit(_call_in_worker, name, request, timeout_s)
-        with waits.on(f"reward {name}"):
+        with waits.on(f"reward {name}"), stations.reward(name):
             return await asyncio.wrap_future(future)
 
     # Where the worker finds the function itself under the decorated name.

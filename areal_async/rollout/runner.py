@@ -13,7 +13,7 @@ from typing import cast
 import anyio
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.bus import Delivery
 from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
 from areal_async.errors import PipelineError, WireError
@@ -68,7 +68,10 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
     unblocked by: the servers; the stream having room
     When cancelled, what is finished is stored and the ticket given back.
     """
-    with waits.doing(waits.group(ticket.group_id), waiter=waits.node(place.node_id)):
+    with (
+        waits.doing(waits.group(ticket.group_id), waiter=waits.node(place.node_id)),
+        stations.leased(ticket, delivery, node_id=place.node_id),
+    ):
         async with returned_unless_done(delivery):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
@@ -158,15 +161,16 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
 
     async def run_sibling(workflow: Workflow, sibling: int) -> None:
         one = slot(sibling)
-        with running([one]) as (policy,):
+        with running([one]) as (policy,), stations.episode(ticket, [one.sibling]) as span:
             heeded = heeding(workflow, policy, name=ticket.workflow)
             prompt = deepcopy(ticket.prompt)  # of its own: what it does to its row is nothing to its siblings
             trajectory = await run_episode(heeded, prompt, policy, one, deadline_s=rollout.episode_deadline_s)
+            stations.note_trajectories(span, [trajectory])
         put(trajectory)
 
     async def run_together(workflow: GroupWorkflow) -> None:
         every = [slot(sibling) for sibling in range(ticket.group_size)]
-        with running(every) as policies:
+        with running(every) as policies, stations.episode(ticket, range(ticket.group_size)) as span:
             trajectories = await run_group_episode(
                 workflow,
                 deepcopy(ticket.prompt),
@@ -175,6 +179,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                 deadline_s=rollout.episode_deadline_s,
                 max_bytes=rollout.max_payload_bytes,
             )
+            stations.note_trajectories(span, trajectories)
         for trajectory in trajectories:
             if trajectory.slot.sibling in siblings:
                 put(trajectory)

@@ -15,7 +15,7 @@ from pathlib import Path
 import anyio.to_thread
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.fault_points import reach
 from areal_async.settings import Settings
 from areal_async.trainer.archive import abandon_archive
@@ -117,6 +117,10 @@ class Checkpointer:
         )
 
     async def _make(self, version: Version, folder: Path, write: Callable[[], Awaitable[None]], since: float) -> None:
+        with stations.part_of_step(version, "checkpoint"):
+            await self._write(version, folder, write, since)
+
+    async def _write(self, version: Version, folder: Path, write: Callable[[], Awaitable[None]], since: float) -> None:
         staged_s = time.monotonic() - since
         await self._archiving.finish()
         reach("trainer.before_checkpoint")

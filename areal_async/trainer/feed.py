@@ -15,7 +15,7 @@ import anyio
 import anyio.abc
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
@@ -171,7 +171,8 @@ class Feed:
                     case Settle(group_ids, kind, reason):
                         await self.settlement.settle(group_ids, kind, reason=reason, step=self._cutter.step)
                     case Write(entry):
-                        await self._lineage.write_cut(entry)
+                        with stations.cut(entry, self._inventory.deliveries):
+                            await self._lineage.write_cut(entry)
                         self._cutter.note_written(entry)
                         num_groups, num_open = len(entry.groups), self.num_open_groups
                         log.info(

@@ -22,7 +22,7 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
@@ -290,11 +290,11 @@ class Trainer:
         train_since = time.monotonic()
         reach("trainer.before_step")
         self._engines.actor.set_peak_lr(part.cut.lr or settings.trainer.lr)
-        with self._waiting(waits.step(step), "the engine in"):
+        with self._waiting(waits.step(step), "the engine in"), stations.part_of_step(self._made(step), "train"):
             trained = await self._calls.run(rows, batch, step=step)
         reach("trainer.after_step")
         train_s = time.monotonic() - train_since
-        made = Version(self._number, step)
+        made = self._made(step)
         archive = functools.partial(
             write_archive,
             self._directory / "trajectories",
@@ -336,7 +336,11 @@ class Trainer:
 
     async def _publish_weights(self) -> None:
         self.state = f"publishing {self.version}"
-        with waits.doing(waits.publication(str(self.version)), "the", waiter=waits.rank(self._ranks.rank)):
+        publication = waits.publication(str(self.version))
+        with (
+            waits.doing(publication, "the", waiter=waits.rank(self._ranks.rank)),
+            stations.part_of_step(self.version, "publish weights"),
+        ):
             await self._publisher.publish(self.version)
 
     async def _checkpoint(self) -> None:
@@ -353,6 +357,13 @@ class Trainer:
     async def _close_books(self, result: StepResult, *, weights_s: float) -> None:
         if self._feed is None:
             return
+        stations.trained(
+            result.version,
+            self._ledger.trained[str(result.version.step)],
+            since_s=result.started,
+            wait_s=result.wait_s,
+            train_s=result.train_s,
+        )
         dropped_stale, failed = self._feed.settlement.take_counts()
         line = metrics_line(
             result,
@@ -368,6 +379,10 @@ class Trainer:
 
     # helpers
 
+    def _made(self, step: int) -> Version:
+        """Return what a step of this lineage makes, or is to make."""
+        return Version(self._number, step)
+
     async def _fetch(self, cut: Cut) -> Share:
         slots = place(cut)
         mine = share(
@@ -377,7 +392,10 @@ class Trainer:
             flops=self._engines.actor.flops,
             num_minibatches=self._settings.algorithm.num_minibatches,
         )
-        with waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)):
+        with (
+            waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)),
+            stations.part_of_step(self._made(cut.step), "fetch", num_slots=len(mine)),
+        ):
             trajectories, missing = await fetch(self._bus, mine)
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 

@@ -14,6 +14,7 @@ from areal_async import stacks, waits
 from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
 from areal_async.errors import UserError
 from areal_async.exporters.prometheus import exporting
+from areal_async.exporters.traces import recording
 from areal_async.settings import Settings
 from areal_async.trainer.broadcast import Broadcaster, address_towards
 from areal_async.trainer.checkpoint import CheckpointWriter
@@ -59,7 +60,8 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         main = functools.partial(
             _run_rank, settings, run_directory, bus_url, ranks=ranks, engines=engines, writer=writer
         )
-        anyio.run(main, backend_options={"use_uvloop": True})
+        with recording(settings, run_directory, role="trainer", instance=str(ranks.rank)):
+            anyio.run(main, backend_options={"use_uvloop": True})
     finally:
         ranks.close()
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import anyio
 
+from areal_async import stations
 from areal_async.bus import Bus, Delivery
 from areal_async.events import GroupDead
 from areal_async.fault_points import reach
@@ -70,4 +71,5 @@ class Settlement:
             await self._bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
             await self._bus.tell(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
         uid = outcome.sample_uid or outcome.group_id
-        await self._bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
+        with stations.settled(outcome):
+            await self._bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from areal_async import stations
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.algorithms.graphs import ELSEWHERE, step_graph
 from areal_async.dataflow import Call, execute, plain_name
@@ -64,7 +65,8 @@ class StepCalls:
         here = _Step(number=step, batch=batch)
 
         async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
-            return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
+            with stations.call_of_step(call.name, call.role):
+                return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
 
         # Where these are still outcomes, a trajectory has one: its replies have none of their own then (``Place``).
         outcomes = {position: float(np.mean(values)) for position, values in batch.advantages.items()}

@@ -78,6 +78,8 @@ class FakeSglang:
         self.version = version
         self.requests: list[dict[str, Any]] = []
         self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.headers: list[dict[str, str]] = []
+        """of each of ``requests``"""
         self.failing: dict[str, tuple[int, dict[str, Any]]] = {}
         """route -> the error it answers with"""
         self.silent: set[str] = set()
@@ -128,6 +130,8 @@ class FakeSglang:
                 route = request_line.split(" ")[1]
                 headers = dict(line.lower().split(": ", 1) for line in header_lines if line)
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
+                if route == "/generate":
+                    self.headers.append(headers)
                 await self._answer(route, json.loads(body or b"{}"), writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass

@@ -17,7 +17,7 @@ import anyio
 import msgspec
 from anyio.lowlevel import RunVar
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.contracts import RunnableTool, ToolCall, ToolResult
 from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
 from areal_async.rollout.boundary import attributed_to, describe, encodable
@@ -81,7 +81,7 @@ class Toolbox:
             raise ToolError(f"{tool.name}: {exc}") from exc
         timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
         with attributed_to(ToolError, tool.name):
-            with waits.on(f"tool {tool.name}"):
+            with waits.on(f"tool {tool.name}"), stations.tool_call(call):
                 value = await _call(tool, arguments, timeout_s)
             return encodable(_shortened(as_text(value)))
 

@@ -8,10 +8,12 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
+from areal_async import tracing
 from areal_async.errors import GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
 from areal_async.settings import InferenceSettings
+from areal_async.tracing import RecordedSpan
 from areal_async.types import VersionSpan
 from tests.fakes.fake_sglang import EventStream, FakeSglang, Script, event
 
@@ -120,6 +122,44 @@ async def test_broken_stream_goes_on_elsewhere_without_losing_or_repeating_a_tok
     assert client.pool.servers["s0"].doubt
     # An event's stamp is the version at its sending; what a broken stream sent gets the older of two stamps.
     assert [(s.version, s.start, s.end) for s in turn.spans] == [("1-3", 0, 5), ("1-4", 5, 8)]
+
+
+async def test_a_traced_completion_tells_of_its_streams_and_its_servers_join_the_trace() -> None:
+    """By W3C's header, the same for both servers; without a trace no server sees any."""
+
+    async def break_after_two(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10, 11], "1-3")
+        stream.break_off()
+
+    rest = event([15, 2], "1-4", finish_reason=STOP, weight_versions=[span("1-4", 0, 2)])
+    first, second = FakeSglang(break_after_two, version="1-3"), FakeSglang(streaming(rest), version="1-4")
+    untraced = FakeSglang(streaming(*TWO_EVENTS))
+    kept: list[RecordedSpan] = []
+
+    class Recorder:
+        def record(self, span: RecordedSpan) -> None:
+            kept.append(span)
+
+    tracing.install(Recorder(), run="r")
+    try:
+        async with client_of(first, second) as client, client_of(untraced) as other:
+            with tracing.span("invoke_workflow", tracing.of_group("0-1-0"), attributes={}):
+                await client.generate([1, 3], PARAMS, preferred=client.pool.servers["s0"])
+            await other.generate([1, 3], PARAMS)
+    finally:
+        tracing.install(None)
+
+    completion, workflow = kept
+    assert completion.parent == workflow.place
+    assert {one.headers[0]["traceparent"] for one in (first, second)} == {completion.place.traceparent}
+    assert "traceparent" not in untraced.headers[0]
+    streams = [(one.name, one.attributes["areal.server_id"]) for one in completion.happenings]
+    assert streams == [("stream.begun", "s0"), ("stream.broken", "s0"), ("stream.begun", "s1")]
+    said = completion.attributes
+    assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (2, 4)
+    assert said["gen_ai.response.finish_reasons"] == ["stop"]
+    assert (said["areal.weights.versions"], said["areal.server_id"]) == (["1-3", "1-4"], "s1")
+    assert said["gen_ai.response.time_to_first_chunk"] > 0
 
 
 async def test_tokens_are_heard_as_they_come_each_once_however_many_streams_break() -> None:
