@@ -12,6 +12,8 @@ MAX_GROUP_SIZE = 1 << 16
 MAX_SERVERS = 1024
 MAX_CREDITS = 256
 """Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
+MAX_TEMPERATURE = 100.0
+"""Beyond which every token is about as likely as every other."""
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"

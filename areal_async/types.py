@@ -101,6 +101,8 @@ class Turn(Record, frozen=True, kw_only=True):
     """``stop``, ``length`` or ``abort``."""
     role: str = ""
     """Name of the policy that spoke, where the workflow has several; empty for ``policy`` itself."""
+    temperature: float | None = None
+    """That the server was asked for, 0 for greedy; None where nothing was said, which is the run's."""
 
 
 class Sequence(Record, frozen=True, kw_only=True, eq=False):
@@ -116,6 +118,9 @@ class Sequence(Record, frozen=True, kw_only=True, eq=False):
     turns: NDArray[np.int16] | None = None
     """Which of the slot's credits each token belongs to, from 0; ``NOT_CREDITED`` for the others, which are not
     trained. None where the slot has no credits: one reward is for all of it."""
+    temperatures: NDArray[np.float32] | None = None
+    """``Turn.temperature`` of each sampled token, anything elsewhere. None where it is the run's: so in what was stored
+    before tokens had one of their own."""
 
     @property
     def num_tokens(self) -> int:

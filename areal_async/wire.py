@@ -14,13 +14,15 @@ import math
 import zlib
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_async.errors import WireError
-from areal_async.fields import Count, GroupIdText, GroupSize, TokenText, VersionText
+from areal_async.fields import MAX_TEMPERATURE, Count, GroupIdText, GroupSize, TokenText, VersionText
 from areal_async.types import (
     NOT_CREDITED,
     NOT_SAMPLED,
@@ -96,7 +98,8 @@ class _SlotPayload(msgspec.Struct, array_like=True):
     sequences: list[_SequencePayload]
     info: dict[str, float]
     extensions: dict[str, msgspec.Raw] = {}
-    """A place for later fields (images by reference). ``turns``: a buffer per sequence, where the slot has credits."""
+    """A place for later fields (images by reference). ``turns``: a buffer per sequence, where the slot has credits.
+    ``temperatures``: for each sequence how many tokens have which, one after the other; none where nothing is known."""
 
 
 class _GroupHeader(Record, frozen=True, kw_only=True):
@@ -117,10 +120,15 @@ _COLUMNS: tuple[tuple[str, np.dtype[Any]], ...] = (
 BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in _COLUMNS)
 _TURNS = "turns"
 _TURNS_DTYPE = np.dtype("<i2")
+_TEMPERATURES = "temperatures"
+_Runs = list[tuple[int, float]]
+"""Numbers of tokens, and what each of so many have."""
 _SLOT_FRAME_BYTES = 64
 _INFO_FRAME_BYTES = 16
 _SEQUENCE_FRAME_BYTES = 32
 _TURNS_FRAME_BYTES = 16
+_TEMPERATURES_FRAME_BYTES = 24
+_RUN_BYTES = 20
 """At least what msgpack adds: up to 9 bytes for a number, and 5 for the length of whatever has one."""
 
 
@@ -139,7 +147,7 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
                 for sequence in trajectory.sequences
             ],
             info=trajectory.info,
-            extensions=_encoded_turns(trajectory.sequences),
+            extensions=_encoded_turns(trajectory.sequences) | _encoded_temperatures(trajectory.sequences),
         )
     )
 
@@ -147,6 +155,20 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
 def _encoded_turns(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
     turns = [sequence.turns.astype(_TURNS_DTYPE).tobytes() for sequence in sequences if sequence.turns is not None]
     return {_TURNS: msgspec.Raw(msgspec.msgpack.encode(turns))} if turns else {}
+
+
+def _encoded_temperatures(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
+    runs = [_runs(sequence) for sequence in sequences]
+    return {_TEMPERATURES: msgspec.Raw(msgspec.msgpack.encode(runs))} if any(runs) else {}
+
+
+def _runs(sequence: Sequence) -> _Runs:
+    """Return a sequence's temperatures, neighbours of one value as one; nothing where they are not known."""
+    temperatures = sequence.temperatures
+    if temperatures is None:
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(temperatures)) + 1).tolist(), len(temperatures)]
+    return [(end - start, float(temperatures[start])) for start, end in pairwise(edges)]
 
 
 def max_encoded_bytes(trajectory: Trajectory) -> int:
@@ -157,6 +179,7 @@ def max_encoded_bytes(trajectory: Trajectory) -> int:
         num_bytes += _SEQUENCE_FRAME_BYTES + sequence.num_tokens * BYTES_PER_TOKEN
         if sequence.turns is not None:
             num_bytes += _TURNS_FRAME_BYTES + sequence.num_tokens * _TURNS_DTYPE.itemsize
+        num_bytes += _TEMPERATURES_FRAME_BYTES + _RUN_BYTES * len(_runs(sequence))
     return num_bytes
 
 
@@ -278,8 +301,8 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
         raise WireError(f"{what}: got {len(body.sequences)} sequences, need at most {MAX_SEQUENCES}")
     if not all(math.isfinite(value) for value in body.info.values()):
         raise WireError(f"{what}: got info with a value that is no finite number")
-    turns = _turns_of(body, slot, what)
-    sequences = [_sequence(item, one, what) for item, one in zip(body.sequences, turns, strict=True)]
+    columns = zip(body.sequences, _turns_of(body, slot, what), _runs_of(body, what), strict=True)
+    sequences = [_sequence(item, turns, runs, what) for item, turns, runs in columns]
     for sequence in sequences:
         _check_values(sequence, slot, what)
     if slot.credits:
@@ -308,7 +331,19 @@ def _turns_of(body: _SlotPayload, slot: Slot, what: str) -> Seq[bytes | None]:
     return turns
 
 
-def _sequence(item: _SequencePayload, turns: bytes | None, what: str) -> Sequence:
+def _runs_of(body: _SlotPayload, what: str) -> Seq[_Runs]:
+    if _TEMPERATURES not in body.extensions:
+        return [[]] * len(body.sequences)
+    try:
+        runs = msgspec.msgpack.decode(body.extensions[_TEMPERATURES], type=list[_Runs])
+    except _MALFORMED as exc:
+        raise WireError(f"{what}: cannot decode temperatures: {exc}") from exc
+    if len(runs) != len(body.sequences):
+        raise WireError(f"{what}: got temperatures for {len(runs)} sequences, need {len(body.sequences)}")
+    return runs
+
+
+def _sequence(item: _SequencePayload, turns: bytes | None, runs: _Runs, what: str) -> Sequence:
     if not 0 < item.num_tokens <= MAX_TOKENS:
         raise WireError(f"{what}: got {item.num_tokens} tokens, need 1 to {MAX_TOKENS}")
     columns: dict[str, Any] = {}
@@ -320,7 +355,16 @@ def _sequence(item: _SequencePayload, turns: bytes | None, what: str) -> Sequenc
         if len(buffer) != need:
             raise WireError(f"{what}: {name} got {len(buffer)} bytes, need {need}")
         columns[name] = np.frombuffer(buffer, dtype=dtype)
-    return Sequence(**columns)
+    return Sequence(**columns, temperatures=_temperatures(runs, item.num_tokens, what) if runs else None)
+
+
+def _temperatures(runs: _Runs, num_tokens: int, what: str) -> NDArray[np.float32]:
+    counts = [count for count, _ in runs]
+    if min(counts) < 1 or sum(counts) != num_tokens:
+        raise WireError(f"{what}: got temperatures for {sum(counts)} tokens, need them for {num_tokens}, each once")
+    if not all(0 <= value <= MAX_TEMPERATURE for _, value in runs):
+        raise WireError(f"{what}: got a temperature outside of 0 to {MAX_TEMPERATURE:g}")
+    return np.repeat(np.array([value for _, value in runs], dtype=np.float32), counts)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -70,6 +70,7 @@ def _trajectory(sibling: int = 0, *, credits: tuple[types.Credit, ...] = ()) -> 
         logprobs=np.array([0, 0, -0.5, -0.25], dtype=np.float32),
         versions=np.array([NOT_SAMPLED, NOT_SAMPLED, _SAMPLED, _SAMPLED + 1], dtype=np.int64),
         turns=np.array([-1, -1, 0, 1], dtype=np.int16) if credits else None,
+        temperatures=np.array([1, 1, 1, 0.5], dtype=np.float32) if credits else None,
     )
     slot = types.Slot(
         sibling=sibling, sample_uid=f"0-3-0.{sibling}.node-a.x", status=SlotStatus.SCORED, reward=0.5, num_tokens=4,

@@ -109,6 +109,7 @@ class InferenceClient:
             prompt_ids,
             max_new_tokens=sampling_params["max_new_tokens"],
             stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
+            temperature=sampling_params.get("temperature"),
             on_tokens=on_tokens,
         )
         with stations.completion(self._model, len(prompt_ids), sampling_params) as span:

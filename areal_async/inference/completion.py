@@ -26,9 +26,14 @@ class Completion:
         *,
         max_new_tokens: int,
         stop_token_ids: frozenset[int],
+        temperature: float | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """Take ``on_tokens``, called with the new tokens of each event, for whoever wants them as they come."""
+        """Take what every stream is asked for, as its turn will say it.
+
+        Args:
+            on_tokens: called with the new tokens of each event, for whoever wants them as they come.
+        """
         self._on_tokens = on_tokens
         self.prompt_ids = prompt_ids
         self.output_ids: list[int] = []
@@ -36,6 +41,7 @@ class Completion:
         self.finish_reason = ""
         self._max_new_tokens = max_new_tokens
         self._stop_token_ids = stop_token_ids
+        self._temperature = temperature
         self._spans: list[tuple[Version, int, int]] = []
         self._oldest: Version | None = None
         self._stream_start = 0
@@ -125,6 +131,7 @@ class Completion:
             spans=_joined(self._spans),
             oldest=str(min(oldest, self._oldest)),
             finish_reason=self.finish_reason,
+            temperature=self._temperature,
         )
 
     def _exact_spans(self, *, is_finished: bool) -> list[tuple[Version, int, int]] | None:

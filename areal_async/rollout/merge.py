@@ -3,7 +3,7 @@
 While each prompt extends the tokens of an earlier turn (its prompt and its answer), the turns are one
 sequence, and its shared prefix is trained once. Where a template breaks the prefix a new sequence starts.
 Invariant: the loss mask is True exactly on sampled tokens, each sampled token is in exactly one sequence,
-with the logprob and the version it was sampled with.
+with the logprob, the version and the temperature it was sampled with.
 """
 
 from collections.abc import Mapping
@@ -34,8 +34,12 @@ class _Row:
         logprobs = np.zeros(length, dtype=np.float32)
         versions = np.full(length, NOT_SAMPLED, dtype=np.int64)
         turns = np.full(length, NOT_CREDITED, dtype=np.int16)
+        temperatures = np.zeros(length, dtype=np.float32)
+        end = 0
         for start, turn, credit in self.turns:
-            end = start + len(turn.output_ids)
+            before, end = end, start + len(turn.output_ids)
+            # A prompt goes with its reply: so a sequence of one temperature holds one value.
+            temperatures[before:end] = turn.temperature or 0.0
             loss_mask[start:end] = True
             turns[start:end] = credit
             logprobs[start:end] = turn.logprobs
@@ -48,6 +52,7 @@ class _Row:
             logprobs=logprobs,
             versions=versions,
             turns=turns if has_credits else None,
+            temperatures=None if any(turn.temperature is None for _, turn, _ in self.turns) else temperatures,
         )
 
 

@@ -184,9 +184,10 @@ async def test_stream_that_ends_without_its_last_event_goes_on_and_its_server_is
     rest = event([2], "1-0", finish_reason=STOP, weight_versions=[span("1-0", 0, 1)])
     async with client_of(FakeSglang(streaming(half)), FakeSglang(streaming(rest))) as client:
         first, second = client.pool.servers.values()
-        turn, server = await client.generate([1], PARAMS, preferred=first)
+        turn, server = await client.generate([1], {**PARAMS, "temperature": 0.6}, preferred=first)
 
     assert (turn.output_ids, server) == ([10, 11, 2], second)
+    assert turn.temperature == 0.6, "what every stream was asked for"
     assert first.doubt == "the stream ended early"
 
 

@@ -3,6 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from areal_async.rollout.merge import merge_turns
 from areal_async.types import NOT_CREDITED, NOT_SAMPLED, Turn, Version, VersionSpan
@@ -94,6 +95,26 @@ def test_versions_follow_the_spans_inside_a_turn() -> None:
     (row,) = merge_turns([turn])
 
     assert [str(Version.unpack(version)) for version in row.versions[1:].tolist()] == ["1-0", "2-7", "2-7"]
+
+
+def test_every_sampled_token_knows_what_its_turn_was_asked_for_at() -> None:
+    first = replace(turn_of([1, 2], [3, 4]), temperature=0.7)
+    second = replace(turn_of([1, 2, 3, 4, 9], [5]), temperature=0.0)
+
+    (row,) = merge_turns([first, second])
+
+    assert row.temperatures is not None
+    assert row.temperatures[row.loss_mask].tolist() == [np.float32(0.7), np.float32(0.7), 0.0]
+
+
+def test_a_conversation_of_one_temperature_holds_one_value_its_prompts_included() -> None:
+    turns = [replace(turn_of([1, 2], [3, 4]), temperature=0.7), replace(turn_of([1, 2, 3, 4, 9], [5]), temperature=0.7)]
+
+    (row,) = merge_turns(turns)
+
+    assert row.temperatures is not None
+    assert set(row.temperatures.tolist()) == {np.float32(0.7)}
+    assert merge_turns([turn_of([1], [2])])[0].temperatures is None
 
 
 def test_prompt_that_rewrites_what_was_said_starts_a_new_row() -> None:
