@@ -122,7 +122,7 @@ class DensePolicy(Policy):
         causal_lm: Any = self.causal_lm
         hidden_BLH = causal_lm.base_model(ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
         hidden_SH = hidden_BLH.flatten(0, 1).index_select(0, row.predicting_S)
-        return self._score(hidden_SH, row.targets_S)
+        return self._score(hidden_SH, row.targets_S, row.temperature)
 
 
 def _plain(settings: Settings, rows: list[TrainRow]) -> Step:
@@ -132,8 +132,7 @@ def _plain(settings: Settings, rows: list[TrainRow]) -> Step:
     size = max(1, settings.trainer.token_budget // longest)
     parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     policy = DensePolicy(
-        AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float32, attn_implementation="sdpa"),
-        temperature=1.0,
+        AutoModelForCausalLM.from_pretrained(settings.model.path, dtype=torch.float32, attn_implementation="sdpa")
     )
     optimizer = make_optimizer(policy.parameters(), settings.trainer)
     objective = policy_objective(settings)

@@ -207,6 +207,7 @@ def _random_rows(arguments: argparse.Namespace, *, vocab_size: int) -> list[Trai
                 behave_logprobs=np.zeros(length, dtype=np.float32),
                 advantage=float(random.normal()),
                 current_mask=mask & (random.random(length) < 0.5),
+                temperature=random.uniform(0.6, 1.4, length).astype(np.float32),
                 index=index,
             )
         )

@@ -19,7 +19,8 @@ TAGS = {
 GROUPS = {
     "time": "time", "logprob": "gap", "ratio": "policy", "clip": "policy", "entropy": "policy", "kl": "policy",
     "behave": "policy", "num": "batch", "groups": "batch", "output": "batch", "truncated": "batch",
-    "dropped": "batch", "failed": "batch", "value": "critic", "loss": "policy", "grad": "optimizer", "lr": "optimizer",
+    "dropped": "batch", "failed": "batch", "temperature": "batch", "value": "critic", "loss": "policy",
+    "grad": "optimizer", "lr": "optimizer",
 }  # fmt: skip
 
 

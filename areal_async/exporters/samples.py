@@ -96,6 +96,7 @@ STEP = {
     "truncated_share": "Share of its answers that were cut off.",
     "staleness_mean": "Mean age of its tokens, in versions.",
     "staleness_max": "Largest age of its tokens, in versions.",
+    "temperature_mean": "Mean temperature that its tokens were sampled at.",
     "loss": "Loss of the newest step.",
     "grad_norm": "Gradient norm before clipping.",
     "entropy_mean": "Mean entropy of the policy, in nats.",

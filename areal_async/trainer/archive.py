@@ -56,6 +56,7 @@ _SCHEMA = pa.schema(
         ("masks_stale", pa.bool_()),
         ("branches", pa.string()),
         ("lr", pa.float64()),
+        ("temperatures", pa.list_(pa.list_(pa.float32()))),
     ]
 )
 
@@ -76,6 +77,8 @@ def write_archive(
     ``advantage`` is what a trajectory was trained with, a mean where its tokens differ; those of its replies stand in
     ``credits``. Where rewards alone do not say it (a critic, a penalty, a call of the user's own) ``advantages`` has
     each token's as well, null on tokens that were not trained, and the others are means over trained tokens.
+
+    ``temperatures`` has what each token was sampled at; null where that is the run's.
 
     Args:
         cut: of the step; what a replay must know of it beside its slots goes into every row.
@@ -120,6 +123,8 @@ def write_archive(
                 {**msgspec.structs.asdict(credit), "advantage": own.of_reply(number)}
                 for number, credit in enumerate(slot.credits)
             ]
+        if all(sequence.temperatures is not None for sequence in trajectory.sequences):
+            columns.append("temperatures")
         for column in columns:
             record[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
         records.append(record)

@@ -53,7 +53,6 @@ class FsdpEngine:
         trainer: TrainerSettings,
         ranks: Ranks,
         objective: Objective,
-        temperature: float = 1.0,
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
@@ -66,7 +65,6 @@ class FsdpEngine:
             self._source,
             self.grid,
             dtype=self._dtype,
-            temperature=temperature,
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
             sharding=Sharding.of(trainer),
@@ -98,7 +96,6 @@ class FsdpEngine:
             trainer=settings.trainer,
             ranks=ranks,
             objective=policy_objective(settings),
-            temperature=settings.rollout.sampling.temperature,
             num_minibatches=settings.algorithm.num_minibatches,
             aggregation=aggregation(settings),
         )
@@ -136,7 +133,7 @@ class FsdpEngine:
         return tally.stats(self.grid.data, lr=lr)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """Return for each row the logprob of every token in its loss, given those before it; 0 elsewhere [L]."""
+        """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L]."""
         return self._passes.infer(rows, self._packed_logprobs)
 
     @property

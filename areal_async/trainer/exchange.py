@@ -33,6 +33,7 @@ class _Row(msgspec.Struct, array_like=True):
     current_mask: bytes
     ages: bytes | None
     columns: dict[str, bytes]
+    temperature: float | bytes
     turns: bytes | None
     index: int
 
@@ -133,16 +134,16 @@ def decode_rows(payload: bytes) -> list[TrainRow]:
 
 
 def _packed(row: TrainRow) -> bytes:
-    is_one = np.ndim(row.advantage) == 0
     return msgspec.msgpack.encode(
         _Row(
             token_ids=_bytes(row.token_ids, "<i4"),
             loss_mask=_bytes(row.loss_mask, "?"),
             behave_logprobs=_bytes(row.behave_logprobs, "<f4"),
-            advantage=float(np.asarray(row.advantage)) if is_one else _bytes(row.advantage, "<f4"),
+            advantage=_one_or_each(row.advantage),
             current_mask=_bytes(row.current_mask, "?"),
             ages=None if row.ages is None else _bytes(row.ages, "<i8"),
             columns={name: _bytes(column, "<f4") for name, column in row.columns.items()},
+            temperature=_one_or_each(row.temperature),
             turns=None if row.turns is None else _bytes(row.turns, "<i2"),
             index=row.index,
         )
@@ -159,9 +160,14 @@ def _unpacked(parcel: _Parcel) -> TrainRow:
         current_mask=_array(row.current_mask, "?"),
         ages=None if row.ages is None else _array(row.ages, "<i8"),
         columns={name: _array(column, "<f4") for name, column in row.columns.items()},
+        temperature=row.temperature if isinstance(row.temperature, float) else _array(row.temperature, "<f4"),
         turns=None if row.turns is None else _array(row.turns, "<i2"),
         index=row.index,
     )
+
+
+def _one_or_each(values: Any) -> float | bytes:
+    return float(np.asarray(values)) if np.ndim(values) == 0 else _bytes(values, "<f4")
 
 
 def _bytes(values: Any, dtype: str) -> bytes:

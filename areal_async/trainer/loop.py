@@ -286,6 +286,7 @@ class Trainer:
             age=age,
             max_staleness=part.cut.max_staleness,
             masks_stale=part.cut.masks_stale,
+            temperature=settings.rollout.sampling.temperature,
         )
         train_since = time.monotonic()
         reach("trainer.before_step")

@@ -55,13 +55,9 @@ class Sharding:
 class Policy(nn.Module):
     """The decoder and its head, run together so that they are one unit for sharding."""
 
-    def __init__(
-        self, causal_lm: nn.Module, *, temperature: float, base_sha256: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, causal_lm: nn.Module, *, base_sha256: Mapping[str, str] | None = None) -> None:
         super().__init__()
         self.causal_lm = causal_lm
-        self.temperature = temperature or 1.0
-        """Divides the logits; 0 (greedy) leaves them, as servers report them."""
         self.attention = cast(Any, causal_lm).config._attn_implementation
         self.base_sha256 = dict(base_sha256 or {})
         """Where adapters are trained, hashes that tell what they are trained over (``weights.base_witnesses``)."""
@@ -83,15 +79,18 @@ class Policy(nn.Module):
         """Return ``forward``'s logprobs and entropies of the last states."""
         hidden_SH = hidden_TH.index_select(0, row.predicting_S)
         if len(row.targets_S) <= self.chunk_tokens:
-            return self._score(hidden_SH, row.targets_S)
+            return self._score(hidden_SH, row.targets_S, row.temperature)
         # The logits of one chunk are thrown away and made again in the backward pass.
-        chunks = zip(hidden_SH.split(self.chunk_tokens), row.targets_S.split(self.chunk_tokens), strict=True)
-        scored = [checkpoint(self._score, hidden, targets, use_reentrant=False) for hidden, targets in chunks]
+        hidden, targets = hidden_SH.split(self.chunk_tokens), row.targets_S.split(self.chunk_tokens)
+        one = row.temperature
+        temperatures = one.split(self.chunk_tokens) if isinstance(one, Tensor) else [one] * len(hidden)
+        chunks = zip(hidden, targets, temperatures, strict=True)
+        scored = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
         return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 
-    def _score(self, hidden_SH: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
+    def _score(self, hidden_SH: Tensor, targets_S: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
         head = cast(Any, self.causal_lm).get_output_embeddings()
-        logits_SV = head(hidden_SH).float() / self.temperature
+        logits_SV = head(hidden_SH).float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
         if is_divided(head):
             return divided_scores(head, logits_SV, targets_S)
         log_probs_SV = F.log_softmax(logits_SV, dim=-1)
@@ -131,7 +130,6 @@ def load_policy(
     grid: Grid,
     *,
     dtype: torch.dtype,
-    temperature: float,
     activation_checkpointing: bool,
     is_frozen: bool = False,
     stages_per_rank: int = 1,
@@ -165,7 +163,7 @@ def load_policy(
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
         sharding=sharding,
-        wrap=functools.partial(Policy, temperature=temperature, base_sha256=base_sha256),
+        wrap=functools.partial(Policy, base_sha256=base_sha256),
     )
 
 

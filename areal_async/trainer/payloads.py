@@ -47,7 +47,7 @@ class Placed:
 
 
 class AgeStats(msgspec.Struct):
-    """Ages of the trained tokens of some rows."""
+    """Ages of the trained tokens of some rows, and what they were sampled at."""
 
     num_tokens: int = 0
     total: int = 0
@@ -58,6 +58,8 @@ class AgeStats(msgspec.Struct):
     """Sampled tokens left out of the loss because their workflow credits other replies."""
     by_age: dict[int, int] = {}
     """Age -> trained tokens that have it."""
+    temperatures: float = 0.0
+    """Sum of theirs."""
 
 
 def place(cut: Cut) -> list[Placed]:
@@ -154,6 +156,7 @@ def build_rows(
     age: Callable[[Version], int],
     max_staleness: int,
     masks_stale: bool,
+    temperature: float,
 ) -> tuple[list[TrainRow], AgeStats]:
     """Turn trajectories into rows, and prove their freshness: the third guard, *assert*.
 
@@ -163,6 +166,7 @@ def build_rows(
         start: the version the step starts from.
         age: in the step that runs now.
         masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
+        temperature: of the run, where a token does not know its own.
 
     Raises:
         StalenessError: a token over the bound would be trained.
@@ -187,6 +191,8 @@ def build_rows(
             stats.num_tokens += int(mask_L.sum())
             stats.total += int(ages_L[mask_L].sum())
             stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
+            tempered = temperature if sequence.temperatures is None else sequence.temperatures
+            stats.temperatures += float(np.broadcast_to(tempered, mask_L.shape)[mask_L].sum(dtype=np.float64))
             for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
                 stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
             rows.append(
@@ -197,6 +203,7 @@ def build_rows(
                     advantage=_laid_out(advantages[position], sequence.turns),
                     current_mask=sequence.loss_mask & ((sequence.versions & _STEP_BITS) == start.step),
                     ages=ages_L,
+                    temperature=tempered,
                     turns=sequence.turns,
                     index=position,
                 )

@@ -17,7 +17,8 @@ from areal_async.staleness import age_at
 from areal_async.types import NOT_CREDITED, NOT_SAMPLED, Credit, Slot, SlotStatus, Trajectory, Version
 from areal_async.types import Sequence as TokenSequence
 
-ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions")
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures")
+"""Of the sequences; the last two may be null, and older archives have no temperatures."""
 Line = Mapping[str, Any]
 
 
@@ -129,7 +130,7 @@ def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Re
     for path in paths:
         try:
             schema = pq.read_schema(path)
-            unread = () if with_tokens else (*ARRAYS, "turns")
+            unread = () if with_tokens else ARRAYS
             table = pq.read_table(path, columns=[name for name in schema.names if name not in unread])
             recorded += _rows(table, with_tokens=with_tokens)
         except (OSError, pa.ArrowException) as exc:
@@ -143,7 +144,7 @@ def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Re
 
 
 def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
-    scalars = [name for name in table.column_names if name not in (*ARRAYS, "turns")]
+    scalars = [name for name in table.column_names if name not in ARRAYS]
     for index, row in enumerate(table.select(scalars).to_pylist()):
         credits = row.get("credits") or []
         slot = Slot(
@@ -179,12 +180,9 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
 
 
 def _sequences(table: pa.Table, index: int) -> list[TokenSequence]:
-    columns = [_arrays(table, name, index) for name in ARRAYS]
-    turns = _arrays(table, "turns", index) or [None] * len(columns[0])
-    return [
-        TokenSequence(token_ids=ids, loss_mask=mask, logprobs=logprobs, versions=versions, turns=replies)
-        for ids, mask, logprobs, versions, replies in zip(*columns, turns, strict=True)
-    ]
+    names = [name for name in ARRAYS if name != "temperatures" or name in table.column_names]
+    columns = {name: arrays for name in names if (arrays := _arrays(table, name, index))}
+    return [TokenSequence(**dict(zip(columns, arrays, strict=True))) for arrays in zip(*columns.values(), strict=True)]
 
 
 def _arrays(table: pa.Table, name: str, index: int) -> list[Any]:

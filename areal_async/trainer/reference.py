@@ -22,7 +22,10 @@ class Reference(Protocol):
     """What says how likely a model that stays as it is finds some rows."""
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
+        """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L].
+
+        A collective.
+        """
         ...
 
 
@@ -41,13 +44,12 @@ class BareActor:
 class ReferenceEngine:
     """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
 
-    def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks, temperature: float) -> None:
+    def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
         self.grid = Grid.of(ranks, trainer)
         self._policy = load_policy(
             local_model(model.path),
             self.grid,
             dtype=DTYPES[model.dtype],
-            temperature=temperature,
             activation_checkpointing=False,
             is_frozen=True,
             stages_per_rank=trainer.stages_per_rank,
@@ -61,12 +63,11 @@ class ReferenceEngine:
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
-        """Load the reference that ``model`` names, to be asked at the temperature that is sampled at."""
+        """Load the reference that ``model`` names."""
         return cls(
             model=settings.model.for_role("reference"),
             trainer=settings.trainer.for_reference,
             ranks=ranks,
-            temperature=settings.rollout.sampling.temperature,
         )
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:

@@ -148,6 +148,7 @@ class Replay:
             age=age,
             max_staleness=bound.max_staleness,
             masks_stale=bound.masks_stale,
+            temperature=self._settings.rollout.sampling.temperature,
         )
         recorded_lr = recorded[0].lr if recorded and self._keeps_rate else 0.0
         self._engines.actor.set_peak_lr(recorded_lr or self._settings.trainer.lr)

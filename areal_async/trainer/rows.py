@@ -24,6 +24,8 @@ VALUES = "values"
 """Column: the critic's values, by its weights at the step's start."""
 RETURNS = "returns"
 """Column: what its values are to become."""
+GREEDY_BELOW = 1e-6
+"""A temperature at which servers take the likeliest token, and report the logprobs of temperature 1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -44,6 +46,8 @@ class TrainRow:
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     """What calls of other models say of each token, by name (``START``, ``VALUES``, ...); ignored where ``loss_mask``
     is False."""
+    temperature: float | NDArray[np.float32] = 1.0
+    """That the policy sampled at, 0 for greedy: one for the sequence, or one per token [L]."""
     turns: NDArray[np.int16] | None = None
     """Number of the credited reply that each token belongs to; None where the sequence is one. A ratio or a correction
     of whole sequences is then each reply's."""
@@ -51,7 +55,8 @@ class TrainRow:
     """Position in the step's whole batch, whatever rank holds the row: it alone decides the mini-batch."""
 
     def __post_init__(self) -> None:
-        lengths = {len(self.loss_mask), len(self.behave_logprobs), len(self.current_mask), *np.shape(self.advantage)}
+        lengths = {len(self.loss_mask), len(self.behave_logprobs), len(self.current_mask)}
+        lengths |= {*np.shape(self.advantage), *np.shape(self.temperature)}
         lengths |= {len(column) for column in (self.ages, self.turns, *self.columns.values()) if column is not None}
         if not self.num_tokens or lengths != {self.num_tokens}:
             raise ValueError(f"train row {self.index}: got arrays of {sorted(lengths)} for {self.num_tokens} tokens")
@@ -109,6 +114,8 @@ class PackedRow:
     """What each token counts in the loss (``algorithms.aggregation``)."""
     units_S: Tensor
     """What it adds to the denominator; 0 on the token of an empty row."""
+    temperature: float | Tensor = 1.0
+    """Divides the logits: one for all scored tokens, or each one's [S] where they differ. Greedy is 1."""
     ages_S: Tensor | None = None
     columns_S: Mapping[str, Tensor] = field(default_factory=dict)
     """The columns that all of its sequences have."""
@@ -150,9 +157,18 @@ def pack_rows(rows: Sequence[TrainRow], device: torch.device, shares: Sequence[T
         sequence_S=torch.from_numpy(_numbered(rows)).to(device),
         weights_S=torch.from_numpy(shares_N2[row_S, 0].astype(np.float32)).to(device),
         units_S=torch.from_numpy(shares_N2[row_S, 1]).to(device),
+        temperature=_temperature(rows, scored_S, device),
         ages_S=torch.from_numpy(np.concatenate(ages)[scored_S]).to(device) if len(ages) == len(rows) else None,
         columns_S={name: torch.from_numpy(column_S).to(device) for name, column_S in columns.items()},
     )
+
+
+def _temperature(rows: Sequence[TrainRow], scored_S: NDArray[np.int64], device: torch.device) -> float | Tensor:
+    """Return what divides the logits of the scored tokens: a single number where it is the same for all."""
+    laid_out = [np.broadcast_to(np.float32(row.temperature), row.num_tokens) for row in rows]
+    each_S = np.concatenate(laid_out)[scored_S]
+    each_S = np.where(each_S < GREEDY_BELOW, np.float32(1.0), each_S)
+    return float(each_S[0]) if (each_S == each_S[0]).all() else torch.from_numpy(each_S).to(device)
 
 
 def _numbered(rows: Sequence[TrainRow]) -> NDArray[np.int64]:

@@ -481,5 +481,6 @@ async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh
             age=lambda version: ages[version.step],
             max_staleness=cut.max_staleness,
             masks_stale=cut.masks_stale,
+            temperature=1.0,
         )
         assert (stats.num_tokens, stats.num_masked, stats.max) == (6, 2, 0)

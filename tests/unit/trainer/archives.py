@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from areal_async.trainer.archive import write_archive
 from areal_async.trainer.payloads import Placed
@@ -14,6 +15,11 @@ REWARDS = (1.0, 0.0, 0.0, 3.0)
 ADVANTAGES = tuple((np.array(REWARDS) - 1.0) / (np.std(REWARDS, ddof=1) + 1e-6))
 LENGTH, PROMPT = 12, 4
 VOCAB = 61
+
+
+def temperatures_of(sibling: int) -> NDArray[np.float32] | None:
+    """Return what was recorded of it: of the first nothing, of the others what changed in the middle of the answer."""
+    return None if sibling == 0 else np.repeat(np.array([1.0, 0.5 + sibling], np.float32), LENGTH // 2)
 
 
 def trajectory(step: int, sibling: int) -> Trajectory:
@@ -36,6 +42,7 @@ def trajectory(step: int, sibling: int) -> Trajectory:
         loss_mask=np.arange(LENGTH) >= PROMPT,
         logprobs=np.where(np.arange(LENGTH) >= PROMPT, random.normal(-4.1, 0.3, LENGTH), 0).astype(np.float32),
         versions=np.array(versions, dtype=np.int64),
+        temperatures=temperatures_of(sibling),
     )
     return Trajectory(slot=slot, sequences=[sequence], info={"num_turns": 1.0})
 

@@ -18,7 +18,7 @@ from areal_async.trainer.step import AgreedBatch
 from areal_async.trainer.step_calls import StepCalls
 from areal_async.trainer.threads import EngineThread
 from areal_async.types import CutSlot, Slot, SlotStatus
-from tests.unit.trainer.models import random_rows
+from tests.unit.trainer.models import random_rows, tempered
 
 NUM_STEPS = 3
 
@@ -54,7 +54,7 @@ class Learners:
 
 def batch_rows() -> list[TrainRow]:
     """Return the rows of the whole batch; a row's advantage is its trajectory's outcome."""
-    return random_rows(7)
+    return tempered(random_rows(7))
 
 
 def batch() -> AgreedBatch:

@@ -1,6 +1,7 @@
 """Decoders of a few thousand parameters and rows to train them on, for the engine's tests."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,15 +51,13 @@ def engine_of(
     dtype: str = "float32",
     algorithm: dict[str, Any] | None = None,
     max_staleness: int = 2,
-    temperature: float = 1.0,
     **trainer: Any,
 ) -> FsdpEngine:
     """Make an engine with a learning rate that shows."""
-    rollout = {"max_staleness": max_staleness, "sampling": {"temperature": temperature}}
     settings = Settings(
         model=ModelSettings.model_validate({"path": str(model), "dtype": dtype}),
         algorithm=AlgorithmSettings.model_validate(algorithm or {}),
-        rollout=RolloutSettings.model_validate(rollout),
+        rollout=RolloutSettings(max_staleness=max_staleness),
         trainer=TrainerSettings.model_validate({"lr": 1e-2, "token_budget": 64, "num_ranks": ranks.size, **trainer}),
     )
     return FsdpEngine.for_run(settings, ranks)
@@ -85,6 +84,12 @@ def random_rows(count: int = 10, *, seed: int = 0) -> list[TrainRow]:
     return rows
 
 
+def tempered(rows: list[TrainRow]) -> list[TrainRow]:
+    """Return the rows, of which every second was sampled at several temperatures, some tokens greedily."""
+    choices = np.array([0.6, 1.4, 0.0], dtype=np.float32)
+    return [replace(row, temperature=choices[np.arange(row.num_tokens) % 3]) if row.index % 2 else row for row in rows]
+
+
 def parameters_differ(left: FsdpEngine, right: FsdpEngine) -> float:
     """Return the largest absolute difference between two engines' parameters."""
     theirs = right.full_parameters()
@@ -100,6 +105,7 @@ def rows_as_trained(trajectories: Mapping[int, Trajectory], advantages: Mapping[
             behave_logprobs=sequence.logprobs,
             advantage=advantages[position],
             current_mask=sequence.loss_mask,
+            temperature=1.0 if sequence.temperatures is None else sequence.temperatures,
             index=position,
         )
         for position, trajectory in trajectories.items()

@@ -17,7 +17,7 @@ from areal_async.trainer.distributed import Ranks, join_ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.reference import ReferenceEngine
 from areal_async.trainer.rows import RETURNS, VALUES, TrainRow, with_columns
-from tests.unit.trainer.models import engine_of, random_rows
+from tests.unit.trainer.models import engine_of, random_rows, tempered
 
 NUM_STEPS = 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -36,7 +36,7 @@ Arrays = dict[str, NDArray[Any]]
 
 def batch_rows() -> list[TrainRow]:
     """Return the rows of the whole batch, which fill seven packed ones."""
-    return random_rows(24, seed=3)
+    return tempered(random_rows(24, seed=3))
 
 
 def own_rows(engine: Any, rows: Sequence[TrainRow]) -> list[TrainRow]:

@@ -21,6 +21,7 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
         loss_mask=np.array([False, True]),
         logprobs=np.array([0, -0.5], dtype=np.float32),
         versions=np.array([-1, Version(1, 0).pack()], dtype=np.int64),
+        temperatures=np.array([0.5, 0.5], dtype=np.float32),
     )
     trajectories = {0: Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})}
     write_archive(
@@ -53,6 +54,7 @@ def test_the_archive_is_readable_as_a_data_set(tmp_path: Path) -> None:
     assert rows["step"][:] == [1, 2]
     assert rows[0]["token_ids"] == [[7, 8]]
     assert rows[0]["versions"] == [[-1, Version(1, 0).pack()]]
+    assert rows[0]["temperatures"] == [[0.5, 0.5]]
     assert (rows[0]["advantage"], rows[0]["advantages"]) == (0.25, None)
     assert not list(tmp_path.glob("*.tmp"))
 

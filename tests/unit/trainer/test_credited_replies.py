@@ -61,6 +61,7 @@ def rows_of(*slots: Slot) -> tuple[list[TrainRow], dict[str, float | int | str]]
         age=lambda version: 4 - version.step,
         max_staleness=0,
         masks_stale=False,
+        temperature=1.0,
     )
     assert ages.num_uncredited == sum(
         sum(SAMPLED) - sum(credit.num_tokens for credit in one.credits) for one in slots if one.credits

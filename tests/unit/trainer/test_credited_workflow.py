@@ -72,5 +72,6 @@ def _rows(trajectories: list[Trajectory]) -> list[TrainRow]:
         age=lambda version: 0,
         max_staleness=0,
         masks_stale=False,
+        temperature=1.0,
     )
     return rows

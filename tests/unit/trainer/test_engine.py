@@ -3,6 +3,7 @@
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,8 @@ from areal_async.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.model import Policy
-from areal_async.trainer.rows import TrainRow, pack_rows
-from tests.unit.trainer.models import FAMILIES, VOCAB, engine_of, parameters_differ, random_rows, save_model
+from areal_async.trainer.rows import PackedRow, TrainRow, pack_rows
+from tests.unit.trainer.models import FAMILIES, VOCAB, engine_of, parameters_differ, random_rows, save_model, tempered
 
 
 def reference_logprobs(model: Path, row: TrainRow, temperature: float = 1.0) -> torch.Tensor:
@@ -43,12 +44,50 @@ def test_packed_logprobs_equal_those_of_each_sequence_alone(family: str, ranks: 
 
 
 def test_logprobs_are_of_the_tempered_distribution(model: Path, ranks: Ranks) -> None:
-    row = random_rows(1)[0]
+    row = replace(random_rows(1)[0], temperature=0.7)
 
-    (logprobs,) = engine_of(model, ranks, temperature=0.7).logprobs([row])
+    (logprobs,) = engine_of(model, ranks).logprobs([row])
 
     expected = reference_logprobs(model, row, temperature=0.7) * torch.from_numpy(row.loss_mask)
     assert torch.allclose(logprobs, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 3])
+def test_every_token_has_the_logprob_of_its_own_temperature(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
+) -> None:
+    """Rows of one temperature beside rows of several, packed together, with the head in chunks or not."""
+    monkeypatch.setattr("areal_async.trainer.model.HEAD_CHUNK_ELEMENTS", chunk_tokens * VOCAB)
+    rows = tempered(random_rows(6))
+
+    answers = engine_of(model, ranks).logprobs(rows)
+
+    for row, logprobs in zip(rows, answers, strict=True):
+        each = torch.as_tensor(np.broadcast_to(row.temperature, row.num_tokens).copy())
+        each = torch.where(each == 0, 1.0, each)
+        by_temperature = {
+            float(one): reference_logprobs(model, row, temperature=float(one)) for one in set(each.tolist())
+        }
+        expected = torch.stack([by_temperature[float(one)][place] for place, one in enumerate(each)])
+        assert torch.allclose(logprobs, expected * torch.from_numpy(row.loss_mask), atol=1e-5)
+
+
+def test_one_temperature_for_each_token_trains_as_one_number_for_all(
+    model: Path, ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: whether tokens are packed with others of their temperature changes nothing that is learned."""
+    rows = [replace(row, temperature=0.7) for row in random_rows(6)]
+    one, each = engine_of(model, ranks), engine_of(model, ranks)
+    of_one = asdict(one.train_step(rows, step=1, total_steps=1))
+
+    def as_tensor(*arguments: Any) -> PackedRow:
+        packed = pack_rows(*arguments)
+        return replace(packed, temperature=torch.full_like(packed.behave_S, 0.7))
+
+    monkeypatch.setattr("areal_async.trainer.sharded.pack_rows", as_tensor)
+
+    assert asdict(each.train_step(rows, step=1, total_steps=1)) == of_one
+    assert parameters_differ(one, each) == 0
 
 
 def test_logprobs_of_a_row_without_trained_tokens_are_zeros(model: Path, ranks: Ranks) -> None:
@@ -151,7 +190,7 @@ def test_no_more_logits_than_a_chunk_are_made_at_once(model: Path, monkeypatch: 
     monkeypatch.setattr("areal_async.trainer.model.HEAD_CHUNK_ELEMENTS", 3 * VOCAB)
     causal_lm.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[0]))
 
-    Policy(causal_lm, temperature=1.0)(pack_rows(random_rows(4), torch.device("cpu")))
+    Policy(causal_lm)(pack_rows(random_rows(4), torch.device("cpu")))
 
     assert max(made) == 3
 

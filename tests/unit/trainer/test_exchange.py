@@ -17,6 +17,7 @@ def full_row() -> TrainRow:
     return replace(
         row,
         advantage=np.linspace(-1, 1, length).astype(np.float32),
+        temperature=np.linspace(0, 2, length).astype(np.float32),
         ages=np.arange(length, dtype=np.int64),
         turns=np.zeros(length, dtype=np.int16),
         index=7,

@@ -84,13 +84,16 @@ def _cost(placed: Placed) -> int:
     return FLOPS.forward(placed.item.slot.num_tokens, placed.item.slot.num_output_tokens)
 
 
-def _rows(versions: list[int], *, masks: bool = False) -> tuple[list[TrainRow], AgeStats]:
+def _rows(
+    versions: list[int], *, masks: bool = False, temperatures: list[float] | None = None
+) -> tuple[list[TrainRow], AgeStats]:
     length = len(versions)
     sequence = Sequence(
         token_ids=np.arange(length, dtype=np.int32),
         loss_mask=np.array([version >= 0 for version in versions]),
         logprobs=np.zeros(length, dtype=np.float32),
         versions=np.array([Version(1, one).pack() if one >= 0 else -1 for one in versions], dtype=np.int64),
+        temperatures=None if temperatures is None else np.array(temperatures, dtype=np.float32),
     )
     return build_rows(
         {0: Trajectory(slot=_slot(0), sequences=[sequence])},
@@ -99,12 +102,23 @@ def _rows(versions: list[int], *, masks: bool = False) -> tuple[list[TrainRow], 
         age=lambda version: 4 - version.step,
         max_staleness=2,
         masks_stale=masks,
+        temperature=0.75,
     )
 
 
 def test_a_token_over_the_bound_never_becomes_a_row() -> None:
     with pytest.raises(StalenessError, match="1 tokens of age up to 3, need at most 2"):
         _rows([-1, 1, 2])
+
+
+def test_a_token_is_trained_at_its_own_temperature_and_at_the_runs_where_it_knows_none() -> None:
+    (known,), stats = _rows([-1, 4, 4, 4], temperatures=[9, 0.5, 1, 0])
+    (unknown,), of_run = _rows([-1, 4, 4])
+
+    assert np.array(known.temperature).tolist() == [9, 0.5, 1, 0]
+    assert stats.temperatures == 1.5
+    assert unknown.temperature == 0.75
+    assert of_run.temperatures == 1.5
 
 
 def test_mask_takes_only_the_tokens_over_the_bound_out_of_the_loss() -> None:
@@ -147,14 +161,15 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
 
     ages = [
-        AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}),
-        AgeStats(num_tokens=2, total=4, max=2, by_age={1: 1, 3: 1}),
+        AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}, temperatures=6.0),
+        AgeStats(num_tokens=2, total=4, max=2, by_age={1: 1, 3: 1}, temperatures=1.0),
     ]
     line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])
 
     assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
     assert [line[f"staleness_tokens/{age}"] for age in range(4)] == [0, 7, 0, 1]
+    assert line["temperature_mean"] == 0.875
 
 
 def test_rewards_are_told_by_the_age_of_a_trajectorys_oldest_version() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import anyio
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from msgspec import structs
 
@@ -26,6 +27,7 @@ from tests.unit.trainer.archives import (
     REWARDS,
     archive_step,
     line,
+    temperatures_of,
     trajectory,
     write_lines,
 )
@@ -36,6 +38,7 @@ def _settings(model: Path, directory: Path, **algorithm: object) -> Settings:
     return Settings.model_validate(
         {
             "run": {"name": "hand", "directory": str(directory), "steps": 2},
+            "rollout": {"sampling": {"temperature": 0.8}},
             "model": {"path": str(model), "dtype": "float32"},
             "trainer": {"lr": 1e-2, "token_budget": 64},
             "algorithm": algorithm,
@@ -58,6 +61,7 @@ def _record(directory: Path, step: int, *, max_staleness: int = 2, masks_stale: 
                 advantage=float(np.float32(ADVANTAGES[place])),
                 current_mask=sequence.loss_mask & (ages == 0),
                 ages=ages,
+                temperature=0.8 if place == 0 else temperatures_of(place),
                 index=place,
             )
         )
@@ -172,9 +176,28 @@ def test_what_was_recorded_comes_back_whole(tmp_path: Path) -> None:
             got, array = (getattr(each.sequences[0], name) for each in (one.trajectory, wanted))
             assert got.dtype == array.dtype
             assert got.tolist() == array.tolist()
+        found = one.trajectory.sequences[0].temperatures
+        assert (None if found is None else found.tolist()) == (
+            None if place == 0 else [1.0] * (LENGTH // 2) + [0.5 + place] * (LENGTH // 2)
+        )
         assert not header.trajectory.sequences
         assert one.advantage == pytest.approx(ADVANTAGES[place])
         assert place_recorded(one).key == ("0-2-0", place)
+
+
+def test_an_archive_of_before_tokens_knew_their_temperature_trains_at_the_runs(
+    model: Path, ranks: Ranks, tmp_path: Path
+) -> None:
+    rows = [replace(row, temperature=0.8) for row in _record(tmp_path, 1)]
+    (path,) = tmp_path.glob("trajectories/*")
+    pq.write_table(pq.read_table(path).drop_columns("temperatures"), path)
+    settings = _settings(model, tmp_path)
+
+    made = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), read_recorded([path]), 1)
+
+    wanted = _engines(settings, ranks).actor.train_step(rows, step=1, total_steps=2)
+    assert made["loss"] == pytest.approx(wanted.loss, rel=1e-8)
+    assert made["temperature_mean"] == 0.8
 
 
 def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path, model: Path, ranks: Ranks) -> None:

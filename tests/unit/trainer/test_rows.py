@@ -45,6 +45,26 @@ def test_an_advantage_may_differ_from_token_to_token() -> None:
     assert packed.advantages_S.tolist() == [0.5, -0.5]
 
 
+def test_scored_tokens_of_one_temperature_share_one_number_and_others_have_their_own() -> None:
+    mask, half = [False, True, True], np.float32(0.5)
+    mixed = row([5, 6, 7], mask, temperature=np.array([9.0, 0.5, 1.5], np.float32))
+    same = row([5, 6, 7], mask, temperature=np.array([9.0, 0.5, 0.5], np.float32))
+
+    alone = [pack_rows(one, CPU).temperature for one in ([same], [same, row([8, 9], [False, True], temperature=half)])]
+    packed = pack_rows([mixed, row([8, 9], [False, True])], CPU).temperature
+
+    assert alone == [0.5, 0.5]
+    assert isinstance(packed, torch.Tensor)
+    assert packed.tolist() == [0.5, 1.5, 1.0]
+
+
+def test_greedy_tokens_are_trained_at_temperature_one_as_servers_report_them() -> None:
+    greedy = row([5, 6, 7], [False, True, True], temperature=np.array([1.0, 0.0, 1e-7], np.float32))
+
+    assert pack_rows([greedy], CPU).temperature == 1.0
+    assert pack_rows([row([5, 6], [False, True], temperature=0.0)], CPU).temperature == 1.0
+
+
 @given(st.lists(st.lists(st.booleans(), max_size=8), min_size=1, max_size=8))
 def test_every_trained_token_is_scored_exactly_once(masks: list[list[bool]]) -> None:
     masks = [[False, *mask] for mask in masks] + [[False, True]]

@@ -1,6 +1,5 @@
 """A decoder of any family can be cut, and its stages one after the other say what the whole one says."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ def test_stages_of_a_decoder_say_what_the_whole_one_says(family: str, num_stages
     scale = {"embedding_multiplier": 3.0} if family == "granite" else {}
     decoder = _load(save_model(tmp_path, family=family, num_layers=NUM_LAYERS, **scale))
     row = pack_rows(random_rows(3), torch.device("cpu"))
-    expected = Policy(decoder, temperature=1.0)(row)
+    expected = Policy(decoder)(row)
     whole_gradient = _gradients(decoder, expected)
 
     parts = divide(decoder, num_stages)
-    stages = [stage_of(decoder, parts, number, wrap=_policy) for number in range(num_stages)]
+    stages = [stage_of(decoder, parts, number, wrap=Policy) for number in range(num_stages)]
     logprobs_S, entropy_S = _through(stages, row)
 
     torch.testing.assert_close(logprobs_S, expected[0], rtol=0, atol=0)
@@ -45,7 +44,7 @@ def test_every_weight_is_in_a_stage_under_its_own_name_and_only_tied_ones_in_two
     names = [
         name
         for number in range(3)
-        for name, _ in stage_of(decoder, parts, number, wrap=_policy).decoder.named_parameters()
+        for name, _ in stage_of(decoder, parts, number, wrap=Policy).decoder.named_parameters()
     ]
 
     assert sorted(names) == sorted([*dict(decoder.named_parameters()), "lm_head.weight"])
@@ -63,9 +62,6 @@ def test_layers_are_divided_so_that_the_dearest_stage_is_cheap() -> None:
     assert split_evenly([1.0, 1.0, 1.0, 1.0, 1.0, 3.0], num_parts=2) == [range(4), range(4, 6)]
     with pytest.raises(ValueError, match="need one for each"):
         split_evenly([1.0], num_parts=2)
-
-
-_policy = functools.partial(Policy, temperature=1.0)
 
 
 def _load(folder: Path) -> Any:
