@@ -6,6 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_serializer, model_validator
 
+from areal_async.fields import MAX_TEMPERATURE
 from areal_async.section import Section
 
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
@@ -17,8 +18,8 @@ ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "dtype")
 class SamplingSettings(Section):
     """How the servers sample."""
 
-    temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy."""
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
+    """Divides the logits; 0 is greedy. Every token is trained at the one that it was sampled at, 0 as 1."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Smallest set of tokens with this probability; 1 keeps all."""
     top_k: int = Field(default=-1, ge=-1)

@@ -266,13 +266,6 @@ class Settings(Section):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
         check_names(self.policies)
         self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
-        for name, policy in self.policies.items():
-            own = policy.sampling_over(self.rollout.sampling).temperature
-            if not policy.is_frozen and own != self.rollout.sampling.temperature:
-                raise ValueError(
-                    f"policies.{name}.sampling.temperature: got {own}, need rollout.sampling.temperature="
-                    f"{self.rollout.sampling.temperature}; a role is trained, and the loss knows one temperature"
-                )
         for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
             self.algorithm.check_run(group_size=rollout.group_size, max_new_tokens=rollout.sampling.max_new_tokens)
         if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
@@ -303,11 +296,6 @@ class Settings(Section):
     def _checked_rollout(self, index: int) -> RolloutSettings:
         """Return the rollout of a task as it would be checked if it were the run's."""
         task, rollout = self.tasks[index], self.rollout
-        if task.sampling.temperature not in (None, rollout.sampling.temperature):
-            raise ValueError(
-                f"tasks.{index}.sampling.temperature: got {task.sampling.temperature}, need "
-                f"rollout.sampling.temperature={rollout.sampling.temperature}; the loss knows one temperature"
-            )
         is_longer = task.sampling.max_new_tokens not in (None, rollout.sampling.max_new_tokens)
         if is_longer and self.algorithm.overlong_cache != 0 and self.algorithm.overlong_max is None:
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_async.fields import MAX_TEMPERATURE
 from areal_async.section import Section
 from areal_async.subjects import TOKEN
 
@@ -25,8 +26,8 @@ class DatasetSettings(Section):
 class TaskSamplingSettings(Section):
     """What of ``rollout.sampling`` is otherwise for one task; ``None`` is the run's."""
 
-    temperature: float | None = Field(default=None, ge=0)
-    """The run's, if anything: the loss knows one temperature."""
+    temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE)
+    """Divides the logits; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Smallest set of tokens with this probability."""
     top_k: int | None = Field(default=None, ge=-1)

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 
 from areal_async.errors import UserError
 from areal_async.settings import Settings
@@ -86,8 +85,7 @@ def test_what_is_no_policy_is_refused_in_one_sentence(tmp_path: Path, text: str,
         load(tmp_path, text)
 
 
-def test_a_role_has_the_temperature_of_the_run_as_its_turns_are_trained() -> None:
-    with pytest.raises(ValidationError, match=r"policies.opponent.sampling.temperature: got 0.5, need"):
-        Settings.model_validate({"policies": {"opponent": {"sampling": {"temperature": 0.5}}}})
+def test_a_role_may_have_a_temperature_of_its_own() -> None:
+    settings = Settings.model_validate({"policies": {"opponent": {"sampling": {"temperature": 0.5}}}})
 
-    Settings.model_validate({"policies": {"judge": {"path": "org/judge", "sampling": {"temperature": 0.5}}}})
+    assert settings.policies["opponent"].sampling_over(settings.rollout.sampling).temperature == 0.5

@@ -33,7 +33,7 @@ def test_a_task_has_what_it_says_and_the_rest_of_the_run() -> None:
 @pytest.mark.parametrize(
     ("task", "sections", "sentence"),
     [
-        ({"sampling": {"temperature": 0.5}}, {}, "tasks.1.sampling.temperature: got 0.5, need .*=0.9; the loss knows"),
+        ({"sampling": {"temperature": -1}}, {}, "greater than or equal to 0"),
         ({"group_size": 2}, {}, "tasks.1: min_group_size must not exceed group_size, got min_group_size=4, group_siz"),
         ({"group_size": 1 << 12}, {}, "tasks.1: max_stream_bytes: got .* room for a group of 4096"),
         (
@@ -53,8 +53,10 @@ def test_what_a_task_cannot_have_is_refused(task: dict[str, Any], sections: dict
         settings_of({}, task, **sections)
 
 
-def test_the_runs_own_temperature_may_be_repeated() -> None:
-    assert settings_of({"sampling": {"temperature": 0.9}}).rollout_of("w0").sampling.temperature == 0.9
+def test_a_task_may_have_a_temperature_of_its_own() -> None:
+    settings = settings_of({"sampling": {"temperature": 0.5}}, {})
+
+    assert [settings.rollout_of(name).sampling.temperature for name in ("w0", "w1")] == [0.5, 0.9]
 
 
 def test_every_task_may_have_held_out_rows_and_the_runs_are_the_first_tasks() -> None:
