@@ -8,6 +8,7 @@ that a step which is trained again after a crash is trained with the same.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,22 +18,33 @@ from areal_async.errors import UserError
 from areal_async.run_state import Changes
 from areal_async.settings import DATA_DEFINING, Settings
 
+TASK = re.compile(r"\Atasks\.[0-9]+\.")
 LIVE = {
     "trainer.lr": "the learning rate of the policy, from the next cut on",
     "rollout.max_staleness": "the bound on the age, at admission and from the next cut on",
     "rollout.max_trajectories_per_node": "how many run at once on each node",
+    "rollout.sampling.temperature": "of groups that begin from then on, as all of sampling; every token keeps its own",
+    "rollout.sampling.top_p": "of those too",
+    "rollout.sampling.top_k": "of those too",
+    "rollout.sampling.max_new_tokens": "of those too; what the loss is divided by stays as it was given",
+    "tasks.*.sampling.temperature": "of those of one task",
+    "tasks.*.sampling.top_p": "of those of one task",
+    "tasks.*.sampling.top_k": "of those of one task",
+    "tasks.*.sampling.max_new_tokens": "of those of one task",
     "eval.every_steps": "how often a version is evaluated",
 }
 """Setting, a star for any item of a list -> what its change does."""
 AT_MOST_GIVEN = {
     "rollout.max_staleness": "streams and pools were made for that at the start",
     "rollout.max_trajectories_per_node": "streams and pools were made for that at the start",
+    "rollout.sampling.max_new_tokens": "memory and token budget were made for that at the start",
+    "tasks.*.sampling.max_new_tokens": "memory and token budget were made for that at the start",
 }
 """Those which can only be lowered -> why."""
 REASONS = {
     "model": "the servers and the optimizer hold that model",
     "algorithm": "the graph of a step is built from it at the start",
-    "rollout.sampling": "the trainer computes its logprobs for the sampling that the run was started with",
+    "rollout.sampling": "only its numbers can",
     "rollout": "tickets that are out, streams and consumers were made for it",
     "trainer": "every rank has read it at the start, and all must agree at every step",
     "inference": "the servers were started with it",
@@ -55,7 +67,7 @@ def held_changes(settings: Settings, changes: Changes) -> Iterator[tuple[str, fl
     """
     now = settings
     for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at):
-        if not _is_live(key) or not _is_known(settings.model_dump(), key.split(".")):
+        if not _is_live(key) or not _is_known(settings.model_dump(), key.split(".")) or _tie(settings, key):
             continue
         if change.given == value_of(settings, key):
             try:
@@ -88,13 +100,31 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
         checked = value_of(_changed(settings_now(settings, changes), key, value), key)
     except ValidationError as exc:
         raise UserError(f"{key}: got {value!r}: {exc.errors()[0]['msg']}") from exc
-    given = value_of(settings, key)
-    if given is not None and key in AT_MOST_GIVEN and value > given:
-        raise UserError(f"{key}: got {value}, need at most {given}: {AT_MOST_GIVEN[key]}")
+    if tie := _tie(settings, key):
+        raise UserError(f"{key}: got {value}, need what the run was started with: {tie}")
+    given = _value_in_use(settings, key)
+    why = next((why for one, why in AT_MOST_GIVEN.items() if _matches(key, one)), "")
+    if why and value > given:
+        raise UserError(f"{key}: got {value}, need at most {given}: {why}")
     if key == "rollout.max_staleness" and (value == 0) != (given == 0):
         raise UserError(f"{key}: got {value}, is {given}: between on-policy and not the run must be started anew")
     assert checked is not None  # a number was put there
     return checked
+
+
+def _value_in_use(settings: Settings, key: str) -> float:
+    """Return what a live setting is: of a task that says nothing, the run's."""
+    own = value_of(settings, key)
+    return _value_in_use(settings, TASK.sub("rollout.", key)) if own is None else own
+
+
+def _tie(settings: Settings, key: str) -> str:
+    """Return which other setting keeps a live one as it is; empty where none does."""
+    algorithm = settings.algorithm
+    is_tied = algorithm.overlong_cache != 0 and algorithm.overlong_max is None
+    if key.endswith(".sampling.max_new_tokens") and is_tied:
+        return f"algorithm.name={algorithm.name} takes off from answers near the longest; set algorithm.overlong_max"
+    return ""
 
 
 def _changed(settings: Settings, key: str, value: float) -> Settings:

@@ -42,7 +42,7 @@ async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
     reward, error = 0.0, ""
     try:
         scores = await call_workflow(
-            heeding(for_one_sibling(place.workflow(ticket.workflow)), policy, name=ticket.workflow),
+            heeding(for_one_sibling(place.workflow(ticket.workflow, place.settings)), policy, name=ticket.workflow),
             Prompt(epoch=0, index=ticket.index, row=ticket.row),
             policy,
             name=ticket.workflow,

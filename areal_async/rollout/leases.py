@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Set
 from functools import partial
 
 import anyio
+import anyio.abc
 
 from areal_async import waits
 from areal_async.bus import Delivery
@@ -57,10 +58,20 @@ class Leases:
         names = self._place.bus.names
         await self._run(names.tickets_stream, names.nodes_consumer, lambda: self._capacity, self._take_tickets)
 
-    async def run_changes(self) -> None:
-        """Run as many groups at once as operators want, for ever; those that are too many just finish."""
+    async def run_changes(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
+        """Begin groups as operators have changed the settings, for ever; those that run just finish.
+
+        Ready when what they had changed before is known.
+        """
+        known, _ = await self._place.bus.get(CHANGES, Changes)
+        self._change(known or Changes())
+        task_status.started()
         async for changes in self._place.bus.watch_key(CHANGES, Changes):
-            self._capacity = _capacity(settings_now(self._place.settings, changes))
+            self._change(changes)
+
+    def _change(self, changes: Changes) -> None:
+        self._place.now = settings_now(self._place.settings, changes)
+        self._capacity = _capacity(self._place.now)
 
     async def run_eval_tickets(self) -> None:
         """Run evaluations: as ``run_tickets``, with room of their own."""

@@ -153,7 +153,7 @@ class _Node:
 
         async with anyio.create_task_group() as work:
             work.start_soon(end_after_grace)
-            work.start_soon(leases.run_changes)
+            await work.start(leases.run_changes)
             work.start_soon(run_all)
 
     async def _run_weights(self) -> None:

@@ -1,7 +1,7 @@
 """One ticket: every sibling of its group is sampled, scored and stored, or stored as what became of it.
 
 Invariant: the ticket is acknowledged only after every slot is stored. Whoever gets it again runs only the
-slots that are missing.
+slots that are missing, with the sampling that holds then: an operator may have changed it since.
 """
 
 import secrets
@@ -100,8 +100,9 @@ async def stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessag
 
 
 async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -> None:
-    settings, rollout = place.settings, place.settings.rollout_of(ticket.workflow)
-    workflow = place.workflow(ticket.workflow)
+    settings = place.now  # of one moment for all siblings: what is compared is sampled alike
+    rollout = settings.rollout_of(ticket.workflow)
+    workflow = place.workflow(ticket.workflow, settings)
     producer = f"{place.node_id}.{secrets.token_hex(4)}"
     outbox = Outbox(
         place.bus,

@@ -55,8 +55,12 @@ class Workplace:
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
     """Bounds the payloads on their way here: after a crash every ticket comes again at once."""
     receipts: Receipts = field(init=False)
+    now: Settings = field(init=False)
+    """With what operators have changed. Training groups begin with it; evaluations stay with ``settings``, as their
+    numbers are compared over the whole run."""
 
     def __post_init__(self) -> None:
+        self.now = self.settings
         self.receipts = Receipts(self.settings.run_directory, self.node_id)
 
     def policy(self, sampling: SamplingSettings, *, name: str) -> ServedPolicy:
@@ -65,8 +69,11 @@ class Workplace:
             self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
         )
 
-    def workflow(self, name: str) -> Workflow | GroupWorkflow:
+    def workflow(self, name: str, settings: Settings) -> Workflow | GroupWorkflow:
         """Return the workflow of a ticket, given the policies that it takes beside ``policy``.
+
+        Args:
+            settings: by which those sample.
 
         Raises:
             UserError: the settings of this node do not have it.
@@ -75,6 +82,6 @@ class Workplace:
             raise UserError(
                 f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
             )
-        workflow, policies = self.workflows[name], self.settings.policies
-        own = self.settings.model_copy(update={"rollout": self.settings.rollout_of(name)})
+        workflow, policies = self.workflows[name], settings.policies
+        own = settings.model_copy(update={"rollout": settings.rollout_of(name)})
         return with_policies(workflow, policies_taken(workflow, policies), own, self.frozen)

@@ -17,6 +17,7 @@ from areal_async import wire
 from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
 from areal_async.errors import UserError
 from areal_async.rollout.node import run_node
+from areal_async.run_state import Change, Changes
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -28,6 +29,7 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
+from areal_async.subjects import CHANGES
 from areal_async.types import (
     DISOWNED,
     EvalResult,
@@ -268,6 +270,60 @@ async def test_a_task_has_its_own_sampling_and_its_own_deadline_in_training_and_
     assert {slot.reason for slot in slots} == {"", "workflow play: ran past rollout.episode_deadline_s = 0.3 s"}
     assert {params["max_new_tokens"] for params in asked["sampling_params"]} == {3}
     assert {params["temperature"] for params in asked["sampling_params"]} == {0.0, 1.0}
+
+
+async def temperatures_by_group(run: Run) -> dict[str, set[float]]:
+    """Return at what the stored tokens of each group were sampled."""
+    found: dict[str, set[float]] = {}
+    for message, trajectories in await run.stored():
+        for one in trajectories:
+            for sequence in one.sequences:
+                assert sequence.temperatures is not None
+                sampled = sequence.temperatures[sequence.loss_mask]
+                found.setdefault(message.group_id, set()).update(map(float, sampled))
+    return found
+
+
+async def test_changed_sampling_is_that_of_groups_that_begin_from_then_on_and_never_of_an_evaluation(run: Run) -> None:
+    key = "rollout.sampling.temperature"
+    changes = Changes(by_setting={key: Change(value=0.5, given=1.0)})
+    await run.announce()
+    await run.admit("0-0-0")
+
+    async with run.running_node():
+        await run.slots(4)
+        await run.controller.put(CHANGES, changes)
+        number = 0
+        while {0.5} not in (await temperatures_by_group(run)).values():
+            number += 1
+            await run.admit(f"0-{number}-0")
+            await run.slots(4 * (number + 1))
+        ticket = EvalTicket(eval_id="1-0", index=3, workflow="play", row={"kind": "score"})
+        await run.controller.publish(run.names.eval_tickets("play"), ticket, msg_id="e3")
+        await run.left_in(run.names.eval_stream, 1)
+        asked = await ask((await run.server(lambda state: True)).url, "/model_info")
+
+    by_group = await temperatures_by_group(run)
+    assert by_group["0-0-0"] == {1.0}
+    assert all(len(one) == 1 for one in by_group.values()), "siblings are sampled alike"
+    assert asked["sampling_params"][-1]["temperature"] == 0.0, "the evaluation's"
+
+
+async def test_a_node_samples_nothing_before_it_knows_what_was_changed(run: Run) -> None:
+    by_setting = {
+        "rollout.sampling.temperature": Change(value=0.5, given=1.0),
+        "rollout.sampling.max_new_tokens": Change(value=8, given=16),
+    }
+    await run.controller.put(CHANGES, Changes(by_setting=by_setting))
+    await run.announce()
+    await run.admit()
+
+    async with run.running_node():
+        await run.slots(4)
+        asked = await ask((await run.server(lambda state: True)).url, "/model_info")
+
+    assert await temperatures_by_group(run) == {"0-0-0": {0.5}}
+    assert {params["max_new_tokens"] for params in asked["sampling_params"]} == {8}
 
 
 async def store_as_another_node(run: Run, group_id: str, siblings: list[int], reason: str = "") -> None:

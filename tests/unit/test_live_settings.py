@@ -3,7 +3,7 @@
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.live_settings import LIVE, check_change, held_changes, settings_now
+from areal_async.live_settings import LIVE, check_change, held_changes, settings_now, value_of
 from areal_async.run_state import Change, Changes
 from areal_async.settings import RolloutSettings, Settings, TrainerSettings
 from areal_async.task_settings import DatasetSettings, EvalSettings
@@ -64,6 +64,10 @@ def test_a_change_of_what_is_no_live_setting_is_passed_over() -> None:
         ("rollout.max_staleness", 1),
         ("rollout.max_trajectories_per_node", 8),
         ("eval.every_steps", 3),
+        ("rollout.sampling.temperature", 0.8),
+        ("rollout.sampling.top_p", 0.9),
+        ("rollout.sampling.top_k", 20),
+        ("rollout.sampling.max_new_tokens", 512),
     ],
 )
 def test_safe_changes_are_taken(key: str, value: float) -> None:
@@ -85,7 +89,12 @@ def test_safe_changes_are_taken(key: str, value: float) -> None:
         ("rollout.group_size", 4, "which data the run is made of"),
         ("model.dtype", 1.0, "hold that model"),
         ("algorithm.name", 1.0, "graph of a step"),
-        ("rollout.sampling.temperature", 0.7, "logprobs for the sampling"),
+        ("rollout.sampling.temperature", -0.5, "greater than or equal to 0"),
+        ("rollout.sampling.top_p", 1.5, "less than or equal to 1"),
+        ("rollout.sampling.top_k", 0.5, "valid integer"),
+        ("rollout.sampling.max_new_tokens", 1025, "need at most 1024: memory and token budget"),
+        ("rollout.sampling.ignore_eos", 1, "only its numbers can; stop the run, and start it with"),
+        ("tasks.0.sampling.temperature", 0.5, "no such setting"),
         ("trainer.checkpoint_every_steps", 3, "stop the run, and start it with --trainer.checkpoint_every_steps"),
         ("run.steps", 3, "read at the start"),
     ],
@@ -95,3 +104,49 @@ def test_what_is_unsafe_is_refused_with_its_reason(key: str, value: object, reas
         check_change(SETTINGS, Changes(), key, value)
 
     assert reason in str(refusal.value)
+
+
+def test_the_sampling_of_one_task_changes_alone() -> None:
+    settings = _with_tasks({}, {"sampling": {"max_new_tokens": 2000}})
+    keys = {"tasks.0.sampling.temperature": 0.5, "tasks.1.sampling.max_new_tokens": 1500}
+
+    changes = Changes(
+        by_setting={
+            key: Change(value=check_change(settings, Changes(), key, value), given=value_of(settings, key))
+            for key, value in keys.items()
+        }
+    )
+
+    now = settings_now(settings, changes)
+    assert dict(held_changes(settings, changes)) == keys
+    assert [now.rollout_of(f"w{number}").sampling.temperature for number in (0, 1)] == [0.5, 1.0]
+    assert [now.rollout_of(f"w{number}").sampling.max_new_tokens for number in (0, 1)] == [1024, 1500]
+    assert isinstance(now.tasks[1].sampling.max_new_tokens, int)
+
+
+@pytest.mark.parametrize(("task", "most"), [(0, 1024), (1, 2000)])
+def test_the_answers_of_a_task_are_at_most_as_long_as_they_were_when_the_run_was_started(task: int, most: int) -> None:
+    settings = _with_tasks({}, {"sampling": {"max_new_tokens": 2000}})
+    key = f"tasks.{task}.sampling.max_new_tokens"
+
+    assert check_change(settings, Changes(), key, most) == most
+    with pytest.raises(UserError, match=rf"{key}: got {most + 1}, need at most {most}: memory"):
+        check_change(settings, Changes(), key, most + 1)
+
+
+def test_what_is_taken_off_long_answers_keeps_the_longest_as_it_was_given() -> None:
+    key = "rollout.sampling.max_new_tokens"
+    changes = Changes(by_setting={key: Change(value=512, given=1024)})
+    penalised = Settings.model_validate({"algorithm": {"name": "dapo"}})
+    told = Settings.model_validate({"algorithm": {"name": "dapo", "overlong_max": 1024}})
+
+    with pytest.raises(UserError, match=r"need what the run was started with: .*dapo.* set algorithm.overlong_max"):
+        check_change(penalised, Changes(), key, 512)
+    assert dict(held_changes(penalised, changes)) == {}, "made before, under another algorithm"
+    assert check_change(told, Changes(), key, 512) == 512
+    assert dict(held_changes(told, changes)) == {key: 512}
+
+
+def _with_tasks(*given: dict[str, object]) -> Settings:
+    tasks = [{"workflow": f"w{number}.py", "dataset": {"path": "rows"}, **one} for number, one in enumerate(given)]
+    return Settings.model_validate({"tasks": tasks})
