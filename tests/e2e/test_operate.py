@@ -72,8 +72,11 @@ def test_a_live_run_is_paused_resumed_watched_and_stopped_and_goes_on_from_there
         "trainer.lr=1e-5",
         "--set",
         "rollout.max_staleness=1",
+        "--set",
+        "rollout.sampling.temperature=0.8",
     )
     wait_until(lambda: [line["lr"] for line in run.lines[-2:]] == [1e-5] * 2, "two steps at the new rate")
+    wait_until(lambda: run.lines[-1]["temperature_mean"] == 0.8, "a step whose tokens were all sampled at 0.8")
     _kill_trainer_and_compare(run)
 
     _verb("stop", "--run", str(run.directory), "--reason", "enough")
@@ -88,13 +91,19 @@ def test_a_live_run_is_paused_resumed_watched_and_stopped_and_goes_on_from_there
     assert_accounts(run, num_steps=last + 2, max_staleness=2)
     finished = _status(run)
     assert finished["state"] == "finished"
-    assert finished["changes"] == {"trainer.lr": 1e-5, "rollout.max_staleness": 1}
+    assert finished["changes"] == {
+        "trainer.lr": 1e-5, "rollout.max_staleness": 1, "rollout.sampling.temperature": 0.8,
+    }  # fmt: skip
+    temperatures = [line["temperature_mean"] for line in run.lines]
+    assert (temperatures[0], temperatures[-1]) == (1.0, 0.8)
+    assert max(line["logprob_gap_all_mean"] for line in run.lines if line["staleness_max"] == 0) < 1e-3
     rates = [line["lr"] for line in run.lines]
     since = rates.index(1e-5)
     assert set(rates[since:]) == {1e-5}, "a change outlives a crash and the run's end"
     changed = [json.loads(line) for line in (run.directory / "changes.jsonl").read_text().splitlines()]
     assert [(one["setting"], one["after"], one["by"]) for one in changed] == [
         ("trainer.lr", 1e-5, "ann"), ("rollout.max_staleness", 1, "ann"),
+        ("rollout.sampling.temperature", 0.8, "ann"),
     ]  # fmt: skip
 
 

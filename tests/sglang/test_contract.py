@@ -21,8 +21,10 @@ LONG = 450
 """Tokens of an answer that is still running when a test has seen its first chunks."""
 
 
-def assert_scored_by(model: Path, prompt: list[int], ids: list[int], logprobs: list[float], span: slice) -> None:
-    expected = reference_logprobs(model, prompt, ids)
+def assert_scored_by(
+    model: Path, prompt: list[int], ids: list[int], logprobs: list[float], span: slice, temperature: float = 1.0
+) -> None:
+    expected = reference_logprobs(model, prompt, ids, temperature=temperature)
     torch.testing.assert_close(torch.tensor(logprobs[span]), torch.tensor(expected[span]), atol=TOLERANCE, rtol=0.0)
 
 
@@ -44,6 +46,29 @@ def test_streams_that_join_late_have_the_forward_pass_logprobs(server: Server, m
 
     for prompt, stream in ((first, early), (second, late)):
         assert_scored_by(models[0], prompt, stream.output_ids, stream.logprobs, slice(None))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "temperature"),
+    [
+        ({"temperature": 0.5}, 0.5),
+        ({"temperature": 1.6}, 1.6),
+        ({"temperature": 0.7, "top_p": 0.6, "top_k": 5}, 0.7),
+        ({"temperature": 0.0}, 1.0),
+        ({"temperature": 1e-7}, 1.0),
+    ],
+    ids=str,
+)
+def test_logprobs_are_those_of_all_words_at_the_temperature_asked_for_and_greedy_ones_of_one(
+    server: Server, models: list[Path], sampling: dict[str, float], temperature: float
+) -> None:
+    """Whatever top_p and top_k cut away: so the trainer, which divides by the temperature alone, says the same."""
+    prompt = prompt_of(20, seed=4)
+
+    answer = server.generate(prompt, max_new_tokens=30, **sampling)
+
+    logprobs = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    assert_scored_by(models[0], prompt, answer["output_ids"], logprobs, slice(None), temperature)
 
 
 def test_a_streamed_answer_equals_the_unstreamed_one(server: Server) -> None:
