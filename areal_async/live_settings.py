@@ -22,6 +22,7 @@ TASK = re.compile(r"\Atasks\.[0-9]+\.")
 LIVE = {
     "trainer.lr": "the learning rate of the policy, from the next cut on",
     "rollout.max_staleness": "the bound on the age, at admission and from the next cut on",
+    "tasks.*.ratio": "the mix of the tasks, in the prompts that are admitted from then on; 0 switches one off",
     "rollout.max_trajectories_per_node": "how many run at once on each node",
     "rollout.sampling.temperature": "of groups that begin from then on, as all of sampling; every token keeps its own",
     "rollout.sampling.top_p": "of those too",
@@ -63,18 +64,38 @@ def settings_now(settings: Settings, changes: Changes) -> Settings:
 def held_changes(settings: Settings, changes: Changes) -> Iterator[tuple[str, float]]:
     """Yield the changes that hold under these settings: name and value, in the order in which they were made.
 
-    One that was made under other settings, and which these ones forbid, does not.
+    One that was made under other settings, and which these ones forbid, does not. One that another makes possible
+    comes after that, though it be older: of each setting only the newest change is known.
     """
-    now = settings
-    for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at):
-        if not _is_live(key) or not _is_known(settings.model_dump(), key.split(".")) or _tie(settings, key):
-            continue
-        if change.given == value_of(settings, key):
+    now, known = settings, settings.model_dump()
+    left = [
+        (key, change.value)
+        for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at)
+        if _is_live(key)
+        and _is_known(known, key.split("."))
+        and not _tie(settings, key)
+        and change.given == value_of(settings, key)
+    ]
+    while left:
+        forbidden = []
+        for key, value in left:
             try:
-                now = _changed(now, key, change.value)
+                now = _changed(now, key, value)
             except ValidationError:
-                continue
-            yield key, change.value
+                forbidden.append((key, value))
+            else:
+                yield key, value
+        if len(forbidden) == len(left):
+            return
+        left = forbidden
+
+
+def full_name(settings: Settings, key: str) -> str:
+    """Return a setting's name with the number of a task in it, where it names the task: ``tasks.gsm8k.ratio``."""
+    parts, names = key.split("."), [task.name for task in settings.tasks]
+    if parts[0] == "tasks" and len(parts) > 1 and parts[1] in names and not parts[1].isdecimal():
+        parts[1] = str(names.index(parts[1]))
+    return ".".join(parts)
 
 
 def value_of(settings: Settings, key: str) -> float | None:
@@ -94,6 +115,8 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     """
     if not _is_known(settings.model_dump(), key.split(".")) or not _is_live(key):
         raise UserError(f"{key}: {_why_not(settings, key)}")
+    if key.startswith("tasks.") and len(settings.tasks) == 1:
+        raise UserError(f"{key}: the run has one task, so there is nothing to mix")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{key}: got {value!r:.100}, need a number")
     try:

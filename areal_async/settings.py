@@ -264,6 +264,10 @@ class Settings(Section):
         names = [task.name for task in self.tasks]
         if len(set(names)) < len(names):
             raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
+        if self.tasks and not any(task.ratio for task in self.tasks):
+            raise ValueError(
+                "tasks: got a ratio of 0 for every one, need one over 0 at least; else nothing is admitted"
+            )
         check_names(self.policies)
         self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
         for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):

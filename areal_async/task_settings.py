@@ -55,9 +55,9 @@ class TaskSettings(Section):
     workflow: str = "workflows/gsm8k.py"
     """Python file, with ``:name`` when the coroutine is not named like the file."""
     dataset: DatasetSettings
-    ratio: float = Field(default=1.0, gt=0, le=1e6)
-    """How often each of its rows is visited, compared with other tasks' rows: a task's share is ratio times rows.
-    Where all ratios are equal, the rows of all tasks are shuffled together; else each task has its own epochs."""
+    ratio: float = Field(default=1.0, ge=0, le=1e6)
+    """How often each of its rows is visited, compared with other tasks' rows: a task's share is ratio times rows. Each
+    task has epochs of its own. 0 switches it off; one task at least must be on."""
     group_size: int | None = Field(default=None, ge=1)
     """Siblings per prompt."""
     min_group_size: int | None = Field(default=None, ge=1)

@@ -371,6 +371,17 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     """Its folder; empty while there is none."""
 
 
+class Mix(Record, frozen=True, kw_only=True):
+    """How often each task has its turn, from a position on. All by task, in the order of the settings."""
+
+    start: Count
+    """The first position that it decides about."""
+    weights: list[Count]
+    """Whole numbers in proportion to their shares; 0 for none."""
+    counts: list[Count]
+    """Visits that they had had before."""
+
+
 class Admitted(Record, frozen=True, kw_only=True):
     """KV ``admitted``: the data cursor. Only ever grows."""
 
@@ -384,6 +395,8 @@ class Admitted(Record, frozen=True, kw_only=True):
     """Prompts that the curriculum has passed over."""
     known: dict[StretchText, Count] = {}
     """For each stretch that the curriculum decides about: how many visits were known when it began."""
+    mixes: list[Mix] = []
+    """The mix of the tasks now, and those to come, by their starts; none where rows have one order in common."""
 
 
 class EvalTicket(Record, frozen=True, kw_only=True):

@@ -205,7 +205,16 @@ DECODERS: tuple[Decoder, ...] = (
     of_record(_EVALUATION),
     of_record(types.LineageRecord(lineage=2)),
     of_record(types.CheckpointRecord(version="1-4", path="/runs/r/checkpoints/1-4")),
-    of_record(types.Admitted(total=30, num_fresh=29, num_readmitted=2, num_skipped=1, known={"0-1": 7})),
+    of_record(
+        types.Admitted(
+            total=30,
+            num_fresh=29,
+            num_readmitted=2,
+            num_skipped=1,
+            known={"0-1": 7},
+            mixes=[types.Mix(start=20, weights=[3, 0, 1], counts=[12, 5, 3])],
+        )
+    ),
     of_record(types.FleetSize(num_servers=2)),
     of_record(types.DeadLetter(stream="S", subject="a.b", sequence=3, reason="why", reader="node", data=b"\xff")),
     of_record(types.RunState(state="failed", reason="why")),

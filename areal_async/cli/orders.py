@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             for setting, value in changes:
                 change = body | {"setting": setting, "value": value}
                 now = await ask_service(bus, bus.names.control("set"), change, deadline_s=ANSWER_DEADLINE_S)
-                say(f"run {settings.run.name}: {setting} is {now.get(setting, value):g} now")
+                say(f"run {settings.run.name}: {setting} is {now.get(setting, value):.12g} now")
             await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
             say(f"run {settings.run.name} {DONE[order]}")
 

@@ -99,6 +99,8 @@ class Status:
     servers: list[dict[str, Any]]
     changes: dict[str, float] = field(default_factory=dict)
     """Settings that were changed while the run went on, and hold."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of the tasks in the prompts that are admitted now."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """What has happened last, oldest first; ``teller`` is the role and the instance that told it."""
     notes: list[str] = field(default_factory=list)
@@ -234,6 +236,7 @@ async def read_snapshot(
         members=members,
         servers=listed,
         changes=dict(held_changes(settings, changes or Changes())),
+        shares=dict(books.get("shares", {})),
         events=events,
         notes=[*_notes(state, members, listed), *alarm_notes(reports.get(("trainer", "0"), {}))],
     )
@@ -375,7 +378,9 @@ def render(status: Status) -> Iterable[Table | Text]:
     stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
     facts.add_row("stored", ", ".join(stored))
     if status.changes:
-        facts.add_row("changed", ", ".join(f"{setting} = {value:g}" for setting, value in status.changes.items()))
+        facts.add_row("changed", ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()))
+    if status.shares:
+        facts.add_row("mix", ", ".join(f"{task} {share:.1%}" for task, share in status.shares.items()))
     yield facts
     processes = Table("process", "", "up", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
     for member in status.members:

@@ -2,18 +2,40 @@
 
 Pure: everything follows from the books and the sampler. An ``Admission`` is carried out in its order, tickets
 before the record; what a crash between the two repeats is de-duplicated by the tickets' ids.
+
+Invariant: whatever has a ticket stands in the order of the record, within its next few positions. So another mix of
+the tasks is on record before any ticket is chosen by it, and decides about no position that may have a ticket.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import msgspec
+
 from areal_async.controller.accounts import RUN_ENDED, Accounts, Readmission
-from areal_async.controller.curriculum import Choice, Curriculum
-from areal_async.controller.sampler import Sampler
-from areal_async.types import Admitted, GroupId, Outcome, OutcomeKind, Version, WeightsVersion
+from areal_async.controller.curriculum import MAX_LOOKED_AT, Choice, Curriculum
+from areal_async.controller.sampler import MixedSampler, Sampler
+from areal_async.types import Admitted, GroupId, Mix, Outcome, OutcomeKind, Version, WeightsVersion
 
 ADMISSION_BATCH = 64
 """Tickets published together before the record moves on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mixing:
+    """How tasks are to take turns."""
+
+    weights: list[int]
+    """As in ``Mix``."""
+    earliest: int
+    """The first position of which nobody can have published a ticket when this controller began."""
+
+
+def first_free(record: Admitted | None, *, has_curriculum: bool) -> int:
+    """Return ``Mixing.earliest``, given the record as a controller finds it."""
+    if record is None:
+        return 0  # a mix is on record before any ticket
+    return record.num_fresh + (MAX_LOOKED_AT if has_curriculum else ADMISSION_BATCH)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,15 +64,24 @@ def missing_for_admission(accounts: Accounts, *, last_step: int) -> str:
 
 
 def next_admission(
-    accounts: Accounts, sampler: Sampler, *, last_step: int, curriculum: Curriculum | None = None
+    accounts: Accounts,
+    sampler: Sampler,
+    *,
+    last_step: int,
+    curriculum: Curriculum | None = None,
+    mixing: Mixing | None = None,
 ) -> Admission | None:
     """Return what is to be admitted now, as far as credit reaches.
 
-    Under a curriculum that may be nothing at all: then the record alone moves on.
+    Under a curriculum, or when the mix of the tasks changes, that may be nothing: then the record alone moves on.
     """
     if accounts.held is None or missing_for_admission(accounts, last_step=last_step):
         return None
     count, admitted = min(accounts.num_credits, ADMISSION_BATCH), accounts.admitted
+    mixes = _mixes(admitted, sampler, mixing)
+    if mixes != admitted.mixes:
+        record = msgspec.structs.replace(admitted, mixes=mixes)
+        return Admission(items=[], version=accounts.held, first_number=admitted.total + 1, record=record)
     again = accounts.due_readmissions[:count]
     choice = _choose(admitted, sampler, curriculum, count - len(again))
     fresh = [Readmission(group_id=group, num_failed_attempts=0) for group in choice.groups]
@@ -64,14 +95,25 @@ def next_admission(
             num_readmitted=admitted.num_readmitted + len(again),
             num_skipped=admitted.num_skipped + choice.num_looked_at - len(fresh),
             known=dict(choice.known),
+            mixes=admitted.mixes,
         ),
     )
+
+
+def _mixes(admitted: Admitted, sampler: Sampler, mixing: Mixing | None) -> list[Mix]:
+    """Return the mixes that must be on record before anything is admitted."""
+    if mixing is None or not isinstance(sampler, MixedSampler):
+        return admitted.mixes
+    if admitted.mixes and admitted.mixes[-1].weights == mixing.weights:
+        return admitted.mixes
+    now = admitted.num_fresh
+    return sampler.remixed(admitted.mixes, mixing.weights, now=now, start=max(now, mixing.earliest))
 
 
 def _choose(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None, count: int) -> Choice:
     if curriculum is not None:
         return curriculum.choose(admitted, count)
-    groups = [sampler.group_at(admitted.num_fresh + offset) for offset in range(count)]
+    groups = [sampler.group_at(admitted.num_fresh + offset, admitted.mixes) for offset in range(count)]
     return Choice(groups=groups, num_looked_at=count, known=admitted.known)
 
 
@@ -81,10 +123,10 @@ def has_ended(accounts: Accounts, newest: WeightsVersion | None) -> bool:
 
 
 def first_groups(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None) -> Iterable[GroupId]:
-    """Return every prompt that was admitted for the first time, in that order."""
+    """Return every prompt that was admitted for the first time."""
     if curriculum is not None:
-        return curriculum.first_groups(admitted.num_fresh, admitted.known)
-    return (sampler.group_at(position) for position in range(admitted.num_fresh))
+        return curriculum.first_groups(admitted.num_fresh, admitted.known, admitted.mixes)
+    return sampler.first_groups(admitted.num_fresh, admitted.mixes)
 
 
 def left_over(

@@ -7,7 +7,8 @@
 ``run_evaluation``waits for a version that is due and held; produces its evaluation; the first one goes
                   before the first admission, so that it speaks of version 0 alone
 ``run_steering``  follows the orders of operators; produces pauses of the admission
-``run_changes``   follows the settings that operators change; produces another bound, another rhythm of evaluation
+``run_changes``   follows the settings that operators change; produces another bound, another mix of the tasks, another
+                  rhythm of evaluation
 ``run_watch``     says who waits for whom, and who is the culprit, when nothing has moved for ``watchdog_s``
 
 All state is in the broker: the log, the ``admitted`` record, the servers' keys. Kill it anywhere.
@@ -27,10 +28,10 @@ from areal_async.bus import Bus, Message, Report, serving
 from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
-from areal_async.controller.curriculum import Visits, curriculum_of
+from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator, newest_due_step
+from areal_async.controller.order import Order
 from areal_async.controller.reports import AwakeClock, Reports
-from areal_async.controller.sampler import Share, sampler_of
 from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
@@ -83,11 +84,8 @@ class Controller:
         self._tasks = tasks
         self._evaluator = evaluator
         self._accounts = accounts
-        ratios = {task.name: task.ratio for task in settings.tasks}
-        shares = [Share(count, ratios.get(name, 1.0)) for name, count in zip(tasks.names, tasks.num_rows, strict=True)]
-        self._sampler = sampler_of(shares, seed=settings.run.seed)
         self._visits = Visits()
-        self._curriculum = curriculum_of(settings, self._sampler, self._visits)
+        self._order = Order(settings, tasks, self._visits, record=None)
         self._admitted_revision = 0
         self._log_sequence = 0
         self._changed = anyio.Event()
@@ -96,7 +94,9 @@ class Controller:
         self._reports = Reports()
         self._absence = absence or Absence()
         self._report_s = report_s
-        self._steering = Steering(bus, settings, evaluate=self.ask_evaluation)
+        self._steering = Steering(
+            bus, settings, evaluate=self.ask_evaluation, check=lambda setting: self._order.check_change(setting)
+        )
         self._evaluation_asked: Version | None = None
         self._now = settings
         self._clock_s = self._moved_s = time.monotonic()
@@ -110,6 +110,7 @@ class Controller:
         """
         record, self._admitted_revision = await self._bus.get(ADMITTED, Admitted)
         self._accounts.admitted = record or Admitted()
+        self._order = Order(self._settings, self._tasks, self._visits, record=record)
         control, _ = await self._bus.get(CONTROL, Control)  # before anything is admitted: a pause outlives a controller
         self._steering.control = control or Control()
         changes, _ = await self._bus.get(CHANGES, Changes)
@@ -149,7 +150,7 @@ class Controller:
     async def _read(self, message: Message) -> None:
         entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
         self._log_sequence = message.sequence
-        if self._curriculum is not None and isinstance(entry, Cut | Outcome):
+        if self._order.curriculum is not None and isinstance(entry, Cut | Outcome):
             self._visits.read(entry)
         if isinstance(entry, Cut):
             self._accounts.add_cut(entry, sequence=message.sequence)
@@ -235,7 +236,13 @@ class Controller:
                 self.waits_for = f"resume: {self._steering.control.by or 'an operator'} has paused the run"
             if not self._may_admit and not self.waits_for:
                 self.waits_for = "the first evaluation"
-            admission = next_admission(self._accounts, self._sampler, last_step=last_step, curriculum=self._curriculum)
+            admission = next_admission(
+                self._accounts,
+                self._order.sampler,
+                last_step=last_step,
+                curriculum=self._order.curriculum,
+                mixing=self._order.mixing(self._now),
+            )
             if admission is None or is_paused or not self._may_admit:
                 with self._waiting(waits.ADMISSION):
                     await changed.wait()
@@ -255,6 +262,8 @@ class Controller:
             )
         except ConflictError as exc:
             raise FencedError("controller: another controller of this run is admitting; this one must stop") from exc
+        if admission.record.mixes != self._accounts.admitted.mixes:
+            log.info("admission.mixed", mixes=msgspec.to_builtins(admission.record.mixes))
         self._accounts.admitted = admission.record
         reach("controller.after_cursor")
         self._move()
@@ -344,7 +353,10 @@ class Controller:
                 continue  # it admitted once more
         await self._read_existing_log()
         outcomes = left_over(
-            self._accounts, self._sampler, last_step=self._settings.run.steps, curriculum=self._curriculum
+            self._accounts,
+            self._order.sampler,
+            last_step=self._settings.run.steps,
+            curriculum=self._order.curriculum,
         )
         async with anyio.create_task_group() as publishing:
             for outcome in outcomes:
@@ -390,6 +402,7 @@ class Controller:
             "max_staleness": self._now.rollout.max_staleness,
             "admitted": accounts.admitted.total,
             "skipped": accounts.admitted.num_skipped,
+            "shares": self._order.shares(accounts.admitted),
             "settled": accounts.num_settled,
             "in_flight": accounts.num_in_flight,
             "credits": accounts.num_credits,

@@ -9,13 +9,13 @@ and anybody can tell afterwards what was passed over.
 
 import math
 from array import array
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 
 from areal_async.controller.sampler import Pool, Sampler
 from areal_async.settings import CurriculumSettings, Settings
-from areal_async.types import Admitted, Cut, CutKind, GroupId, Outcome, mean
+from areal_async.types import Admitted, Cut, CutKind, GroupId, Mix, Outcome, mean
 
 MIN_STRETCH = 64
 """Rows of a pool, at least, between two looks at what is known: keeps the record short where epochs are."""
@@ -95,7 +95,7 @@ class Curriculum:
         groups: list[GroupId] = []
         known, position = dict(admitted.known), admitted.num_fresh
         while len(groups) < count and position - admitted.num_fresh < MAX_LOOKED_AT:
-            group = self._sampler.group_at(position)
+            group = self._sampler.group_at(position, admitted.mixes)
             number, pool = self._pool_of(group)
             stretch = self._stretch(number, pool, group)
             if stretch and stretch not in known:
@@ -106,10 +106,11 @@ class Curriculum:
             position += 1
         return Choice(groups=groups, num_looked_at=position - admitted.num_fresh, known=known)
 
-    def first_groups(self, num_positions: int, known: Mapping[str, int]) -> Iterator[GroupId]:
+    def first_groups(
+        self, num_positions: int, known: Mapping[str, int], mixes: Sequence[Mix] = ()
+    ) -> Iterator[GroupId]:
         """Yield the prompts that are admitted at the first positions, as far as ``known`` decides."""
-        for position in range(num_positions):
-            group = self._sampler.group_at(position)
+        for group in self._sampler.first_groups(num_positions, mixes):
             number, pool = self._pool_of(group)
             stretch = self._stretch(number, pool, group)
             if stretch and stretch not in known:

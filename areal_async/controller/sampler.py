@@ -1,14 +1,15 @@
 """The order in which prompts are visited: endless sequences of seeded permutations, one per epoch.
 
-Pure: position in the sequence is all the state there is, so a restarted controller goes on exactly where
-the ``admitted`` record says. Each prompt has one admission per epoch, and epochs follow without a barrier.
+Pure: the ``admitted`` record is all the state there is, so a restarted controller goes on exactly where it says. Each
+prompt has one admission per epoch, and epochs follow without a barrier.
 
-Tasks of equal ratios are one pool, whose rows are shuffled together. Tasks of different ratios are a pool each, with
-epochs of its own, and take turns (``Turns``).
+Where there are several tasks, each is a pool with epochs of its own, and they take turns (``Turns``) by the mix that
+stands in the record for a position. What a task has next depends on how often it had its turn and on nothing else, so
+another mix from some position on leaves no prompt out and repeats none.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.types import GroupId
+from areal_async.types import Admitted, GroupId, Mix
 
 MAX_PERIOD = 1 << 16
 """Turns after which their order repeats, at the most: shares are exact to one part in so many."""
@@ -27,7 +28,7 @@ class Share(NamedTuple):
 
     num_rows: int
     ratio: float = 1.0
-    """How often each of its rows is visited, compared with those of other tasks."""
+    """How often each of its rows is visited, compared with those of other tasks; 0 for not at all."""
 
 
 class Pool(NamedTuple):
@@ -53,37 +54,86 @@ class Sampler:
         """All rows, in the order of their indices."""
         return (Pool(0, self.num_rows),)
 
-    def group_at(self, position: int) -> GroupId:
-        """Return the first attempt at the prompt that is visited at ``position`` (from 0)."""
+    def group_at(self, position: int, mixes: Sequence[Mix] = ()) -> GroupId:
+        """Return the first attempt at the prompt that is visited at ``position`` (from 0).
+
+        Args:
+            mixes: those on record, the first of which must decide about the position or about one before it.
+        """
         epoch, offset = divmod(position, self.num_rows)
         index = int(_permutation(self.num_rows, (self._seed, epoch))[offset])
         return GroupId(epoch=epoch, index=index, attempt=0)
+
+    def first_groups(self, num_positions: int, mixes: Sequence[Mix] = ()) -> Iterator[GroupId]:
+        """Yield what is visited at the first positions; of those that no mix on record decides about, task by task."""
+        return (self.group_at(position) for position in range(num_positions))
 
 
 class MixedSampler(Sampler):
     """Several tasks with epochs of their own, which take turns in proportion to their shares."""
 
     def __init__(self, shares: Sequence[Share], *, seed: int) -> None:
+        """``shares``: those of a run that has no mix on record."""
         super().__init__(sum(share.num_rows for share in shares), seed=seed)
         firsts = np.cumsum([0, *(share.num_rows for share in shares)]).tolist()
         self._pools = [Pool(first, share.num_rows) for first, share in zip(firsts, shares, strict=False)]
-        self._turns = Turns(whole_weights(shares))
+        self._given = Mix(start=0, weights=whole_weights(shares), counts=[0] * len(shares))
 
     @property
     def pools(self) -> Sequence[Pool]:
         return self._pools
 
-    def group_at(self, position: int) -> GroupId:
-        task, count = self._turns.at(position)
+    def group_at(self, position: int, mixes: Sequence[Mix] = ()) -> GroupId:
+        mix = self.mix_at(position, mixes)
+        task, count = turns_of(mix).at(position - mix.start)
+        return self._visit(task, mix.counts[task] + count)
+
+    def first_groups(self, num_positions: int, mixes: Sequence[Mix] = ()) -> Iterator[GroupId]:
+        first = (mixes or [self._given])[0]
+        for task, count in enumerate(first.counts):
+            yield from (self._visit(task, number) for number in range(count))
+        for position in range(first.start, num_positions):
+            yield self.group_at(position, mixes)
+
+    def mix_at(self, position: int, mixes: Sequence[Mix]) -> Mix:
+        """Return the mix that decides about a position."""
+        return next(mix for mix in reversed(mixes or [self._given]) if mix.start <= position)
+
+    def shares_at(self, position: int, mixes: Sequence[Mix]) -> list[float]:
+        """Return which part of the visits each task has at a position."""
+        weights = self.mix_at(position, mixes).weights
+        return [weight / sum(weights) for weight in weights]
+
+    def remixed(self, mixes: Sequence[Mix], weights: Sequence[int], *, now: int, start: int) -> list[Mix]:
+        """Return the mixes that are to be on record for tasks to take turns by ``weights`` from ``start`` on.
+
+        Args:
+            now: the position that the record has come to; mixes that have no say beyond it are left out.
+        """
+        last = self.mix_at(start, mixes)
+        had = zip(last.counts, turns_of(last).counts(start - last.start), strict=True)
+        made = [mix for mix in mixes or [self._given] if mix.start < start]
+        if not made or made[-1].weights != list(weights):
+            made.append(Mix(start=start, weights=list(weights), counts=[before + since for before, since in had]))
+        return [mix for mix, after in zip(made, [*made[1:], None], strict=True) if after is None or after.start > now]
+
+    def _visit(self, task: int, count: int) -> GroupId:
+        """Return what a task has when it has had its turn ``count`` times before."""
         pool = self._pools[task]
         epoch, offset = divmod(count, pool.num_rows)
         index = pool.first_index + int(_permutation(pool.num_rows, (self._seed, epoch, task))[offset])
         return GroupId(epoch=epoch, index=index, attempt=0)
 
 
-def sampler_of(shares: Sequence[Share], *, seed: int) -> Sampler:
-    """Return the order in which the tasks' rows are visited; each task must have a row."""
-    if len({share.ratio for share in shares}) > 1:
+def sampler_of(shares: Sequence[Share], *, seed: int, admitted: Admitted | None = None) -> Sampler:
+    """Return the order in which the tasks' rows are visited; each task must have a row.
+
+    Args:
+        admitted: the run's record. One that has admitted prompts and has no mix is of before every task had epochs of
+            its own: there the rows of tasks of equal ratios are one pool, and stay it.
+    """
+    is_of_before = admitted is not None and admitted.num_fresh > 0 and not admitted.mixes
+    if len(shares) > 1 and not (is_of_before and len({share.ratio for share in shares}) == 1):
         return MixedSampler(shares, seed=seed)
     return Sampler(sum(share.num_rows for share in shares), seed=seed)
 
@@ -98,17 +148,20 @@ class Turns:
     """
 
     def __init__(self, weights: Sequence[int]) -> None:
-        """``weights``: two or more, above 0; they add up to the period."""
+        """``weights``: one of them above 0; they add up to the period."""
         self._weights = weights
         self._period = period = sum(weights)
         self._of_turn: list[tuple[int, int]] = []
-        slack = 2 * len(weights) - 2
-        scales = [math.lcm(*weights) // weight for weight in weights]
+        taking = [one for one, weight in enumerate(weights) if weight]
+        slack = max(2 * len(taking) - 2, 1)
+        common = math.lcm(*(weights[one] for one in taking))
         counts = [0] * len(weights)
         for turn in range(1, period + 1):
-            behind = [turn * weight - count * period for weight, count in zip(weights, counts, strict=True)]
-            eligible = [one for one in range(len(weights)) if slack * behind[one] >= period]
-            chosen = min(eligible, key=lambda one: ((slack - 1) * period - slack * behind[one]) * scales[one])
+            behind = {one: turn * weights[one] - counts[one] * period for one in taking}
+            eligible = [one for one in taking if slack * behind[one] >= period]
+            chosen = min(
+                eligible, key=lambda one: ((slack - 1) * period - slack * behind[one]) * (common // weights[one])
+            )
             self._of_turn.append((chosen, counts[chosen]))
             counts[chosen] += 1
 
@@ -118,6 +171,24 @@ class Turns:
         chosen, count = self._of_turn[turn]
         return chosen, rounds * self._weights[chosen] + count
 
+    def counts(self, num_turns: int) -> list[int]:
+        """Return how many of the first turns each has."""
+        rounds, rest = divmod(num_turns, self._period)
+        counts = [rounds * weight for weight in self._weights]
+        for chosen, _ in self._of_turn[:rest]:
+            counts[chosen] += 1
+        return counts
+
+
+def turns_of(mix: Mix) -> Turns:
+    """Return whose turn it is under a mix."""
+    return _turns(tuple(mix.weights))
+
+
+@lru_cache(maxsize=8)
+def _turns(weights: tuple[int, ...]) -> Turns:
+    return Turns(weights)
+
 
 def whole_weights(shares: Sequence[Share]) -> list[int]:
     """Return whole numbers in proportion to ratio times rows, as small as they can be, and ``MAX_PERIOD`` in all."""
@@ -126,7 +197,7 @@ def whole_weights(shares: Sequence[Share]) -> list[int]:
     whole = [int(one * common) for one in exact]
     whole = [one // math.gcd(*whole) for one in whole]
     total = sum(whole)
-    return whole if total <= MAX_PERIOD else [max(1, one * MAX_PERIOD // total) for one in whole]
+    return whole if total <= MAX_PERIOD else [max(min(one, 1), one * MAX_PERIOD // total) for one in whole]
 
 
 @lru_cache(maxsize=512)

@@ -13,7 +13,7 @@ import structlog
 from areal_async.bus import Bus, Endpoint, Report, Schema, json_object
 from areal_async.errors import ConflictError, UserError
 from areal_async.events import RunOrdered, SettingChanged
-from areal_async.live_settings import LIVE, check_change, held_changes, value_of
+from areal_async.live_settings import LIVE, check_change, full_name, held_changes, value_of
 from areal_async.run_state import Change, Changes, Control
 from areal_async.settings import Settings
 from areal_async.subjects import CHANGES, CONTROL
@@ -34,10 +34,19 @@ log = structlog.get_logger()
 class Steering:
     """The controller's side of it."""
 
-    def __init__(self, bus: Bus, settings: Settings, *, evaluate: Callable[[Report], Awaitable[Report]]) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        settings: Settings,
+        *,
+        evaluate: Callable[[Report], Awaitable[Report]],
+        check: Callable[[str], None] = lambda setting: None,
+    ) -> None:
+        """``check`` raises ``UserError`` for a setting that cannot change in this very run."""
         self._bus = bus
         self._settings = settings
         self._evaluate = evaluate
+        self._check = check
         self.control = Control()
         """As it was seen last."""
 
@@ -110,11 +119,13 @@ class Steering:
         Raises:
             UserError: it cannot change while the run goes on, or not to this.
         """
-        by, reason, setting = (_text(body, key) for key in ("by", "reason", "setting"))
+        by, reason, named = (_text(body, key) for key in ("by", "reason", "setting"))
+        setting = full_name(self._settings, named)
         while True:
             found, revision = await self._bus.get(CHANGES, Changes)
             changes = found or Changes()
             value = check_change(self._settings, changes, setting, body.get("value"))
+            self._check(setting)
             given = value_of(self._settings, setting)
             before = dict(held_changes(self._settings, changes)).get(setting, given)
             event = SettingChanged(setting=setting, before=before, after=value, by=by, reason=reason)

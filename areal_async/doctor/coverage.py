@@ -25,7 +25,7 @@ def admitted_groups(books: Books) -> list[GroupId]:
     rules, admitted = books.evidence.rules, books.evidence.admitted
     again = [item.group_id for item in books.accounts.readmissions[: admitted.num_readmitted]]
     if rules.num_rows:
-        return [*first_groups(admitted, rules.sampler, _curriculum(books)), *again]
+        return [*first_groups(admitted, books.evidence.sampler, _curriculum(books)), *again]
     # Without the data's size: what left a trace; of a live run, before the tickets were read.
     known = {group_id for group_id, _ in books.received.values()} if books.evidence.is_live else books.groups.keys()
     return sorted({group for group in map(GroupId.parse, known) if group.attempt == 0} | set(again))
@@ -68,13 +68,13 @@ def _curriculum(books: Books) -> Curriculum | None:
         return None
     for entry in books.evidence.log:
         visits.read(entry)
-    return Curriculum(rules.curriculum, rules.sampler, visits, seed=rules.seed)
+    return Curriculum(rules.curriculum, books.evidence.sampler, visits, seed=rules.seed)
 
 
 def _visits(books: Books, admitted: list[GroupId]) -> Iterator[str]:
     """Say how many prompts each epoch has admitted; each task's epochs where they are its own."""
     rules = books.evidence.rules
-    pools = rules.sampler.pools if rules.tasks else ()
+    pools = books.evidence.sampler.pools if rules.tasks else ()
     for number, pool in enumerate(pools or [Pool(0, sys.maxsize)]):
         epochs = Counter(group.epoch for group in admitted if group.attempt == 0 and pool.holds(group.index))
         visited = "; ".join(f"epoch {epoch}: {count} prompts" for epoch, count in sorted(epochs.items())) or "no prompt"
@@ -105,7 +105,7 @@ def _strangers(books: Books) -> Iterator[Finding]:
         # tickets are published before the record moves on
         far = MAX_LOOKED_AT if rules.curriculum else rules.max_groups_in_flight
         further = msgspec.structs.replace(last, num_fresh=last.num_fresh + far)
-        due |= set(first_groups(further, rules.sampler, _curriculum(books)))
+        due |= set(first_groups(further, books.evidence.sampler, _curriculum(books)))
     for group in sorted(map(GroupId.parse, books.groups)):
         if group.attempt and group not in due:
             yield Finding(

@@ -1,6 +1,5 @@
 """What a run has left, as records: the readers fill these in, and the arithmetic of the promises reads nothing else."""
 
-import functools
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,6 +19,7 @@ class TaskRules:
 
     num_rows: int
     ratio: float = 1.0
+    """Where the record has no mix."""
     group_size: int
     min_group_size: int
 
@@ -61,11 +61,6 @@ class Rules:
     def num_rows(self) -> int:
         """Of all tasks together; 0 when the data cannot be read."""
         return sum(task.num_rows for task in self.tasks)
-
-    @functools.cached_property
-    def sampler(self) -> Sampler:
-        """In what order prompts were admitted; there must be rows."""
-        return sampler_of([Share(task.num_rows, task.ratio) for task in self.tasks], seed=self.seed)
 
     def of(self, group_id: str) -> "Rules | TaskRules":
         """Return the sizes of a group."""
@@ -169,3 +164,9 @@ class Evidence:
     """Of the archive and the checkpoints, each with its reason."""
     notes: list[str] = field(default_factory=list)
     """What else was noticed."""
+
+    @property
+    def sampler(self) -> Sampler:
+        """In what order prompts were admitted, given the mixes of the record; there must be rows."""
+        shares = [Share(task.num_rows, task.ratio) for task in self.rules.tasks]
+        return sampler_of(shares, seed=self.rules.seed, admitted=self.admitted_last)

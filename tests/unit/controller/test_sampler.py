@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from areal_async.controller.evaluation import newest_due_step
 from areal_async.controller.sampler import MAX_PERIOD, MixedSampler, Sampler, Share, Turns, sampler_of, whole_weights
+from areal_async.types import Admitted, GroupId, Mix
 
+MIX = Mix(start=0, weights=[3, 2], counts=[0, 0])
 SHARES = st.lists(
     st.builds(Share, st.integers(1, 30), st.sampled_from((0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 7.0))), min_size=2, max_size=5
 )
@@ -48,10 +50,22 @@ def test_a_pool_is_visited_in_the_order_that_it_always_was() -> None:
     assert order == [int(index) for epoch in range(3) for index in np.random.default_rng([3, epoch]).permutation(20)]
 
 
-def test_tasks_of_equal_ratios_are_one_pool() -> None:
+def test_tasks_of_equal_ratios_have_epochs_of_their_own_that_end_together() -> None:
     mixed = sampler_of([Share(12, 2.0), Share(8, 2.0)], seed=3)
 
-    assert [mixed.group_at(one) for one in range(50)] == [Sampler(20, seed=3).group_at(one) for one in range(50)]
+    groups = [mixed.group_at(one) for one in range(40)]
+
+    assert [pool.num_rows for pool in mixed.pools] == [12, 8]
+    assert [group.epoch for group in groups] == [0] * 20 + [1] * 20
+
+
+def test_a_run_of_before_keeps_the_one_order_of_its_tasks() -> None:
+    shares, one_order = [Share(12, 2.0), Share(8, 2.0)], Sampler(20, seed=3)
+    before = sampler_of(shares, seed=3, admitted=Admitted(total=7, num_fresh=7))
+    since = sampler_of(shares, seed=3, admitted=Admitted(total=7, num_fresh=7, mixes=[MIX]))
+
+    assert [before.group_at(one) for one in range(50)] == [one_order.group_at(one) for one in range(50)]
+    assert [since.group_at(one, [MIX]) for one in range(50)] != [one_order.group_at(one) for one in range(50)]
 
 
 @given(SHARES)
@@ -73,6 +87,11 @@ def test_each_prompt_of_each_task_is_visited_once_in_each_epoch_of_its_own(share
 
     groups = [sampler.group_at(position) for position in range(400)]
 
+    _are_whole_epochs(sampler, groups)
+
+
+def _are_whole_epochs(sampler: Sampler, groups: list[GroupId]) -> None:
+    """Hold that each task has every prompt once in each of its epochs, one epoch after another."""
     assert len(set(groups)) == len(groups)
     for pool in sampler.pools:
         own = [group for group in groups if pool.holds(group.index)]
@@ -80,6 +99,45 @@ def test_each_prompt_of_each_task_is_visited_once_in_each_epoch_of_its_own(share
             epoch = own[start : start + pool.num_rows]
             assert {group.epoch for group in epoch} == {start // pool.num_rows}
             assert len({group.index for group in epoch}) == len(epoch)
+
+
+def test_a_task_of_ratio_0_has_no_turn() -> None:
+    sampler = sampler_of([Share(3), Share(4, 0.0), Share(5, 2.0)], seed=1)
+
+    assert {sampler.group_at(one).index for one in range(60)} == {0, 1, 2, 7, 8, 9, 10, 11}
+    assert whole_weights([Share(3), Share(4, 0.0), Share(1_000_000, 1e6)]) == [1, 0, MAX_PERIOD - 1]
+
+
+@given(
+    SHARES,
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(0, 5), min_size=5)), max_size=8),
+)
+def test_after_any_changes_of_the_mix_each_task_is_visited_in_epochs_and_has_its_share_of_every_mix(
+    shares: list[Share], changes: list[tuple[int, int, list[int]]]
+) -> None:
+    """Each change is made after so many positions, for so many positions later."""
+    sampler = MixedSampler(shares, seed=1)
+    mixes, groups = list[Mix](), list[GroupId]()
+    for num_positions, delay, wanted in changes:
+        for _ in range(num_positions):
+            groups.append(sampler.group_at(len(groups), mixes))
+        weights = [*wanted[: len(shares) - 1], 1]
+        before, start = mixes, len(groups) + delay
+        mixes = sampler.remixed(mixes, weights, now=len(groups), start=start)
+
+        assert [sampler.group_at(one, mixes) for one in range(len(groups), start)] == [
+            sampler.group_at(one, before) for one in range(len(groups), start)
+        ], "what comes before the change is as it was"
+        assert Counter(sampler.first_groups(len(groups), mixes)) == Counter(groups)
+        assert len(mixes) <= 1 + sum(one.start > len(groups) for one in mixes), "what is behind takes no room"
+        total, turns = sum(weights), Counter[int]()
+        for number in range(1, 30):
+            group = sampler.group_at(start + number - 1, mixes)
+            turns[next(task for task, pool in enumerate(sampler.pools) if pool.holds(group.index))] += 1
+            if mixes[-1].start == start:
+                assert all(abs(Fraction(number * weight, total) - turns[one]) < 1 for one, weight in enumerate(weights))
+
+    _are_whole_epochs(sampler, groups)
 
 
 @given(SHARES, st.integers(0, 100_000))

@@ -466,7 +466,7 @@ def mixed_run() -> Evidence:
         )
     )
     evidence.admitted = evidence.admitted_last = Admitted(total=8, num_fresh=8)
-    evidence.tickets = {str(evidence.rules.sampler.group_at(position)) for position in range(8)}
+    evidence.tickets = {str(evidence.sampler.group_at(position)) for position in range(8)}
     return evidence
 
 
@@ -498,12 +498,12 @@ def test_a_task_decides_which_siblings_its_groups_have() -> None:
 def under_a_curriculum() -> Evidence:
     """An epoch of 100 in which all was solved, and the next one, all of it settled."""
     evidence = Evidence(rules=replace(whole_run().rules, curriculum=CurriculumSettings(name="pass_rate")))
-    first = [str(evidence.rules.sampler.group_at(position)) for position in range(100)]
+    first = [str(evidence.sampler.group_at(position)) for position in range(100)]
     evidence.log = [outcome(one, OutcomeKind.FILTERED, mean_reward=1.0) for one in first]
     visits, known = Visits(), {"0-1": 100}
     for entry in evidence.log:
         visits.read(entry)
-    curriculum = Curriculum(CurriculumSettings(name="pass_rate"), evidence.rules.sampler, visits, seed=1)
+    curriculum = Curriculum(CurriculumSettings(name="pass_rate"), evidence.sampler, visits, seed=1)
     admitted = [str(group) for group in curriculum.first_groups(200, known)]
     evidence.tickets = set(admitted[100:])
     evidence.admitted = evidence.admitted_last = Admitted(
@@ -526,7 +526,7 @@ def test_a_curriculum_passes_over_what_it_must_and_nothing_else() -> None:
 
 def test_a_prompt_that_the_curriculum_passes_over_is_out_of_turn() -> None:
     evidence = under_a_curriculum()
-    everything = {str(evidence.rules.sampler.group_at(position)) for position in range(100, 200)}
+    everything = {str(evidence.sampler.group_at(position)) for position in range(100, 200)}
     passed_over = min(everything - evidence.tickets)
     evidence.tickets |= {passed_over}
 

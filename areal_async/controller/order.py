@@ -1,0 +1,47 @@
+"""In which order a run's prompts have their turn, given its record and what operators want of the mix of its tasks."""
+
+from areal_async.controller.admission import Mixing, first_free
+from areal_async.controller.curriculum import Visits, curriculum_of
+from areal_async.controller.sampler import MixedSampler, Share, sampler_of, whole_weights
+from areal_async.controller.tasks import Tasks
+from areal_async.errors import UserError
+from areal_async.settings import Settings
+from areal_async.types import Admitted
+
+
+class Order:
+    """A run's, from when a controller begins."""
+
+    def __init__(self, settings: Settings, tasks: Tasks, visits: Visits, *, record: Admitted | None) -> None:
+        """``record``: as the controller finds it; None in a run that has none yet."""
+        self._tasks = tasks
+        self.sampler = sampler_of(self._shares(settings), seed=settings.run.seed, admitted=record)
+        self.curriculum = curriculum_of(settings, self.sampler, visits)
+        self._first_free = first_free(record, has_curriculum=self.curriculum is not None)
+
+    def mixing(self, settings: Settings) -> Mixing:
+        """Return how tasks are to take turns by these settings."""
+        return Mixing(weights=whole_weights(self._shares(settings)), earliest=self._first_free)
+
+    def shares(self, admitted: Admitted) -> dict[str, float]:
+        """Return which part of the prompts each task has where the record is; empty where nobody decides about that."""
+        if not isinstance(self.sampler, MixedSampler):
+            return {}
+        return dict(zip(self._tasks.names, self.sampler.shares_at(admitted.num_fresh, admitted.mixes), strict=True))
+
+    def check_change(self, setting: str) -> None:
+        """Refuse what the settings allow and this very run does not.
+
+        Raises:
+            UserError: the tasks have one order in common.
+        """
+        if setting.startswith("tasks.") and not isinstance(self.sampler, MixedSampler):
+            raise UserError(
+                f"{setting}: cannot change in this run: it was started before each task had epochs of its own, and the "
+                "rows of all have one order in common; start another one"
+            )
+
+    def _shares(self, settings: Settings) -> list[Share]:
+        ratios = {task.name: task.ratio for task in settings.tasks}
+        rows = zip(self._tasks.names, self._tasks.num_rows, strict=True)
+        return [Share(count, ratios.get(name, 1.0)) for name, count in rows]
