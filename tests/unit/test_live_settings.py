@@ -3,11 +3,12 @@
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.live_settings import LIVE, check_change, held_changes, settings_now, value_of
+from areal_async.live_settings import LIVE, check_change, full_name, held_changes, settings_now, value_of
 from areal_async.run_state import Change, Changes
 from areal_async.settings import RolloutSettings, Settings, TrainerSettings
-from areal_async.task_settings import DatasetSettings, EvalSettings
+from areal_async.task_settings import DatasetSettings, EvalSettings, TaskSettings
 
+ROWS = DatasetSettings(path="rows.jsonl")
 SETTINGS = Settings(
     rollout=RolloutSettings(max_staleness=4, max_trajectories_per_node=64), trainer=TrainerSettings(lr=2e-6)
 )
@@ -55,6 +56,40 @@ def test_a_change_of_what_is_no_live_setting_is_passed_over() -> None:
     foreign = Changes(by_setting={"run.steps": Change(value=3, given=SETTINGS.run.steps)})
 
     assert dict(held_changes(SETTINGS, foreign)) == {}
+
+
+def _mixed(*ratios: float) -> Settings:
+    tasks = [
+        TaskSettings(workflow=f"{name}.py", dataset=ROWS, ratio=one) for name, one in zip("abc", ratios, strict=False)
+    ]
+    return Settings(tasks=tuple(tasks))
+
+
+def test_a_task_can_be_named_by_its_workflow() -> None:
+    assert full_name(_mixed(1.0, 1.0), "tasks.b.ratio") == "tasks.1.ratio"
+    assert full_name(_mixed(1.0, 1.0), "tasks.d.ratio") == "tasks.d.ratio"
+    assert check_change(_mixed(1.0, 1.0), Changes(), "tasks.1.ratio", 0) == 0
+
+
+def test_one_task_at_least_stays_on() -> None:
+    off = Changes(by_setting={"tasks.0.ratio": Change(value=0, given=1.0)})
+
+    with pytest.raises(UserError, match="need one over 0"):
+        check_change(_mixed(1.0, 1.0), off, "tasks.1.ratio", 0)
+    with pytest.raises(UserError, match="the run has one task"):
+        check_change(_mixed(1.0), Changes(), "tasks.0.ratio", 2.0)
+
+
+def test_a_change_that_a_younger_one_makes_possible_holds() -> None:
+    """The first task was switched off after the second was switched on, which was changed once more since."""
+    changes = Changes(
+        by_setting={
+            "tasks.0.ratio": Change(value=0, given=1.0, at="2026-01-01T00:00:01"),
+            "tasks.1.ratio": Change(value=2, given=0.0, at="2026-01-01T00:00:02"),
+        }
+    )
+
+    assert [task.ratio for task in settings_now(_mixed(1.0, 0.0), changes).tasks] == [0.0, 2.0]
 
 
 @pytest.mark.parametrize(

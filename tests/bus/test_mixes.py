@@ -1,0 +1,185 @@
+"""The mix of a live run's tasks changes with the next admission; a killed controller admits the same again."""
+
+from collections import Counter
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_async.bus import Bus, Role, ask_service
+from areal_async.controller import controller as controlled
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.admission import ADMISSION_BATCH
+from areal_async.controller.controller import Controller
+from areal_async.controller.tasks import Tasks
+from areal_async.errors import PipelineError, UserError
+from areal_async.fault_points import FIRED, SPECIFICATION, FaultPoints
+from areal_async.run_state import Change, Changes
+from areal_async.settings import (
+    BusSettings,
+    DatasetSettings,
+    EvalSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
+from areal_async.subjects import ADMITTED, CHANGES
+from areal_async.types import Admitted, CutKind, OutcomeKind, Ticket
+from tests.brokers import OpenRole
+from tests.bus.test_controller import World, running
+
+pytestmark = pytest.mark.anyio
+
+NUM_ROWS = 40
+IN_FLIGHT = 12
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path, steps=50),
+        tasks=tuple(TaskSettings(workflow=f"{name}.py", dataset=DatasetSettings(path="x")) for name in ("a", "b")),
+        rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=IN_FLIGHT // 2, max_staleness=1),
+        eval=EvalSettings(every_steps=0),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+@pytest.fixture
+async def world(open_role: OpenRole) -> World:
+    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
+    await world.cut(CutKind.BEGIN, 0)
+    await world.hold("1-0")
+    return world
+
+
+def controller_of(bus: Bus, settings: Settings) -> Controller:
+    accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
+    tasks = Tasks([(name, [{}] * NUM_ROWS) for name in ("a", "b")])
+    return Controller(bus, settings, tasks, None, accounts=accounts)
+
+
+async def set_ratio(operator: Bus, task: str, ratio: float) -> object:
+    change = {"setting": f"tasks.{task}.ratio", "value": ratio}
+    return await ask_service(operator, operator.names.control("set"), change, deadline_s=10)
+
+
+async def settle(world: World, tickets: list[Ticket]) -> None:
+    for one in tickets:
+        await world.outcome(one.group_id, OutcomeKind.STALE)
+
+
+async def go_on(world: World, controller: Controller, seen: list[Ticket]) -> list[Ticket]:
+    """Settle what is in flight; return the tickets that take its place."""
+    await settle(world, seen[-IN_FLIGHT:])
+    return (await world.tickets(len(seen) + IN_FLIGHT, controller))[len(seen) :]
+
+
+def of(tickets: list[Ticket]) -> Counter[str]:
+    return Counter(one.workflow for one in tickets)
+
+
+async def test_a_change_of_the_mix_holds_from_the_next_admission_on(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+    async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+        seen = await world.tickets(IN_FLIGHT, controller)
+        assert of(seen) == {"a": 6, "b": 6}
+        assert controller.report()["shares"] == {"a": 0.5, "b": 0.5}
+
+        assert await set_ratio(operator, "b", 3) == {"tasks.1.ratio": 3}
+        second = await go_on(world, controller, seen)
+        assert of(second) == {"a": 3, "b": 9}
+        assert controller.report()["shares"] == {"a": 0.25, "b": 0.75}
+
+        await set_ratio(operator, "a", 0)
+        third = await go_on(world, controller, seen + second)
+        assert of(third) == {"b": 12}
+        with pytest.raises(UserError, match=r"tasks\.1\.ratio: got 0.* need one over 0"):
+            await set_ratio(operator, "b", 0)
+
+    every = seen + second + third
+    assert len({one.group_id for one in every}) == len(every)
+    record, _ = await operator.get(ADMITTED, Admitted)
+    assert record is not None
+    assert [(mix.start, mix.weights, mix.counts) for mix in record.mixes] == [(24, [0, 1], [9, 15])]
+
+
+async def test_a_controller_killed_before_its_record_publishes_the_same_again_though_the_mix_has_changed(
+    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its tickets have to be counted first: the change holds from the first position that cannot have any."""
+    operator = await open_role(Role.OPERATOR)
+    # the first mix, the first tickets, those that take their place
+    armed = {SPECIFICATION: "controller.before_cursor:3:raise", FIRED: str(tmp_path / "fired")}
+    with monkeypatch.context() as patch:
+        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
+        with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="before_cursor"), flatten_subgroups=True):
+            async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+                with anyio.CancelScope(shield=True):
+                    await settle(world, await world.tickets(IN_FLIGHT, controller))
+                await anyio.sleep_forever()
+    record, _ = await operator.get(ADMITTED, Admitted)
+    assert record is not None
+    assert record.num_fresh == IN_FLIGHT
+    published = await world.all_tickets()
+    assert len(published) > IN_FLIGHT
+
+    bus = await open_role(Role.CONTROLLER, "1")
+    await bus.put(CHANGES, Changes(by_setting={"tasks.0.ratio": Change(value=0, given=1.0)}))
+    async with running(controller_of(bus, settings)) as controller:
+        every = await world.tickets(2 * IN_FLIGHT, controller)
+        assert every[: len(published)] == published
+        while len(every) < 2 * ADMISSION_BATCH:
+            every += await go_on(world, controller, every)
+
+    ids = [one.group_id for one in every]
+    assert len(set(ids)) == len(ids)
+    start = IN_FLIGHT + ADMISSION_BATCH
+    assert of(every[:start]) == {"a": start // 2, "b": start // 2}
+    assert of(every[start:]) == {"b": len(every) - start}
+    record, _ = await operator.get(ADMITTED, Admitted)
+    assert record is not None
+    assert (record.total, record.num_fresh) == (len(every), len(every))
+
+
+async def test_a_controller_killed_after_the_mix_was_recorded_goes_on_with_it(
+    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    operator = await open_role(Role.OPERATOR)
+    # the first mix, the first tickets, the other mix
+    armed = {SPECIFICATION: "controller.after_cursor:3:raise", FIRED: str(tmp_path / "fired")}
+    with monkeypatch.context() as patch:
+        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
+        with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="after_cursor"), flatten_subgroups=True):
+            async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+                seen = await world.tickets(IN_FLIGHT, controller)
+                await set_ratio(operator, "a", 0)
+                with anyio.CancelScope(shield=True):
+                    await settle(world, seen)
+                await anyio.sleep_forever()
+    assert await world.all_tickets() == seen
+
+    async with running(controller_of(await open_role(Role.CONTROLLER, "1"), settings)) as controller:
+        every = await world.tickets(2 * IN_FLIGHT, controller)
+
+    assert of(every[IN_FLIGHT:]) == {"b": IN_FLIGHT}
+
+
+async def test_a_run_of_before_keeps_the_one_order_of_its_tasks_and_says_so(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    bus, operator = await open_role(Role.CONTROLLER), await open_role(Role.OPERATOR)
+    await bus.put(ADMITTED, Admitted(total=1, num_fresh=1))
+    async with running(controller_of(bus, settings)) as controller:
+        await world.tickets(IN_FLIGHT - 1, controller)
+
+        with pytest.raises(UserError, match=r"tasks\.1\.ratio: cannot change in this run: .* one order in common"):
+            await set_ratio(operator, "b", 3)
+        assert controller.report()["shares"] == {}
+
+    record, _ = await operator.get(ADMITTED, Admitted)
+    assert record is not None
+    assert not record.mixes
