@@ -3,8 +3,8 @@
 A change is a value under a setting's dotted name, beside what the settings said when it was made. Invariant: it holds
 as long as they still say that. Whoever resumes the run with another value in its file has decided anew.
 
-What a step is computed with (the rate, the bound on the age) is written into the step's cut when the batch is cut, so
-that a step which is trained again after a crash is trained with the same.
+What a step is computed with (the rate, the bound on the age, ``STEP_NUMBERS``) is written into the step's cut when the
+batch is cut, so that a step which is trained again after a crash is trained with the same, and all ranks agree.
 """
 
 import difflib
@@ -20,7 +20,13 @@ from areal_async.settings import DATA_DEFINING, Settings
 
 TASK = re.compile(r"\Atasks\.[0-9]+\.")
 LIVE = {
-    "trainer.lr": "the learning rate of the policy, from the next cut on",
+    "trainer.lr": "the learning rate of the policy, and of a critic without its own, from the next cut on",
+    "trainer.critic.lr": "the learning rate of the critic, from the next cut on",
+    "trainer.checkpoint_every_steps": "how often a checkpoint is made, from the next cut on",
+    "algorithm.kl_coef": "the weight of the distance to the reference, from the next cut on",
+    "algorithm.entropy_coef": "the weight of the entropy bonus, from the next cut on",
+    "algorithm.eps_clip": "the clip range, from the next cut on",
+    "algorithm.eps_clip_higher": "the upper clip range, from the next cut on",
     "rollout.max_staleness": "the bound on the age, at admission and from the next cut on",
     "tasks.*.ratio": "the mix of the tasks, in the prompts that are admitted from then on; 0 switches one off",
     "rollout.max_trajectories_per_node": "how many run at once on each node",
@@ -33,8 +39,12 @@ LIVE = {
     "tasks.*.sampling.top_k": "of those of one task",
     "tasks.*.sampling.max_new_tokens": "of those of one task",
     "eval.every_steps": "how often a version is evaluated",
+    "health.equal_rewards_steps": "when an alarm is raised, from the next step on",
+    "health.logprob_gap": "when an alarm is raised, from the next step on",
 }
 """Setting, a star for any item of a list -> what its change does."""
+STEP_NUMBERS = tuple(key for key in LIVE if key.startswith(("trainer.", "algorithm.")) and key != "trainer.lr")
+"""Those that a cut says of its step, besides its rate and its bound."""
 AT_MOST_GIVEN = {
     "rollout.max_staleness": "streams and pools were made for that at the start",
     "rollout.max_trajectories_per_node": "streams and pools were made for that at the start",
@@ -98,6 +108,32 @@ def full_name(settings: Settings, key: str) -> str:
     return ".".join(parts)
 
 
+def step_numbers(settings: Settings) -> dict[str, float | None]:
+    """Return what a cut says that its step is trained with."""
+    return {key: value_of(settings, key) for key in STEP_NUMBERS}
+
+
+def settings_of_step(settings: Settings, *, lr: float, numbers: Mapping[str, float | None]) -> Settings:
+    """Return the settings that a step is trained with.
+
+    What they forbid is left out, as is what asks for models that they do not: they may be others than it was cut under.
+
+    Args:
+        lr: as in ``Cut``.
+        numbers: likewise.
+    """
+    now = settings
+    for key, value in {**numbers, **({"trainer.lr": lr} if lr else {})}.items():
+        if not _is_live(key) or value_of(now, key) == value:
+            continue
+        try:
+            changed = _changed(now, key, value)
+        except ValidationError:
+            continue
+        now = changed if _has_same_models(changed, now) else now
+    return now
+
+
 def value_of(settings: Settings, key: str) -> float | None:
     """Return what the settings themselves say of a live setting; None where that is what another one says."""
     found: Any = settings
@@ -120,25 +156,32 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{key}: got {value!r:.100}, need a number")
     try:
-        checked = value_of(_changed(settings_now(settings, changes), key, value), key)
+        changed = _changed(settings_now(settings, changes), key, value)
     except ValidationError as exc:
         raise UserError(f"{key}: got {value!r}: {exc.errors()[0]['msg']}") from exc
     if tie := _tie(settings, key):
         raise UserError(f"{key}: got {value}, need what the run was started with: {tie}")
-    given = _value_in_use(settings, key)
+    checked, given = value_of(changed, key), value_of(settings, key)
     why = next((why for one, why in AT_MOST_GIVEN.items() if _matches(key, one)), "")
-    if why and value > given:
-        raise UserError(f"{key}: got {value}, need at most {given}: {why}")
+    if why and value > (most := _value_in_use(settings, key)):
+        raise UserError(f"{key}: got {value}, need at most {most}: {why}")
     if key == "rollout.max_staleness" and (value == 0) != (given == 0):
         raise UserError(f"{key}: got {value}, is {given}: between on-policy and not the run must be started anew")
+    if not _has_same_models(changed, settings):
+        raise UserError(
+            f"{key}: got {value}, is {given}: with a reference model and without the run must be started anew"
+        )
     assert checked is not None  # a number was put there
     return checked
 
 
 def _value_in_use(settings: Settings, key: str) -> float:
-    """Return what a live setting is: of a task that says nothing, the run's."""
+    """Return what the sampling of a task is: the run's, where it says nothing; or another live setting."""
     own = value_of(settings, key)
-    return _value_in_use(settings, TASK.sub("rollout.", key)) if own is None else own
+    if own is None:
+        own = value_of(settings, TASK.sub("rollout.", key))
+    assert own is not None  # what has a bound is never left open by the run
+    return own
 
 
 def _tie(settings: Settings, key: str) -> str:
@@ -150,7 +193,11 @@ def _tie(settings: Settings, key: str) -> str:
     return ""
 
 
-def _changed(settings: Settings, key: str, value: float) -> Settings:
+def _has_same_models(settings: Settings, other: Settings) -> bool:
+    return settings.algorithm.needs_models == other.algorithm.needs_models
+
+
+def _changed(settings: Settings, key: str, value: float | None) -> Settings:
     """Return the settings with another value under a dotted name, checked as a whole.
 
     Raises:

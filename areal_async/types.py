@@ -297,6 +297,8 @@ class Cut(Record, frozen=True, kw_only=True):
     """The bound it was cut under, and is held to wherever it is trained."""
     lr: float = 0.0
     """The peak of the learning rate that it is trained with, wherever; 0 for what the settings say."""
+    numbers: dict[str, float | None] = {}
+    """Other settings that it is trained with, wherever, by name; what is not here is as the settings say."""
     masks_stale: bool = False
     """Tokens over the bound are left out of the loss, instead of being impossible."""
     branches: dict[LineageText, Count] = {}

@@ -56,11 +56,10 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     log.configure(f"replay-{rank or 0}", logs)
     from areal_async.trainer.replay import run_replay  # torch, not before the settings are known to be right
 
-    keeps_rate = settings.trainer.lr == recorded.trainer.lr
-    differences = run_replay(settings, directory.path, num_steps=num_steps, keeps_rate=keeps_rate)
+    changed = changed_settings(recorded, settings)
+    differences = run_replay(settings, directory.path, num_steps=num_steps, changed=changed)
     if rank:
         return 0
-    changed = changed_settings(recorded, settings)
     say(f"{num_steps} steps replayed into {settings.run_directory}, the model into {settings.run_directory / 'model'}")
     for line in rate_changes(read_lines(directory.path), read_lines(settings.run_directory)):
         say(line)

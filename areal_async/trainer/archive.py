@@ -57,6 +57,7 @@ _SCHEMA = pa.schema(
         ("branches", pa.string()),
         ("lr", pa.float64()),
         ("temperatures", pa.list_(pa.list_(pa.float32()))),
+        ("numbers", pa.string()),
     ]
 )
 
@@ -115,6 +116,7 @@ def write_archive(
             "masks_stale": cut.masks_stale,
             "branches": json.dumps(cut.branches),
             "lr": cut.lr,
+            "numbers": json.dumps(cut.numbers),
         }
         columns = ["token_ids", "loss_mask", "logprobs", "versions"]
         if slot.credits:

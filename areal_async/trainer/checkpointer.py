@@ -131,7 +131,7 @@ class Checkpointer:
             await self._lineage.record_checkpoint(CheckpointRecord(version=str(version), path=str(folder)))
             await self._feed.settlement.on_checkpoint(version.step)
             await anyio.to_thread.run_sync(self.abandon_archive)
-            keeping = functools.partial(keep, self._directory, self._settings, recorded=version)
+            keeping = functools.partial(keep, self._directory, self._feed.now, recorded=version)
             await anyio.to_thread.run_sync(keeping)
             self._feed.on_room()
         log.info(

@@ -94,6 +94,10 @@ class CriticEngine:
             num_minibatches=settings.algorithm.num_minibatches,
         )
 
+    def change(self, settings: Settings) -> None:
+        """Take the peak of the learning rate's schedule of these, from the next step on."""
+        self._learner.set_peak(settings.trainer.for_critic.lr)
+
     def values(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the value before every token in its loss; 0 elsewhere [L]."""
         return self._passes.infer(rows, self._execution.infer)

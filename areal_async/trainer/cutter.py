@@ -55,6 +55,8 @@ class CutRules:
     """How long a due group is waited for."""
     lr: float = 0.0
     """As in ``Cut``."""
+    numbers: Mapping[str, float | None] = field(default_factory=dict)
+    """Likewise."""
     filters_equal_groups: bool = False
     """Train no group whose rewards are all equal."""
     of_task: Mapping[str, GroupRules] = field(default_factory=dict)
@@ -116,9 +118,9 @@ class Cutter:
         """Let it cut up to ``step``."""
         self._allowed_step = max(self._allowed_step, step)
 
-    def change(self, *, max_staleness: int, lr: float) -> None:
+    def change(self, *, max_staleness: int, lr: float, numbers: Mapping[str, float | None]) -> None:
         """Cut by these from now on. Groups that are too old for a lower bound are tried again."""
-        self._rules = replace(self._rules, max_staleness=max_staleness, lr=lr)
+        self._rules = replace(self._rules, max_staleness=max_staleness, lr=lr, numbers=numbers)
 
     def branch(self, *, after_step: int) -> Cut:
         """Return the entry that gives up the cuts beyond ``after_step``.
@@ -226,6 +228,7 @@ class Cutter:
             seed=(rules.seed << 32) + self.step,
             max_staleness=rules.max_staleness,
             lr=rules.lr,
+            numbers=dict(rules.numbers),
             masks_stale=rules.when_stale == "mask",
             branches=dict(self._branches),
         )

@@ -100,9 +100,10 @@ class FsdpEngine:
             aggregation=aggregation(settings),
         )
 
-    def set_peak_lr(self, lr: float) -> None:
-        """Take another peak of the learning rate's schedule, from the next step on."""
-        self._learner.set_peak(lr)
+    def change(self, settings: Settings) -> None:
+        """Take the loss and the peak of the learning rate's schedule of these, from the next step on."""
+        self._learner.set_peak(settings.trainer.lr)
+        self._objective = policy_objective(settings)
 
     def train_step(
         self, rows: Sequence[TrainRow], *, step: int, total_steps: int, columns: Sequence[str] = ()

@@ -64,6 +64,12 @@ class Engines:
             },
         )
 
+    def change(self, settings: Settings) -> None:
+        """Train by these from the next step on; what may not change in a run is as it was."""
+        self.actor.change(settings)
+        if self.critic is not None:
+            self.critic.change(settings)
+
     def ask(self, role: str, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
         """Return what a call of that role's model says of the actor's rows. A collective."""
         exchange = self.exchanges.get(role)

@@ -19,7 +19,7 @@ from areal_async import stations, waits
 from areal_async.bus import Bus, Delivery, Message
 from areal_async.errors import WireError
 from areal_async.journal import Journal
-from areal_async.live_settings import settings_now
+from areal_async.live_settings import settings_now, step_numbers
 from areal_async.run_state import Changes
 from areal_async.settings import Settings
 from areal_async.subjects import CHANGES
@@ -46,6 +46,8 @@ class Feed:
     def __init__(self, bus: Bus, settings: Settings, lineage: Lineage, journal: Journal) -> None:
         self._bus = bus
         self._settings = settings
+        self.now = settings
+        """With what operators have changed."""
         self._lineage = lineage
         self._inventory: Inventory[Delivery] = Inventory()
         self._fates = Fates(
@@ -140,8 +142,8 @@ class Feed:
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        now = settings_now(self._settings, changes)
-        self._cutter.change(max_staleness=now.rollout.max_staleness, lr=now.trainer.lr)
+        now = self.now = settings_now(self._settings, changes)
+        self._cutter.change(max_staleness=now.rollout.max_staleness, lr=now.trainer.lr, numbers=step_numbers(now))
         self._notify()
 
     async def run_tickets(self) -> None:

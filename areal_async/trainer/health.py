@@ -90,7 +90,7 @@ class Health:
     """The alarms of one run, step by step."""
 
     def __init__(self, settings: HealthSettings, bus: Bus) -> None:
-        self._settings = settings
+        self.settings = settings
         self._bus = bus
         self._lines: deque[Line] = deque(maxlen=HISTORY_STEPS)
         self._raised: dict[str, Alarm] = {}
@@ -120,7 +120,7 @@ class Health:
         return {**line, "alarms": len(self._raised), **names}
 
     def _judged(self) -> dict[str, Alarm]:
-        return {alarm.name: alarm for alarm in alarms(list(self._lines), self._settings)}
+        return {alarm.name: alarm for alarm in alarms(list(self._lines), self.settings)}
 
     async def _tell(self, kind: type[AlarmEvent], alarm: Alarm, line: Metrics) -> None:
         event = kind(

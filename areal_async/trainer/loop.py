@@ -29,6 +29,7 @@ from areal_async.errors import PipelineError
 from areal_async.fault_points import reach
 from areal_async.fields import StepText, VersionText
 from areal_async.journal import Journal
+from areal_async.live_settings import settings_of_step
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
 from areal_async.trainer.archive import MetricsFile, write_archive
@@ -98,6 +99,8 @@ class Trainer:
     ) -> None:
         """``number`` is the lineage's; ``feed`` is rank 0's alone."""
         self._settings = settings
+        self._of_step = settings
+        """As the newest step is trained with them: the same on every rank."""
         self._directory = run_directory
         self._ranks = ranks
         self._engines = engines
@@ -250,7 +253,7 @@ class Trainer:
                 weights_since = time.monotonic()
                 await self._publish_weights()
                 await self._close_books(result, weights_s=time.monotonic() - weights_since)
-                if self.step % self._settings.trainer.checkpoint_every_steps == 0:
+                if self.step % self._of_step.trainer.checkpoint_every_steps == 0:
                     await self._checkpoint()
                 if self._feed is not None:
                     self._feed.allow(self.step + 1)
@@ -290,9 +293,9 @@ class Trainer:
         )
         train_since = time.monotonic()
         reach("trainer.before_step")
-        self._engines.actor.set_peak_lr(part.cut.lr or settings.trainer.lr)
+        self._of_step = settings_of_step(settings, lr=part.cut.lr, numbers=part.cut.numbers)
         with self._waiting(waits.step(step), "the engine in"), stations.part_of_step(self._made(step), "train"):
-            trained = await self._calls.run(rows, batch, step=step)
+            trained = await self._calls.run(rows, batch, step=step, settings=self._of_step)
         reach("trainer.after_step")
         train_s = time.monotonic() - train_since
         made = self._made(step)
@@ -373,6 +376,7 @@ class Trainer:
             dropped_stale=dropped_stale,
             failed=failed,
         )
+        self._health.settings = self._feed.now.health
         judged = await self._health.judge(line)
         self._metrics_file.append(judged)
         self.last_line = judged

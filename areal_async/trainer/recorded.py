@@ -46,6 +46,8 @@ class Recorded:
     bound: Bound
     lr: float
     """Peak of the learning rate that its step was trained with; 0 for what the settings say."""
+    numbers: Mapping[str, float | None]
+    """What else of the settings it was trained with, by name."""
     trajectory: Trajectory
     """Without sequences where only headers were read."""
 
@@ -171,6 +173,7 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
                 branches={int(lineage): step for lineage, step in json.loads(row["branches"]).items()},
             ),
             lr=row.get("lr") or 0.0,  # older archives have none
+            numbers=json.loads(row.get("numbers") or "{}"),
             trajectory=Trajectory(
                 slot=slot,
                 sequences=_sequences(table, index) if with_tokens else [],

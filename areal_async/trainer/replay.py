@@ -8,7 +8,7 @@ the importance weights say how far. Nothing here draws random numbers.
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.errors import UserError
+from areal_async.live_settings import settings_of_step
 from areal_async.settings import Settings
 from areal_async.settings_sources import dump_settings
 from areal_async.staleness import age_at
@@ -59,20 +60,21 @@ class Difference:
         return abs(self.recorded - self.replayed) / scale
 
 
-def run_replay(settings: Settings, recorded: Path, *, num_steps: int, keeps_rate: bool) -> list[Difference]:
+def run_replay(settings: Settings, recorded: Path, *, num_steps: int, changed: Collection[str]) -> list[Difference]:
     """Replay the first steps of the run in ``recorded`` as one rank of however many the environment names.
 
     Rank 0 writes the run directory of ``settings`` and returns how its losses differ; the others return nothing.
 
     Args:
-        keeps_rate: each step has the learning rate it was recorded with, which may have been changed on the way.
+        changed: names of settings that are otherwise than in the recorded run. Of the others each step has what it was
+            recorded with, which may have been changed on the way.
 
     Raises:
         UserError: the archive is not whole, or does not go with the model or the algorithm.
     """
     with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
-        replay = Replay(settings, engines=engines, ranks=ranks, keeps_rate=keeps_rate)
+        replay = Replay(settings, engines=engines, ranks=ranks, changed=changed)
         differences: list[Difference] = []
         file = _begin(settings) if ranks.rank == 0 else None
 
@@ -104,11 +106,11 @@ def compare(recorded: Line, replayed: Metrics) -> Iterator[Difference]:
 class Replay:
     """One rank that trains recorded batches."""
 
-    def __init__(self, settings: Settings, *, engines: Engines, ranks: Ranks, keeps_rate: bool = True) -> None:
+    def __init__(self, settings: Settings, *, engines: Engines, ranks: Ranks, changed: Collection[str] = ()) -> None:
         self._settings = settings
         self._engines = engines
         self._ranks = ranks
-        self._keeps_rate = keeps_rate
+        self._changed = changed
         self._grid = engines.actor.grid
         self._thread = EngineThread()
         self._calls = StepCalls(settings, engines=engines, lanes=Lanes.for_run(settings, ranks, self._thread))
@@ -150,10 +152,14 @@ class Replay:
             masks_stale=bound.masks_stale,
             temperature=self._settings.rollout.sampling.temperature,
         )
-        recorded_lr = recorded[0].lr if recorded and self._keeps_rate else 0.0
-        self._engines.actor.set_peak_lr(recorded_lr or self._settings.trainer.lr)
+        lr, numbers = (recorded[0].lr, recorded[0].numbers) if recorded else (0.0, {})
+        settings = settings_of_step(
+            self._settings,
+            lr=0.0 if "trainer.lr" in self._changed else lr,
+            numbers={name: value for name, value in numbers.items() if name not in self._changed},
+        )
         train_since = time.monotonic()
-        trained = await self._calls.run(rows, batch, step=made.step)
+        trained = await self._calls.run(rows, batch, step=made.step, settings=settings)
         train_s = time.monotonic() - train_since
         own = ShareStats()
         if self._grid.is_speaker:

@@ -56,13 +56,15 @@ class StepCalls:
         }
         self._own = {read_call(spec).name: load_function(spec) for spec in settings.algorithm.calls}
 
-    async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int) -> Trained:
+    async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> Trained:
         """Make every call of one step. A collective: every rank makes those of a lane in the same order.
 
         Args:
             rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
+            settings: that this step is trained with (``settings_of_step``).
         """
-        here = _Step(number=step, batch=batch)
+        here = _Step(number=step, batch=batch, settings=settings)
+        self._engines.change(settings)
 
         async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
             with stations.call_of_step(call.name, call.role):
@@ -106,7 +108,7 @@ class StepCalls:
         return {"values": self._engines.ask("critic", inputs["rows"], self._engines.critic.values)}
 
     def _kl_penalty(self, step: "_Step", inputs: Values) -> Values:
-        algorithm = self._settings.algorithm
+        algorithm = step.settings.algorithm
         penalties, mean = kl_penalties(
             inputs["rows"],
             inputs["start_logprobs"],
@@ -159,5 +161,6 @@ class StepCalls:
 class _Step:
     number: int
     batch: AgreedBatch
+    settings: Settings
     trained: list[TrainRow] = field(default_factory=list)
     """Filled when the policy is trained."""

@@ -3,9 +3,18 @@
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.live_settings import LIVE, check_change, full_name, held_changes, settings_now, value_of
+from areal_async.live_settings import (
+    LIVE,
+    check_change,
+    full_name,
+    held_changes,
+    settings_now,
+    settings_of_step,
+    step_numbers,
+    value_of,
+)
 from areal_async.run_state import Change, Changes
-from areal_async.settings import RolloutSettings, Settings, TrainerSettings
+from areal_async.settings import AlgorithmSettings, RolloutSettings, Settings, TrainerSettings
 from areal_async.task_settings import DatasetSettings, EvalSettings, TaskSettings
 
 ROWS = DatasetSettings(path="rows.jsonl")
@@ -103,6 +112,10 @@ def test_a_change_that_a_younger_one_makes_possible_holds() -> None:
         ("rollout.sampling.top_p", 0.9),
         ("rollout.sampling.top_k", 20),
         ("rollout.sampling.max_new_tokens", 512),
+        ("trainer.checkpoint_every_steps", 3),
+        ("algorithm.entropy_coef", 0.01),
+        ("algorithm.eps_clip_higher", 0.28),
+        ("health.logprob_gap", 0.5),
     ],
 )
 def test_safe_changes_are_taken(key: str, value: float) -> None:
@@ -130,7 +143,10 @@ def test_safe_changes_are_taken(key: str, value: float) -> None:
         ("rollout.sampling.max_new_tokens", 1025, "need at most 1024: memory and token budget"),
         ("rollout.sampling.ignore_eos", 1, "only its numbers can; stop the run, and start it with"),
         ("tasks.0.sampling.temperature", 0.5, "no such setting"),
-        ("trainer.checkpoint_every_steps", 3, "stop the run, and start it with --trainer.checkpoint_every_steps"),
+        ("trainer.warmup_steps", 3, "stop the run, and start it with --trainer.warmup_steps"),
+        ("trainer.checkpoint_every_steps", 0, "greater than or equal to 1"),
+        ("trainer.critic.lr", 1e-5, "has no critic"),
+        ("algorithm.kl_coef", 0.1, "is 0.0: with a reference model and without the run must be started anew"),
         ("run.steps", 3, "read at the start"),
     ],
 )
@@ -185,3 +201,37 @@ def test_what_is_taken_off_long_answers_keeps_the_longest_as_it_was_given() -> N
 def _with_tasks(*given: dict[str, object]) -> Settings:
     tasks = [{"workflow": f"w{number}.py", "dataset": {"path": "rows"}, **one} for number, one in enumerate(given)]
     return Settings.model_validate({"tasks": tasks})
+
+
+PPO = Settings(algorithm=AlgorithmSettings(name="ppo", kl_coef=0.1), trainer=TrainerSettings(lr=1e-6))
+
+
+def test_a_step_is_trained_with_what_its_cut_says_whatever_the_settings_say_now() -> None:
+    changes = Changes(
+        by_setting={
+            "trainer.critic.lr": Change(value=1e-4, given=None),
+            "algorithm.kl_coef": Change(value=0.3, given=0.1),
+        }
+    )
+    numbers = step_numbers(settings_now(PPO, changes))
+    resumed = PPO.model_copy(update={"algorithm": AlgorithmSettings(name="ppo", kl_coef=0.2, eps_clip_higher=0.5)})
+
+    cut = settings_of_step(PPO, lr=1e-6, numbers=numbers)
+    replayed = settings_of_step(resumed, lr=2e-6, numbers=numbers)
+
+    assert (cut.trainer.for_critic.lr, cut.algorithm.kl_coef, cut.trainer.lr) == (1e-4, 0.3, 1e-6)
+    assert (replayed.trainer.for_critic.lr, replayed.algorithm.kl_coef, replayed.trainer.lr) == (1e-4, 0.3, 2e-6)
+    assert replayed.algorithm.eps_clip_higher is None
+    assert settings_of_step(PPO, lr=0.0, numbers={}) == PPO, "a cut of before says nothing"
+
+
+def test_a_critic_without_a_rate_of_its_own_follows_the_policys() -> None:
+    assert settings_of_step(PPO, lr=3e-6, numbers=step_numbers(PPO)).trainer.for_critic.lr == 3e-6
+
+
+def test_a_step_does_not_ask_for_a_model_that_a_resumed_run_is_without() -> None:
+    without = Settings(algorithm=AlgorithmSettings(name="grpo"))
+
+    now = settings_of_step(without, lr=1e-6, numbers=step_numbers(PPO) | {"trainer.critic.lr": 1e-4, "run.steps": 3})
+
+    assert (now.algorithm.needs_models, now.trainer.critic.lr, now.run.steps) == ((), None, without.run.steps)

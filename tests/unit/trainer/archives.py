@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,14 +49,14 @@ def trajectory(step: int, sibling: int) -> Trajectory:
 
 
 def archive_step(
-    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False, lr: float = 0.0
+    directory: Path, step: int, *, lineage: int = 1, max_staleness: int = 2, masks_stale: bool = False, **more: Any
 ) -> dict[int, Trajectory]:
     """Archive the batch of one step; return its trajectories by position."""
     trajectories = {place: trajectory(step, place) for place in range(len(REWARDS))}
     write_archive(
         directory / "trajectories",
         made=Version(lineage, step),
-        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale, lr=lr),
+        cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale, **more),
         rank=0,
         slots=[
             Placed(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))

@@ -29,7 +29,7 @@ class Learners:
     def __init__(self, model: Path, ranks: Ranks, *, trainer: dict[str, Any] | None = None, **algorithm: Any) -> None:
         has_critic = "critic" in AlgorithmSettings.model_validate(algorithm).needs_models
         critic = {"critic": {"lr": 1e-2}} if has_critic else {}
-        settings = Settings(
+        self.settings = settings = Settings(
             run=RunSettings(steps=NUM_STEPS),
             model=ModelSettings(path=str(model), dtype="float32"),
             algorithm=AlgorithmSettings.model_validate(algorithm),
@@ -40,8 +40,8 @@ class Learners:
         self._calls = StepCalls(settings, engines=self.engines, lanes=lanes)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
-        """Train on these rows of the batch, and return everything that is reported."""
-        trained = anyio.run(lambda: self._calls.run(rows, batch(), step=step))
+        """Train on these rows of the batch, by ``settings`` as they are now; return everything that is reported."""
+        trained = anyio.run(lambda: self._calls.run(rows, batch(), step=step, settings=self.settings))
         return asdict(trained.stats) | trained.others
 
     def fingerprint(self) -> dict[str, float]:

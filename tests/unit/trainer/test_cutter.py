@@ -232,7 +232,7 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
         bench.add(_message(index, 0, 1, oldest=version))
     assert isinstance(bench.decide(), Write), "it was fresh enough before"
 
-    bench.cutter.change(max_staleness=0, lr=1e-6)
+    bench.cutter.change(max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
     tried_again = bench.decide()
     assert tried_again == Settle(["0-1-0"], OutcomeKind.ABANDONED, "older than max_staleness")
     bench.fates.release(["0-1-0"])
@@ -241,4 +241,5 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
 
     assert isinstance(decision, Write)
     assert (decision.entry.max_staleness, decision.entry.lr) == (0, 1e-6)
+    assert decision.entry.numbers == {"algorithm.kl_coef": 0.1}
     assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]

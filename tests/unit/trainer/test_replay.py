@@ -129,10 +129,22 @@ def test_a_rate_that_was_changed_on_the_way_is_the_replays_too_unless_it_has_its
     settings = _settings(model, tmp_path)
 
     made = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 2)
-    own = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks, keeps_rate=False), recorded, 2)
+    own = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks, changed=["trainer.lr"]), recorded, 2)
 
     assert (made["lr"], own["lr"]) == (5e-4, 1e-2)
     assert made["reward_at_age/1"] == 1.0, "all of them began a version earlier"
+
+
+def test_what_else_was_changed_on_the_way_is_the_replays_too(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    archive_step(tmp_path, 2, numbers={"algorithm.entropy_coef": 0.5, "algorithm.eps_clip_higher": None})
+    recorded = read_recorded(list(tmp_path.glob("trajectories/*")))
+    settings = _settings(model, tmp_path)
+
+    made = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks), recorded, 2)
+    changed = ["algorithm.entropy_coef"]
+    own = _step(Replay(settings, engines=_engines(settings, ranks), ranks=ranks, changed=changed), recorded, 2)
+
+    assert made["loss"] == pytest.approx(own["loss"] - 0.5 * own["entropy_mean"])
 
 
 def test_only_the_surviving_lineage_is_read(tmp_path: Path) -> None:

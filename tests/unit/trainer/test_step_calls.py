@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from areal_async.algorithms.kl import ESTIMATORS
+from areal_async.live_settings import settings_of_step, step_numbers
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.rows import REFERENCE, with_columns
 from tests.unit.trainer.learners import NUM_STEPS, Learners, batch_rows
@@ -48,6 +49,24 @@ def test_a_resumed_step_equals_one_that_was_never_interrupted(model: Path, ranks
     for step in (2, 3):
         assert resumed.train(batch_rows(), step=step) == through.train(batch_rows(), step=step)
     assert resumed.fingerprint() == through.fingerprint()
+
+
+def test_a_step_is_trained_with_the_numbers_of_its_cut_though_the_engines_were_made_with_others(
+    model: Path, ranks: Ranks
+) -> None:
+    """The critic's rate, the distance to the reference, the clip range: from one step to the next."""
+    wanted = {**PPO, "kl_coef": 0.4, "eps_clip": 1e-3, "entropy_coef": 0.2}
+    changed, made_so = Learners(model, ranks, **PPO), Learners(model, ranks, **wanted)
+    numbers = step_numbers(made_so.settings)
+    changed.settings = settings_of_step(changed.settings, lr=1e-3, numbers=numbers)
+
+    for step in (1, 2):
+        assert changed.train(batch_rows(), step=step) == made_so.train(batch_rows(), step=step)
+    changed.settings = settings_of_step(changed.settings, lr=1e-3, numbers=numbers | {"trainer.critic.lr": 1e-4})
+    stats = changed.train(batch_rows(), step=3)
+
+    assert (stats["lr"], stats["value_lr"]) == (1e-3, 1e-4)
+    assert stats != Learners(model, ranks, **PPO).train(batch_rows(), step=3)
 
 
 def test_a_call_of_the_users_own_changes_what_the_policy_is_told(model: Path, ranks: Ranks, tmp_path: Path) -> None:
