@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from areal_async.controller.sampler import Turns
 from areal_async.subjects import ADMITTED, CHECKPOINT
 from areal_async.trainer.cut import OpenGroup
 from areal_async.trainer.cutter import OVER_AGE
@@ -160,15 +161,32 @@ class Oracle:
         self.seen["prompt passed over"] += record.num_skipped - old.num_skipped
         fresh = {(GroupId.parse(name).epoch, GroupId.parse(name).index) for name in self._tickets}
         # a prompt that was decided about twice, and otherwise, is one too many
-        num_tickets = len(fresh & set(map(self._prompt_at, range(record.num_fresh))))
+        self._order += self._next_prompts(record, record.num_fresh - len(self._order))
+        num_tickets = len(fresh & set(self._order))
         require(num_tickets == num_first, "P7 covered", f"{record}, but {num_tickets} of its prompts have tickets")
+        if self._config.keep is None:
+            out = fresh - {*self._order, *self._next_prompts(record, self._config.max_groups_in_flight)}
+            require(not out, "P7 covered", f"{record}, and {out} have tickets, whose turn is not soon")
+        self.seen["mix changed"] += bool(old.mixes) and record.mixes != old.mixes
 
-    def _prompt_at(self, position: int) -> tuple[int, int]:
-        while len(self._order) <= position:
-            epoch, num_rows = len(self._order) // self._config.num_rows, self._config.num_rows
-            order = np.random.default_rng([1, epoch]).permutation(num_rows).tolist()
-            self._order += [(epoch, index) for index in order]
-        return self._order[position]
+    def _next_prompts(self, record: Admitted, count: int) -> list[tuple[int, int]]:
+        """Return the prompts whose turn comes after those that were admitted; each task has epochs of its own."""
+        rows = self._config.rows_of_tasks
+        first_rows = [sum(rows[:task]) for task in range(len(rows))]
+        visits = [
+            sum(0 <= index - first < num for _, index in self._order)
+            for first, num in zip(first_rows, rows, strict=True)
+        ]
+        prompts = []
+        for position in range(len(self._order), len(self._order) + count):
+            mix = [mix for mix in record.mixes if mix.start <= position][-1:]
+            task = Turns(mix[0].weights).at(position - mix[0].start)[0] if mix else 0
+            epoch, offset = divmod(visits[task], rows[task])
+            visits[task] += 1
+            seed = [1, epoch, task] if mix else [1, epoch]
+            index = first_rows[task] + int(np.random.default_rng(seed).permutation(rows[task])[offset])
+            prompts.append((epoch, index))
+        return prompts
 
     def on_admission(self, *, total: int, log_length: int, held: Version) -> None:
         """A controller admits, having read so much of the log, and seen that the servers hold this version."""

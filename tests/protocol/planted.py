@@ -14,9 +14,10 @@ import pytest
 
 from areal_async.bus import take_trainer_consumer
 from areal_async.bus.sweep import settled_prefix
+from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.curriculum import Curriculum
-from areal_async.controller.sampler import Pool, Sampler
+from areal_async.controller.sampler import MixedSampler, Pool, Sampler
 from areal_async.journal import Journal
 from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE
 from areal_async.trainer import cutter
@@ -32,6 +33,7 @@ from areal_async.types import (
     CutSlot,
     GroupId,
     LineageRecord,
+    Mix,
     Outcome,
     OutcomeKind,
     Slot,
@@ -299,6 +301,32 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @_planted("what was passed over is abandoned at the end")
 def _(patch: pytest.MonkeyPatch) -> None:
     def every(admitted: Admitted, sampler: Sampler, curriculum: Any) -> Iterable[GroupId]:
-        return map(sampler.group_at, range(admitted.num_fresh))
+        return sampler.first_groups(admitted.num_fresh)
 
     patch.setattr("areal_async.controller.admission.first_groups", every)
+
+
+@_planted("another mix begins at once")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = MixedSampler.remixed
+
+    def remixed(self: MixedSampler, mixes: Any, weights: Any, *, now: int, start: int) -> list[Mix]:
+        return right(self, mixes, weights, now=now, start=now)
+
+    patch.setattr(MixedSampler, "remixed", remixed)
+
+
+@_planted("tickets are chosen by another mix before it is on record")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = admission.next_admission
+
+    def next_admission(accounts: Accounts, *arguments: Any, **keywords: Any) -> Any:
+        made = right(accounts, *arguments, **keywords)
+        if made is None or made.record.mixes == accounts.admitted.mixes:
+            return made
+        before, accounts.admitted = accounts.admitted, made.record
+        made = right(accounts, *arguments, **keywords)
+        accounts.admitted = before
+        return made
+
+    patch.setattr("tests.protocol.roles.next_admission", next_admission)

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.admission import Admission, has_ended, left_over, next_admission
+from areal_async.controller.admission import Admission, Mixing, has_ended, left_over, next_admission
 from areal_async.controller.curriculum import Curriculum, Visits
-from areal_async.controller.sampler import Sampler
+from areal_async.controller.sampler import Share, sampler_of
 from areal_async.errors import ConflictError, FencedError, StreamFullError
 from areal_async.journal import Journal, without_slots
 from areal_async.rollout.duties import is_settled, missing_siblings
 from areal_async.settings import CurriculumSettings
-from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import (
     Admitted,
@@ -75,10 +74,10 @@ class ControllerModel:
 
     def __post_init__(self) -> None:
         config = self.world.config
-        limit = max_groups_in_flight(max_staleness=config.max_staleness, batch_groups=config.batch_groups)
         self.bus: ModelBus = self.process.bus
-        self.accounts = Accounts(max_groups_in_flight=limit)
-        self.sampler = Sampler(config.num_rows, seed=1)
+        self.accounts = Accounts(max_groups_in_flight=config.max_groups_in_flight)
+        self.sampler = sampler_of([Share(count) for count in config.rows_of_tasks], seed=1)
+        self.first_free = 0
         self.visits = Visits()
         self.curriculum = None if config.keep is None else self.make_curriculum(config.keep)
 
@@ -90,6 +89,7 @@ class ControllerModel:
     async def run(self) -> None:
         record, self.revision = await self.bus.get(ADMITTED, Admitted)
         self.accounts.admitted = record or Admitted()
+        self.first_free = record.num_fresh + self.world.config.max_groups_in_flight if record else 0
         self.process.spawn(self._run_servers())
         for entry in await self.bus.read_log("", ""):
             self._read(entry)
@@ -145,7 +145,13 @@ class ControllerModel:
     async def _run_admission(self) -> None:
         last_step = self.world.config.steps
         while not self.has_taken_over:
-            admission = next_admission(self.accounts, self.sampler, last_step=last_step, curriculum=self.curriculum)
+            admission = next_admission(
+                self.accounts,
+                self.sampler,
+                last_step=last_step,
+                curriculum=self.curriculum,
+                mixing=Mixing(weights=self._wanted_weights(), earliest=self.first_free),
+            )
             if admission is None:
                 await idle()
                 continue
@@ -155,6 +161,13 @@ class ControllerModel:
                 held=admission.version,
             )
             await self._admit(admission)
+
+    def _wanted_weights(self) -> list[int]:
+        """Return what operators want, who now and then want something else."""
+        rng, weights = self.world.mix, self.world.weights
+        if len(weights) > 1 and rng.random() < 0.1:
+            weights[:] = rng.choice(([1, 1], [1, 0], [0, 1], [3, 1], [1, 2]))
+        return list(weights)
 
     async def _admit(self, admission: Admission) -> None:
         await self._publish_tickets(admission)

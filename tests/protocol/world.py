@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from areal_async.errors import BusError, FencedError
+from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import RUN_STATE
 from areal_async.trainer.cutter import CutRules
 from areal_async.types import WeightsVersion
@@ -53,6 +54,19 @@ class Config(NamedTuple):
     """Settled messages that wait for older ones."""
     keep: float | None = None
     """Share of the prompts that a curriculum admits though they teach nothing; None for no curriculum."""
+    num_tasks: int = 1
+    """Between whom the rows are parted; the mix of several changes on the way."""
+
+    @property
+    def rows_of_tasks(self) -> list[int]:
+        """How many rows each task has."""
+        first = self.num_rows // self.num_tasks
+        return [first] * (self.num_tasks - 1) + [self.num_rows - first * (self.num_tasks - 1)]
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Which is how many tickets can be published before the record moves on."""
+        return max_groups_in_flight(max_staleness=self.max_staleness, batch_groups=self.batch_groups)
 
     @property
     def cut_rules(self) -> CutRules:
@@ -90,7 +104,9 @@ def any_config(rng: random.Random) -> Config:
         max_held=rng.choice((0, 2, 1000)),
     )
     # Not drawn: the runs of all other seeds stay what they were.
-    return config._replace(keep=0.5) if config.num_rows == 2 and config.loses_payloads else config
+    if config.num_rows == 2 and config.loses_payloads:
+        return config._replace(keep=0.5)
+    return config._replace(num_tasks=2) if config.num_rows == 5 and config.loses_payloads else config
 
 
 @dataclass(slots=True, eq=False)
@@ -138,6 +154,9 @@ class World:
         """``roles``: makes the coroutines of a process (``roles.Roles``)."""
         self.config = config
         self.random = random.Random(seed)
+        self.mix = random.Random(seed)
+        """Of what operators want of the tasks: its draws change nothing else."""
+        self.weights = [1] * config.num_tasks
         self.roles = roles
         self.broker = Broker(config.max_messages)
         self.oracle = Oracle(self)
