@@ -1,6 +1,8 @@
 """Several workflows in one run: each has its share of the prompts, its own sizes, its own evaluation."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -9,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from areal_async.trainer.keeping import versions_in
 from areal_async.types import GroupId
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes, wait_until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
@@ -66,3 +69,44 @@ def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
     assert covered["verdict"] == "proved", covered
     many, few = [int(part.split(" prompts")[0].rpartition(" ")[2]) for part in covered["sentence"].split("; ")[:2]]
     assert abs(few - (many + few) / (RATIO + 1)) < 1
+
+
+def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Path) -> None:
+    """One task is switched off, the controller killed, the task switched on again: every prompt has its one turn."""
+    run = Mixed(tmp_path, "remixed", run__steps=500, trainer__checkpoint_every_steps=50)
+    process = run.start()
+    run.wait_for_step(2, process)
+
+    told = _verb(run, "resume", "--set", "tasks.calculator.ratio=0", "--set", "trainer.checkpoint_every_steps=1")
+    assert "tasks.calculator.ratio is 0 now" in told
+    wait_until(lambda: [line["groups/calculator"] for line in run.lines[-2:]] == [0, 0], "one task alone")
+    status = _verb(run, "status")
+    assert "mix calculator 0.0%, mental 100.0%" in " ".join(status.split())
+    assert "tasks.0.ratio = 0, trainer.checkpoint_every_steps = 1" in " ".join(status.split())
+    newest = int(run.lines[-1]["step"])
+    wait_until(lambda: _newest_checkpoint(run) >= newest - 1, "a checkpoint of nearly each step")
+
+    (controller,) = role_processes(run, "controller")
+    os.kill(controller, signal.SIGKILL)
+    wait_until(lambda: role_processes(run, "controller") not in ([], [controller]), "another controller")
+    off_at = len(run.lines)
+    wait_until(lambda: len(run.lines) > off_at + 4, "a few steps more")
+    assert {line["groups/calculator"] for line in run.lines[off_at:]} == {0}, "a change outlives a controller"
+    _verb(run, "resume", "--set", "tasks.0.ratio=3")
+    wait_until(lambda: run.lines[-1]["groups/calculator"] > 0, "both tasks")
+    _verb(run, "stop")
+
+    assert collect(process).returncode == 0
+    (covered,) = [ruling for ruling in examined(run)["rulings"] if ruling["promise"] == "P7"]
+    assert covered["verdict"] == "proved", covered
+
+
+def _verb(run: Run, verb: str, *words: str) -> str:
+    command = [sys.executable, "-m", "areal_async", verb, "--run", str(run.directory), *words]
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def _newest_checkpoint(run: Run) -> int:
+    return max((version.step for version in versions_in(run.directory / "checkpoints")), default=0)

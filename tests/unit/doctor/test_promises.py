@@ -12,7 +12,7 @@ from areal_async.doctor.examination import baseline_of, diagnose
 from areal_async.doctor.report import Kind, Ruling, Verdict
 from areal_async.receipts import Stamp
 from areal_async.settings import CurriculumSettings, Settings
-from areal_async.types import Admitted, Cut, CutKind, Outcome, OutcomeKind, Version
+from areal_async.types import Admitted, Cut, CutKind, Mix, Outcome, OutcomeKind, Version
 from tests.unit.doctor.remains import (
     GROUPS,
     STEPS,
@@ -477,6 +477,36 @@ def test_each_task_of_a_mix_is_covered_in_epochs_of_its_own() -> None:
     assert judged.sentence == (
         "task 0: epoch 0: 4 prompts; epoch 1: 2 prompts of 4; task 1: epoch 0: 2 prompts of 4; 0 re-admissions"
     )
+
+
+def remixed_run() -> Evidence:
+    """The same after the second task was switched off, and on again, from the sixth and the tenth position on."""
+    evidence = mixed_run()
+    mixes = [
+        Mix(start=5, weights=[1, 0], counts=[4, 1]),
+        Mix(start=9, weights=[1, 1], counts=[8, 1]),
+    ]
+    evidence.admitted = evidence.admitted_last = Admitted(total=11, num_fresh=11, mixes=mixes)
+    evidence.tickets = set(map(str, evidence.sampler.first_groups(11, mixes)))
+    return evidence
+
+
+def test_each_task_is_covered_whatever_mixes_there_were() -> None:
+    judged = ruling(remixed_run(), "P7")
+
+    assert judged.verdict is Verdict.PROVED
+    assert judged.sentence == (
+        "task 0: epoch 0: 4 prompts; epoch 1: 4 prompts; epoch 2: 1 prompts of 4; task 1: epoch 0: 2 prompts of 4; "
+        "0 re-admissions"
+    )
+
+
+def test_a_prompt_that_an_earlier_mix_admitted_and_nobody_knows_of_is_a_hole() -> None:
+    evidence = remixed_run()
+    forgotten = next(str(group) for group in evidence.sampler.first_groups(5, evidence.admitted.mixes))
+    evidence.tickets -= {forgotten}
+
+    assert refuted_ids(evidence, "P7", Kind.HOLE) == [forgotten]
 
 
 def test_a_prompt_of_a_mix_before_its_turn_is_named() -> None:
