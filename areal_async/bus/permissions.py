@@ -13,6 +13,9 @@ SERVICES_INBOX = "_INBOX_services"
 """Where operators hear what services answer. The broker's answers reach them there as well, so that a person's client
 needs one prefix; programs that act on these hear them in their own inbox, where nobody but the broker can write."""
 
+SERVER = "server"
+"""What a node speaks for besides itself: the kind of service that an inference server is."""
+
 
 class Role(StrEnum):
     """A kind of process on the bus; each has its own key and its own inbox."""
@@ -51,6 +54,8 @@ def permissions(role: Role, names: Names) -> Permissions:
     if role is not Role.OPERATOR:
         publish.append(f"{SERVICES_INBOX}.>")
         subscribe += [*_discovery(role), f"{run}.status.{role}.>"]
+    if role is Role.NODE:
+        subscribe += [*_discovery(SERVER), f"{run}.status.{SERVER}.>"]
     match role:
         case Role.OPERATOR:
             publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", f"$KV.{names.bucket}.>"]
@@ -85,9 +90,9 @@ def permissions(role: Role, names: Names) -> Permissions:
     return Permissions(tuple(publish), tuple(subscribe))
 
 
-def _discovery(role: Role) -> list[str]:
-    """Be found as a NATS micro service, under this role's name alone."""
-    return ["$SRV.PING", "$SRV.INFO", "$SRV.STATS", f"$SRV.*.areal-{role}", f"$SRV.*.areal-{role}.*"]
+def _discovery(kind: str) -> list[str]:
+    """Be found as a NATS micro service, under this name alone."""
+    return ["$SRV.PING", "$SRV.INFO", "$SRV.STATS", f"$SRV.*.areal-{kind}", f"$SRV.*.areal-{kind}.*"]
 
 
 def _consume(stream: str, consumer: str) -> list[str]:

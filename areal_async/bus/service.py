@@ -32,7 +32,7 @@ from nats.micro.service import EndpointStats, Service, ServiceConfig
 import areal_async
 from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.jetstream import Bus
-from areal_async.bus.permissions import SERVICES_INBOX
+from areal_async.bus.permissions import SERVICES_INBOX, Role
 from areal_async.errors import PipelineError, UserError, WireError
 from areal_async.wire import decode_json
 
@@ -44,6 +44,8 @@ Schema = dict[str, Any]
 STOP_DEADLINE_S = 2.0
 BEAT_S, NUM_BEATS = 0.2, 50
 REFUSED = "400"
+OF_PROCESSES = frozenset(Role) - {Role.OPERATOR}
+"""Services that are processes; what servers do stands in their node's report too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,7 @@ async def serving(
     *,
     description: str,
     report: Callable[[], Report],
+    kind: str | None = None,
     instance: str = "0",
     endpoints: Sequence[Endpoint] = (),
 ) -> AsyncIterator[None]:
@@ -74,6 +77,7 @@ async def serving(
         report: called for each question what the process does now; it must not block or raise. Which process it is
             on which host, for how long it has served, and by how much its loop was late at most in the last ten
             seconds, is added.
+        kind: of service; by itself the role. A node also speaks for its servers, each a service ``areal-server``.
         endpoints: besides ``status``, which every service has.
     """
 
@@ -91,7 +95,8 @@ async def serving(
         up_s = round(time.monotonic() - since_s, 1)
         return {"loop_lag_max_s": round(lag.max_s, 4), **report(), **of_process, "up_s": up_s}
 
-    subject = bus.names.status(bus.role, instance)
+    kind = kind or bus.role
+    subject = bus.names.status(kind, instance)
     own = Endpoint(
         name="status",
         subject=subject,
@@ -100,11 +105,11 @@ async def serving(
         response=json_object(pid="integer", host="string", up_s="number", loop_lag_max_s="number"),
         answer=status,
     )
-    await bus.api.wait_connected(bus.api.retry(f"service {bus.role}"))
+    await bus.api.wait_connected(bus.api.retry(f"service {kind}"))
     service = Service(
         bus.connection.client,
         ServiceConfig(
-            name=f"areal-{bus.role}",
+            name=f"areal-{kind}",
             version=areal_async.__version__,
             description=description,
             metadata={"run": bus.names.run, "instance": instance},
@@ -113,8 +118,6 @@ async def serving(
     )
     lag.start()
     try:
-        with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
-            await service.start()
         for endpoint in (own, *endpoints):
             await service.add_endpoint(
                 name=endpoint.name,
@@ -126,6 +129,9 @@ async def serving(
                     "response_schema": json.dumps(endpoint.response),
                 },
             )
+        # After the endpoints, so that whoever finds it can ask it.
+        with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
+            await service.start()
         await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
         yield
     finally:
@@ -161,7 +167,7 @@ async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadli
 
 
 async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], Report]:
-    """Ask every service of this run what it does; return {(role, instance): report} of those that answer in time."""
+    """Ask every process of this run what it does; return {(role, instance): report} of those that answer in time."""
     found: dict[tuple[str, str], Report] = {}
     with anyio.move_on_after(within_s), suppress(ConnectionLostError):
         async with _asked(bus, "$SRV.STATS") as answers:
@@ -203,12 +209,13 @@ async def hearing_reports(
 
 
 def _report_in(answer: Received, run: str) -> tuple[tuple[str, str], Report] | None:
-    """Return who of this run answers, and what; None for anything else."""
+    """Return which process of this run answers, and what; None for anything else."""
     with suppress(WireError, KeyError, TypeError, StopIteration):
         stats = decode_json(answer.data, Report, what="statistics of a service")
-        if stats["metadata"].get("run") == run and stats["name"].startswith("areal-"):
+        role = stats["name"].removeprefix("areal-")
+        if stats["metadata"].get("run") == run and role in OF_PROCESSES:
             data = next(one["data"] for one in stats["endpoints"] if one["name"] == "status")
-            return (stats["name"].removeprefix("areal-"), stats["metadata"]["instance"]), data
+            return (role, stats["metadata"]["instance"]), data
     return None
 
 

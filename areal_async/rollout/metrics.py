@@ -56,9 +56,9 @@ class Pace:
         }
 
 
-async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch) -> None:
+async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
-    tokens_per_s, pace = 0.0, Pace()
+    tokens_per_s = 0.0
 
     def report() -> dict[str, Any]:
         return {**node_report(place, pool, watch, pace), "tokens_per_s": tokens_per_s}
@@ -99,24 +99,29 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> d
         "num_generated_tokens": _num_generated_tokens(place, pool),
         "loop_lag_p99_s": round(watch.lag.p99_s, 4),
         "loop_lag_max_s": round(watch.lag.max_s, 4),
-        "servers": {
-            server.id: {
-                "version": server.version,
-                "fence": server.fence or server.doubt,
-                "num_requests": server.num_requests,
-                "limit": server.limit,
-                "outstanding_tokens": server.outstanding_tokens,
-                "num_generated_tokens": server.num_generated_tokens,
-                "num_first_tokens": server.num_first_tokens,
-                "first_token_total_s": round(server.first_token_total_s, 4),
-                "num_swaps": server.num_swaps,
-                "swap_total_s": round(server.swap_total_s, 4),
-                "frozen": name,
-                **pace.of(server),
-            }
-            for name, one in _pools(place, pool).items()
-            for server in one.servers.values()
-        },
+        "servers": server_reports(place, pool, pace),
+    }
+
+
+def server_reports(place: Workplace, pool: Pool, pace: Pace) -> dict[str, dict[str, Any]]:
+    """Return what each server of the node does now, by its id."""
+    return {
+        server.id: {
+            "version": server.version,
+            "fence": server.fence or server.doubt,
+            "num_requests": server.num_requests,
+            "limit": server.limit,
+            "outstanding_tokens": server.outstanding_tokens,
+            "num_generated_tokens": server.num_generated_tokens,
+            "num_first_tokens": server.num_first_tokens,
+            "first_token_total_s": round(server.first_token_total_s, 4),
+            "num_swaps": server.num_swaps,
+            "swap_total_s": round(server.swap_total_s, 4),
+            "frozen": name,
+            **pace.of(server),
+        }
+        for name, one in _pools(place, pool).items()
+        for server in one.servers.values()
     }
 
 

@@ -5,6 +5,7 @@ Whatever raises a ``PipelineError`` ends the node; everything else is a slot's r
 
 import signal
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -24,8 +25,9 @@ from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
-from areal_async.rollout.metrics import run_metrics
+from areal_async.rollout.metrics import Pace, run_metrics, server_reports
 from areal_async.rollout.server_events import server_event
+from areal_async.rollout.server_services import run_server_services
 from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workplace import Workplace
@@ -125,8 +127,15 @@ class _Node:
                         endpoint=endpoint,
                         call_parser=client.call_parser,
                     )
+                    pace = Pace()
                     services.start_soon(self._watch.run_beats)
-                    services.start_soon(run_metrics, place, self._fleet.pool, self._watch)
+                    services.start_soon(run_metrics, place, self._fleet.pool, self._watch, pace)
+                    services.start_soon(
+                        run_server_services,
+                        self._bus,
+                        self._node_id,
+                        partial(server_reports, place, self._fleet.pool, pace),
+                    )
                     log.info("node.started", node_id=self._node_id, workflows=sorted(workflows))
                     ended_rows = await make_amends(place, self._blockage)
                     with self._watch.watching():  # from here on: importing the tokenizer's library holds everything up
