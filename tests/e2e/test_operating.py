@@ -1,22 +1,28 @@
-"""A live run is watched in a terminal emulator, and the README's chapter "Operating a run" is done to it.
+"""A live run is watched in a terminal emulator, and the README's chapters on operating it are done to it.
 
 ``top`` is legible at two sizes, with nothing beyond the edge, it is drawn anew by itself, and its keys work.
-Every command of the chapter is run, and its client, which knows nothing of this package.
+Every command of "Operating a run" is run; every line of "With plain NATS tools", by the `nats` tool itself where there
+is one on PATH, else by what makes the same requests (``nats_tool.py``); and its client, which knows nothing of this
+package.
 """
 
+import asyncio
 import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import nats
 import pytest
 
 from areal_async import events, waits
@@ -29,6 +35,7 @@ from tests.e2e.test_run import Run, collect, wait_until
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
 COLUMNS_80, COLUMNS_200 = (80, 24), (200, 50)
+TOLD_WITHIN_S = 60.0
 ORDERS = ("status", "top", "pause", "resume", "eval", "stop")
 
 
@@ -106,31 +113,130 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
     assert wide.process.wait(timeout=10) == 0, wide.text
 
 
-def _chapter() -> str:
+def _chapter(title: str) -> str:
     text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    (found,) = re.findall(r"^## Operating a run\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
+    (found,) = re.findall(rf"^## {title}\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
     return str(found)
 
 
-def test_every_command_and_the_plain_client_of_the_chapter_do_what_it_says(live: Run) -> None:
+def _blocks(title: str, language: str) -> list[str]:
+    return [body for kind, body in blocks(_chapter(title)) if kind == language]
+
+
+TOLD = {
+    "micro ls": "areal-controller(?s:.*)areal-|areal-(?s:.*)areal-controller",
+    "micro info areal-controller": r"areal\.gsm8k\.control\.pause",
+    "micro stats areal-node": "status",
+    "req areal.gsm8k.status.controller.0": '"credits":',
+    "req areal.gsm8k.status.node.0": '"num_groups_running":',
+    "req areal.gsm8k.status.server.0-0": '"outstanding_tokens":',
+    "req '$SRV.STATS'": '"areal-(?s:.*)"areal-(?s:.*)"areal-',
+    "stream ls": "AREAL_gsm8k_OUTCOMES.*what became of every group",
+    "stream info": 'Messages: +[0-9]|"messages": *[0-9]',
+    "consumer info": 'Outstanding Acks: +[0-9]|"num_ack_pending": *[0-9]',
+    "sub 'areal.gsm8k.events.>' ": "weights.announced",
+    "sub 'areal.gsm8k.events.>' --all": "role.started",
+    "kv ls": r"weights\.actor",
+    "kv get": r'"version":"1-\d+"',
+    "kv watch": r"server\.0-0.*\"version\":\"1-\d+\"",
+    "sub areal.gsm8k.outcomes": '"group_id":"{group}","kind":"trained"',
+    "sub 'areal.gsm8k.dead.>'": "nobody can read this",
+    "control.pause": '"is_paused":true.*"reason":"lunch"',
+    "control.resume": '"is_paused":false',
+    "control.set": '"trainer.lr":1e-6',
+    "control.eval": r'"version":"1-\d+","records":\[',
+    "control.stop": '"is_stopping":true',
+}
+"""What is told, in either form, by the last of these that a line of the chapter begins with or has in it."""
+A_GROUP = "0-17-0"
+"""Any group, in the chapter."""
+
+
+def test_every_line_with_the_nats_tool_tells_what_the_chapter_says(live: Run, tmp_path: Path) -> None:
     directory = live.directory.parents[1]
-    (own, change, tool), (client,) = (
-        [body for kind, body in blocks(_chapter()) if kind == language] for language in ("console", "python")
+    (lines,) = _blocks("With plain NATS tools", "console")
+    (alias, _), *shown = commands(lines)
+    tool = _nats_tool(tmp_path)
+    said = {line.partition("  #")[0].removeprefix("n ") + " ": line for line, _ in shown}
+    expected = {line: [key for key in TOLD if key in line][-1:] for line in said}
+    assert sorted(key for keys in expected.values() for key in keys) == sorted(TOLD), "a line says nothing, or is gone"
+    wait_until(lambda: bool(_trained_groups(live)), "a checkpoint")
+    group = _trained_groups(live)[0]
+    asyncio.run(_publish(live, "areal.gsm8k.dead.undecodable", b"nobody can read this"))
+
+    for line, (key,) in expected.items():
+        if key == "control.stop":
+            continue  # the next test needs the run, and does this last
+        _assert_tells(directory, tool, alias, said[line].replace(A_GROUP, group), TOLD[key].replace("{group}", group))
+
+
+def _nats_tool(folder: Path) -> str:
+    """Return the folder with the tool."""
+    if found := shutil.which("nats"):
+        print(f"by {found}")
+        return str(Path(found).parent)
+    tool = folder / "nats"
+    tool.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{Path(__file__).with_name("nats_tool.py")}" "$@"\n')
+    tool.chmod(0o755)
+    return str(folder)
+
+
+def _assert_tells(directory: Path, tool: str, alias: str, line: str, pattern: str) -> None:
+    """Run a line as it stands until it has said what it is to say; what goes on by itself is then ended."""
+    environment = {**os.environ, "PATH": f"{tool}{os.pathsep}{os.environ['PATH']}", "HOME": str(directory)}
+    with subprocess.Popen(
+        ["bash", "-c", f"shopt -s expand_aliases\n{alias}\n{line}"], cwd=directory, env=environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        killer = threading.Timer(TOLD_WITHIN_S, os.killpg, (process.pid, signal.SIGKILL))
+        killer.start()
+        told = ""
+        for piece in process.stdout:
+            told += piece
+            if re.search(pattern, told):
+                break
+        killer.cancel()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert re.search(pattern, told), f"{line}\n{told}"
+
+
+def _trained_groups(run: Run) -> list[str]:
+    return [row["group_id"] for row in run.trained]
+
+
+async def _publish(run: Run, subject: str, body: bytes) -> None:
+    client = await nats.connect(
+        (run.directory / "bus" / "url").read_text().strip(),
+        nkeys_seed=str(run.directory / "credentials" / "operator.nk"),
+        inbox_prefix="_INBOX_services",
     )
+    await client.publish(subject, body)
+    await client.close()
+
+
+def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(live: Run, tmp_path: Path) -> None:
+    """A run is stopped once: here by the tool's line, by the verb of that name in ``test_operate.py``."""
+    directory = live.directory.parents[1]
+    own, change = _blocks("Operating a run", "console")
+    (lines,) = _blocks("With plain NATS tools", "console")
+    (alias, _), *_, (stopping, _) = commands(lines)
+    (client,) = _blocks("With plain NATS tools", "python")
     words = [shlex.split(command, comments=True)[1:] for command, _ in commands(own)]
     assert [one[2] for one in words] == list(ORDERS)
     ((changing, _),) = commands(change)
 
     (directory / "plain.py").write_text(client)
     told = _run(directory, "plain.py").splitlines()
-    assert sorted(told[:3]) == ["areal-controller 0", "areal-node 0", "areal-trainer 0"]
-    assert [line.split()[0] for line in told[3:5]] == ["tickets", "trajectories"]
-    assert all(line.split()[1].isdecimal() for line in told[3:5])
-    assert told[5:] == ["pause True", "resume False"]
+    assert sorted(told[:4]) == ["areal-controller 0", "areal-node 0", "areal-server 0-0", "areal-trainer 0"]
+    assert [line.split()[0] for line in told[4:6]] == ["tickets", "trajectories"]
+    assert all(line.split()[1].isdecimal() for line in told[4:6])
+    assert told[6:] == ["pause True", "resume False"]
     assert _state(directory) == "running"
     _run(directory, *shlex.split(changing)[1:])
     assert _status(directory)["changes"] == {"trainer.lr": 1e-6, "rollout.max_staleness": 1}
-    for one in words:
+    for one in words[: ORDERS.index("stop")]:
         if one[2] == "top":
             terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)
             terminal.wait(lambda text: "run gsm8k: running" in text, "the run in top")
@@ -140,14 +246,12 @@ def test_every_command_and_the_plain_client_of_the_chapter_do_what_it_says(live:
         _run(directory, *one)
         if one[2] in ("pause", "resume"):
             assert _state(directory) == ("paused" if one[2] == "pause" else "running")
+    _assert_tells(directory, _nats_tool(tmp_path), alias, stopping, TOLD["control.stop"])
     wait_until(lambda: _state(directory) == "not running", "the run to end")
-
-    asked = re.findall(r"areal\.gsm8k\.(\S+)", tool)
-    assert asked == ["status.controller.0", "control.pause"], "the tool's subjects are the plain client's"
 
 
 def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
-    chapter = _chapter()
+    chapter = _chapter("With plain NATS tools")
     kinds = {
         kind.__struct_config__.tag
         for kind in [*vars(events).values(), waits.Stall]
