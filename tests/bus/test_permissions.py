@@ -226,10 +226,14 @@ async def test_a_broker_does_not_start_on_keys_that_are_open_to_others(settings:
 
 
 @pytest.mark.parametrize("role", [Role.CONTROLLER, Role.NODE, Role.TRAINER])
-async def test_no_role_can_listen_to_anothers_answers_or_to_the_trajectories(open_role: OpenRole, role: Role) -> None:
+async def test_no_role_can_listen_to_anothers_answers_or_questions_or_to_the_trajectories(
+    open_role: OpenRole, role: Role
+) -> None:
     bus = await open_role(role)
+    asked = {CONTROLLER: RUN.status("controller"), TRAINER: RUN.status("trainer"), NODE: RUN.status("server", "0-0")}
+    of_others = [subject for other, subject in asked.items() if other is not role]
 
-    for subject in ("_INBOX_operator.>", RUN.trajectories("w", "0-0-0"), ">"):
+    for subject in ("_INBOX_operator.>", RUN.trajectories("w", "0-0-0"), ">", *of_others):
         with anyio.fail_after(10), pytest.raises(BusError, match="denied to the role"):
             async with bus.subscribe(subject):
                 pass
