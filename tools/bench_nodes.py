@@ -1,6 +1,6 @@
 """What a second node is worth: rollouts per second of one run with one node, with two, and after one was killed.
 
-    python -m tools.bench_nodes                # about four minutes
+    python -m tools.bench_nodes                # about three minutes
     python -m tools.bench_nodes --window-s 60
 
 The run is the real program (`python -m areal_async run`), bound by generation: its servers sleep for each token
@@ -119,7 +119,7 @@ def measure(folder: Path, *, window_s: float) -> float:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--window-s", type=float, default=40.0)
+    parser.add_argument("--window-s", type=float, default=30.0)
     parser.add_argument("--need", type=float, default=NEED)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
