@@ -33,6 +33,25 @@ class CrewState(Record, frozen=True, kw_only=True):
     """Since when it is so, in UTC as ISO 8601."""
 
 
+class Holder(Record, frozen=True, kw_only=True):
+    """KV ``launcher`` and ``node.<id>``: the process that keeps the run, or a joined node; it writes this again and
+    again, and a key that is not written any more is kept by nobody."""
+
+    holder_id: str
+    """Different for every holder."""
+    host: str
+    pid: Count
+    since: str
+    """In UTC as ISO 8601."""
+    has_left: bool = False
+    """In good order: nobody needs to find out."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return f"process {self.pid} of host {self.host}"
+
+
 class Change(Record, frozen=True, kw_only=True):
     """A setting that was changed while the run went on."""
 
@@ -59,3 +78,5 @@ class SharedSettings(Record, frozen=True, kw_only=True):
     """All of them, resolved, as JSON."""
     library: str
     """Version of the library that wrote it."""
+    files: dict[str, str] = {}
+    """path -> SHA-256 of the workflows' files, and of what they import from the repository."""

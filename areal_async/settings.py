@@ -218,6 +218,9 @@ class LaunchSettings(Section):
 
     backend: Literal["local", "slurm"] = "local"
     """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in, on its host."""
+    join_wait_s: float = Field(default=600.0, ge=0)
+    """Seconds that a node which has joined waits for its run to come back once its launcher is silent; a host may have
+    its own."""
 
 
 class BusSettings(Section):

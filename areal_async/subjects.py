@@ -13,7 +13,10 @@ ADMITTED = "admitted"
 CHANGES = "changes"
 CHECKPOINT = "checkpoint"
 CONTROL = "control"
+LAUNCHER = "launcher"
 LINEAGE = "lineage"
+NODES = "node."
+"""What the keys of joined nodes begin with."""
 RUN_STATE = "run"
 SETTINGS = "settings"
 
@@ -162,6 +165,10 @@ class Names:
     def crew_key(self, crew: str) -> str:
         """How processes that live and die together fare; the launcher writes it."""
         return f"crew.{_token(crew)}"
+
+    def node_key(self, node_id: str) -> str:
+        """Who keeps the node that has joined under this id."""
+        return f"{NODES}{_token(node_id)}"
 
     def fleet_key(self, node_id: str) -> str:
         """How many servers a node is to have; the operator writes it."""

@@ -7,7 +7,7 @@ cursor, and only the operator declares and deletes. Acks are granted per stream.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, NODES, RUN_STATE, Names
 
 SERVICES_INBOX = "_INBOX_services"
 """Where operators hear what services answer. The broker's answers reach them there as well, so that a person's client
@@ -70,7 +70,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [names.all_metrics, names.all_events, f"{run}.control.>"]
         case Role.NODE:
             publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
-            publish += _keys(names, "server.>")
+            publish += _keys(names, "server.>", f"{NODES}>")
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
             publish += _read(names, names.outcomes_stream, names.trajectories_stream)

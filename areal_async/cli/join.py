@@ -18,8 +18,8 @@ from areal_async.settings_sources import load_settings
 from areal_async.subjects import RUN_NAME
 
 KILLED_STATUS = 130
-OWN = "--inference."
-"""What a host may have otherwise than the run: its interpreter, the number and the flags of its servers."""
+OWN = ("--inference.", "--launch.join_wait_s")
+"""What a host may have otherwise than the run: its interpreter, its servers' number and flags, its patience."""
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     invitation = read_invitation(arguments)
     names = [word for word in overrides if word.startswith("--")]
     if foreign := [name for name in names if not name.startswith(OWN)]:
-        raise UserError(f"{foreign[0]}: a node has the settings of its run, all but {OWN}*; leave it out")
+        raise UserError(f"{foreign[0]}: a node has the settings of its run, all but {' and '.join(OWN)}; leave it out")
 
     def prepare(settings: Settings, directory: RunDirectory) -> Settings:
         here = load_settings(directory.config, overrides, use_environment=False) if overrides else settings
@@ -56,7 +56,14 @@ def read_invitation(arguments: argparse.Namespace) -> Invitation:
         raise UserError("--run-directory: got it with --join, which makes its own; leave one of them out")
     credentials, ca = (None if path is None else Path(path) for path in (arguments.credentials, arguments.ca))
     directory = RunSettings().directory if arguments.directory is None else Path(arguments.directory)
-    return Invitation(run=arguments.run, url=arguments.join, credentials=credentials, ca=ca, directory=directory)
+    return Invitation(
+        run=arguments.run,
+        url=arguments.join,
+        credentials=credentials,
+        ca=ca,
+        directory=directory,
+        allows_other_files=arguments.allow_other_files,
+    )
 
 
 def check_host(settings: Settings) -> None:

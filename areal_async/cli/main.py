@@ -244,6 +244,10 @@ VERBS = {
             ("--node-id", {"metavar": "ID", "help": "its own among the run's nodes; with --join, else a new one"}),
             ("--credentials", {"metavar": "FILE", "help": "with --join: the node's key"}),
             ("--ca", {"metavar": "FILE", "help": "with --join: who signed the broker's certificate"}),
+            (
+                "--allow-other-files",
+                {"action": "store_true", "help": "with --join: though workflows or rewards are not the run's"},
+            ),
             ("--directory", {"metavar": "DIR", "help": "with --join: where this host's runs are (runs)"}),
             ("--run-directory", {"metavar": "DIR", "help": "without --join: where run left config.yaml and bus/url"}),
         ),

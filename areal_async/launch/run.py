@@ -10,25 +10,29 @@ import anyio
 
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
-from areal_async.errors import BusError, ConflictError, UserError
+from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
+from areal_async.launch.claims import own_holder, run_beats, wait_released
 from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.presence import BROKER, PresenceKeeper
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
+from areal_async.rollout.sources import source_hashes
 from areal_async.run_state import SharedSettings
 from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE, SETTINGS
+from areal_async.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
 from areal_async.types import RunState
 
 EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0
 LAST_WORDS_S = 5.0
 """For the bus to take how the processes have ended."""
+SEE_OFF_S = 15.0
+"""For joined nodes to end, while the broker still runs."""
 
 
 async def launch(
@@ -65,7 +69,11 @@ async def launch(
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
         await bus.put(RUN_STATE, RunState())
-        shared = SharedSettings(settings=settings.model_dump_json(), library=areal_async.__version__)
+        shared = SharedSettings(
+            settings=settings.model_dump_json(),
+            library=areal_async.__version__,
+            files=source_hashes(task.workflow for task in settings.tasks),
+        )
         await bus.put(SETTINGS, shared)
         await take_back_stop(bus)
         if settings.bus.url == EMBEDDED:
@@ -73,6 +81,8 @@ async def launch(
                 await bus.delete(key)
         for key in await bus.keys("crew."):  # of an earlier start
             await bus.delete(key)
+        holder = own_holder()
+        await bus.put(LAUNCHER, holder)
 
         async def read_failure() -> str | None:
             now, _ = await bus.get(RUN_STATE, RunState)
@@ -81,10 +91,12 @@ async def launch(
         presence = PresenceKeeper(bus)
         supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
+        failure: BaseException | None = None
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(watch, bus)
                 tasks.start_soon(stalls.run)
+                tasks.start_soon(functools.partial(run_beats, bus, LAUNCHER, holder, what=f"run {settings.run.name}"))
                 tasks.start_soon(presence.run_hearing)
                 tasks.start_soon(run_blockages, directory.path, notify)
                 tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
@@ -94,17 +106,30 @@ async def launch(
                         end = await supervisor.run()
                     telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
                 tasks.cancel_scope.cancel()
+        except (PipelineError, ExceptionGroup) as exc:
+            failure = leaves_of(exc)[0]
+            raise
         finally:
-            await note_end(bus)
+            if not isinstance(failure, FencedError):
+                await note_end(bus, failure=failure)
+                if settings.bus.url == EMBEDDED and bus.connection.is_connected:
+                    await see_off(bus)
         return end
 
 
-async def note_end(bus: Bus) -> None:
+async def note_end(bus: Bus, *, failure: BaseException | None = None) -> None:
     """Say that the run goes on no more, where nobody has said why: nodes that joined it are to end with it."""
-    with anyio.move_on_after(LAST_WORDS_S, shield=True), suppress(BusError, ConflictError):
+    end = RunState(state="stopped") if failure is None else RunState(state="failed", reason=str(failure))
+    with anyio.move_on_after(LAST_WORDS_S, shield=True), suppress(BusError):
         state, revision = await bus.get(RUN_STATE, RunState)
         if state is not None and state.state == "running":
-            await bus.compare_and_set(RUN_STATE, RunState(state="stopped"), revision)
+            await bus.compare_and_set(RUN_STATE, end, revision)
+
+
+async def see_off(bus: Bus) -> None:
+    """Let nodes that have joined give back what they hold, before the broker ends with the run."""
+    with anyio.move_on_after(SEE_OFF_S, shield=True), suppress(BusError):
+        await wait_released(bus, NODES)
 
 
 @asynccontextmanager

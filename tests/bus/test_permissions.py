@@ -15,7 +15,7 @@ from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
 from areal_async.run_state import Control
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
 from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
 from tests.brokers import OpenRole
 from tests.bus.stored import ticket
@@ -63,6 +63,8 @@ ACTIONS: dict[str, Action] = {
     "speak for a server": _only(f"{KEY}.{RUN.server_key('s0')}", CONTROLLER, NODE, OPERATOR),
     "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
     "say how processes fare": _only(f"{KEY}.{RUN.crew_key('node-0')}", OPERATOR),
+    "keep a node's id": _only(f"{KEY}.{RUN.node_key('n0')}", NODE, OPERATOR),
+    "keep the run": _only(f"{KEY}.{LAUNCHER}", OPERATOR),
     "pause the run": _only(f"{KEY}.{CONTROL}", CONTROLLER, OPERATOR),
     "change a setting": _only(f"{KEY}.{CHANGES}", CONTROLLER, OPERATOR),
     "order the controller": _only(RUN.control("pause"), OPERATOR),
