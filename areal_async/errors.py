@@ -8,7 +8,8 @@
     │   └── ToolError           a tool's call went wrong: told to the model, which may try again
     └── PipelineError           ends the process with a non-zero status, never swallowed
         ├── UserError           a mistake the user can mend: one sentence, no traceback
-        │   └── UnreachableError  the broker does not answer: it is down, or elsewhere
+        │   ├── UnreachableError  the broker does not answer: it is down, or elsewhere
+        │   └── UnansweredError  no process of the run answers a request: it is starting, gone, or too busy
         ├── BusError            the broker refused, or did not answer within its deadline
         │   ├── StreamFullError the stream holds ``max_bytes``: wait, the message is not stored
         │   ├── ConflictError   a compare-and-set lost: the value is no longer the one that was read
@@ -57,6 +58,10 @@ class UserError(PipelineError):
 
 class UnreachableError(UserError):
     """The broker does not answer at its address."""
+
+
+class UnansweredError(UserError):
+    """No process of the run answers a request. One that is started again may."""
 
 
 class BusError(PipelineError):

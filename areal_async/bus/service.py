@@ -33,7 +33,7 @@ import areal_async
 from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.permissions import SERVICES_INBOX, Role
-from areal_async.errors import PipelineError, UserError, WireError
+from areal_async.errors import PipelineError, UnansweredError, UserError, WireError
 from areal_async.wire import decode_json
 
 Report = dict[str, Any]
@@ -151,19 +151,24 @@ async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadli
     """Return a service's answer.
 
     Raises:
-        UserError: it refuses, with its reason; or nobody answers.
+        UserError: it refuses, with its reason.
+        UnansweredError: nobody answers.
     """
     run = bus.names.run
     with anyio.move_on_after(deadline_s):
         async with _asked(bus, subject, msgspec.json.encode(body)) as answers:
             async for answer in answers:
                 if answer.status is not None:
-                    raise UserError(f"run {run}: nobody takes orders there; start the run, or wait for its controller")
+                    raise UnansweredError(
+                        f"run {run}: nobody takes orders there; start the run, or wait for its controller"
+                    )
                 refusal = answer.headers.get("Nats-Service-Error")
                 if refusal is not None:
                     raise UserError(refusal)
                 return decode_json(answer.data, Report, what=f"answer of {subject}")
-    raise UserError(f"run {run}: no answer at {subject} within {deadline_s:g} s; status --run {run} tells who is there")
+    raise UnansweredError(
+        f"run {run}: no answer at {subject} within {deadline_s:g} s; status --run {run} tells who is there"
+    )
 
 
 async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], Report]:

@@ -21,7 +21,7 @@ import structlog
 
 from areal_async import log
 from areal_async.accuracy import interval_95
-from areal_async.bus import HeldError, ask_service
+from areal_async.bus import Bus, Report, ask_service
 from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, choose, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
@@ -30,7 +30,7 @@ from areal_async.cli.speech import say, settings_help
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.data import load_rows
-from areal_async.errors import UserError
+from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.host import visible_gpus
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         results = _of_model(arguments, overrides)
     else:
         directory = find_run(arguments.run)
-        if arguments.version is None and _is_live(directory):
+        if arguments.version is None and directory.is_live:
             results = _of_live_run(directory, arguments, overrides)
         else:
             results = _of_run(directory, arguments, overrides)
@@ -239,14 +239,6 @@ def _warn(text: str) -> None:
 # there
 
 
-def _is_live(directory: RunDirectory) -> bool:
-    try:
-        with directory.locked(directory.path.name):
-            return False
-    except HeldError:
-        return True
-
-
 def _of_live_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
     """Have the run's own nodes evaluate what its servers hold.
 
@@ -259,19 +251,41 @@ def _of_live_run(directory: RunDirectory, arguments: argparse.Namespace, overrid
             f"{given}: got it for a live run, which evaluates by its own settings; name a --version as well"
         )
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
-    return anyio.run(_ask, directory, backend_options={"use_uvloop": True})
+    return anyio.run(ask_live, directory, backend_options={"use_uvloop": True})
 
 
-async def _ask(directory: RunDirectory) -> list[Result]:
-    async with visit_live(directory) as (_, bus):
+async def ask_live(directory: RunDirectory) -> list[Result]:
+    """Return what a live run's evaluation came to; ask on while its controller is started again.
+
+    Raises:
+        UserError: the run does not live, or ends meanwhile; its controller refuses, or stays away for
+            ``bus.operation_deadline_s``.
+    """
+    async with visit_live(directory) as (settings, bus):
         subject, body = bus.names.control("eval"), {"by": who()}
         while True:
-            answer = await ask_service(bus, subject, body, deadline_s=ANSWER_DEADLINE_S)
+            answer = await _answer(directory, bus, subject, body, patience_s=settings.bus.operation_deadline_s)
             told = msgspec.json.encode(answer.get("records", []))
             if records := decode_json(told, list[EvalRecord], what=f"answer of {subject}"):
                 return [_result_of_record(record) for record in records]
             body["version"] = str(answer.get("version", ""))
             await anyio.sleep(POLL_S)
+
+
+async def _answer(directory: RunDirectory, bus: Bus, subject: str, body: Report, *, patience_s: float) -> Report:
+    ends_at = anyio.current_time() + patience_s
+    while True:
+        try:
+            return await ask_service(bus, subject, body, deadline_s=ANSWER_DEADLINE_S)
+        except (UnansweredError, BusError) as exc:
+            if not directory.is_live:
+                run = bus.names.run
+                raise UserError(
+                    f"run {run}: has ended before it was evaluated; the same command tries its model"
+                ) from exc
+            if anyio.current_time() > ends_at:
+                raise
+        await anyio.sleep(POLL_S)
 
 
 def _result_of_record(record: EvalRecord) -> Result:

@@ -154,7 +154,7 @@ async def visit(
     url = directory.read_bus_url()
     async with AsyncExitStack() as stack:
         with suppress(HeldError):
-            stack.enter_context(directory.locked(settings.run.name))
+            stack.enter_context(directory.locked(settings.run.name, is_visit=True))
             url = await stack.enter_async_context(_broker(settings))
         if operation_deadline_s is not None:
             bus = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
@@ -192,7 +192,7 @@ async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, B
         UserError: the run was never started, or does not run.
     """
     settings = directory.read_settings()
-    with suppress(HeldError), directory.locked(settings.run.name):
+    if not directory.is_live:
         raise UserError(f"run {settings.run.name}: it does not run now; start it first")
     async with _operator(settings, directory, directory.read_bus_url()) as bus:
         yield settings, bus

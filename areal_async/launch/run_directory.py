@@ -1,6 +1,6 @@
 """The directory of one run: what the launcher leaves there for the roles, and who may use it.
 
-run.lock      held by the one launcher that is alive
+run.lock      held by the one launcher that is alive, or by a command that looks into a run which is not
 config.yaml   every setting, resolved: what the roles read
 bus/url       where the broker is
 """
@@ -22,6 +22,9 @@ from areal_async.fields import is_version
 from areal_async.settings import DATA_DEFINING, RunSettings, Settings
 from areal_async.settings_sources import NOT_YAML, dump_settings, load_settings
 from areal_async.types import Version
+
+VISIT = " looks into it"
+"""Stands in the lock file behind the number of a process that holds it and runs nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +56,24 @@ class RunDirectory:
         """Whether a run was started here."""
         return self.config.is_file()
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a launcher runs this run now; a process that only looks into a stopped one makes none live."""
+        if not self.lock.exists():
+            return False
+        with open(self.lock) as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return not lock.read().endswith(VISIT)
+        return False
+
     @contextmanager
-    def locked(self, name: str) -> Iterator[None]:
+    def locked(self, name: str, *, is_visit: bool = False) -> Iterator[None]:
         """Hold the directory, made when missing, until the block or this process ends.
+
+        Args:
+            is_visit: only to look into a run that does not live.
 
         Raises:
             HeldError: another process holds it.
@@ -67,11 +85,13 @@ class RunDirectory:
             except BlockingIOError as exc:
                 lock.seek(0)
                 holder = lock.read().strip() or "unknown"
+                if holder.endswith(VISIT):
+                    raise HeldError(f"run {name}: process {holder}; try again when it has ended") from exc
                 raise HeldError(
                     f"run {name}: already running in process {holder}; stop it, or choose another --run.name"
                 ) from exc
             lock.truncate(0)
-            lock.write(str(os.getpid()))
+            lock.write(f"{os.getpid()}{VISIT if is_visit else ''}")
             lock.flush()
             yield
 

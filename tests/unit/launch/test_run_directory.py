@@ -33,6 +33,18 @@ def test_second_launcher_is_refused_with_the_pid_of_the_first(directory: RunDire
         pass
 
 
+def test_a_run_is_live_while_a_launcher_has_it_and_not_for_one_who_looks_into_it(directory: RunDirectory) -> None:
+    assert not directory.is_live
+    with directory.locked("a"):
+        assert directory.is_live
+    assert not directory.is_live
+    with directory.locked("a", is_visit=True):
+        assert not directory.is_live
+        with pytest.raises(UserError, match=f"run a: process {os.getpid()} looks into it; try again"):
+            with directory.locked("a"):
+                pass
+
+
 def test_settings_and_address_are_read_as_they_were_written(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
