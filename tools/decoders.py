@@ -31,6 +31,7 @@ from areal_async.rollout.reward_worker import Answer
 from areal_async.settings import Settings
 from areal_async.settings_sources import dump_settings, load_settings
 from areal_async.trainer.archive import lines_through
+from areal_async.trainer.health import Told
 from areal_async.trainer.loop import Ledger
 from areal_async.types import NOT_SAMPLED, CutKind, OutcomeKind, SlotStatus, Version
 
@@ -171,6 +172,9 @@ _CUT = types.Cut(
 )  # fmt: skip
 _GROUP = types.UpdateGroup(name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2})
 _TENSOR = types.TensorSpec(name="lm_head.weight", dtype="bfloat16", shape=[128, 64])
+_ALARM = msgspec.json.encode(
+    Told(event="alarm.raised", name="logprob_gap", step=7, sentence="they are apart", value=None, bound=0.5)
+)
 _RECEIPT = msgspec.json.encode(
     Receipt(number=3, group_id="0-3-0", slots=[ReceivedSlot(sibling=0, sample_uid="0-3-0.0.n.x", crc32=7)])
 )
@@ -256,6 +260,7 @@ DECODERS: tuple[Decoder, ...] = (
         partial(wire.decode_json, kind=Ledger, what="ledger"),
         msgspec.json.encode(Ledger(version="1-4", trained={"3": ["0-1-0"], "4": ["0-2-0", "0-3-1"]})),
     ),
+    decoder("alarm", partial(wire.decode_json, kind=Told, what="alarm"), _ALARM),
     decoder("receipt", partial(wire.decode_json, kind=Receipt, what="receipt"), _RECEIPT),
     decoder("metrics file", partial(lines_through, step=1), _STEP_LINES),
     decoder("config.yaml", _settings_file, dump_settings(Settings()).encode(), refuses=(UserError,)),

@@ -85,7 +85,9 @@ def permissions(role: Role, names: Names) -> Permissions:
                 "CONSUMER.NAMES.{}",
                 "STREAM.PURGE.{}",
             )
-            publish += _read(names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream)
+            publish += _read(
+                names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream, names.events_stream
+            )
             subscribe.append(names.all_tickets)
     return Permissions(tuple(publish), tuple(subscribe))
 

@@ -1,23 +1,30 @@
 """Alarms about learning: rules over the last lines of ``metrics.jsonl``, and what is said when one begins or ends.
 
-A rule is a pure function of lines, so a trainer that was restarted knows from the file what was going on. An alarm
-clears with the first step that no longer shows its cause.
+A rule is a pure function of lines, so a trainer that was restarted knows from the file what was going on, and from
+the run's events what it has told of that: a step that is trained again tells nothing twice. An alarm clears with the
+first step that no longer shows its cause.
 """
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import structlog
 
-from areal_async.bus import Bus
+from areal_async.bus import Bus, Message
+from areal_async.errors import BusError, WireError
 from areal_async.events import AlarmCleared, AlarmEvent, AlarmRaised
 from areal_async.health_settings import MAX_EQUAL_STEPS, HealthSettings
 from areal_async.types import Metrics
+from areal_async.wire import decode_json
 
 Line = Mapping[str, Any]
 
+KINDS = RAISED, _ = "alarm.raised", "alarm.cleared"
 HISTORY_STEPS = MAX_EQUAL_STEPS
 """Lines that the rules look back on."""
 
@@ -86,6 +93,37 @@ def _is_flat(line: Line) -> bool:
     return bool(line.get("num_trajectories", 0) > num_groups or line.get("reward_std", 0.0) == 0)
 
 
+class Told(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest that the run's events say of one alarm."""
+
+    event: str
+    name: str
+    step: int
+    sentence: str
+    value: float | None
+    """None for what is no number: JSON knows none."""
+    bound: float
+
+    @property
+    def alarm(self) -> Alarm:
+        """What it was about."""
+        value = math.nan if self.value is None else self.value
+        return Alarm(name=self.name, sentence=self.sentence, value=value, bound=self.bound)
+
+
+async def told_alarms(bus: Bus) -> dict[str, Told]:
+    """Return the newest event of each alarm, by its name."""
+    messages: list[Message] = []
+    for kind in KINDS:
+        messages += await bus.read_log(bus.names.events_stream, bus.names.event(kind, bus.role))
+    told: dict[str, Told] = {}
+    for message in sorted(messages, key=lambda message: message.sequence):
+        with suppress(WireError):
+            one = decode_json(message.data, Told, what=message.subject)
+            told[one.name] = one
+    return told
+
+
 class Health:
     """The alarms of one run, step by step."""
 
@@ -94,16 +132,21 @@ class Health:
         self._bus = bus
         self._lines: deque[Line] = deque(maxlen=HISTORY_STEPS)
         self._raised: dict[str, Alarm] = {}
+        self._told: dict[str, Told] = {}
 
     @property
     def sentences(self) -> list[str]:
         """What is raised now."""
         return [alarm.sentence for alarm in self._raised.values()]
 
-    def restore(self, lines: Iterable[Line]) -> None:
-        """Take in the steps before the next one; what they raised has been told."""
+    async def restore(self, lines: Iterable[Line]) -> None:
+        """Take in the steps before the next one, and what was told of them and of those that are trained again."""
         self._lines.extend(lines)
         self._raised = self._judged()
+        try:
+            self._told = await told_alarms(self._bus)
+        except BusError as exc:  # an external broker whose permissions are older than this
+            log.warning("alarms.not_read", reason=str(exc))
 
     async def judge(self, line: Metrics) -> Metrics:
         """Take in a step and return its line with how many alarms are raised (``alarms``), and which.
@@ -112,10 +155,16 @@ class Health:
         """
         self._lines.append(line)
         before, self._raised = self._raised, self._judged()
-        for name in sorted(before.keys() - self._raised.keys()):
-            await self._tell(AlarmCleared, before[name], line)
-        for name in sorted(self._raised.keys() - before.keys()):
-            await self._tell(AlarmRaised, self._raised[name], line)
+        step = int(line["step"])
+        for name in sorted(self._told.keys() | self._raised.keys()):
+            told = self._told.get(name)
+            if told is not None and step <= told.step:
+                continue  # it is trained again
+            was_raised = told is not None and told.event == RAISED
+            if told is not None and was_raised and name not in self._raised:
+                await self._tell(AlarmCleared, before.get(name, told.alarm), line)
+            elif name in self._raised and not was_raised:
+                await self._tell(AlarmRaised, self._raised[name], line)
         names = {"alarm_names": " ".join(self._raised)} if self._raised else {}
         return {**line, "alarms": len(self._raised), **names}
 
@@ -133,4 +182,12 @@ class Health:
         )
         tell = log.warning if kind is AlarmRaised else log.info
         tell(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
+        self._told[alarm.name] = Told(
+            event=event.kind,
+            name=alarm.name,
+            step=event.step,
+            sentence=alarm.sentence,
+            value=alarm.value,
+            bound=alarm.bound,
+        )
         await self._bus.tell(event)

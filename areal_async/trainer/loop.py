@@ -152,7 +152,7 @@ class Trainer:
         self._checkpointer.restored(self.step)
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)
-            self._health.restore(self._metrics_file.newest(HISTORY_STEPS))
+            await self._health.restore(self._metrics_file.newest(HISTORY_STEPS))
             num_moved = self._checkpointer.abandon_archive()
             journal = self._reader.journal
             self._check_ledger(journal)

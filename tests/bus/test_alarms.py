@@ -10,7 +10,7 @@ from areal_async.bus import Role
 from areal_async.events import AlarmCleared, AlarmRaised
 from areal_async.health_settings import HealthSettings
 from areal_async.trainer.health import Health
-from tests.brokers import OpenRole
+from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +30,7 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restar
         health = Health(settings, trainer)
         counts = [(await health.judge(line(step, num_equal=2)))["alarms"] for step in (1, 2, 3)]
         restarted = Health(settings, trainer)
-        restarted.restore([line(step, num_equal=2) for step in (1, 2, 3)])
+        await restarted.restore([line(step, num_equal=2) for step in (1, 2, 3)])
         assert restarted.sentences == ["all rewards are equal for 3 steps (mean 1): nothing is learned"]
         still = await restarted.judge(line(4, num_equal=2))
         healed = await restarted.judge(line(5, num_equal=1))
@@ -45,3 +45,38 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restar
         ("alarm.raised", "equal_rewards", 2, "1-2"),
         ("alarm.cleared", "equal_rewards", 5, "1-5"),
     ]
+
+
+async def test_steps_that_are_trained_again_tell_no_alarm_twice_whatever_they_show(open_role: OpenRole) -> None:
+    trainer, operator = await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    settings = HealthSettings(equal_rewards_steps=2)
+    flat = {step: line(step, num_equal=2) for step in range(1, 8)}
+    wild = {step: {**flat[step], "num_skipped": 1, "num_updates": 0} for step in flat}
+
+    async def told() -> list[tuple[str, str, int]]:
+        found = []
+        for kind in ("alarm.raised", "alarm.cleared"):
+            subject = operator.names.event(kind, "trainer")
+            found += await operator.read_log(operator.names.events_stream, subject)
+        bodies = [msgspec.json.decode(one.data) for one in sorted(found, key=lambda one: one.sequence)]
+        return [(one["event"], one["name"], one["step"]) for one in bodies]
+
+    async def trained(lines: list[dict[str, Any]], *, after: list[dict[str, Any]]) -> list[int]:
+        """A trainer that is restored to the end of ``after`` and killed later on; how many alarms each step shows."""
+        health = Health(settings, trainer)
+        await health.restore(after)
+        return [(await health.judge(one))["alarms"] for one in lines]
+
+    async def is_told(expected: list[tuple[str, str, int]]) -> bool:
+        return await told() == expected
+
+    assert await trained([flat[1], flat[2], wild[3], flat[4]], after=[]) == [0, 1, 2, 1]
+    once = [
+        ("alarm.raised", "equal_rewards", 2),
+        ("alarm.raised", "skipped_updates", 3),
+        ("alarm.cleared", "skipped_updates", 4),
+    ]
+    await until(lambda: is_told(once))
+    assert await trained([flat[2], wild[3]], after=[flat[1]]) == [1, 2]
+    assert await trained([flat[2], wild[3], flat[4], line(5, num_equal=1)], after=[flat[1]]) == [1, 2, 1, 0]
+    await until(lambda: is_told([*once, ("alarm.cleared", "equal_rewards", 5)]))

@@ -76,6 +76,7 @@ ACTIONS: dict[str, Action] = {
     "read the tickets": _only(f"$JS.API.DIRECT.GET.{RUN.tickets_stream}", TRAINER, OPERATOR),
     "read the trajectories": _only(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", NODE, TRAINER, OPERATOR),
     "read evaluations": _only(f"$JS.API.DIRECT.GET.{RUN.eval_stream}", OPERATOR),
+    "read events": _only(f"$JS.API.DIRECT.GET.{RUN.events_stream}", TRAINER, OPERATOR),
     "read dead letters": _only(f"$JS.API.DIRECT.GET.{RUN.dead_stream}", OPERATOR),
     "fence a trainer": _only(
         f"$JS.API.CONSUMER.DELETE.{RUN.trajectories_stream}.{RUN.trainer_consumer(1)}", TRAINER, OPERATOR
