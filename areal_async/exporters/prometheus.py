@@ -2,10 +2,14 @@
 
 Ports are free ones, since any number of processes share a host; ``<run.directory>/prometheus/*.json``, a file per
 process, are in the form of Prometheus's file-based service discovery, whose ``file_sd_configs`` follow them.
+
+A process that ends takes its file with it. One that is killed leaves it, for Prometheus to see that it does not answer;
+the next process here that is scraped, of any run, removes what the dead of this host have left.
 """
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -14,14 +18,18 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import structlog
 
-from areal_async.errors import UserError
+from areal_async.errors import UserError, WireError
 from areal_async.exporters.samples import COUNTER, GAUGE, Sample, samples
 from areal_async.http_server import serve_app
 from areal_async.settings import Settings
+from areal_async.wire import decode_json
 
 STOP_DEADLINE_S = 3.0
+HOST, PID = "__areal_host", "__areal_pid"
+"""Labels that say whose file it is: Prometheus drops those that begin so, once it has read them."""
 
 log = structlog.get_logger()
 
@@ -53,7 +61,8 @@ async def exporting(
     target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
     # In one folder for all runs: the discovery follows patterns of file names, not of folders.
     place = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"
-    write_target(place, target, labels={"run": settings.run.name, "role": role, "instance": instance})
+    remove_dead_targets(place.parent)
+    write_target(place, target, labels={"run": settings.run.name, "role": role, "instance": instance} | _own_labels())
     log.info("prometheus.serving", url=f"http://{target}/metrics")
     try:
         yield
@@ -71,6 +80,28 @@ def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n")
     temporary.rename(path)
+
+
+def remove_dead_targets(folder: Path) -> None:
+    """Remove the files of processes of this host that are there no more."""
+    for path in folder.glob("*.json"):
+        try:
+            (group,) = decode_json(path.read_bytes(), list[_Group], what=str(path))
+        except (OSError, ValueError, WireError):  # another removes or rewrites it now, or it is none of ours
+            continue
+        pid = group.labels.get(PID, "")
+        if group.labels.get(HOST) == socket.gethostname() and pid.isdecimal() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+            log.info("prometheus.target_removed", path=str(path))
+
+
+class _Group(msgspec.Struct):
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def _own_labels() -> dict[str, str]:
+    return {HOST: socket.gethostname(), PID: str(os.getpid())}
 
 
 class _Collector:

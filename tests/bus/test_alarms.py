@@ -6,7 +6,7 @@ import anyio
 import msgspec
 import pytest
 
-from areal_async.bus import Role
+from areal_async.bus import Bus, Role
 from areal_async.events import AlarmCleared, AlarmRaised
 from areal_async.health_settings import HealthSettings
 from areal_async.trainer.health import Health
@@ -22,6 +22,10 @@ def line(step: int, *, num_equal: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+async def _has_events(operator: Bus, count: int) -> bool:
+    return (await operator.stream_state(operator.names.events_stream)).num_messages >= count
+
+
 async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restart(open_role: OpenRole) -> None:
     trainer, operator = await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
     settings = HealthSettings(equal_rewards_steps=2)
@@ -29,6 +33,7 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restar
     async with operator.subscribe(f"areal.{operator.names.run}.events.trainer.0.alarm.*") as messages:
         health = Health(settings, trainer)
         counts = [(await health.judge(line(step, num_equal=2)))["alarms"] for step in (1, 2, 3)]
+        await until(lambda: _has_events(operator, 1))
         restarted = Health(settings, trainer)
         await restarted.restore([line(step, num_equal=2) for step in (1, 2, 3)])
         assert restarted.sentences == ["all rewards are equal for 3 steps (mean 1): nothing is learned"]

@@ -1,10 +1,15 @@
 """A process's numbers as Prometheus scrapes them, and the monitoring files that rest on their names."""
 
 import json
+import os
+import signal
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import httpx
 import promql_parser
 import pytest
@@ -12,7 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_async.errors import UserError
-from areal_async.exporters.prometheus import exporting
+from areal_async.exporters.prometheus import HOST, PID, exporting, write_target
 from areal_async.exporters.samples import CONTROLLER, COUNTER, NODE, SERVER, STEP, TRAINER, samples, step_samples
 from areal_async.settings import MetricsSettings, RunSettings, Settings
 
@@ -109,7 +114,8 @@ async def test_a_scrape_says_what_the_report_says_now_and_the_target_goes_with_t
     place = tmp_path / "prometheus" / "seen-trainer-0.json"
     async with exporting(settings, tmp_path, role="trainer", report=lambda: report), httpx.AsyncClient() as client:
         (group,) = json.loads(place.read_text())
-        assert group["labels"] == {"run": "seen", "role": "trainer", "instance": "0"}
+        seen = {name: value for name, value in group["labels"].items() if not name.startswith("__")}
+        assert seen == {"run": "seen", "role": "trainer", "instance": "0"}
         url = f"http://{group['targets'][0]}/metrics"
         before = _scraped((await client.get(url)).text)
         report["step"] = 5
@@ -119,6 +125,40 @@ async def test_a_scrape_says_what_the_report_says_now_and_the_target_goes_with_t
     assert after["areal_disk_free_bytes"] > 0
     assert after["process_cpu_seconds_total"] > 0
     assert not place.exists()
+
+
+@pytest.mark.anyio
+async def test_what_a_killed_process_has_left_goes_with_the_next_start_and_what_others_have_stays(
+    tmp_path: Path,
+) -> None:
+    """Else it would be down for ever: the run of a killed process may never be started again."""
+    folder = tmp_path / "prometheus"
+    exports = """
+import anyio, signal, os, sys
+from pathlib import Path
+from areal_async.exporters.prometheus import HOST, PID, exporting, write_target
+from areal_async.settings import MetricsSettings, RunSettings, Settings
+
+async def export(folder):
+    run = RunSettings(name="killed", directory=folder)
+    async with exporting(Settings(run=run, metrics=MetricsSettings(prometheus=True)), folder, role="node", report=dict):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+anyio.run(export, Path(sys.argv[1]))
+"""
+    killed = await anyio.run_process([sys.executable, "-c", exports, str(tmp_path)], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    (dead,) = folder.glob("*.json")
+    for name, (host, pid) in {"lives": (socket.gethostname(), os.getpid()), "elsewhere": ("other", 1 << 30)}.items():
+        write_target(folder / f"{name}.json", "a:1", labels={HOST: host, PID: str(pid)})
+    (folder / "mine.json").write_text('[{"targets": ["b:1"], "labels": {"team": "x"}}]')
+    (folder / "none.json").write_text("{")
+
+    async with exporting(_settings(tmp_path, prometheus=True), tmp_path, role="trainer", report=dict):
+        left = {path.stem for path in folder.glob("*.json")}
+
+    assert dead.stem == "killed-node-0"
+    assert left == {"lives", "elsewhere", "mine", "none", "seen-trainer-0"}
 
 
 @pytest.mark.anyio
