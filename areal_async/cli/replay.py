@@ -6,6 +6,7 @@ With nothing changed every loss must come out as it did. Where a setting is chan
 import argparse
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -27,8 +28,20 @@ if TYPE_CHECKING:
     from areal_async.trainer.replay import Difference
 
 SUFFIX = "-replay"
-IRRELEVANT = ("run.name", "run.directory", "run.watchdog_s", "run.on_stall", "trainer.max_restarts", "launch", "bus")
-"""Settings that no number of a replay depends on."""
+IRRELEVANT = (
+    *("run.name", "run.directory", "run.watchdog_s", "run.on_stall", "run.max_failed_groups"),
+    *(
+        "trainer.max_restarts",
+        "trainer.keep_*",
+        "eval.*",
+        "tasks.*.eval.*",
+        "metrics.*",
+        "health.*",
+        "launch.*",
+        "bus.*",
+    ),
+)
+"""Settings that no number of a replay depends on, as patterns."""
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -102,12 +115,12 @@ def changed_settings(recorded: Settings, settings: Settings) -> list[str]:
     """Return the names of the settings that a replay's numbers may depend on and that differ. Pure."""
     before, now = dict(_leaves(recorded.model_dump(mode="json"))), dict(_leaves(settings.model_dump(mode="json")))
     changed = [name for name in before | now if before.get(name) != now.get(name)]
-    return [name for name in changed if not name.startswith(IRRELEVANT)]
+    return [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in IRRELEVANT)]
 
 
-def _leaves(tree: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict):
+def _leaves(tree: Mapping[str, Any] | Sequence[Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
+        if isinstance(value, dict | list):
             yield from _leaves(value, f"{above}{key}.")
         else:
             yield f"{above}{key}", value

@@ -286,6 +286,10 @@ def test_a_replay_lies_beside_its_run_and_never_in_one(model: Path, tmp_path: Pa
 
     assert settings.run_directory == tmp_path / "hand-replay"
     assert changed_settings(recorded, settings) == ["trainer.lr"]
+    idle = ["--health.logprob_gap", "9", "--metrics.tensorboard", "false", "--eval.every_steps", "3"]
+    idle += ["--trainer.keep_checkpoints", "7", "--launch.join_wait_s", "1", "--run.watchdog_s", "7"]
+    assert changed_settings(*load_replay_settings(directory, idle)) == [], "no number depends on these"
+    assert changed_settings(*load_replay_settings(directory, ["--trainer.eps", "0.5"])) == ["trainer.eps"]
     _, other = load_replay_settings(directory, ["--algorithm.name", "rloo"])
     assert other.algorithm.advantage_baseline == "leave_one_out"
     assert other.algorithm.eps_clip == 0.3, "what was chosen beside the preset stays"
