@@ -5,7 +5,6 @@ its own nodes, under the weights that its servers hold now; the controller is as
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections import Counter
@@ -26,7 +25,7 @@ from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, choose, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
-from areal_async.cli.speech import say, settings_help
+from areal_async.cli.speech import json_text, say, settings_help
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.data import load_rows
@@ -134,7 +133,7 @@ def held_out_of(
 def tell(result: Result, *, as_json: bool) -> None:
     """Say one result: a sentence and the most frequent reasons of failures, or one JSON object."""
     if as_json:
-        say(json.dumps(asdict(result)))
+        say(json_text(asdict(result)))
         return
     say(result.sentence)
     for reason, count in Counter(result.reasons).most_common(MAX_REASONS):

@@ -3,7 +3,9 @@
 import shutil
 import sys
 import textwrap
+from typing import Any
 
+import msgspec
 from pydantic import BaseModel
 
 from areal_async.settings_tree import describe
@@ -15,6 +17,11 @@ def say(line: str) -> None:
     """Write one line, now: a pipe sees it as soon as a terminal would."""
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
+
+
+def json_text(value: Any) -> str:
+    """Return a value as JSON on one line; a float that is no number, which JSON does not know, as null."""
+    return msgspec.json.encode(value).decode()
 
 
 def settings_help(kind: type[BaseModel]) -> str:

@@ -5,7 +5,6 @@ never were, from the run's broker: a live run's own, and that of a stopped one i
 """
 
 import argparse
-import json
 import logging
 import sys
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.recorded_text import draw
-from areal_async.cli.speech import say
+from areal_async.cli.speech import json_text, say
 from areal_async.cli.token_text import Decoder, visible
 from areal_async.cli.token_views import Numbers
 from areal_async.cli.trajectory_export import SUFFIXES, describe, export
@@ -73,7 +72,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(f"{count} trajectories written to {path}")
     elif arguments.json:
         for entry in entries:
-            say(json.dumps(entry._asdict()))
+            say(json_text(entry._asdict()))
     else:
         print_list(entries, limit=limit)
     return 0
@@ -183,7 +182,7 @@ def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool
         entry, trajectory = _find_untrained(directory, name)
     decoder = load_decoder(directory)
     if is_json:
-        say(json.dumps(describe(entry, recorded, trajectory, decoder)))
+        say(json_text(describe(entry, recorded, trajectory, decoder)))
     else:
         Console(highlight=False).print(draw(entry, trajectory, decoder, recorded=recorded, with_tokens=with_tokens))
 

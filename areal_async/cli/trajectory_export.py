@@ -1,11 +1,11 @@
 """Trajectories as a file for other programs: JSON lines and Parquet with all tokens, CSV with a line of facts each."""
 
 import csv
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_async.cli.speech import json_text
 from areal_async.cli.token_text import Decoder
 from areal_async.cli.trajectory_list import Entry
 from areal_async.cli.transcript import version_text
@@ -33,7 +33,7 @@ def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded
             own = recorded.get(entry.id)
             rows.append(describe(entry, own, own.trajectory if own else None, decoder))
         if path.suffix == ".jsonl":
-            temporary.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+            temporary.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
         else:
             _write_parquet(temporary, rows)
     temporary.replace(path)
@@ -50,7 +50,7 @@ def describe(
     sequences = trajectory.sequences if trajectory is not None else []
     return {
         **entry._asdict(),
-        "info": json.dumps(trajectory.info if trajectory is not None else {}),
+        "info": json_text(trajectory.info if trajectory is not None else {}),
         "credits": [
             {"reward": credit.reward, "num_tokens": credit.num_tokens, "role": credit.role}
             for credit in (trajectory.slot.credits if trajectory is not None else [])

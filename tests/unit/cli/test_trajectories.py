@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import math
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -11,7 +12,9 @@ from rich.console import Console
 
 from areal_async.cli.main import main
 from areal_async.cli.recorded_text import MASKED, draw
+from areal_async.cli.speech import json_text
 from areal_async.cli.token_views import Kind, Numbers, token_views
+from areal_async.cli.trajectory_export import export
 from areal_async.cli.trajectory_list import STORED, Entry, Filters, archived, entry_of, select
 from areal_async.cli.transcript import GIVEN, shade
 from areal_async.launch.run_directory import RunDirectory
@@ -127,6 +130,18 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert main(["trajectories", "--run", str(run_directory), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_what_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    lost = _untrained("0-8-0", "failed", error="")._replace(reward=math.nan, advantage=math.inf)
+    path = tmp_path / "out.jsonl"
+
+    export(path, [lost], {}, Numbers())
+
+    (line,) = path.read_text().splitlines()
+    read = json.loads(line, parse_constant=pytest.fail)
+    assert (read["reward"], read["advantage"]) == (None, None)
+    assert json.loads(json_text(lost._asdict()), parse_constant=pytest.fail)["id"] == "0-8-0"
 
 
 def test_every_export_holds_what_was_asked_for(run_directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
