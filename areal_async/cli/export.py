@@ -51,7 +51,11 @@ def choose(directory: Path, settings: Settings, wanted: str) -> str:
 
 
 def write(directory: Path, settings: Settings, version: str, output: Path) -> None:
-    """Write the model of one checkpoint."""
+    """Write the model of one checkpoint.
+
+    Raises:
+        UserError: a live run has removed it meanwhile.
+    """
     # Imported here: torch takes seconds.
     from areal_async.trainer.export import export_policy
 

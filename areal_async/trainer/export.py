@@ -19,6 +19,8 @@ from areal_async.trainer.checkpoint import LEDGER, PARAMETERS, STATE
 from areal_async.trainer.lora import IN, OUT, merge
 from areal_async.trainer.model import DTYPES
 
+PREFIX = f"{PARAMETERS}."
+
 
 def export_policy(
     checkpoint: Path, directory: Path, *, model: ModelSettings, lora: LoraSettings | None = None
@@ -28,30 +30,48 @@ def export_policy(
     Takes as much host memory as the weights in that dtype, twice. Adapters are merged into ``model.path``.
 
     Raises:
-        UserError: there is no checkpoint.
+        UserError: there is no checkpoint, or a live run has removed it meanwhile.
     """
-    # Imported here: they take seconds.
-    import torch.distributed.checkpoint as dcp
-    from transformers import AutoConfig
+    from transformers import AutoConfig  # imported here: it takes seconds
 
     if not (checkpoint / LEDGER).is_file():
         raise UserError(f"checkpoint: {checkpoint} is not one; name one of those in {checkpoint.parent}")
-    reader = dcp.FileSystemReader(checkpoint / STATE)
-    prefix = f"{PARAMETERS}."
-    tensors: dict[str, Tensor] = {
-        name: torch.empty(entry.size, dtype=DTYPES[model.dtype])
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith(prefix) and hasattr(entry, "size")
-    }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        dcp.load(tensors, storage_reader=reader, no_dist=True)
+    tensors = _read(checkpoint, DTYPES[model.dtype])
     source = local_model(model.path)
     config: Any = AutoConfig.from_pretrained(source, local_files_only=True)
-    named = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    named = {name.removeprefix(PREFIX): tensor for name, tensor in tensors.items()}
     if lora is not None and lora.is_on:
         named = _merged(named, source, DTYPES[model.dtype], lora.scale)
     return weights.write(named, directory, source=source, config=config)
+
+
+def _read(checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the parameters in a checkpoint.
+
+    Raises:
+        UserError: some of its files have gone meanwhile.
+    """
+    import torch.distributed.checkpoint as dcp  # imported here: it takes seconds
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    files = set(checkpoint.rglob("*"))
+    try:
+        reader = dcp.FileSystemReader(checkpoint / STATE)
+        tensors: dict[str, Tensor] = {
+            name: torch.empty(entry.size, dtype=dtype)
+            for name, entry in reader.read_metadata().state_dict_metadata.items()
+            if name.startswith(PREFIX) and hasattr(entry, "size")
+        }
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+            dcp.load(tensors, storage_reader=reader, no_dist=True)
+    except (OSError, CheckpointException) as exc:
+        if files <= set(checkpoint.rglob("*")):
+            raise
+        raise UserError(
+            f"checkpoint: {checkpoint} has gone meanwhile, as its run keeps the newest alone; take a newer one"
+        ) from exc
+    return tensors
 
 
 def _merged(adapters: dict[str, Tensor], source: Path, dtype: torch.dtype, scale: float) -> dict[str, Tensor]:

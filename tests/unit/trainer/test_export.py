@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 from areal_async.cli.export import write_best
 from areal_async.cli.main import main
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import ModelSettings, Settings
+from areal_async.trainer.checkpoint import STATE
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.export import export_policy
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
@@ -55,6 +58,31 @@ def test_training_starts_from_an_exported_folder(model: Path, ranks: Ranks, tmp_
 def test_what_is_no_checkpoint_is_refused(model: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="1-1 is not one"):
         export_policy(tmp_path / "1-1", tmp_path / "exported", model=ModelSettings(path=str(model)))
+
+
+def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_no_traceback(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_of(model, ranks).save_checkpoint(tmp_path / "1-1", b"")
+    shards = sorted((tmp_path / "1-1" / STATE).glob("*.distcp"))
+
+    class ReadsAsItGoes(dcp.FileSystemReader):
+        def __init__(self, path: Path) -> None:
+            super().__init__(path)
+            for shard in shards:
+                shard.unlink(missing_ok=True)
+
+    def export() -> None:
+        export_policy(tmp_path / "1-1", tmp_path / "exported", model=ModelSettings(path=str(model)))
+
+    monkeypatch.setattr(dcp, "FileSystemReader", ReadsAsItGoes)
+    assert shards
+    with pytest.raises(UserError, match="1-1 has gone meanwhile, as its run keeps the newest alone; take a newer one"):
+        export()
+    assert not (tmp_path / "exported").exists()
+
+    with pytest.raises((OSError, CheckpointException)):
+        export()  # what was damaged before is another matter
 
 
 @pytest.fixture
