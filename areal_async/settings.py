@@ -283,21 +283,23 @@ class Settings(Section):
                 f"trainer.keep_best: got accuracy with eval.every_steps={self.eval.every_steps} and "
                 f"{'a' if has_held_out else 'no'} held-out data set, need evaluations; set eval, or take reward"
             )
-        for role in ("critic", "reference"):
+        for role, layout, remedy in (
+            ("critic", self.trainer.critic, "a preset with a critic, as ppo"),
+            ("reference", self.trainer.reference, "kl_coef over 0"),
+        ):
             path = getattr(self.model, role).path
             if path is not None and role not in self.algorithm.needs_models:
                 raise ValueError(
                     f"model.{role}: got {path} with algorithm.name={self.algorithm.name}, "
-                    f"kl_coef={self.algorithm.kl_coef:g}, which asks for no {role}; leave it out, or choose "
-                    + ("a preset with a critic, as ppo" if role == "critic" else "kl_coef over 0")
+                    f"kl_coef={self.algorithm.kl_coef:g}, which asks for no {role}; leave it out, or choose {remedy}"
                 )
-        idle = [name for name, value in self.trainer.critic if value != getattr(CriticTrainerSettings(), name)]
-        if idle and "critic" not in self.algorithm.needs_models:
-            raise ValueError(
-                f"trainer.critic.{idle[0]}: got {getattr(self.trainer.critic, idle[0])} with "
-                f"algorithm.name={self.algorithm.name}, which has no critic; leave it out, or choose a preset with a "
-                "critic, as ppo"
-            )
+            idle = [name for name, value in layout if value != getattr(type(layout)(), name)]
+            if idle and role not in self.algorithm.needs_models:
+                raise ValueError(
+                    f"trainer.{role}.{idle[0]}: got {getattr(layout, idle[0])} with "
+                    f"algorithm.name={self.algorithm.name}, kl_coef={self.algorithm.kl_coef:g}, which has no {role}; "
+                    f"leave it out, or choose {remedy}"
+                )
         return self
 
     def _checked_rollout(self, index: int) -> RolloutSettings:

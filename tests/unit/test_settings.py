@@ -71,12 +71,18 @@ def test_each_workflow_has_settings_for_both_kinds_of_machine(stem: str) -> None
     assert {f"{stem}.yaml", f"{stem}_cpu.yaml"} <= {path.name for path in CONFIGS}
 
 
-def test_what_is_set_for_a_critic_needs_one() -> None:
+def test_what_is_set_for_a_critic_or_a_reference_needs_one() -> None:
     trainer = {"critic": {"lr": 1e-5}}
 
-    with pytest.raises(ValueError, match=r"trainer.critic.lr: got 1e-05 with algorithm.name=grpo, which has no critic"):
+    with pytest.raises(ValueError, match=r"trainer.critic.lr: got 1e-05 with .*grpo, kl_coef=0, which has no critic"):
         Settings.model_validate({"trainer": trainer})
     assert Settings.model_validate({"trainer": trainer, "algorithm": {"name": "ppo"}}).trainer.for_critic.lr == 1e-5
+    layout = {"reference": {"tensor_parallel": 1}}
+    with pytest.raises(
+        ValueError, match=r"trainer.reference.tensor_parallel: got 1 .* no reference; .* kl_coef over 0"
+    ):
+        Settings.model_validate({"trainer": layout})
+    assert Settings.model_validate({"trainer": layout, "algorithm": {"kl_coef": 0.1}}).algorithm.kl_coef == 0.1
     # As a resolved file has it.
     unset = Settings.model_validate({"trainer": {"critic": {"lr": None}}})
     assert unset == Settings.model_validate(unset.model_dump(mode="json"))
