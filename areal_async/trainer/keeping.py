@@ -23,6 +23,7 @@ def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
     """Delete the checkpoints that no rule keeps, and have ``checkpoints/best`` name the best, if one is asked for.
 
     Args:
+        settings: with what operators have changed: when an evaluation is due, too.
         recorded: what a restart would begin from.
     """
     folder, trainer = run_directory / "checkpoints", settings.trainer

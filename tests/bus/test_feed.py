@@ -11,8 +11,9 @@ import pytest
 from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.errors import FencedError
 from areal_async.journal import Journal
+from areal_async.run_state import Change, Changes
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import LINEAGE
+from areal_async.subjects import CHANGES, LINEAGE
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.payloads import build_rows, fetch, place
@@ -119,6 +120,21 @@ async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: O
             ("0-0-0", OutcomeKind.TRAINED, 1),
             ("0-1-0", OutcomeKind.TRAINED, 1),
         }
+
+
+async def test_what_an_operator_changes_is_known_to_whoever_asks_the_feed(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    operator, trainer = await open_role(Role.OPERATOR), await open_role(Role.TRAINER)
+    changes = {"eval.every_steps": Change(value=7, given=settings.eval.every_steps)}
+    async with running(trainer, settings) as station, anyio.create_task_group() as loops:
+        await loops.start(station.feed.run_changes)
+        assert station.feed.now == settings
+
+        await operator.put(CHANGES, Changes(by_setting=changes))
+
+        await until(lambda: station.feed.now.eval.every_steps == 7)
+        loops.cancel_scope.cancel()
 
 
 async def test_a_group_known_only_by_its_ticket_is_waited_for_when_it_is_due(

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from areal_async.live_settings import settings_now
+from areal_async.run_state import Change, Changes
 from areal_async.settings import Settings
 from areal_async.trainer.keeping import awaited, by_accuracy, by_reward, find_best, keep
 from areal_async.types import Version
@@ -97,6 +99,19 @@ def test_the_best_by_accuracy_stays_and_is_named(run: Run) -> None:
 
     assert run.keep("1-8", keep_checkpoints=1, keep_best="accuracy") == ["1-4", "1-8"]
     assert run.best == "1-4"
+
+
+def test_checkpoints_wait_for_the_evaluations_that_are_due_since_an_operator_changed_the_rhythm(run: Run) -> None:
+    run.has("1-2", "1-4", "1-6", "1-8", "1-10", "1-12")
+    run.trained(*[0.0] * 12)
+    run.evaluated("1-2", 0.5)
+    given = settings_of(keep_checkpoints=1, keep_best="accuracy")
+    change = Changes(by_setting={"eval.every_steps": Change(value=3, given=2)})
+
+    keep(run.path, settings_now(given, change), recorded=Version.parse("1-12"))
+
+    left = {path.name for path in (run.path / "checkpoints").iterdir() if not path.is_symlink()}
+    assert left == {"1-2", "1-6", "1-12"}, "of 1-8 and 1-10 no evaluation will speak"
 
 
 def test_weights_that_were_given_up_are_not_the_best(run: Run) -> None:
