@@ -11,6 +11,7 @@
         │   ├── UnreachableError  the broker does not answer: it is down, or elsewhere
         │   └── UnansweredError  no process of the run answers a request: it is starting, gone, or too busy
         ├── BusError            the broker refused, or did not answer within its deadline
+        │   ├── DeniedError     the broker denies this role a subject: its permissions are others than ours
         │   ├── StreamFullError the stream holds ``max_bytes``: wait, the message is not stored
         │   ├── ConflictError   a compare-and-set lost: the value is no longer the one that was read
         │   └── ConsumerGoneError  the consumer was deleted: for a trainer, a newer lineage has taken over
@@ -66,6 +67,10 @@ class UnansweredError(UserError):
 
 class BusError(PipelineError):
     """The broker refused a request, or did not answer within its deadline."""
+
+
+class DeniedError(BusError):
+    """The broker denies this role a subject. No retry mends it."""
 
 
 class StreamFullError(BusError):

@@ -26,7 +26,7 @@ import structlog
 
 from areal_async.bus.permissions import Role
 from areal_async.bus.private import read_private
-from areal_async.errors import BusError, UnreachableError, UserError
+from areal_async.errors import BusError, DeniedError, UnreachableError, UserError
 
 MIN_SERVER_VERSION = (2, 12, 7)
 """Older ones have known holes in their permissions, and silently ignore options that promises rest on."""
@@ -235,9 +235,9 @@ class Connection:
         return str(self._raw.new_inbox())
 
     def check_allowed(self, action: str, subject: str) -> None:
-        """Raise BusError when the broker has denied to ``publish`` to, or a ``subscription`` to, the subject."""
+        """Raise DeniedError when the broker has denied to ``publish`` to, or a ``subscription`` to, the subject."""
         if (action, subject.lower()) in self._denied:
-            raise BusError(f"{action} to {subject}: denied to the role {self.role}")
+            raise DeniedError(f"{action} to {subject}: denied to the role {self.role}")
 
     async def aclose(self, deadline_s: float = 2.0) -> None:
         """Wait until what was sent has arrived, then close. Every request that still waits fails."""
@@ -308,7 +308,7 @@ class Connection:
         self._denied.add((action, subject))
         for call in list(self._calls.values()):
             if action == "publish" and call.subject.lower() == subject:
-                call.on_failure(BusError(f"publish to {call.subject}: denied to the role {self.role}"))
+                call.on_failure(DeniedError(f"publish to {call.subject}: denied to the role {self.role}"))
 
     async def _on_disconnected(self) -> None:
         self.num_losses += 1

@@ -35,7 +35,7 @@ from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
-from areal_async.errors import BusError, ConflictError, FencedError, PipelineError, UserError, WireError
+from areal_async.errors import ConflictError, DeniedError, FencedError, PipelineError, UserError, WireError
 from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
 from areal_async.fields import is_version
@@ -60,6 +60,8 @@ from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
+NOBODY, NO_REVISION = "nobody", 1 << 62
+"""A server and a revision of its key that there will never be."""
 
 log = structlog.get_logger()
 
@@ -107,7 +109,9 @@ class Controller:
 
         Raises:
             PipelineError: too many groups failed one after another.
+            UserError: the broker's permissions let it not do its work.
         """
+        await self._check_permissions()
         record, self._admitted_revision = await self._bus.get(ADMITTED, Admitted)
         self._accounts.admitted = record or Admitted()
         self._order = Order(self._settings, self._tasks, self._visits, record=record)
@@ -129,6 +133,22 @@ class Controller:
         await self._abandon_unfinished()
         await self._bus.put(RUN_STATE, RunState(state="finished"))
         log.info("run.finished", admitted=self._accounts.admitted.total, settled=self._accounts.num_settled)
+
+    async def _check_permissions(self) -> None:
+        """Refuse a broker at which the servers of a lost node could not be disowned: all would wait for them for ever.
+
+        The write that tries it is one that cannot succeed where it is allowed.
+        """
+        nobody = ServerState(server_id=NOBODY, node_id=NOBODY, url="", version="", fenced=True)
+        try:
+            await self._bus.compare_and_set(self._bus.names.server_key(NOBODY), nobody, NO_REVISION)
+        except ConflictError:
+            return
+        except DeniedError as exc:
+            raise UserError(
+                f"bus: {exc}, need it to take back the servers of a node that is lost; give the broker's users the "
+                "permissions of this version"
+            ) from exc
 
     # readers
 
@@ -198,10 +218,6 @@ class Controller:
             try:
                 self._absence.note_own(key, await self._bus.compare_and_set(key, disowned, revision))
             except ConflictError:
-                continue
-            except BusError as exc:  # an external broker whose permissions are older than this
-                self._absence.hear(state.node_id)
-                log.warning("server.not_disowned", server_id=state.server_id, node_id=state.node_id, reason=str(exc))
                 continue
             log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)
             await self._bus.tell(ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s"))

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from areal_async.bus import Bus, Message
-from areal_async.errors import BusError, WireError
+from areal_async.errors import DeniedError, WireError
 from areal_async.events import AlarmCleared, AlarmEvent, AlarmRaised
 from areal_async.health_settings import MAX_EQUAL_STEPS, HealthSettings
 from areal_async.types import Metrics
@@ -145,7 +145,7 @@ class Health:
         self._raised = self._judged()
         try:
             self._told = await told_alarms(self._bus)
-        except BusError as exc:  # an external broker whose permissions are older than this
+        except DeniedError as exc:  # an external broker whose permissions are older than this
             log.warning("alarms.not_read", reason=str(exc))
 
     async def judge(self, line: Metrics) -> Metrics:

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from areal_async.accuracy import interval_95
-from areal_async.bus import Bus, Role
+from areal_async.bus import Bus, Role, broker_config, declare, open_bus
+from areal_async.bus.permissions import Permissions, permissions
 from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
@@ -28,7 +29,7 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.subjects import ADMITTED, RUN_STATE
+from areal_async.subjects import ADMITTED, RUN_STATE, Names
 from areal_async.types import (
     DISOWNED,
     Admitted,
@@ -45,7 +46,7 @@ from areal_async.types import (
     WeightsVersion,
 )
 from areal_async.wire import decode
-from tests.brokers import OpenRole, until
+from tests.brokers import OpenRole, running_broker, until
 
 pytestmark = pytest.mark.anyio
 
@@ -176,6 +177,27 @@ async def test_a_server_of_a_silent_node_is_disowned_and_that_of_a_speaking_one_
         await world.node.put(names.server_key("x-0"), msgspec.structs.replace(slow, version="1-1"))
         await until(lambda: controller.report()["held"] == "1-1")
         nodes.cancel_scope.cancel()
+        assert names.server_key("nobody") not in await world.node.keys("server."), "its try leaves nothing"
+
+
+async def test_a_broker_at_which_no_lost_nodes_server_could_be_disowned_is_refused_at_the_start(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All would wait for its weights for ever, and admission with them."""
+
+    def older(role: Role, names: Names) -> Permissions:
+        now = permissions(role, names)
+        return Permissions(tuple(one for one in now.publish if not one.endswith(".server.>")), now.subscribe)
+
+    monkeypatch.setattr(broker_config, "permissions", older)
+    async with running_broker(settings) as broker:
+        key = broker.credentials(Role.OPERATOR)
+        async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as operator:
+            await declare(operator, settings)
+        key = broker.credentials(Role.CONTROLLER)
+        async with open_bus(broker.url, names=settings.names, role=Role.CONTROLLER, credentials=key) as bus:
+            with pytest.raises(UserError, match=r"server\.nobody: denied to the role controller, need it to take back"):
+                await _controller(bus, settings).run()
 
 
 async def test_credit_returns_when_the_servers_hold_what_a_cut_made(
