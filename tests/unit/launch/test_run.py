@@ -1,19 +1,22 @@
 """A run from its broker to its end: streams, address and state, with the real broker and stand-ins for the roles."""
 
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
-from areal_async.errors import PipelineError
+from areal_async.errors import FencedError, PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
+from areal_async.run_state import Holder
 from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
+from areal_async.subjects import LAUNCHER, RUN_STATE
 from areal_async.types import RunState
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +47,9 @@ def directory(settings: Settings) -> RunDirectory:
     return RunDirectory(settings.run_directory)
 
 
-async def _launch(settings: Settings, backend: LocalBackend, *, declare_failed: str = "") -> tuple[RunEnd, list[str]]:
+async def _launch(
+    settings: Settings, backend: LocalBackend, *, declare_failed: str = "", taken_by: Holder | None = None
+) -> tuple[RunEnd, list[str]]:
     """Launch, and while it runs read the run's state (the first of what is returned) and perhaps change it."""
     states: list[str] = []
 
@@ -53,6 +58,8 @@ async def _launch(settings: Settings, backend: LocalBackend, *, declare_failed: 
         states.append(state.state if state else "none")
         if declare_failed:
             await bus.put(RUN_STATE, RunState(state="failed", reason=declare_failed))
+        if taken_by is not None:
+            await bus.put(LAUNCHER, taken_by)
         await anyio.Path(settings.run_directory / "seen").touch()
 
     with anyio.fail_after(30):
@@ -67,16 +74,23 @@ async def _launch(settings: Settings, backend: LocalBackend, *, declare_failed: 
     return end, states
 
 
-async def _put_state(settings: Settings, state: RunState) -> None:
-    """Leave a state as an earlier start would have."""
+@asynccontextmanager
+async def _bucket(settings: Settings) -> AsyncIterator[Bus]:
+    """What is in the bus while the run is not."""
     broker = EmbeddedBroker(settings)
     await broker.start()
     async with open_bus(
         broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
     ) as bus:
         await declare(bus, settings)
-        await bus.put(RUN_STATE, state)
+        yield bus
     await broker.aclose()
+
+
+async def _put_state(settings: Settings, state: RunState) -> None:
+    """Leave a state as an earlier start would have."""
+    async with _bucket(settings) as bus:
+        await bus.put(RUN_STATE, state)
 
 
 def _after_the_watch(settings: Settings, then: str) -> str:
@@ -125,3 +139,26 @@ async def test_declared_failure_ends_the_run_with_its_reason(settings: Settings)
 
     assert caught.group_contains(PipelineError, match="^20 groups failed; the last: boom$")
     assert backend.started.count("controller") == 1
+
+
+async def test_a_run_that_fails_in_its_launcher_leaves_the_cause_for_joined_nodes(settings: Settings) -> None:
+    backend = _StandIns(_after_the_watch(settings, "sys.stderr.write('no such data set'); sys.exit(2)"))
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await _launch(settings, backend)
+
+    assert caught.group_contains(UserError, match="^no such data set$")
+    async with _bucket(settings) as bus:
+        assert (await bus.get(RUN_STATE, RunState))[0] == RunState(state="failed", reason="no such data set")
+
+
+async def test_a_launcher_whose_run_another_host_has_started_ends_and_leaves_it_alone(settings: Settings) -> None:
+    other = Holder(holder_id="x", host="elsewhere", pid=7, since="now")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await _launch(settings, _StandIns("import time; time.sleep(600)"), taken_by=other)
+
+    assert caught.group_contains(FencedError, match="^run test: kept by process 7 of host elsewhere since now")
+    async with _bucket(settings) as bus:
+        assert (await bus.get(RUN_STATE, RunState))[0] == RunState()
+        assert (await bus.get(LAUNCHER, Holder))[0] == other
