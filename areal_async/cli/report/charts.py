@@ -27,6 +27,8 @@ class Series(NamedTuple):
     values: Sequence[float | None]
     has_marks: bool = False
     """A dot at each value, joined over gaps: few of them, far apart."""
+    is_greatest: bool = False
+    """Where neighbouring steps are drawn as one, it is their greatest value and not their mean."""
 
 
 def number(value: float) -> str:
@@ -70,8 +72,8 @@ def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, fro
         from_zero: the axis begins at 0 whatever the values are.
     """
     groups = _grouped(len(steps), MAX_POINTS)
-    names = [str(steps[start]) if end - start == 1 else _mean_over(steps, start, end) for start, end in groups]
-    series = [one._replace(values=[_mean(one.values[start:end]) for start, end in groups]) for one in series]
+    names = [_steps_text(steps, start, end) for start, end in groups]
+    series = [one._replace(values=[_joined(one, start, end) for start, end in groups]) for one in series]
     steps = [steps[end - 1] for _, end in groups]
     known = [value for one in series for value in one.values if _is_known(value)]
     if not known:
@@ -134,7 +136,7 @@ def stacked_bars(steps: Sequence[int], series: Sequence[Series], *, unit: str) -
                 )
             below += values[place]
     told = {
-        "x": [str(steps[start]) if end - start == 1 else _mean_over(steps, start, end) for start, end in groups],
+        "x": [_steps_text(steps, start, end) for start, end in groups],
         "px": [round(centre, 1) for centre in centres],
         "unit": unit,
         "series": [
@@ -200,14 +202,16 @@ def _scale(low: float, high: float, start: float, end: float) -> Any:
     return lambda value: start + (value - low) / (high - low) * (end - start)
 
 
-def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of those that are known; None where none is."""
-    known = [value for value in values if _is_known(value)]
-    return sum(known) / len(known) if known else None
+def _joined(series: Series, start: int, end: int) -> float | None:
+    """Return one value for neighbouring steps, of those that are known; None where none is."""
+    known = [value for value in series.values[start:end] if _is_known(value)]
+    if not known:
+        return None
+    return max(known) if series.is_greatest else sum(known) / len(known)
 
 
-def _mean_over(steps: Sequence[int], start: int, end: int) -> str:
-    return f"{steps[start]} to {steps[end - 1]}, mean"
+def _steps_text(steps: Sequence[int], start: int, end: int) -> str:
+    return str(steps[start]) if end - start == 1 else f"{steps[start]} to {steps[end - 1]}, mean"
 
 
 def _grouped(count: int, most: int) -> list[tuple[int, int]]:

@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import areal_async
-from areal_async.cli.tail import read_json_lines
+from areal_async.cli.tail import JsonLines, Line, read_json_lines
 from areal_async.cli.token_text import Decoder
 from areal_async.cli.token_views import TokenView, token_views
 from areal_async.cli.trajectory_list import Entry, entry_of
 from areal_async.errors import UserError
 from areal_async.settings import Settings
 from areal_async.settings_sources import dump_settings
-from areal_async.trainer.recorded import Recorded, archive_files, read_lines, read_recorded
+from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
 from areal_async.types import Version
 
 AGED_STEPS = 20
@@ -68,15 +68,39 @@ class ReportData:
     versions: Mapping[str, str] = field(default_factory=dict)
 
 
+class StepLines:
+    """The lines of ``metrics.jsonl`` by step, of which each is read once however often they are asked for."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._file = JsonLines(run_directory / "metrics.jsonl")
+        self._by_step: dict[int, Line] = {}
+
+    def read(self) -> list[Line]:
+        """Return all that there are now."""
+        news = self._file.read_new()
+        if news.is_from_start:
+            self._by_step.clear()
+        for line in news.lines:
+            if isinstance(line.get("step"), int):
+                self._by_step[line["step"]] = line
+        return [line for _, line in sorted(self._by_step.items())]
+
+
 def read_report(
-    settings: Settings, run_directory: Path, *, decoder: Decoder, untrained: Sequence[Entry], now: datetime
+    settings: Settings,
+    run_directory: Path,
+    *,
+    lines: Sequence[Line],
+    decoder: Decoder,
+    untrained: Sequence[Entry],
+    now: datetime,
 ) -> ReportData:
     """Read all of it.
 
     Args:
+        lines: those of ``metrics.jsonl``.
         untrained: what the run's broker says of trajectories that were not trained; none where it cannot be asked.
     """
-    lines = read_lines(run_directory)
     newest = sorted(archive_files(run_directory).items())[-AGED_STEPS:]
     archived = []
     for _, paths in newest:

@@ -101,7 +101,10 @@ def _progress(data: ReportData) -> Iterator[str]:
     if tasks:
         by_task = [Series(key.removeprefix("reward/"), _column(lines, key)) for key in tasks]
         yield _card("Reward by task", "mean", line_chart(steps, by_task, unit="reward"), series=by_task)
-    ages = [Series("mean", _column(lines, "staleness_mean")), Series("oldest", _column(lines, "staleness_max"))]
+    ages = [
+        Series("mean", _column(lines, "staleness_mean")),
+        Series("oldest", _column(lines, "staleness_max"), is_greatest=True),
+    ]
     chart = line_chart(steps, ages, unit="versions", from_zero=True) if steps else ""
     yield _card("Staleness", "versions", chart, series=ages, note="age of trained tokens; 0 is on-policy")
     total = sum(data.ages.values())

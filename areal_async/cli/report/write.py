@@ -4,7 +4,7 @@ import time
 from datetime import UTC, datetime
 from pathlib import Path
 
-from areal_async.cli.report.data import read_report
+from areal_async.cli.report.data import StepLines, read_report
 from areal_async.cli.report.page import render
 from areal_async.cli.speech import say
 from areal_async.cli.trajectories import ask_untrained, load_decoder
@@ -21,7 +21,7 @@ ASK_EVERY_S = 30.0
 def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> None:
     """Write the report; with ``is_watched`` again whenever a step or an evaluation has ended, until interrupted."""
     settings, decoder = directory.read_settings(), load_decoder(directory)
-    untrained = ask_untrained(directory)
+    untrained, steps = ask_untrained(directory), StepLines(directory.path)
     asked_at = time.monotonic()
     seen: tuple[int, ...] | None = None
     while True:
@@ -30,7 +30,9 @@ def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> No
             if time.monotonic() - asked_at >= ASK_EVERY_S:
                 untrained, asked_at = ask_untrained(directory), time.monotonic()
             at = datetime.now(UTC).astimezone()
-            data = read_report(settings, directory.path, decoder=decoder, untrained=untrained, now=at)
+            data = read_report(
+                settings, directory.path, lines=steps.read(), decoder=decoder, untrained=untrained, now=at
+            )
             _replace(path, render(data, refresh_s=REFRESH_S if is_watched else None))
             if seen is None:
                 say(f"report of {len(data.lines)} steps written to {path}, {path.stat().st_size / 1e3:.0f} kB")

@@ -130,12 +130,14 @@ def test_of_a_long_run_no_evaluation_and_no_spike_is_passed_over() -> None:
     steps = list(range(1, 3001))
     rare = [float(step) if step % 100 == 0 else None for step in steps]
     spike = [301.0 if step == 1500 else 1.0 for step in steps]
+    series = [Series("held-out", rare, has_marks=True), Series("norm", spike), Series("oldest", spike, False, True)]
 
-    told = _told(line_chart(steps, [Series("held-out", rare, has_marks=True), Series("norm", spike)], unit=""))
+    told = _told(line_chart(steps, series, unit=""))
 
-    first, second = told["series"]
+    first, second, third = told["series"]
     assert sum(text is not None for text in first["text"]) == 30  # type: ignore[index]
     assert "101" in second["text"]  # type: ignore[index]
+    assert "301" in third["text"]  # type: ignore[index]
 
 
 def test_without_values_there_is_no_chart() -> None:
