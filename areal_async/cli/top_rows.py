@@ -111,8 +111,10 @@ def wait_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
 
     def key(pair: tuple[str, WaitRecord]) -> Any:
         teller, record = pair
-        by_time = {"quiet": -record.quiet_s, "age": -record.age_s}.get(sort, 0.0)
-        return by_time, natural(record.waiter or teller)
+        waiter = record.waiter or teller
+        if sort == "waiter":
+            return natural(waiter)
+        return -(record.age_s if sort == "age" else record.quiet_s), waiter
 
     rows = []
     for teller, one in sorted(waits, key=key):
@@ -128,7 +130,9 @@ def lease_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
 
     def key(pair: tuple[str, WaitRecord]) -> Any:
         node, record = pair
-        return natural(node) if sort == "node" else (), -(record.quiet_s if sort == "quiet" else record.age_s)
+        if sort == "node":
+            return natural(node), -record.age_s
+        return -(record.quiet_s if sort == "quiet" else record.age_s), node
 
     rows = []
     for node, one in sorted(leases, key=key):

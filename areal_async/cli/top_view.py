@@ -192,8 +192,8 @@ class TopView:
 
     def rows(self) -> list[Row]:
         """Return the rows of the pane that pass the filter, sorted as is wanted."""
-        wanted = self.filter.casefold()
-        return [row for row in self._all_rows() if wanted in " ".join(row.cells).casefold()]
+        wanted, rows = self.filter.casefold(), self._all_rows()
+        return [row for row in rows if wanted in " ".join(row.cells).casefold()] if wanted else rows
 
     def _all_rows(self) -> list[Row]:
         if self.status is None:
