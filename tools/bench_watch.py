@@ -37,6 +37,7 @@ import anyio
 from areal_async.bus import gather_reports
 from areal_async.cli.status import read_snapshot
 from areal_async.cli.tail import JsonLines
+from areal_async.cli.top import REFRESH_S
 from areal_async.launch.run import visit_live
 from tests.e2e.terminal import Terminal
 from tools.faults_run import ENDLESS, REPOSITORY, FaultRun
@@ -45,7 +46,6 @@ MAX_COST_PERCENT, MAX_LAG_S = 1.0, 1.0
 ROLES = {"broker": ("nats-server",), "controller": (), "node": (), "trainer": ()}
 """What a process is found by, where it is not by its verb."""
 LOOKS_PER_S = 20
-LOOKS_OF_TOP_PER_S = 2
 SCREEN = (200, 50)
 LOOK_S = 0.005
 SHOWN_WITHIN_S = 30.0
@@ -215,7 +215,7 @@ def tell_costs(title: str, costs: Costs, unwatched: Mapping[str, Sequence[float]
         if watcher != FLOOD and is_precise:
             is_held &= all(statistics.median(values) < MAX_COST_PERCENT for values in by_role.values())
     per_look = {role: statistics.median(values) / LOOKS_PER_S for role, values in costs[FLOOD].items()}
-    of_top = {role: percent * LOOKS_OF_TOP_PER_S for role, percent in per_look.items()}
+    of_top = {role: percent / REFRESH_S for role, percent in per_look.items()}
     print(f"{'one look, ms of processor':<26}" + "".join(f"{10 * percent:>24.2f}" for percent in per_look.values()))
     print(f"{'top by that, %':<26}" + "".join(f"{percent:>24.2f}" for percent in of_top.values()))
     is_held &= all(percent < MAX_COST_PERCENT for percent in of_top.values())
@@ -328,6 +328,7 @@ def main() -> int:
     parser.add_argument("--marks", type=int, default=30, help="events and steps whose lag is measured")
     parser.add_argument("--only", choices=("costs", "lags"))
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run is ended then as well
     is_held = True
     with tempfile.TemporaryDirectory() as folder:
         run = FaultRun(Path(folder), run__steps=ENDLESS)

@@ -1,4 +1,4 @@
-"""``top``: a live run on one screen, asked anew twice a second; keys turn the panes, pause it and resume it.
+"""``top``: a live run on one screen, asked anew all the time; keys turn the panes, pause it and resume it.
 
 It asks each role what ``status`` asks it, and nothing else, so that being watched costs next to nothing. Events and
 steps are shown as they come.
@@ -31,7 +31,8 @@ from areal_async.launch.run import visit_at, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.settings import Settings
 
-REFRESH_S = 0.5
+REFRESH_S = 0.7
+"""Between two questions to everybody; what they say stands on the screen within a second."""
 ANSWER_S = 0.3
 """For the roles to answer; one that is late is shown with its last answer, until that is too old."""
 LOOK_AT_STEPS_S = 0.2
