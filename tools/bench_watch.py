@@ -326,7 +326,7 @@ def main() -> int:
     parser.add_argument("--window-s", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--marks", type=int, default=30, help="events and steps whose lag is measured")
-    parser.add_argument("--only", choices=("costs", "lags"))
+    parser.add_argument("--only", choices=("lags", "training", "paused"))
     arguments = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the run is ended then as well
     is_held = True
@@ -335,15 +335,16 @@ def main() -> int:
         run.start()
         try:
             run.wait_for_step(3)
-            if arguments.only != "costs":
+            if arguments.only in (None, "lags"):
                 print("\nlag, from its own time to when it is seen")
                 on_screen, in_file = step_lags(run, arguments.marks)
                 is_held &= tell_lags("a step's line on the screen of top", on_screen)
                 is_held &= tell_lags("a step's line in status --html --watch", in_file)
                 is_held &= tell_lags("an event on the screen of top", event_lags(run, arguments.marks))
-            if arguments.only != "lags":
-                measured = partial(measure_costs, run, rounds=arguments.rounds, window_s=arguments.window_s)
+            measured = partial(measure_costs, run, rounds=arguments.rounds, window_s=arguments.window_s)
+            if arguments.only in (None, "training"):
                 is_held &= tell_costs("while it trains", *measured(), is_precise=False)
+            if arguments.only in (None, "paused"):
                 _order(run, "pause")
                 _wait_at_rest(run)
                 is_held &= tell_costs("while it is paused", *measured(), is_precise=True)

@@ -215,7 +215,7 @@ async def hearing_reports(
 
 def _report_in(answer: Received, run: str) -> tuple[tuple[str, str], Report] | None:
     """Return which process of this run answers, and what; None for anything else."""
-    with suppress(WireError, KeyError, TypeError, StopIteration):
+    with suppress(WireError, KeyError, TypeError, AttributeError, StopIteration):  # another program's service
         stats = decode_json(answer.data, Report, what="statistics of a service")
         role = stats["name"].removeprefix("areal-")
         if stats["metadata"].get("run") == run and role in OF_PROCESSES:

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -13,7 +13,8 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from areal_async.bus import Bus, EmbeddedBroker, Report, Role, ask_service, gather_reports, serving
+from areal_async.bus import Bus, EmbeddedBroker, Report, Role, ask_service, gather_reports, hearing_reports, serving
+from areal_async.bus.connection import ConnectionLostError
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.controller.steering import Steering
 from areal_async.errors import UserError
@@ -102,6 +103,35 @@ async def test_reports_of_all_services_are_gathered_and_those_of_other_runs_are_
     assert list(found) == [("node", "1")]
     assert found["node", "1"].items() >= {"state": "generating", "inner": {"state": "of a record"}}.items()
     assert of_another == {}
+
+
+async def test_answers_are_heard_whenever_they_come_and_over_a_restart_of_the_broker(
+    broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    operator, node, trainer = await open_role(Role.OPERATOR), await open_role(Role.NODE), await open_role(Role.TRAINER)
+    heard: list[tuple[tuple[str, str], Report]] = []
+
+    async with (
+        serving(node, instance="1", description="a node", report=lambda: _report("generating")),
+        hearing_reports(operator, lambda who, report: heard.append((who, report))) as ask,
+    ):
+        await ask()
+        await until(lambda: bool(heard))
+        assert heard[0][0] == ("node", "1")
+        assert heard[0][1]["state"] == "generating"
+        async with serving(trainer, description="a trainer", report=lambda: _report("training")):
+            heard.clear()
+            await ask()
+            await until(lambda: {who for who, _ in heard} == {("node", "1"), ("trainer", "0")})
+        kill(broker)
+        heard.clear()
+
+        async def is_heard() -> bool:
+            with suppress(ConnectionLostError):
+                await ask()
+            return bool(heard)
+
+        await until(is_heard, within_s=30)
 
 
 async def test_a_service_answers_again_after_the_broker_was_killed(broker: EmbeddedBroker, open_role: OpenRole) -> None:
