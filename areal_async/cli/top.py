@@ -104,7 +104,7 @@ class _Top:
         """Ask everybody, until the run has ended.
 
         consumes:     answers of the roles and the broker
-        waits for:    the next half second
+        waits for:    ``REFRESH_S``
         produces:     the view's status
         unblocked by: cancellation
         """

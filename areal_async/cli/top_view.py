@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from areal_async.bus import Report
-from areal_async.cli.status import ENDED, Status
+from areal_async.cli.status import ENDED, OVER, Status
 from areal_async.cli.tail import Line
 from areal_async.cli.top_rows import (
     EVENT_COLUMNS,
@@ -102,16 +102,18 @@ class TopView:
 
     def lose_broker(self, reason: str) -> None:
         """Note that nobody can be asked; what was said last stays in sight, and is said to be old."""
-        if self.status is not None:
+        if self.status is not None and self.status.state not in OVER:
             note = f"the broker does not answer ({reason}); what stands here was said before"
             self.status = replace(self.status, state=NO_BROKER, notes=[note])
 
     def end(self) -> None:
         """Note that the run has ended: nobody is missed any more."""
         if self.status is not None:
-            how = f"status --run {self.status.run} tells how"
+            state, reason = self.status.state, self.status.reason
+            if state not in ("finished", "failed"):  # it ended unseen, or was stopped
+                state, reason = "ended", f"status --run {self.status.run} tells how"
             members = [replace(one, presence=ENDED, state="", waits_for="") for one in self.status.members]
-            self.status = replace(self.status, state="ended", reason=how, members=members, servers=[], notes=[])
+            self.status = replace(self.status, state=state, reason=reason, members=members, servers=[], notes=[])
         self.reports.clear()
         self._heard_s.clear()
         self._scored.clear()

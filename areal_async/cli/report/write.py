@@ -1,5 +1,6 @@
 """Writing a run's report, once or again and again while the run lives."""
 
+import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,17 +22,14 @@ ASK_EVERY_S = 30.0
 def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> None:
     """Write the report; with ``is_watched`` again whenever a step or an evaluation has ended, until interrupted."""
     settings, decoder = directory.read_settings(), load_decoder(directory)
-    untrained, steps = ask_untrained(directory), StepLines(directory.path)
-    asked_at = time.monotonic()
+    untrained, steps = _Untrained(directory), StepLines(directory.path)
     seen: tuple[int, ...] | None = None
     while True:
         now = _look(directory.path)
         if now != seen:
-            if time.monotonic() - asked_at >= ASK_EVERY_S:
-                untrained, asked_at = ask_untrained(directory), time.monotonic()
             at = datetime.now(UTC).astimezone()
             data = read_report(
-                settings, directory.path, lines=steps.read(), decoder=decoder, untrained=untrained, now=at
+                settings, directory.path, lines=steps.read(), decoder=decoder, untrained=untrained.entries, now=at
             )
             _replace(path, render(data, refresh_s=REFRESH_S if is_watched else None))
             if seen is None:
@@ -39,7 +37,29 @@ def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> No
             seen = now
         if not is_watched:
             return
+        untrained.renew()
         time.sleep(LOOK_S)
+
+
+class _Untrained:
+    """What the run's broker says of what was not trained. Of a long run it says much: the steps do not wait for it."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self.entries = ask_untrained(directory)
+        self._asked_s = time.monotonic()
+        self._asking: threading.Thread | None = None
+
+    def renew(self) -> None:
+        """Ask anew now and then, beside the caller; where there is no answer, the last one stands."""
+        is_asking = self._asking is not None and self._asking.is_alive()
+        if not is_asking and time.monotonic() - self._asked_s >= ASK_EVERY_S:
+            self._asked_s = time.monotonic()
+            self._asking = threading.Thread(target=self._ask, name="untrained", daemon=True)
+            self._asking.start()
+
+    def _ask(self) -> None:
+        self.entries = ask_untrained(self._directory) or self.entries
 
 
 def _look(run_directory: Path) -> tuple[int, ...]:

@@ -241,6 +241,18 @@ def test_of_a_run_that_has_ended_nobody_is_missed_and_its_steps_stay(view: TopVi
     assert "0.750, last 2: 0.500" in text
 
 
+def test_a_run_that_said_how_it_has_ended_is_not_said_to_miss_its_broker(view: TopView) -> None:
+    view.status = _status(state="failed", reason="reward: KeyError")
+    view.lose_broker("not within 2 s")
+    view.end()
+
+    text = "\n".join(line.plain for line in draw(view, 100, 24))
+
+    assert "run gsm8k: failed" in text
+    assert "(reward: KeyError)" in text
+    assert "broker does not answer" not in text
+
+
 def test_without_its_controller_the_books_are_not_said_to_be_empty(view: TopView) -> None:
     view.hear({("node", "0"): _node()}, now_s=11 + KEPT_S)
 
