@@ -7,6 +7,7 @@ steps are shown as they come.
 import argparse
 import logging
 import os
+import re
 import signal
 import sys
 import termios
@@ -49,6 +50,7 @@ ESCAPES = {
     "\x1b[H": "home", "\x1b[F": "end", "\x1bOH": "home", "\x1bOF": "end", "\x1b[1~": "home", "\x1b[4~": "end",
     "\x1b": "escape", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace",
 }  # fmt: skip
+_SEQUENCE = re.compile(r"\x1b(?:\[[0-9;]*[@-~]|O[@-~])")
 MAX_ROWS = 1 << 30
 SCROLLS = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -MAX_ROWS, "end": MAX_ROWS}
 TURNS = {"left": -1, "right": 1}
@@ -268,7 +270,15 @@ async def _keys() -> AsyncIterator[str]:
         text = os.read(file, 64).decode(errors="replace")
         if not text:
             return
-        while text:
-            escape = next((one for one in ESCAPES if text.startswith(one)), "")
-            yield ESCAPES.get(escape, text[0])
-            text = text[len(escape) or 1 :]
+        for key in keys_in(text):
+            yield key
+
+
+def keys_in(text: str) -> Iterator[str]:
+    """Yield the keys whose codes these are, by letter or name; one without a name here, such as Delete, is none."""
+    while text:
+        sequence = _SEQUENCE.match(text)
+        code = sequence[0] if sequence is not None else text[0]
+        if sequence is None or code in ESCAPES:
+            yield ESCAPES.get(code, code)
+        text = text[len(code) :]

@@ -7,6 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from areal_async.cli.status import MISSING, OK, Member, Status
+from areal_async.cli.top import keys_in
 from areal_async.cli.top_screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
 from areal_async.cli.top_view import KEPT_S, PANES, SORTS, TopView
 
@@ -260,3 +261,17 @@ def test_without_its_controller_the_books_are_not_said_to_be_empty(view: TopView
 
     assert "the controller keeps the books, and does not answer" in text
     assert "in flight" not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        ("2", ["2"]),
+        ("\x1b[A\x1bOB\x1b[6~", ["up", "down", "page down"]),
+        ("\x1b[3~\x1b[1;5Cq", ["q"]),
+        ("\x1b", ["escape"]),
+        ("/ab\x7f\r", ["/", "a", "b", "backspace", "enter"]),
+    ],
+)
+def test_a_key_that_has_no_meaning_here_is_not_taken_for_others(text: str, keys: list[str]) -> None:
+    assert list(keys_in(text)) == keys
