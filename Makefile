@@ -8,14 +8,14 @@ CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
 
-.PHONY: run browser test test-runs test-sglang faults faults-quick check setup clean
+.PHONY: run browser test test-runs test-sglang test-slurm faults faults-quick check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
 # Two files at a time, each whole in one process, in their order: the long ones come first. ARGS="-n 0 ..." undoes it.
 test: $(STAMP) browser  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
-	$(BIN)/python -m pytest -m "not sglang and not whole_runs" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
@@ -26,6 +26,10 @@ test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is 
 test-sglang: $(STAMP)  ## the contract with the servers, against the real SGLang too; builds its environment first
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang $(ARGS)
+
+test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on two hosts made of namespaces; installs Debian's packages, needs root
+	$(PYTHON) tools/setup_slurm.py
+	NEED_SLURM=1 $(BIN)/python -m pytest tests/slurm $(ARGS)
 
 faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour on two cores
 	$(BIN)/python -m tools.faults $(ARGS)

@@ -1,5 +1,6 @@
 """What this host offers: its GPUs, and ports to listen on. Without torch: the command line asks before it is loaded."""
 
+import errno
 import os
 import random
 import shutil
@@ -29,22 +30,24 @@ def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
     return tuple(map(str, range(_count_by_driver())))
 
 
-def free_port(wanted: int = 0, *, setting: str = "port") -> int:
-    """Return ``wanted`` when it can be listened on, or any free port for 0.
+def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -> int:
+    """Return ``wanted`` when it can be listened on at ``host``, or any free port for 0.
 
     Raises:
-        UserError: it is taken; ``setting`` names whose it was to be.
+        UserError: it is taken, or the address is not this host's; ``setting`` names whose it was to be.
     """
     for port in [wanted] if wanted else _DRAWS.sample(PORTS, NUM_TRIES):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((LOOPBACK, port))
-            except OSError:
+                probe.bind((host, port))
+            except OSError as exc:
+                if isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
+                    raise UserError(f"{setting}: got {host} to listen at, need an address of this host") from exc
                 continue
             return port
     if wanted:
-        raise UserError(f"{setting}: port {wanted} of {LOOPBACK} is taken; choose another, or 0 for a free one")
+        raise UserError(f"{setting}: port {wanted} of {host} is taken; choose another, or 0 for a free one")
     raise UserError(f"{setting}: got none of {NUM_TRIES} ports of {PORTS.start} to {PORTS.stop - 1}, need a free one")
 
 

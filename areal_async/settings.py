@@ -217,7 +217,8 @@ class LaunchSettings(Section):
     """Where processes are started."""
 
     backend: Literal["local", "slurm"] = "local"
-    """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in, on its host."""
+    """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in. Of several hosts
+    there, the launcher's trains and each other one has a node with the servers that ``inference`` says."""
     join_wait_s: float = Field(default=600.0, ge=0)
     """Seconds that a node which has joined waits for its run to come back once its launcher is silent; a host may have
     its own."""
@@ -234,6 +235,9 @@ class BusSettings(Section):
     """PEM file of the authority that signed an external broker's certificate; ``None`` trusts the system's."""
     monitor_url: str | None = None
     """An external broker's monitoring page: ``doctor`` sees there how it syncs; ``None`` tries port 8222."""
+    host: str | None = None
+    """Address of the launcher's host at which the embedded broker listens; ``None`` takes the loopback, and one that
+    all hosts reach where ``launch.backend`` has several."""
     http_port: int = Field(default=0, ge=0, le=65535)
     """Port of the embedded broker's monitoring page; 0 takes a free one."""
     port: int = Field(default=0, ge=0, le=65535)

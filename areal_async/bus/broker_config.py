@@ -14,6 +14,7 @@ import nkeys
 from areal_async.bus.permissions import Role, permissions
 from areal_async.bus.private import make_private_directory, read_private, write_private
 from areal_async.errors import UserError
+from areal_async.host import LOOPBACK
 from areal_async.settings import MAX_PAYLOAD_BYTES, Settings
 
 MAX_PENDING_BYTES = 128 << 20
@@ -46,15 +47,17 @@ def ensure_key(path: Path) -> str:
     return public
 
 
-def write_config(settings: Settings, *, path: Path, port: int, http_port: int, pid_file: Path) -> None:
-    """Write the configuration; JSON is a form that the broker reads."""
+def write_config(
+    settings: Settings, *, path: Path, port: int, http_port: int, pid_file: Path, host: str = LOOPBACK
+) -> None:
+    """Write the configuration; JSON is a form that the broker reads. Its monitoring page is for this host alone."""
     store = path.parent / "jetstream"
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     make_private_directory(settings.run_directory / "credentials")
     config = {
         "server_name": f"areal-{settings.run.name}",
-        "listen": f"127.0.0.1:{port}",
-        "http": f"127.0.0.1:{http_port}",
+        "listen": f"{host}:{port}",
+        "http": f"{LOOPBACK}:{http_port}",
         "pid_file": str(pid_file),
         "max_payload": MAX_PAYLOAD_BYTES,
         "max_pending": MAX_PENDING_BYTES,

@@ -25,7 +25,7 @@ from areal_async.bus.broker_config import credentials_path, write_config
 from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, UserError
-from areal_async.host import free_port
+from areal_async.host import LOOPBACK, free_port
 from areal_async.settings import Settings
 
 START_DEADLINE_S = 20.0
@@ -89,10 +89,20 @@ class EmbeddedBroker:
     """The broker of one run. ``start``, then ``run`` in a task group, then ``aclose``."""
 
     def __init__(
-        self, settings: Settings, *, on_change: Callable[[str, str, int], None] = lambda _state, _reason, _starts: None
+        self,
+        settings: Settings,
+        *,
+        host: str = LOOPBACK,
+        on_change: Callable[[str, str, int], None] = lambda _state, _reason, _starts: None,
     ) -> None:
-        """Take what is told of every start (``running``) and death (``died``): state, reason, number of starts."""
+        """Prepare it.
+
+        Args:
+            host: the address of this host at which it listens and is found.
+            on_change: told of every start (``running``) and death (``died``): state, reason, number of starts.
+        """
         self._settings = settings
+        self._host = host
         self._on_change = on_change
         self._num_starts = 0
         self._directory = settings.run_directory.absolute() / "bus"
@@ -106,12 +116,12 @@ class EmbeddedBroker:
     @property
     def url(self) -> str:
         """Where clients connect."""
-        return f"nats://127.0.0.1:{self._port}"
+        return f"nats://{self._host}:{self._port}"
 
     @property
     def http_url(self) -> str:
         """The monitoring page."""
-        return f"http://127.0.0.1:{self._http_port}"
+        return f"http://{LOOPBACK}:{self._http_port}"
 
     @property
     def pid(self) -> int:
@@ -234,11 +244,12 @@ class EmbeddedBroker:
         return self._directory / "nats.pid"
 
     async def _spawn_on_free_ports(self) -> None:
-        self._port = free_port(self._settings.bus.port, setting="bus.port")
+        self._port = free_port(self._settings.bus.port, setting="bus.port", host=self._host)
         self._http_port = free_port(self._settings.bus.http_port, setting="bus.http_port")
         write_config(
             self._settings,
             path=self._config_path,
+            host=self._host,
             port=self._port,
             http_port=self._http_port,
             pid_file=self._pid_file,
@@ -295,7 +306,7 @@ async def _health(port: int) -> bytes:
     """Return the status of the monitoring page for health; empty when there is no answer."""
     try:
         with anyio.fail_after(2):
-            async with await anyio.connect_tcp("127.0.0.1", port) as stream:
+            async with await anyio.connect_tcp(LOOPBACK, port) as stream:
                 await stream.send(b"GET /healthz HTTP/1.0\r\n\r\n")
                 answer = await stream.receive()
         return answer.split(b" ", 2)[1]

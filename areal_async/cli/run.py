@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     check(settings)
     directory = RunDirectory(settings.run_directory)
     backend = BACKENDS[settings.launch.backend]()
-    plan_crews(settings, directory, gpus=gpus)  # refuses what this host cannot hold, before anything is removed
+    plan_crews(
+        settings, directory, gpus=gpus, hosts=backend.hosts
+    )  # refuses what this host cannot hold, before anything is removed
     with directory.locked(settings.run.name):
         if arguments.fresh:
             directory.clear()

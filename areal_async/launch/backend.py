@@ -15,6 +15,8 @@ class ProcessSpec:
     command: tuple[str, ...]
     environment: Mapping[str, str]
     """Added to the launcher's own."""
+    host: str | None = None
+    """One of the backend's; ``None`` is the launcher's own."""
     output: Path | None
     """Takes its stdout and stderr, after what is there; ``None`` leaves it the launcher's own."""
 
@@ -48,6 +50,19 @@ class Process(Protocol):
 
 class Backend(Protocol):
     """Starts processes that end with the launcher, however that ends."""
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Where processes can be started, the launcher's own host first."""
+        ...
+
+    async def address(self) -> str:
+        """Return the address at which processes on all of these find what listens on the launcher's host.
+
+        Raises:
+            UserError: it cannot be found out.
+        """
+        ...
 
     async def start(self, spec: ProcessSpec) -> Process:
         """Start one process.

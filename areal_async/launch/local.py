@@ -13,6 +13,7 @@ import anyio.abc
 
 from areal_async import stacks
 from areal_async.errors import PipelineError
+from areal_async.host import LOOPBACK
 from areal_async.inference.parenthood import guarded
 from areal_async.launch.backend import ProcessSpec
 
@@ -60,6 +61,12 @@ class LocalProcess:
 
 class LocalBackend:
     """Starts children of this process."""
+
+    hosts = (LOOPBACK,)
+
+    async def address(self) -> str:
+        """Return that of this host for itself."""
+        return LOOPBACK
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         """Start one child.

@@ -23,8 +23,16 @@ NODE_STOP_S = 60.0
 CONTROLLER_STOP_S = 20.0
 
 
-def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...]) -> list[Crew]:
-    """Return the crews of a run on this host, in the order in which they are to be stopped.
+def plan_crews(
+    settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...], hosts: Sequence[str] = (LOOPBACK,)
+) -> list[Crew]:
+    """Return the crews of a run, in the order in which they are to be stopped.
+
+    One host has everything. Of several, the first has the trainer and the controller, and each other one a node.
+
+    Args:
+        gpus: those of the first host; the others are taken to have as many, and find out themselves which they are.
+        hosts: the launcher's own first.
 
     Raises:
         UserError: there are GPUs, but not enough of them.
@@ -32,7 +40,13 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
     frozen = settings.frozen_policies.values()
     num_inference = settings.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
     num_ranks = settings.trainer.num_ranks
-    node_gpus, trainer_gpus = share_gpus(gpus, num_inference=num_inference, num_trainer=num_ranks)
+    if others := hosts[1:]:
+        share_gpus(gpus, num_inference=num_inference, num_trainer=0)
+        _, trainer_gpus = share_gpus(gpus, num_inference=0, num_trainer=num_ranks)
+        places: list[tuple[str | None, Sequence[str] | None]] = [(host, None) for host in others]
+    else:
+        node_gpus, trainer_gpus = share_gpus(gpus, num_inference=num_inference, num_trainer=num_ranks)
+        places = [(None, node_gpus)]
 
     def trainer_specs() -> list[ProcessSpec]:
         base = role_spec(directory, "trainer", "trainer", num_threads=settings.trainer.num_threads, gpus=trainer_gpus)
@@ -51,7 +65,10 @@ def plan_crews(settings: Settings, directory: RunDirectory, *, gpus: tuple[str, 
             stop_deadline_s=TRAINER_STOP_S,
             may_finish=True,
         ),
-        node_crew(settings, directory, node_id=FIRST_NODE, gpus=node_gpus, work_done=work_done),
+        *(
+            node_crew(settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done)
+            for index, (host, node_gpus) in enumerate(places, int(FIRST_NODE))
+        ),
         Crew(
             name="controller",
             make_specs=lambda: [role_spec(directory, "controller", "controller", num_threads=1, gpus=())],
@@ -69,14 +86,14 @@ def node_crew(
     directory: RunDirectory,
     *,
     node_id: str,
-    gpus: Sequence[str],
+    gpus: Sequence[str] | None,
+    host: str | None = None,
     work_done: Callable[[], int] | None = None,
 ) -> Crew:
     """Return the crew of one node, which reads its settings and the broker's address from ``directory``."""
     name = f"node-{node_id}"
-    spec = role_spec(
-        directory, name, "node", "--node-id", node_id, num_threads=settings.inference.num_threads, gpus=gpus
-    )
+    num_threads = settings.inference.num_threads
+    spec = role_spec(directory, name, "node", "--node-id", node_id, num_threads=num_threads, gpus=gpus, host=host)
     return Crew(
         name=name,
         make_specs=lambda: [spec],
@@ -89,13 +106,20 @@ def node_crew(
 
 
 def role_spec(
-    directory: RunDirectory, name: str, *arguments: str, num_threads: int, gpus: Sequence[str]
+    directory: RunDirectory,
+    name: str,
+    *arguments: str,
+    num_threads: int,
+    gpus: Sequence[str] | None,
+    host: str | None = None,
 ) -> ProcessSpec:
-    """Return how a verb that is one process of a run is started."""
+    """Return how a verb that is one process of a run is started; ``gpus`` None leaves it those of its host."""
+    chosen = {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}
     return ProcessSpec(
         name=name,
         command=(sys.executable, "-m", "areal_async", *arguments, "--run-directory", str(directory.path)),
-        environment={"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        environment={"OMP_NUM_THREADS": str(num_threads), **chosen},
+        host=host,
         output=directory.logs / f"{name}.out",
     )
 

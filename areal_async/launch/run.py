@@ -11,7 +11,7 @@ import anyio
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
-from areal_async.host import visible_gpus
+from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.claims import own_holder, run_beats, wait_released
@@ -54,7 +54,8 @@ async def launch(
         UserError: the settings, the workflow or the data are at fault.
         PipelineError: the run failed.
     """
-    crews = plan_crews(settings, directory, gpus=visible_gpus())
+    crews = plan_crews(settings, directory, gpus=visible_gpus(), hosts=backend.hosts)
+    host = await _broker_host(settings, backend, notify)
     said, changes = anyio.create_memory_object_stream[CrewChange](math.inf)  # a crew changes a few times at most
 
     def note(change: CrewChange) -> None:
@@ -64,7 +65,9 @@ async def launch(
     async with AsyncExitStack() as stack:
         stack.enter_context(said)
         stack.enter_context(changes)
-        bus = await stack.enter_async_context(_open_run(settings, directory, is_fresh=is_fresh, on_change=note))
+        bus = await stack.enter_async_context(
+            _open_run(settings, directory, host=host, is_fresh=is_fresh, on_change=note)
+        )
         state, _ = await bus.get(RUN_STATE, RunState)
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
@@ -198,12 +201,27 @@ async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, B
         yield settings, bus
 
 
+async def _broker_host(settings: Settings, backend: Backend, notify: Notify) -> str:
+    """Return the address at which the embedded broker is to listen, and say what comes with it."""
+    if settings.bus.url != EMBEDDED:
+        return LOOPBACK
+    host = settings.bus.host or await backend.address()
+    if host != LOOPBACK:
+        notify(f"the broker listens at {host}: it asks for keys, and encrypts nothing; bus.url takes one with TLS")
+    return host
+
+
 @asynccontextmanager
 async def _open_run(
-    settings: Settings, directory: RunDirectory, *, is_fresh: bool, on_change: Callable[[CrewChange], None]
+    settings: Settings,
+    directory: RunDirectory,
+    *,
+    host: str,
+    is_fresh: bool,
+    on_change: Callable[[CrewChange], None],
 ) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
-    async with _broker(settings, on_change) as url, _operator(settings, directory, url) as bus:
+    async with _broker(settings, host, on_change) as url, _operator(settings, directory, url) as bus:
         if is_fresh and settings.bus.url != EMBEDDED:  # the embedded one's store went with the directory
             await delete_run(bus)
         await declare(bus, settings)
@@ -212,7 +230,9 @@ async def _open_run(
 
 
 @asynccontextmanager
-async def _broker(settings: Settings, on_change: Callable[[CrewChange], None] = lambda _: None) -> AsyncIterator[str]:
+async def _broker(
+    settings: Settings, host: str = LOOPBACK, on_change: Callable[[CrewChange], None] = lambda _: None
+) -> AsyncIterator[str]:
     if settings.bus.url != EMBEDDED:
         yield settings.bus.url
         return
@@ -220,7 +240,7 @@ async def _broker(settings: Settings, on_change: Callable[[CrewChange], None] = 
     def tell(state: str, reason: str, num_starts: int) -> None:
         on_change(CrewChange(crew=BROKER, state=state, num_starts=num_starts, reason=reason))
 
-    broker = EmbeddedBroker(settings, on_change=tell)
+    broker = EmbeddedBroker(settings, host=host, on_change=tell)
     await broker.start()
     try:
         async with anyio.create_task_group() as tasks:

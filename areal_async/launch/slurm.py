@@ -1,11 +1,11 @@
 """Processes as steps of a Slurm allocation, started by ``srun`` and ended by ``scancel``.
 
-    sbatch --nodes=1 ... --wrap "python -m areal_async run FILE.py --launch.backend slurm"
+    sbatch --nodes=1 ... --wrap "exec python -m areal_async run FILE.py --launch.backend slurm"
 
-Every step runs on the launcher's own host of the allocation: the ranks of a trainer meet there on the loopback, and so
-does all that uses an embedded broker. Another host takes part by ``srun ... python -m areal_async node --join``. A step
-says its id and its process before it becomes the command, in a file beside its output. ``srun`` stands for its step:
-it lives as long, has its exit status, and is told by the kernel to end it when the launcher dies.
+A step says its id and its process before it becomes the command, in a file beside its output: the hosts share the run
+directory. ``srun`` stands for its step: it lives as long, has its exit status, and is told by the kernel to end it when
+the launcher dies. ``scancel`` signals all processes of a step, its servers as well. So it kills; who is asked to end,
+or where it stands, is signalled alone, and on another host by a step that does just this.
 """
 
 import os
@@ -23,13 +23,18 @@ import anyio.to_thread
 
 from areal_async import stacks
 from areal_async.errors import PipelineError, UserError
+from areal_async.host import LOOPBACK
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.local import MAX_ASKED, last_line, opened
 
+PROGRAMS = ("srun", "scancel", "scontrol")
 SIGNALLED = 128
 """``srun`` ends with this and the number of the signal that ended its step."""
-CANCEL_DEADLINE_S = 20
-NOISE = ("srun: ", "slurmstepd: ")
+BEGIN_DEADLINE_S = 120
+"""For a step to get its place: there is one at once, unless the allocation is ending."""
+ORDER_DEADLINE_S = 20
+"""For Slurm to pass on a signal, or to answer a question."""
+NOISE = ("srun: ", "slurmstepd")
 _SAY = 'echo "$SLURM_JOB_ID.$SLURM_STEP_ID $$" > "$1"; shift; exec "$@"'
 """What the step runs: its identity, then its command."""
 _WITH_LAUNCHER = """
@@ -39,52 +44,93 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the launcher is gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+_ASK_STACKS = "import sys; from areal_async import stacks; stacks.ask(int(sys.argv[1]))"
+
+
+def on_host(host: str, name: str, *command: str) -> list[str]:
+    """Return the command line that runs another one as a step of its own. Pure.
+
+    A step shares all that the allocation has on its host with the others: neither CPUs nor memory nor GPUs are divided.
+    """
+    place = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none", "--export=ALL"]
+    return ["srun", *place, f"--immediate={BEGIN_DEADLINE_S}", f"--job-name={name}", *command]
 
 
 def step_command(spec: ProcessSpec, *, host: str, identity: Path) -> list[str]:
     """Return the command line that runs a process as a step. Pure."""
-    srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", f"--job-name={spec.name}"]
     # Set inside the step: Slurm overwrites there which GPUs are visible.
     environment = ["env", *(f"{name}={value}" for name, value in spec.environment.items())]
     say = ["/bin/sh", "-c", _SAY, "sh", str(identity)]
-    return [*srun, "--unbuffered", "--export=ALL", *say, *environment, *spec.command]
+    return on_host(host, spec.name, *say, *environment, *spec.command)
 
 
 class SlurmProcess:
     """One step, and the ``srun`` that stands for it."""
 
     def __init__(
-        self, spec: ProcessSpec, process: anyio.abc.Process, *, identity: Path, output_start_bytes: int
+        self,
+        spec: ProcessSpec,
+        process: anyio.abc.Process,
+        *,
+        host: str,
+        is_here: bool,
+        identity: Path,
+        output_start_bytes: int,
     ) -> None:
         self.spec = spec
         self._process = process
+        self._host = host
+        self._is_here = is_here
         self._identity = identity
         self._output_start_bytes = output_start_bytes
         self._num_asked = 0
-        self._cancels: list[subprocess.Popen[bytes]] = []
+        self._orders: list[subprocess.Popen[bytes]] = []
 
     async def wait(self) -> int:
         status = await self._process.wait()
-        for cancel in self._cancels:
-            await anyio.to_thread.run_sync(cancel.wait)
+        for order in self._orders:
+            await anyio.to_thread.run_sync(order.wait)
         is_signal = SIGNALLED < status <= SIGNALLED + signal.SIGRTMAX
         return SIGNALLED - status if is_signal else status
 
     def terminate(self) -> None:
-        self._end(signal.SIGTERM)
+        if self._process.returncode is not None:
+            return
+        _, pid = self._step
+        with suppress(ProcessLookupError):
+            if not pid:  # still waits for its place: there is nothing but srun, which takes its request back
+                self._process.terminate()
+            elif self._is_here:
+                os.kill(pid, signal.SIGTERM)
+            else:
+                self._order(on_host(self._host, "stop", "kill", "-s", "TERM", str(pid)))
 
     def kill(self) -> None:
-        self._end(signal.SIGKILL)
+        if self._process.returncode is not None:
+            return
+        step, _ = self._step
+        if step:
+            self._order(["scancel", "--signal=KILL", step])
+        else:
+            with suppress(ProcessLookupError):
+                self._process.kill()
 
     def ask_stacks(self) -> None:
         _, pid = self._step
-        if pid and self._process.returncode is None and self._num_asked < MAX_ASKED:
+        if not pid or self._process.returncode is not None or self._num_asked >= MAX_ASKED:
+            return
+        if self._is_here:
             self._num_asked += stacks.ask(pid)
+        else:
+            self._num_asked += 1
+            self._order(on_host(self._host, "stacks", sys.executable, "-c", _ASK_STACKS, str(pid)))
 
     def last_sentence(self) -> str:
+        """Return its own last line, and where it has said nothing, Slurm's: it may never have begun."""
         if self.spec.output is None:
             return ""
-        return last_line(self.spec.output, start_bytes=self._output_start_bytes, noise=NOISE)
+        own = last_line(self.spec.output, start_bytes=self._output_start_bytes, noise=NOISE)
+        return own or last_line(self.spec.output, start_bytes=self._output_start_bytes)
 
     @property
     def _step(self) -> tuple[str, int]:
@@ -95,17 +141,17 @@ class SlurmProcess:
         except (OSError, ValueError):
             return "", 0
 
-    def _end(self, number: signal.Signals) -> None:
-        if self._process.returncode is not None:
-            return
-        step, _ = self._step
-        if step:
-            scancel = ["scancel", f"--signal={number.name.removeprefix('SIG')}", step]
-            with suppress(OSError):
-                self._cancels.append(subprocess.Popen(["timeout", str(CANCEL_DEADLINE_S), *scancel]))
-        else:  # still waits for its place: there is nothing but srun, which takes its request back
-            with suppress(ProcessLookupError):
-                self._process.kill() if number is signal.SIGKILL else self._process.terminate()
+    def _order(self, command: list[str]) -> None:
+        """Have Slurm do something with the step. That it has ended meanwhile is no failure: nothing is said of it."""
+        with suppress(OSError):
+            self._orders.append(
+                subprocess.Popen(
+                    ["timeout", str(ORDER_DEADLINE_S), *command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )  # fmt: skip
+            )
 
 
 class SlurmBackend:
@@ -115,19 +161,32 @@ class SlurmBackend:
         """Find the allocation.
 
         Raises:
-            UserError: this process is in none, or Slurm's programs are not on PATH.
+            UserError: this process is in none, or Slurm's programs are not on PATH or do not answer.
         """
         if "SLURM_JOB_ID" not in environment or "SLURMD_NODENAME" not in environment:
             raise UserError(
                 "launch.backend: got slurm on a host outside of the allocation, where salloc runs what it is given; "
                 "start it with sbatch, or by srun inside"
             )
-        self._host = environment["SLURMD_NODENAME"]
-        for program in ("srun", "scancel"):
+        for program in PROGRAMS:
             if shutil.which(program) is None:
                 raise UserError(
                     f"launch.backend: got slurm, and there is no program {program}; mend PATH, or take local"
                 )
+        self._host = environment["SLURMD_NODENAME"]
+        names = _answer(["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]).split()
+        self.hosts = (self._host, *(name for name in names if name != self._host))
+
+    async def address(self) -> str:
+        """Return the address at which Slurm's own step on another host reaches this one; the loopback without others.
+
+        Raises:
+            UserError: no step can be started there.
+        """
+        if not (others := self.hosts[1:]):
+            return LOOPBACK
+        ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
+        return await anyio.to_thread.run_sync(_answer, ask)
 
     async def start(self, spec: ProcessSpec) -> SlurmProcess:
         """Start one step.
@@ -137,7 +196,8 @@ class SlurmBackend:
         """
         place = spec.output.parent if spec.output is not None else Path.cwd()
         identity = (place / f".{spec.name}.step").absolute()
-        command = step_command(spec, host=self._host, identity=identity)
+        host = spec.host or self._host
+        command = step_command(spec, host=host, identity=identity)
         try:
             identity.unlink(missing_ok=True)
             with opened(spec.output) as output:
@@ -149,7 +209,27 @@ class SlurmBackend:
                     env={**os.environ, **spec.environment},
                     start_new_session=True,
                 )
-                start_bytes = output.tell() if output else 0
-                return SlurmProcess(spec, process, identity=identity, output_start_bytes=start_bytes)
+                return SlurmProcess(
+                    spec,
+                    process,
+                    host=host,
+                    is_here=host == self._host,
+                    identity=identity,
+                    output_start_bytes=output.tell() if output else 0,
+                )
         except OSError as exc:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
+
+
+def _answer(command: list[str]) -> str:
+    try:
+        ended = subprocess.run(
+            ["timeout", str(ORDER_DEADLINE_S), *command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        words, status = ended.stderr, ended.returncode
+    except OSError as exc:
+        words, status = str(exc), -1
+    if status or not ended.stdout.strip():
+        raise UserError(f"launch.backend: {' '.join(command)}: got status {status}, {words.strip() or 'no answer'}")
+    return ended.stdout.strip()

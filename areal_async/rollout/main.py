@@ -18,7 +18,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) 
     Raises:
         PipelineError: what ended it otherwise; possibly inside an ExceptionGroup.
     """
-    configure("node", run_directory / "logs")
+    configure(f"node-{node_id}", run_directory / "logs")
     stacks.install(stacks.path_for(run_directory, f"node-{node_id}"))
     with recording(settings, run_directory, role="node", instance=node_id):
         anyio.run(_run, settings, run_directory, bus_url, node_id, backend_options={"use_uvloop": True})

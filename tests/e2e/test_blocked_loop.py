@@ -47,7 +47,7 @@ async def endless(prompt, policy):
 
 
 def logged(run: Run, event: str) -> list[dict[str, Any]]:
-    lines = (run.directory / "logs" / "node.jsonl").read_text().splitlines()
+    lines = (run.directory / "logs" / "node-0.jsonl").read_text().splitlines()
     return [line for line in map(json.loads, lines) if line["event"] == event]
 
 

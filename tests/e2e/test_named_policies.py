@@ -49,7 +49,7 @@ def test_frozen_grader_that_is_killed_comes_back_and_no_token_of_it_is_trained(t
 
 
 def grader_starts(run: Run) -> list[dict[str, object]]:
-    return [one for one in events(run, "node", "server.started") if "grader" in str(one["server_id"])]
+    return [one for one in events(run, "node-0", "server.started") if "grader" in str(one["server_id"])]
 
 
 def assert_policy_s_own(run: Run) -> None:

@@ -154,7 +154,7 @@ def test_every_cause_is_recorded_and_the_run_ends_well(tmp_path: Path) -> None:
     reasons = {kinds[letter["prompt"]]: letter["reason"] for letter in letters}
     assert reasons.keys() == CAUSES.keys()
     assert {kind: cause for kind, cause in CAUSES.items() if cause not in reasons[kind]} == {}, reasons
-    logged = [json.loads(line) for line in (run.directory / "logs" / "node.jsonl").read_text().splitlines()]
+    logged = [json.loads(line) for line in (run.directory / "logs" / "node-0.jsonl").read_text().splitlines()]
     left = [line for line in logged if line["event"] == "workflow.left_tasks"]
     assert len(left) >= NUM_GOOD
     assert {(line["num_tasks"], tuple(line["tasks"])) for line in left} == {(4, ("RecordingPolicy.chat", "swallow"))}

@@ -55,7 +55,7 @@ def test_each_role_that_is_killed_is_missed_with_its_cause_and_seen_to_return(tm
     scene = _Scene(run)
     with run.start() as process:
         run.wait_for_step(1, process)
-        server = events(run, "node", "server.started")[0]["pid"]
+        server = events(run, "node-0", "server.started")[0]["pid"]
         scene.kill(
             "server",
             [server],

@@ -182,7 +182,7 @@ def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_w
     )
     with run.start() as process:
         run.wait_for_step(3, process)
-        os.killpg(events(run, "node", "server.started")[0]["pid"], signal.SIGKILL)
+        os.killpg(events(run, "node-0", "server.started")[0]["pid"], signal.SIGKILL)
         ended = collect(process)
 
     assert ended.returncode == 0, ended.stdout
@@ -192,7 +192,7 @@ def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_w
     assert {(row["step"], row["oldest"], row["newest"]) for row in run.trained} == {
         (step, f"1-{step - 1}", f"1-{step - 1}") for step in range(1, 21)
     }
-    assert len(events(run, "node", "server.started")) == 3
+    assert len(events(run, "node-0", "server.started")) == 3
     sent = events(run, "trainer-0", "weights.broadcast")
     assert sum(one["is_whole"] for one in sent) >= 10, "most versions were to arrive by broadcast"
     sizes = [one["size"] for one in events(run, "trainer-0", "broadcast.group_made")]

@@ -51,3 +51,8 @@ def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:
 
         with pytest.raises(UserError, match=f"bus.port: port {port} .* is taken"):
             free_port(port, setting="bus.port")
+
+
+def test_an_address_of_another_host_is_refused_at_once() -> None:
+    with pytest.raises(UserError, match="bus.port: got 192.0.2.77 to listen at, need an address of this host"):
+        free_port(setting="bus.port", host="192.0.2.77")

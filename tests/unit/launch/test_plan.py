@@ -65,6 +65,24 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
+def test_of_several_hosts_the_first_trains_with_all_its_gpus_and_the_others_generate(tmp_path: Path) -> None:
+    settings = Settings(trainer=TrainerSettings(num_ranks=4), inference=InferenceSettings(num_servers=4))
+    hosts = ("a", "b", "c")
+
+    trainer, *nodes, controller = plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=hosts)
+
+    assert trainer.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
+    assert [(spec.name, spec.host) for crew in nodes for spec in crew.make_specs()] == [
+        ("node-0", "b"),
+        ("node-1", "c"),
+    ]
+    assert {spec.host for crew in (trainer, controller) for spec in crew.make_specs()} == {None}
+    # Which GPUs another host gives away is known there alone.
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for crew in nodes for spec in crew.make_specs())
+    with pytest.raises(UserError, match="got 4 GPUs, need at most 3"):
+        plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR[:3], hosts=hosts)
+
+
 def test_frozen_policies_have_gpus_of_their_own(tmp_path: Path) -> None:
     settings = Settings(
         policies={

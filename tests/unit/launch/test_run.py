@@ -13,7 +13,7 @@ from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.launch.supervisor import RunEnd
+from areal_async.launch.supervisor import Notify, RunEnd
 from areal_async.run_state import Holder
 from areal_async.settings import Settings
 from areal_async.subjects import LAUNCHER, RUN_STATE
@@ -48,7 +48,12 @@ def directory(settings: Settings) -> RunDirectory:
 
 
 async def _launch(
-    settings: Settings, backend: LocalBackend, *, declare_failed: str = "", taken_by: Holder | None = None
+    settings: Settings,
+    backend: LocalBackend,
+    *,
+    declare_failed: str = "",
+    taken_by: Holder | None = None,
+    notify: Notify = lambda text: None,
 ) -> tuple[RunEnd, list[str]]:
     """Launch, and while it runs read the run's state (the first of what is returned) and perhaps change it."""
     states: list[str] = []
@@ -68,7 +73,7 @@ async def _launch(
             RunDirectory(settings.run_directory),
             backend=backend,
             is_fresh=False,
-            notify=lambda text: None,
+            notify=notify,
             watch=watch,
         )
     return end, states
@@ -112,6 +117,16 @@ async def test_roles_start_with_a_bus_and_the_run_ends_with_the_controller(
     assert states == ["running"]
     assert sorted(backend.started) == ["controller", "node-0", "trainer-0"]
     assert directory.read_bus_url().startswith("nats://127.0.0.1:")
+
+
+async def test_a_broker_that_other_hosts_reach_is_told_of(settings: Settings, directory: RunDirectory) -> None:
+    other = settings.model_copy(update={"bus": settings.bus.model_copy(update={"host": "127.0.0.2"})})
+    said: list[str] = []
+
+    await _launch(other, _StandIns(_after_the_watch(settings, "sys.exit(0)")), notify=said.append)
+
+    assert directory.read_bus_url().startswith("nats://127.0.0.2:")
+    assert said[0].startswith("the broker listens at 127.0.0.2: it asks for keys, and encrypts nothing")
 
 
 async def test_finished_run_is_not_started_again(settings: Settings) -> None:
