@@ -2,7 +2,8 @@
 
     python tools/setup_slurm.py
 
-About 15 MB to fetch, some ten seconds; nothing is configured or started. Anywhere else install Slurm yourself.
+About 15 MB to fetch, some ten seconds; Slurm is not configured, so none starts by itself. Anywhere else install it
+yourself.
 """
 
 import os
@@ -29,8 +30,7 @@ def main() -> int:
         names = ", ".join(missing)
         sys.stderr.write(f"slurm: got no {names} on PATH, need them; install {', '.join(PACKAGES)}\n")
         return 1
-    # Started by nobody but a test: the packages would start daemons of their own where there is a systemd.
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive", "RUNLEVEL": "1"}
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for words in (["update", "-qq"], ["install", "-qq", "--yes", "--no-install-recommends", *PACKAGES]):
         subprocess.run(["apt-get", *words], env=environment, stdin=subprocess.DEVNULL, check=True)
     return 1 if missing_programs() else 0

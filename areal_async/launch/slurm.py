@@ -8,6 +8,7 @@ the launcher dies. ``scancel`` signals all processes of a step, its servers as w
 or where it stands, is signalled alone, and on another host by a step that does just this.
 """
 
+import functools
 import os
 import shutil
 import signal
@@ -174,7 +175,8 @@ class SlurmBackend:
                     f"launch.backend: got slurm, and there is no program {program}; mend PATH, or take local"
                 )
         self._host = environment["SLURMD_NODENAME"]
-        names = _answer(["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]).split()
+        ask = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]
+        names = _answer(ask, deadline_s=ORDER_DEADLINE_S).split()
         self.hosts = (self._host, *(name for name in names if name != self._host))
 
     async def address(self) -> str:
@@ -186,7 +188,7 @@ class SlurmBackend:
         if not (others := self.hosts[1:]):
             return LOOPBACK
         ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
-        return await anyio.to_thread.run_sync(_answer, ask)
+        return await anyio.to_thread.run_sync(functools.partial(_answer, ask, deadline_s=BEGIN_DEADLINE_S))
 
     async def start(self, spec: ProcessSpec) -> SlurmProcess:
         """Start one step.
@@ -221,10 +223,10 @@ class SlurmBackend:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
 
 
-def _answer(command: list[str]) -> str:
+def _answer(command: list[str], *, deadline_s: int) -> str:
     try:
         ended = subprocess.run(
-            ["timeout", str(ORDER_DEADLINE_S), *command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
+            ["timeout", str(deadline_s), *command], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             check=False,
         )  # fmt: skip
         words, status = ended.stderr, ended.returncode

@@ -144,7 +144,7 @@ def test_a_run_spans_its_allocation_outlives_killed_steps_and_a_cancelled_job_an
     slurm.ask("scancel", "--signal=KILL", *(before[name][0] for name in killed))
     job.wait_until(lambda: all(job.steps().get(name, before[name]) != before[name] for name in killed), "new steps")
     num_steps = job.num_steps
-    job.wait_for_steps(num_steps + 5)
+    job.wait_for_steps(num_steps + 2)
 
     slurm.ask("scancel", job.id)  # SIGTERM to all processes of all steps at once
     cancelled = job.wait_for_end()
