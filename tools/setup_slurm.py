@@ -2,7 +2,7 @@
 
     python tools/setup_slurm.py
 
-About 15 MB to fetch, some ten seconds; Slurm is not configured, so none starts by itself. Anywhere else install it
+About 5 MB to fetch, half a minute; Slurm is not configured, so none starts by itself. Anywhere else install it
 yourself.
 """
 
