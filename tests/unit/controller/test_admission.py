@@ -1,13 +1,26 @@
 """What is admitted follows from the books alone, and nothing that was admitted is left without an end."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.admission import has_ended, left_over, missing_for_admission, next_admission
-from areal_async.controller.sampler import Sampler
+from areal_async.controller.admission import (
+    ADMISSION_BATCH,
+    Mixing,
+    first_free,
+    first_groups,
+    has_ended,
+    left_over,
+    missing_for_admission,
+    next_admission,
+)
+from areal_async.controller.sampler import MixedSampler, Sampler, Share
 from areal_async.types import (
     Admitted,
     Cut,
     CutGroup,
     CutKind,
+    GroupId,
     Outcome,
     OutcomeKind,
     ServerState,
@@ -73,3 +86,38 @@ def test_what_is_neither_cut_nor_recorded_is_left_over() -> None:
     left = left_over(accounts, SAMPLER, last_step=LAST_STEP)
 
     assert [(one.group_id, one.kind) for one in left] == [(third, OutcomeKind.ABANDONED)]
+
+
+WEIGHTS = st.sampled_from(([1, 1], [1, 0], [0, 1], [3, 1], [1, 7]))
+BEGUN = ("recorded", "killed before the record", "killed before the tickets")
+
+
+@given(st.lists(st.tuples(WEIGHTS, st.integers(1, 100), st.sampled_from(BEGUN)), max_size=30))
+def test_whatever_mix_is_wanted_and_whenever_the_controller_is_killed_all_that_has_a_ticket_is_soon_counted(
+    admissions: list[tuple[list[int], int, str]],
+) -> None:
+    """Each admission has so many credits; who follows a controller that is killed knows the record alone."""
+    sampler, accounts = MixedSampler([Share(30), Share(7)], seed=1), _accounts()
+    exists, free, published = False, first_free(None, has_curriculum=False), set[GroupId]()
+    for weights, num_credits, fate in admissions:
+        before = accounts.admitted
+        accounts.max_groups_in_flight = before.total + num_credits
+        mixing = Mixing(weights=weights, earliest=free)
+        admission = next_admission(accounts, sampler, last_step=LAST_STEP, mixing=mixing)
+        assert admission is not None
+        assert before.mixes or not admission.items, "a mix is on record before anything is chosen by it"
+        if fate != "killed before the tickets":
+            published |= {item.group_id for item in admission.items}
+        if fate == "recorded":
+            accounts.admitted, exists = admission.record, True
+        else:
+            free = first_free(accounts.admitted if exists else None, has_curriculum=False)
+
+        record = accounts.admitted
+        counted = set(first_groups(record, sampler, None))
+        soon = {sampler.group_at(record.num_fresh + one, record.mixes) for one in range(ADMISSION_BATCH)}
+        assert len(counted) == record.num_fresh == record.total
+        assert counted <= published <= counted | soon
+    for first, num_rows in sampler.pools:
+        epochs = [group.epoch for group in counted if first <= group.index < first + num_rows] if admissions else []
+        assert all(epochs.count(epoch) == num_rows for epoch in range(max(epochs, default=0)))
