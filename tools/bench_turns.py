@@ -1,11 +1,12 @@
 """How late the event loop is while 1,000 trajectories use a tool over several turns, beside a plain openai-SDK loop.
 
-    python -m tools.bench_turns [--trajectories 1000] [--turns 4] [--only ours]
+    python -m tools.bench_turns [--trajectories 1000] [--turns 4] [--only ours ...]
 
 Both have the same conversations with the same server (`tools.turn_server`: replies of 256 tokens, 8 in an event, an
 event each 200 ms) and run the same tool; the server has a core of its own. `ours` is what a node does with tickets,
 except that the broker acknowledges at once: workflows with `policy.act`, every token recorded, trajectories encoded.
 `openai SDK` is what an agent does by hand: it streams, adds up the pieces, calls the tool and records nothing.
+`traced` is ours with every group traced into a file, by a thread of the same process, on the same core.
 
 Loop lag is the time by which a callback would be late, at every moment of the run. Processor time is this process's
 whole. Exits with status 1 where ours misses `MAX_LAG_P99_S`, or anything fails.
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,13 +34,15 @@ import uvloop
 
 from areal_async.bus import Bus, Delivery
 from areal_async.contracts import Policy
+from areal_async.exporters.traces import recording
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
+from areal_async.metrics_settings import TO_FILES
 from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.runner import run_ticket
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.workplace import Workplace
-from areal_async.settings import InferenceSettings, RunSettings, SamplingSettings, Settings
+from areal_async.settings import InferenceSettings, MetricsSettings, RunSettings, SamplingSettings, Settings
 from areal_async.types import Prompt, Ticket
 from tests.unit.rollout.chat_templates import codec_with
 from tools.bench_streams import watch_lag
@@ -125,6 +128,10 @@ class Lease:
 
     num_delivered = 1
 
+    @property
+    def stored_ns(self) -> int:
+        return time.time_ns()
+
     async def ack(self) -> None:
         pass
 
@@ -133,6 +140,13 @@ class Lease:
 
     async def in_progress(self) -> None:
         pass
+
+
+async def run_traced(url: str, codec: TextCodec, figures: Figures, arguments: argparse.Namespace, folder: str) -> None:
+    """Run tickets as a node does that records traces; what it has left to write is counted too."""
+    settings = Settings(metrics=MetricsSettings(traces=TO_FILES))
+    with recording(settings, Path(folder), role="node"):
+        await run_ours(url, codec, figures, arguments, folder)
 
 
 async def run_ours(url: str, codec: TextCodec, figures: Figures, arguments: argparse.Namespace, folder: str) -> None:
@@ -223,6 +237,14 @@ async def measure(run: Callable[[Figures], Awaitable[None]]) -> Figures:
     return figures
 
 
+def compare(results: Mapping[str, Figures], left: str, right: str) -> None:
+    """Print what a turn of one costs beside a turn of another, where both were measured."""
+    if left in results and right in results:
+        one, other = results[left], results[right]
+        ratio = one.cpu_s / max(1, one.num_turns) / (other.cpu_s / max(1, other.num_turns))
+        print(f"a turn of {left} costs {ratio:.2f} of one of {right}")
+
+
 @contextmanager
 def turn_server(script: Script) -> Iterator[str]:
     """Start the server on the last core, stay on the first, and yield its URL."""
@@ -247,7 +269,7 @@ def main() -> None:
     parser.add_argument("--trajectories", type=int, default=1000)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--ramp-s", type=float, default=5.0, help="over which they begin")
-    parser.add_argument("--only", choices=["ours", "openai SDK"])
+    parser.add_argument("--only", nargs="+", choices=["ours", "traced", "openai SDK"])
     arguments = parser.parse_args()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
     codec = codec_with("hermes")
@@ -261,9 +283,10 @@ def main() -> None:
     with turn_server(script) as url, tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, Callable[[Figures], Awaitable[None]]] = {
             "ours": lambda figures: run_ours(url, codec, figures, arguments, folder),
+            "traced": lambda figures: run_traced(url, codec, figures, arguments, folder),
             "openai SDK": lambda figures: run_sdk(url, figures, arguments),
         }
-        for name in [arguments.only] if arguments.only else contenders:
+        for name in arguments.only or contenders:
             one = results[name] = uvloop.run(measure(contenders[name]))
             gc.collect()
             print(
@@ -272,11 +295,8 @@ def main() -> None:
                 f"{one.cpu_s / one.wall_s:>7.0%}{one.num_failed:>8}",
                 flush=True,
             )
-    if len(results) == 2:
-        ours, theirs = results["ours"], results["openai SDK"]
-        print(
-            f"a turn of ours costs {ours.cpu_s / ours.num_turns / (theirs.cpu_s / theirs.num_turns):.2f} of the SDK's"
-        )
+    compare(results, "ours", "openai SDK")
+    compare(results, "traced", "ours")
     ours = results.get("ours", Figures())
     if ours.num_failed or ours.num_trajectories + ours.num_failed < bool(ours.lags_s) * arguments.trajectories:
         sys.exit(f"ours: {ours.num_trajectories} of {arguments.trajectories} were scored")

@@ -10,9 +10,12 @@ import anyio.lowlevel
 import pytest
 
 from areal_async import stations, tracing
+from areal_async.contracts import ToolCall
 from areal_async.errors import WorkflowError
+from areal_async.rollout.tools.run import Toolbox
 from areal_async.tracing import NOTHING, RecordedSpan, install, is_chosen, of_group, of_step, place_of, span
-from areal_async.types import Version
+from areal_async.types import Slot, SlotStatus, Ticket, Trajectory, Version
+from tests.unit.rollout import sample_rewards
 
 IDS = [f"0-{index}-0" for index in range(4000)]
 
@@ -40,6 +43,7 @@ def test_ids_follow_from_the_run_and_the_group_alone() -> None:
     assert len({place, *(place_of(*other) for other in others)}) == 4
 
 
+@pytest.mark.usefixtures("kept")
 def test_which_groups_are_recorded_follows_from_their_ids() -> None:
     """Alike in every process; and more of them at a higher ratio, never others."""
     traces = {group_id: place_of("run", "group", group_id).trace_id for group_id in IDS}
@@ -50,6 +54,9 @@ def test_which_groups_are_recorded_follows_from_their_ids() -> None:
     assert 0.47 < len(half) / len(IDS) < 0.53
     assert all(is_chosen(trace, 1.0) for trace in traces.values())
     assert not any(is_chosen(trace, 0.0) for trace in traces.values())
+    install(Kept(), run="run", ratio=0.1)
+    assert {one for one in IDS if of_group(one) is not None} == tenth
+    assert of_step(Version(1, 1)) is not None, "steps all are"
 
 
 def test_off_nothing_is_recorded_and_opentelemetry_is_not_imported() -> None:
@@ -138,3 +145,32 @@ def test_a_step_is_linked_to_the_groups_it_trains_and_they_to_it(kept: Kept) -> 
     assert [(one.parent, one.links) for one in trained] == [(place, [step]) for place in first.links]
     assert [one.end_ns - one.start_ns for one in trained] == [2_000_000_000] * 2
     assert of_step(Version(2, 0)) is None  # nobody has trained those
+
+
+@pytest.mark.anyio
+async def test_a_tool_and_a_reward_are_below_the_episode_that_called_them(kept: Kept) -> None:
+    """A call that is none is there too, with the words that the model is given."""
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+    slot = Slot(sibling=1, sample_uid="u", status=SlotStatus.FAILED, reason="no reward", oldest="1-0", newest="1-0")
+    failed = Trajectory(slot=slot, sequences=[])
+    ticket = Ticket(group_id="0-1-0", workflow="w", row={}, group_size=2, version="1-0")
+    calls = [ToolCall(id="call00001", name="add", arguments=given) for given in ({"a": 1, "b": 2}, {"a": "x"})]
+    with tracing.first_span("admit", of_group("0-1-0"), attributes={}), stations.episode(ticket, [1]) as episode:
+        results = await Toolbox([add], timeout_s=5.0).run(calls)
+        assert [one.is_error for one in results] == [False, True]
+        assert await sample_rewards.length_of("four") == 4.0
+        stations.note_trajectories(episode, [failed])
+
+    named: dict[str, RecordedSpan] = {one.name: one for one in kept}
+    below = [one for one in kept if one.parent == named["invoke_workflow w"].place]
+    assert [one.name for one in below] == ["execute_tool add", "execute_tool add", "reward length_of"]
+    good, bad, reward = below
+    assert (good.reason, good.attributes["gen_ai.tool.call.id"], reward.reason) == (None, "call00001", None)
+    assert bad.reason == results[1].text.removeprefix("error: ")
+    (result,) = named["invoke_workflow w"].happenings
+    assert (result.name, result.attributes["gen_ai.evaluation.score.label"]) == ("gen_ai.evaluation.result", "failed")
+    assert named["invoke_workflow w"].reason == "no reward"

@@ -64,7 +64,8 @@ class Toolbox:
             try:
                 if number >= MAX_CALLS_PER_REPLY:
                     raise ToolError(f"got call {number + 1} of one reply, need at most {MAX_CALLS_PER_REPLY}")
-                results.append(ToolResult(call=call, text=await self._answer(call), is_error=False))
+                with stations.tool_call(call):
+                    results.append(ToolResult(call=call, text=await self._answer(call), is_error=False))
             except ToolError as exc:
                 results.append(ToolResult(call=call, text=_shortened(f"error: {exc}"), is_error=True))
         return results
@@ -81,7 +82,7 @@ class Toolbox:
             raise ToolError(f"{tool.name}: {exc}") from exc
         timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
         with attributed_to(ToolError, tool.name):
-            with waits.on(f"tool {tool.name}"), stations.tool_call(call):
+            with waits.on(f"tool {tool.name}"):
                 value = await _call(tool, arguments, timeout_s)
             return encodable(_shortened(as_text(value)))
 
