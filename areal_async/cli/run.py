@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             directory.clear()
         elif directory.exists:
             directory.refuse_changed_data(settings)
-        settings = with_key(settings, directory.read_settings() if directory.exists else None)
+        settings = with_key(settings, directory.read_settings if directory.exists else None)
         directory.write_settings(settings)
         log.configure("launcher", directory.logs)
         return _run_locked(settings, directory, backend, is_fresh=arguments.fresh, is_plain=arguments.no_display)

@@ -1,4 +1,4 @@
-"""Spans of one process on their way to a collector, or into a file: OTLP over HTTP, or OTLP's JSON lines.
+"""Spans of one process on their way to a collector, by OTLP over HTTP, or into a file (``trace_file``).
 
 Whoever records a span puts it into a bounded queue and goes on. A thread of its own translates what has come, once a
 second or sooner, and sends it; what finds the queue full, and what the collector did not take, is counted and told of.
@@ -6,9 +6,7 @@ Invariant: neither the event loop nor a training step nor the end of a process w
 ``CLOSE_DEADLINE_S``.
 """
 
-import base64
 import importlib.util
-import json
 import logging
 import os
 import secrets
@@ -16,7 +14,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -26,12 +24,14 @@ import structlog
 
 from areal_async import tracing
 from areal_async.errors import UserError
+from areal_async.exporters.trace_file import FileExporter, sendable
 from areal_async.metrics_settings import TO_FILES, MetricsSettings
 from areal_async.settings import Settings
 from areal_async.tracing import Attributes, Place, RecordedSpan, Value
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 ROUTE = "/v1/traces"
+SCOPE = "areal_async"
 INTERVAL_S = 1.0
 """How long a span waits for others at the most; what a killed process takes with it."""
 BATCH_SPANS = 512
@@ -76,13 +76,14 @@ def recording(settings: Settings, run_directory: Path, *, role: str, instance: s
         yield
         return
     check_installed(settings.metrics)
-    translator = Translator(settings.run.name, role=role, instance=instance)
+    resource = resource_of(settings.run.name, role=role, instance=instance)
     if where == TO_FILES:
         path = run_directory / "traces" / f"{role}-{instance}.jsonl"
-        outbox = SpanOutbox(FileExporter(path, translator), where=str(path))
+        scope = {"name": SCOPE, "version": str(resource["service.version"])}
+        outbox = SpanOutbox(FileExporter(path, resource, scope=scope), where=str(path))
     else:
         url = endpoint(where)
-        outbox = SpanOutbox(HttpExporter(url, translator), where=url)
+        outbox = SpanOutbox(HttpExporter(url, Translator(resource)), where=url)
     tracing.install(
         outbox, run=f"{settings.run.name}.{settings.metrics.traces_key}", ratio=settings.metrics.traces_ratio
     )
@@ -94,15 +95,15 @@ def recording(settings: Settings, run_directory: Path, *, role: str, instance: s
 
 
 def check_installed(metrics: MetricsSettings) -> None:
-    """Refuse to trace with nothing to do it with.
+    """Refuse to send traces with nothing to do it with; a file needs no package.
 
     Raises:
         UserError: it is so.
     """
-    if metrics.traces is not None and not are_installed():
+    if metrics.traces not in (None, TO_FILES) and not are_installed():
         raise UserError(
             f"metrics.traces: got {metrics.traces!r}, need the packages opentelemetry-sdk and "
-            "opentelemetry-exporter-otlp-proto-http; pip install areal-async[traces], or leave it out"
+            "opentelemetry-exporter-otlp-proto-http; pip install areal-async[traces], or set it to file"
         )
 
 
@@ -114,18 +115,31 @@ def are_installed() -> bool:
         return False
 
 
-def with_key(settings: Settings, earlier: Settings | None) -> Settings:
-    """Return the settings with the ``metrics.traces_key`` of the run's ``earlier`` start, or with a new one."""
+def with_key(settings: Settings, read_earlier: Callable[[], Settings] | None) -> Settings:
+    """Return the settings with a ``metrics.traces_key``: that of the run's earlier start, where there was one."""
     metrics = settings.metrics
     if metrics.traces is None or metrics.traces_key:
         return settings
-    key = (earlier.metrics.traces_key if earlier is not None else "") or secrets.token_hex(4)
+    key = (read_earlier().metrics.traces_key if read_earlier is not None else "") or secrets.token_hex(4)
     return settings.model_copy(update={"metrics": metrics.model_copy(update={"traces_key": key})})
 
 
 def endpoint(url: str) -> str:
     """Return where spans are posted, given a collector's address with or without that route."""
     return url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
+
+
+def resource_of(run: str, *, role: str, instance: str) -> dict[str, str | int]:
+    """Return what is said of this process."""
+    return {
+        "service.name": f"areal-{role}",
+        "service.namespace": "areal",
+        "service.instance.id": instance,
+        "service.version": metadata.version("areal-async"),
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "areal.run": run,
+    }
 
 
 class SpanOutbox:
@@ -212,39 +226,23 @@ class SpanOutbox:
 class Translator:
     """Makes OpenTelemetry's spans of ours, in the name of one process. Used in the exporting thread alone."""
 
-    def __init__(self, run: str, *, role: str, instance: str) -> None:
+    def __init__(self, resource: Mapping[str, str | int]) -> None:
+        """Take what is said of the process; ``OTEL_RESOURCE_ATTRIBUTES`` add to it."""
         # Imported here and below: a process without traces never loads it.
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 
-        version = metadata.version("areal-async")
-        self._scope = InstrumentationScope("areal_async", version)
-        self._resource = Resource.create(
-            {
-                "service.name": f"areal-{role}",
-                "service.namespace": "areal",
-                "service.instance.id": instance,
-                "service.version": version,
-                "host.name": socket.gethostname(),
-                "process.pid": os.getpid(),
-                "areal.run": run,
-            }
-        )
-
-    def request(self, spans: Sequence[RecordedSpan]) -> Any:
-        """Return the ``ExportTraceServiceRequest`` that carries them."""
-        from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
-
-        return encode_spans([self.span(one) for one in spans])
+        self._scope = InstrumentationScope(SCOPE, str(resource["service.version"]))
+        self._resource = Resource.create(resource)
 
     def span(self, span: RecordedSpan) -> Any:
         """Return one as the SDK's ``ReadableSpan``."""
         from opentelemetry.sdk.trace import Event, ReadableSpan
         from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
-        status = Status(StatusCode.UNSET) if span.reason is None else Status(StatusCode.ERROR, _sendable(span.reason))
+        status = Status(StatusCode.UNSET) if span.reason is None else Status(StatusCode.ERROR, sendable(span.reason))
         return ReadableSpan(
-            _sendable(span.name),
+            sendable(span.name),
             context=_context(span.place, is_remote=False),
             parent=None if span.parent is None else _context(span.parent, is_remote=True),
             resource=self._resource,
@@ -259,13 +257,8 @@ class Translator:
         )
 
 
-def _sendable(text: str) -> str:
-    """Return text without what no UTF-8 is for: models write tool names, and their halves of characters."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
-
-
 def _all_sendable(attributes: Attributes) -> dict[str, Value]:
-    return {key: _sendable(value) if isinstance(value, str) else value for key, value in attributes.items()}
+    return {key: sendable(value) if isinstance(value, str) else value for key, value in attributes.items()}
 
 
 def _context(place: Place, *, is_remote: bool) -> Any:
@@ -321,38 +314,3 @@ class _LastWords(logging.Handler):
         """Return the first, and listen anew."""
         first, self.first = self.first, ""
         return " ".join(first.split())
-
-
-class FileExporter:
-    """Appends a line per batch: an ``ExportTraceServiceRequest`` as JSON, which collectors read and write too."""
-
-    def __init__(self, path: Path, translator: Translator) -> None:
-        self._path = path
-        self._translator = translator
-
-    def export(self, spans: Sequence[RecordedSpan]) -> None:
-        from google.protobuf.json_format import MessageToDict
-
-        said = MessageToDict(self._translator.request(spans), use_integers_for_enums=True)
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(_with_hex_ids(said), ensure_ascii=False, separators=(",", ":")) + "\n")
-
-    @property
-    def is_in_trouble(self) -> bool:
-        return False
-
-    def shutdown(self) -> None:
-        return
-
-
-def _with_hex_ids(said: Any) -> Any:
-    """Write ids as OTLP's JSON has them, where protobuf's would have base64."""
-    for resource in said.get("resourceSpans", ()):
-        for scope in resource.get("scopeSpans", ()):
-            for span in scope.get("spans", ()):
-                for holder in (span, *span.get("links", ())):
-                    for key in ("traceId", "spanId", "parentSpanId"):
-                        if key in holder:
-                            holder[key] = base64.b64decode(holder[key]).hex()
-    return said

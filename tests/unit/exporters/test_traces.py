@@ -2,6 +2,7 @@
 
 import base64
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -16,7 +17,15 @@ from structlog.testing import capture_logs
 
 from areal_async import tracing
 from areal_async.errors import UserError
-from areal_async.exporters.traces import HttpExporter, SpanOutbox, Translator, endpoint, recording, with_key
+from areal_async.exporters.traces import (
+    HttpExporter,
+    SpanOutbox,
+    Translator,
+    endpoint,
+    recording,
+    resource_of,
+    with_key,
+)
 from areal_async.preflight.exports import check_traces, check_trackers
 from areal_async.preflight.findings import Level, guarded
 from areal_async.settings import MetricsSettings, RunSettings, Settings
@@ -62,20 +71,33 @@ def test_what_a_process_recorded_is_at_the_collector_when_it_has_ended(tmp_path:
     assert tracing.of_group("0-1-0") is None
 
 
-def test_no_collector_is_one_warning_and_no_traceback(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with capture_logs() as logs, recording(_settings(tmp_path, traces=NOWHERE), tmp_path, role="node"):
-        _record()
+def test_no_collector_is_two_sentences_and_no_traceback(tmp_path: Path) -> None:
+    """That it is not there, and what was lost: the library's own account of each try is nobody's."""
+    code = (
+        "from pathlib import Path\n"
+        "from areal_async import log, tracing\n"
+        "from areal_async.exporters.traces import recording\n"
+        "from areal_async.settings import MetricsSettings, Settings\n"
+        "log.configure('node', None)\n"
+        f"settings = Settings(metrics=MetricsSettings(traces='{NOWHERE}'))\n"
+        "with recording(settings, Path('nowhere'), role='node'):\n"
+        "    with tracing.span('work', tracing.of_group('0-1-0'), attributes={}):\n"
+        "        pass\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
-    (lost,) = [one for one in logs if one["event"] == "traces.lost"]
-    assert (lost["log_level"], lost["num_lost"], lost["num_sent"]) == ("warning", 1, 0)
-    (told,) = [one for one in logs if one["event"] == "traces.not_sent"]
-    assert (told["where"], told["reason"]) == (f"{NOWHERE}/v1/traces", "[Errno 111] Connection refused")
-    assert capfd.readouterr().err == ""
+    assert (ended.returncode, ended.stdout) == (0, "")
+    not_sent, lost = [line.partition("warning node: ")[2] for line in ended.stderr.splitlines()]
+    where = f"where={NOWHERE}/v1/traces"
+    assert not_sent == f"traces.not_sent {where} reason=[Errno 111] Connection refused detail=the run goes on without"
+    assert lost == f"traces.lost {where} num_lost=1 num_sent=0"
 
 
 def test_a_collector_that_refuses_is_told_of_once_and_so_is_its_return(tmp_path: Path) -> None:
     with collecting() as collector, capture_logs() as logs:
-        outbox = SpanOutbox(HttpExporter(endpoint(collector.url), Translator("r", role="node", instance="0")), where="")
+        outbox = SpanOutbox(
+            HttpExporter(endpoint(collector.url), Translator(resource_of("r", role="node", instance="0"))), where=""
+        )
         tracing.install(outbox, run="r")
         for status, num_told in ((400, 1), (400, 1), (200, 2), (200, 2)):
             collector.status = status
@@ -98,7 +120,7 @@ def test_a_collector_that_answers_nothing_costs_spans_and_no_time(tmp_path: Path
     """The queue is bounded, what it has no room for is counted and told of, and the process ends all the same."""
     with collecting() as collector, capture_logs() as logs:
         collector.answers.clear()
-        exporter = HttpExporter(endpoint(collector.url), Translator("r", role="node", instance="0"))
+        exporter = HttpExporter(endpoint(collector.url), Translator(resource_of("r", role="node", instance="0")))
         outbox = SpanOutbox(exporter, where="", max_spans=5)
         tracing.install(outbox, run="r")
         _record()
@@ -117,11 +139,11 @@ def test_a_collector_that_answers_nothing_costs_spans_and_no_time(tmp_path: Path
 
 
 def test_files_hold_what_collectors_import(tmp_path: Path) -> None:
-    """Each line is an ExportTraceServiceRequest in OTLP's JSON: ids hexadecimal, enumerations numbers."""
+    """Each line is an ExportTraceServiceRequest in OTLP's JSON, as OpenTelemetry's own reader of it finds."""
     run_directory = tmp_path / "seen"
     for _ in range(2):  # a process that is started again goes on in its file
         with recording(_settings(tmp_path, traces="file"), run_directory, role="trainer", instance="1"):
-            _record(text="\ud800 half a character")
+            _record(text="\ud800 half a character", number=3, is_so=True, share=0.5, ids=["a", "b"])
 
     lines = (run_directory / "traces" / "trainer-1.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 2
@@ -134,7 +156,10 @@ def test_files_hold_what_collectors_import(tmp_path: Path) -> None:
         span[key] = base64.b64encode(bytes.fromhex(span[key])).decode()
     (seen,) = read(ParseDict(said, ExportTraceServiceRequest()))
     assert (seen.service, seen.instance, seen.name) == ("areal-trainer", "1", "work")
-    assert seen.attributes == {"text": "? half a character"}
+    assert seen.attributes == {
+        "text": "? half a character", "number": 3, "is_so": True, "share": 0.5, "ids": ["a", "b"],
+    }  # fmt: skip
+    assert seen.events == [("stream.broken", {"areal.server_id": "0-0"})]
 
 
 def test_a_full_disk_is_a_collector_that_refuses(tmp_path: Path) -> None:
@@ -149,14 +174,18 @@ def test_a_full_disk_is_a_collector_that_refuses(tmp_path: Path) -> None:
 def test_without_the_extra_one_sentence_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the run, from ``doctor``, and from a process on a host that lacks it."""
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    settings = _settings(tmp_path, traces="file")
+    settings = _settings(tmp_path, traces=NOWHERE)
 
-    with pytest.raises(UserError, match=r"metrics.traces: got 'file', need .*; pip install areal-async\[traces\]"):
+    with pytest.raises(
+        UserError, match=r"metrics.traces: got 'http://127.0.0.1:1', need .*; pip install areal-async\[traces\]"
+    ):
         with recording(settings, tmp_path, role="node"):
             pytest.fail("it goes on")
     (finding,) = guarded("traces", lambda: check_traces(settings))
     assert finding.level is Level.ERROR
-    assert finding.cure == "pip install areal-async[traces], or leave it out"
+    assert finding.cure == "pip install areal-async[traces], or set it to file"
+    with recording(_settings(tmp_path, traces="file"), tmp_path, role="node"):
+        _record()  # which needs no package
 
 
 def test_doctor_finds_a_collector_that_is_not_there_and_a_tracker_without_its_package(tmp_path: Path) -> None:
@@ -176,7 +205,7 @@ def test_a_run_keeps_the_key_of_its_traces_and_a_new_one_has_another(tmp_path: P
     first, other = with_key(settings, None), with_key(settings, None)
 
     assert first.metrics.traces_key != other.metrics.traces_key
-    assert with_key(settings, first).metrics.traces_key == first.metrics.traces_key
+    assert with_key(settings, lambda: first).metrics.traces_key == first.metrics.traces_key
     assert with_key(_settings(tmp_path), None).metrics.traces_key == ""
 
 
