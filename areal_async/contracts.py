@@ -185,7 +185,8 @@ class Policy(Protocol):
         Args:
             tools: what the model may call; nothing is run, see ``reply.tool_calls``.
             n: so many replies at once, side by side, as a list.
-            sampling: overrides of ``rollout.sampling`` for this call, by the same names.
+            sampling: overrides of ``rollout.sampling`` for this call, by the same names. Tokens are trained at the
+                temperature that they were sampled at.
 
         Raises:
             GenerationError: no server could finish it. Let it pass: it is recorded on the trajectory.

@@ -285,14 +285,16 @@ async def temperatures_by_group(run: Run) -> dict[str, set[float]]:
 
 
 async def test_changed_sampling_is_that_of_groups_that_begin_from_then_on_and_never_of_an_evaluation(run: Run) -> None:
-    key = "rollout.sampling.temperature"
-    changes = Changes(by_setting={key: Change(value=0.5, given=1.0)})
+    by_setting = {
+        "rollout.sampling.temperature": Change(value=0.5, given=1.0),
+        "rollout.sampling.max_new_tokens": Change(value=8, given=16),
+    }
     await run.announce()
     await run.admit("0-0-0")
 
     async with run.running_node():
         await run.slots(4)
-        await run.controller.put(CHANGES, changes)
+        await run.controller.put(CHANGES, Changes(by_setting=by_setting))
         number = 0
         while {0.5} not in (await temperatures_by_group(run)).values():
             number += 1
@@ -306,7 +308,8 @@ async def test_changed_sampling_is_that_of_groups_that_begin_from_then_on_and_ne
     by_group = await temperatures_by_group(run)
     assert by_group["0-0-0"] == {1.0}
     assert all(len(one) == 1 for one in by_group.values()), "siblings are sampled alike"
-    assert asked["sampling_params"][-1]["temperature"] == 0.0, "the evaluation's"
+    evaluation = asked["sampling_params"][-1]
+    assert (evaluation["temperature"], evaluation["max_new_tokens"]) == (0.0, 16)
 
 
 async def test_a_node_samples_nothing_before_it_knows_what_was_changed(run: Run) -> None:
