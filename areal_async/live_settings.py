@@ -100,6 +100,13 @@ def held_changes(settings: Settings, changes: Changes) -> Iterator[tuple[str, fl
         left = forbidden
 
 
+def live_names(settings: Settings) -> list[str]:
+    """Return every name under which something of this run can be changed."""
+    tasks = [str(number) for number in range(len(settings.tasks))]
+    tasks += [task.name for task in settings.tasks if not task.name.isdecimal()]
+    return [name for one in LIVE for name in ([one.replace("*", task) for task in tasks] if "*" in one else [one])]
+
+
 def full_name(settings: Settings, key: str) -> str:
     """Return a setting's name with the number of a task in it, where it names the task: ``tasks.gsm8k.ratio``."""
     parts, names = key.split("."), [task.name for task in settings.tasks]

@@ -13,7 +13,7 @@ import structlog
 from areal_async.bus import Bus, Endpoint, Report, Schema, json_object
 from areal_async.errors import ConflictError, UserError
 from areal_async.events import RunOrdered, SettingChanged
-from areal_async.live_settings import LIVE, check_change, full_name, held_changes, value_of
+from areal_async.live_settings import check_change, full_name, held_changes, live_names, value_of
 from areal_async.run_state import Change, Changes, Control
 from areal_async.settings import Settings
 from areal_async.subjects import CHANGES, CONTROL
@@ -22,9 +22,6 @@ MAX_TEXT = 200
 TEXT: Schema = {"type": "string", "maxLength": MAX_TEXT}
 ORDER = json_object(optional=["by", "reason"], by=TEXT, reason=TEXT)
 CONTROLLED = json_object(is_paused="boolean", is_stopping="boolean", by="string", reason="string", at="string")
-CHANGE = json_object(
-    optional=["by", "reason"], setting={"enum": list(LIVE)}, value={"type": "number"}, by=TEXT, reason=TEXT
-)
 ALL_CHANGES: Schema = {"type": "object", "additionalProperties": {"type": "number"}}
 """Setting -> value, of all that are changed."""
 
@@ -58,9 +55,11 @@ class Steering:
             "resume": ("admit again", self._resume),
             "stop": ("finish the step, checkpoint and end; the same command as before goes on from there", self._stop),
         }
+        names: Schema = {"enum": live_names(self._settings)}
+        change = json_object(optional=["by", "reason"], setting=names, value={"type": "number"}, by=TEXT, reason=TEXT)
         return [
             *(self._endpoint(name, what, ORDER, CONTROLLED, answer) for name, (what, answer) in orders.items()),
-            self._endpoint("set", "change a setting of the live run", CHANGE, ALL_CHANGES, self._set),
+            self._endpoint("set", "change a setting of the live run", change, ALL_CHANGES, self._set),
             self._endpoint(
                 "eval",
                 "evaluate what the servers hold; ask again with the version of the answer until it has records",

@@ -8,6 +8,7 @@ from areal_async.live_settings import (
     check_change,
     full_name,
     held_changes,
+    live_names,
     settings_now,
     settings_of_step,
     step_numbers,
@@ -196,6 +197,15 @@ def test_what_is_taken_off_long_answers_keeps_the_longest_as_it_was_given() -> N
     assert dict(held_changes(penalised, changes)) == {}, "made before, under another algorithm"
     assert check_change(told, Changes(), key, 512) == 512
     assert dict(held_changes(told, changes)) == {key: 512}
+
+
+def test_every_name_that_is_told_is_one_of_a_live_setting() -> None:
+    settings = _with_tasks({}, {})
+    names = live_names(settings)
+
+    assert {"trainer.lr", "tasks.1.ratio", "tasks.w1.sampling.top_p"} < set(names)
+    for name in names:
+        value_of(settings, full_name(settings, name))
 
 
 def _with_tasks(*given: dict[str, object]) -> Settings:
