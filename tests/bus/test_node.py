@@ -16,7 +16,10 @@ import pytest
 from areal_async import wire
 from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
 from areal_async.errors import UserError
+from areal_async.inference.pool import Pool
+from areal_async.rollout.leases import Leases
 from areal_async.rollout.node import run_node
+from areal_async.rollout.workplace import Workplace
 from areal_async.run_state import Change, Changes
 from areal_async.settings import (
     BusSettings,
@@ -310,6 +313,22 @@ async def test_changed_sampling_is_that_of_groups_that_begin_from_then_on_and_ne
     assert all(len(one) == 1 for one in by_group.values()), "siblings are sampled alike"
     evaluation = asked["sampling_params"][-1]
     assert (evaluation["temperature"], evaluation["max_new_tokens"]) == (0.0, 16)
+
+
+async def test_what_was_changed_before_is_known_when_the_node_begins_to_lease(run: Run, settings: Settings) -> None:
+    by_setting = {"rollout.sampling.temperature": Change(value=0.5, given=1.0)}
+    await run.controller.put(CHANGES, Changes(by_setting=by_setting))
+    unused: Any = None
+    place = Workplace(
+        settings=settings, bus=run.node, node_id="n0", generator=unused, codec=unused, workflows={}
+    )  # fmt: skip
+
+    async with anyio.create_task_group() as tasks:
+        await tasks.start(Leases(place, Pool(["s0"], deadline_s=1), anyio.Event()).run_changes)
+        temperatures = [one.rollout.sampling.temperature for one in (place.settings, place.now)]
+        tasks.cancel_scope.cancel()
+
+    assert temperatures == [1.0, 0.5]
 
 
 async def test_a_node_samples_nothing_before_it_knows_what_was_changed(run: Run) -> None:
