@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from areal_async.fields import Count
+from areal_async.fields import Count, NumServers, OptionalVersionText, TokenText
 from areal_async.types import Record
 
 
@@ -80,3 +80,40 @@ class SharedSettings(Record, frozen=True, kw_only=True):
     """Version of the library that wrote it."""
     files: dict[str, str] = {}
     """path -> SHA-256 of the workflows' files, and of what they import from the repository."""
+
+
+class RunState(Record, frozen=True, kw_only=True):
+    """KV ``run``: how far the run as a whole is."""
+
+    state: str = "running"
+    """``running``, ``stopped`` (its launcher has ended, and another start goes on), ``finished`` or ``failed``."""
+    reason: str = ""
+
+
+DISOWNED = "its node is gone"
+"""Why a server is fenced whose node has not been heard for too long: the controller writes it, in the node's stead."""
+
+
+class ServerState(Record, frozen=True, kw_only=True):
+    """KV ``server.<id>``: what one inference server runs."""
+
+    server_id: TokenText
+    node_id: str
+    url: str
+    version: OptionalVersionText
+    """Empty until it holds an announced version."""
+    incarnation: str = ""
+    """Different after every start of its process."""
+    num_ranks: Count = 1
+    """GPUs it is spread over: its ranks in an update group."""
+    fenced: bool = False
+    reason: str = ""
+    failure: str = ""
+    """Why it was fenced the last time, other than to be started."""
+
+
+class FleetSize(Record, frozen=True, kw_only=True):
+    """KV ``fleet.<node>``: how many servers the operator wants a node to have from now on."""
+
+    num_servers: NumServers | None = None
+    """``None``, like no such key at all, for as many as the settings say."""

@@ -23,7 +23,6 @@ from areal_async.fields import (
     GroupIdText,
     GroupSize,
     LineageText,
-    NumServers,
     OptionalVersionText,
     RoleText,
     StretchText,
@@ -457,43 +456,6 @@ class DeadLetter(Record, frozen=True, kw_only=True):
     headers: dict[str, str] = {}
     data: bytes = b""
     """Its first bytes; base64 in JSON."""
-
-
-class RunState(Record, frozen=True, kw_only=True):
-    """KV ``run``: how far the run as a whole is."""
-
-    state: str = "running"
-    """``running``, ``stopped`` (its launcher has ended, and another start goes on), ``finished`` or ``failed``."""
-    reason: str = ""
-
-
-DISOWNED = "its node is gone"
-"""Why a server is fenced whose node has not been heard for too long: the controller writes it, in the node's stead."""
-
-
-class ServerState(Record, frozen=True, kw_only=True):
-    """KV ``server.<id>``: what one inference server runs."""
-
-    server_id: TokenText
-    node_id: str
-    url: str
-    version: OptionalVersionText
-    """Empty until it holds an announced version."""
-    incarnation: str = ""
-    """Different after every start of its process."""
-    num_ranks: Count = 1
-    """GPUs it is spread over: its ranks in an update group."""
-    fenced: bool = False
-    reason: str = ""
-    failure: str = ""
-    """Why it was fenced the last time, other than to be started."""
-
-
-class FleetSize(Record, frozen=True, kw_only=True):
-    """KV ``fleet.<node>``: how many servers the operator wants a node to have from now on."""
-
-    num_servers: NumServers | None = None
-    """``None``, like no such key at all, for as many as the settings say."""
 
 
 def mean(values: list[float]) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_async import types, wire
+from areal_async import run_state, types, wire
 from areal_async.bus.api import decode_answer as decode_broker_answer
 from areal_async.cli.tail import decode_object
 from areal_async.errors import BusError, GenerationError, UserError, WireError
@@ -219,10 +219,10 @@ DECODERS: tuple[Decoder, ...] = (
             mixes=[types.Mix(start=20, weights=[3, 0, 1], counts=[12, 5, 3])],
         )
     ),
-    of_record(types.FleetSize(num_servers=2)),
+    of_record(run_state.FleetSize(num_servers=2)),
     of_record(types.DeadLetter(stream="S", subject="a.b", sequence=3, reason="why", reader="node", data=b"\xff")),
-    of_record(types.RunState(state="failed", reason="why")),
-    of_record(types.ServerState(server_id="n0-0", node_id="n0", url="http://127.0.0.1:1", version="1-2")),
+    of_record(run_state.RunState(state="failed", reason="why")),
+    of_record(run_state.ServerState(server_id="n0-0", node_id="n0", url="http://127.0.0.1:1", version="1-2")),
     of_record(_WEIGHTS, types.WeightsVersion(version="1-4", path="/w")),
     decoder("trajectory headers", _decode_headers, "\n".join(_HEADERS.values()).encode()),
     decoder("trajectory message", lambda data: wire.decode_trajectory(data, _SLOTS[0]), _PAYLOAD),

@@ -24,9 +24,10 @@ from areal_async.controller.accounts import Accounts
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
+from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, RUN_STATE
-from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, RunState
+from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind
 from areal_async.wire import decode
 
 DEAD = "dead"

@@ -28,10 +28,10 @@ from areal_async.inference.pool import STARTING
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit, visit_at
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.live_settings import held_changes
-from areal_async.run_state import Changes, Control, CrewState
+from areal_async.run_state import Changes, Control, CrewState, RunState, ServerState
 from areal_async.settings import BusSettings, RunSettings, Settings
 from areal_async.subjects import CHANGES, CONTROL, RUN_NAME, RUN_STATE
-from areal_async.types import RunState, ServerState, WeightsVersion
+from areal_async.types import WeightsVersion
 
 ANSWER_S = 1.0
 """How long a process may take to answer; then it counts as missing."""

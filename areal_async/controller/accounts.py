@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_async.journal import Journal, without_slots
-from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, ServerState, Version
+from areal_async.run_state import ServerState
+from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Version
 
 RUN_ENDED = "the run ended first"
 """The reason of a group that the run's end found unsettled."""

@@ -40,22 +40,11 @@ from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
 from areal_async.fields import is_version
 from areal_async.live_settings import settings_now
-from areal_async.run_state import Changes, Control
+from areal_async.run_state import DISOWNED, Changes, Control, RunState, ServerState
 from areal_async.settings import Settings
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
-from areal_async.types import (
-    DISOWNED,
-    Admitted,
-    Cut,
-    GroupId,
-    Outcome,
-    RunState,
-    ServerState,
-    Ticket,
-    Version,
-    WeightsVersion,
-)
+from areal_async.types import Admitted, Cut, GroupId, Outcome, Ticket, Version, WeightsVersion
 from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1

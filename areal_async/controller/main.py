@@ -18,9 +18,9 @@ from areal_async.data import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.exporters.prometheus import exporting
 from areal_async.exporters.traces import recording
+from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
-from areal_async.types import RunState
 
 log = structlog.get_logger()
 

@@ -16,8 +16,9 @@ from areal_async.doctor.files import read_archive, read_ledger, read_metrics
 from areal_async.doctor.versions import Columns, find_faults
 from areal_async.errors import WireError
 from areal_async.receipts import Receipt, decode_stamp, read_receipts
+from areal_async.run_state import RunState
 from areal_async.subjects import ADMITTED, RUN_STATE
-from areal_async.types import Admitted, Cut, Outcome, Record, RunState, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.types import Admitted, Cut, Outcome, Record, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.wire import decode, decode_headers, decode_trajectory
 
 R = TypeVar("R", bound=Record)

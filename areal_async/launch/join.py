@@ -31,10 +31,9 @@ from areal_async.launch.plan import FIRST_NODE, node_crew
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
 from areal_async.rollout.sources import differing, source_hashes
-from areal_async.run_state import Control, CrewState, Holder, SharedSettings
+from areal_async.run_state import Control, CrewState, Holder, RunState, SharedSettings
 from areal_async.settings import Settings
 from areal_async.subjects import CONTROL, LAUNCHER, RUN_STATE, SETTINGS, TOKEN, Names
-from areal_async.types import RunState
 
 NODES = "nodes"
 SILENT_SHARE = 0.75

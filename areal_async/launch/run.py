@@ -22,10 +22,9 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
 from areal_async.rollout.sources import source_hashes
-from areal_async.run_state import SharedSettings
+from areal_async.run_state import RunState, SharedSettings
 from areal_async.settings import Settings
 from areal_async.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
-from areal_async.types import RunState
 
 EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0

@@ -19,9 +19,9 @@ from areal_async.controller.watch import silence_after
 from areal_async.errors import PipelineError, WireError
 from areal_async.launch.presence import crew_of_metrics
 from areal_async.launch.supervisor import Notify
+from areal_async.run_state import RunState
 from areal_async.settings import RunSettings
 from areal_async.subjects import RUN_STATE
-from areal_async.types import RunState
 from areal_async.waits import STALLED, Stall
 from areal_async.wire import decode_json
 

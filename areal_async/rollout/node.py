@@ -31,8 +31,9 @@ from areal_async.rollout.server_services import run_server_services
 from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workplace import Workplace
+from areal_async.run_state import DISOWNED, FleetSize, ServerState
 from areal_async.settings import Settings
-from areal_async.types import DISOWNED, FleetSize, ServerState, WeightsVersion
+from areal_async.types import WeightsVersion
 from areal_async.waits import ENDED
 
 DRAIN_GRACE_S = 5.0

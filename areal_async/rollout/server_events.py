@@ -2,7 +2,7 @@
 
 from areal_async.events import Event, ServerFenced, ServerRepaired
 from areal_async.inference.pool import STARTING
-from areal_async.types import ServerState
+from areal_async.run_state import ServerState
 
 
 def server_event(before: ServerState | None, now: ServerState) -> Event | None:

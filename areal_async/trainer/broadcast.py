@@ -16,7 +16,8 @@ from torch import Tensor
 
 from areal_async.fault_points import reach
 from areal_async.host import LOOPBACK
-from areal_async.types import ServerState, UpdateGroup
+from areal_async.run_state import ServerState
+from areal_async.types import UpdateGroup
 from areal_async.weight_group import WeightGroup, WeightGroupError
 
 NATS_PORT = 4222

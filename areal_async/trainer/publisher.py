@@ -23,6 +23,7 @@ from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.inference.commands import choose_backend
+from areal_async.run_state import ServerState
 from areal_async.settings import InferenceSettings, Settings
 from areal_async.trainer.broadcast import Broadcaster
 from areal_async.trainer.engine import FsdpEngine
@@ -30,7 +31,7 @@ from areal_async.trainer.folders import keep_newest
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.threads import Beside, EngineThread
 from areal_async.trainer.weights import witnesses
-from areal_async.types import ADAPTER, DISK, DISTRIBUTED, ServerState, UpdateGroup, Version, WeightsVersion
+from areal_async.types import ADAPTER, DISK, DISTRIBUTED, UpdateGroup, Version, WeightsVersion
 
 NUM_KEPT_WEIGHTS = 3
 """Newest weights folders kept: the one announced, and those a slow server may still be reading."""

@@ -20,6 +20,7 @@ from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.sampler import Sampler
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import ConflictError, PipelineError, UserError
+from areal_async.run_state import DISOWNED, RunState, ServerState
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -31,7 +32,6 @@ from areal_async.settings import (
 )
 from areal_async.subjects import ADMITTED, RUN_STATE, Names
 from areal_async.types import (
-    DISOWNED,
     Admitted,
     Cut,
     CutGroup,
@@ -40,8 +40,6 @@ from areal_async.types import (
     EvalTicket,
     Outcome,
     OutcomeKind,
-    RunState,
-    ServerState,
     Ticket,
     WeightsVersion,
 )

@@ -17,9 +17,10 @@ from areal_async.controller.controller import Controller
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.run_state import RunState, ServerState
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.subjects import RUN_STATE
-from areal_async.types import Cut, CutKind, Outcome, OutcomeKind, RunState, ServerState, Ticket, WeightsVersion
+from areal_async.types import Cut, CutKind, Outcome, OutcomeKind, Ticket, WeightsVersion
 from areal_async.wire import decode
 from tests.brokers import OpenRole, until
 

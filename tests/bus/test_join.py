@@ -21,10 +21,9 @@ from areal_async.launch.run import note_end
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.rollout.sources import source_hashes
-from areal_async.run_state import Control, CrewState, Holder, SharedSettings
+from areal_async.run_state import Control, CrewState, Holder, RunState, SharedSettings
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
-from areal_async.types import RunState
 from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio

@@ -5,8 +5,9 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.errors import ConflictError
+from areal_async.run_state import ServerState
 from areal_async.subjects import ADMITTED, LINEAGE
-from areal_async.types import Admitted, LineageRecord, ServerState
+from areal_async.types import Admitted, LineageRecord
 from tests.brokers import OpenRole, kill
 
 pytestmark = pytest.mark.anyio

@@ -8,6 +8,7 @@ import pytest
 from areal_async import wire
 from areal_async.bus import EmbeddedBroker, Role
 from areal_async.errors import UserError, leaves_of
+from areal_async.run_state import ServerState
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -20,7 +21,7 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.types import EvalResult, EvalTicket, ServerState, SlotStatus
+from areal_async.types import EvalResult, EvalTicket, SlotStatus
 from tests.brokers import OpenRole
 from tests.bus.test_node import MODEL, TESTS, Run, ask
 

@@ -20,7 +20,7 @@ from areal_async.inference.pool import Pool
 from areal_async.rollout.leases import Leases
 from areal_async.rollout.node import run_node
 from areal_async.rollout.workplace import Workplace
-from areal_async.run_state import Change, Changes
+from areal_async.run_state import DISOWNED, Change, Changes, FleetSize, ServerState
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -34,13 +34,10 @@ from areal_async.settings import (
 )
 from areal_async.subjects import CHANGES
 from areal_async.types import (
-    DISOWNED,
     EvalResult,
     EvalTicket,
-    FleetSize,
     Outcome,
     OutcomeKind,
-    ServerState,
     Slot,
     SlotStatus,
     StoredMessage,

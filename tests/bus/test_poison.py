@@ -17,6 +17,7 @@ from areal_async import wire
 from areal_async.bus import Bus, Role
 from areal_async.errors import WireError
 from areal_async.rollout.node import run_node
+from areal_async.run_state import ServerState
 from areal_async.settings import (
     BusSettings,
     DatasetSettings,
@@ -39,7 +40,6 @@ from areal_async.types import (
     Outcome,
     OutcomeKind,
     Record,
-    ServerState,
     Ticket,
     WeightsVersion,
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from areal_async.bus.sweep import settled_prefix
 from areal_async.errors import PipelineError
 from areal_async.journal import Journal
+from areal_async.run_state import ServerState
 from areal_async.trainer.cutter import Cutter, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
@@ -21,7 +22,6 @@ from areal_async.types import (
     CutKind,
     Outcome,
     OutcomeKind,
-    ServerState,
     StoredMessage,
     Version,
     WeightsVersion,

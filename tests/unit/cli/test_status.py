@@ -22,9 +22,8 @@ from areal_async.cli.status import (
     state_of,
     without_broker,
 )
-from areal_async.run_state import Control, CrewState
+from areal_async.run_state import Control, CrewState, RunState, ServerState
 from areal_async.settings import RunSettings, Settings, TrainerSettings
-from areal_async.types import RunState, ServerState
 
 SETTINGS = Settings(trainer=TrainerSettings(num_ranks=2))
 CREWS = {

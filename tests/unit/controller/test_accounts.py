@@ -3,7 +3,8 @@
 import msgspec
 
 from areal_async.controller.accounts import Accounts
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, ServerState
+from areal_async.run_state import ServerState
+from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind
 
 
 def _accounts(*, admitted: int = 4, limit: int = 6) -> Accounts:

@@ -10,20 +10,9 @@ from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import left_over, next_admission
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
 from areal_async.controller.sampler import MixedSampler, Sampler, Share
+from areal_async.run_state import ServerState
 from areal_async.settings import CurriculumSettings
-from areal_async.types import (
-    Admitted,
-    Cut,
-    CutGroup,
-    CutKind,
-    CutSlot,
-    GroupId,
-    Outcome,
-    OutcomeKind,
-    ServerState,
-    Slot,
-    SlotStatus,
-)
+from areal_async.types import Admitted, Cut, CutGroup, CutKind, CutSlot, GroupId, Outcome, OutcomeKind, Slot, SlotStatus
 
 NUM_ROWS = 200
 SETTINGS = CurriculumSettings(name="pass_rate")

@@ -14,10 +14,9 @@ from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd
-from areal_async.run_state import Holder
+from areal_async.run_state import Holder, RunState
 from areal_async.settings import Settings
 from areal_async.subjects import LAUNCHER, RUN_STATE
-from areal_async.types import RunState
 
 pytestmark = pytest.mark.anyio
 

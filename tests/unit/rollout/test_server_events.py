@@ -2,7 +2,7 @@
 
 from areal_async.events import Event
 from areal_async.rollout.server_events import server_event
-from areal_async.types import ServerState
+from areal_async.run_state import ServerState
 
 
 def _state(*, reason: str = "", failure: str = "", version: str = "") -> ServerState:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_async.types import ServerState, TensorSpec, UpdateGroup
+from areal_async.run_state import ServerState
+from areal_async.types import TensorSpec, UpdateGroup
 from areal_async.weight_group import WeightGroup, WeightGroupError, empty_bucket, unflatten
 
 DEADLINE_S = 20.0

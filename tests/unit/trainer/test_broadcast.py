@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from areal_async.run_state import ServerState
 from areal_async.trainer.broadcast import Broadcaster, address_towards
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engine import FsdpEngine
-from areal_async.types import ServerState, UpdateGroup
+from areal_async.types import UpdateGroup
 from areal_async.weight_group import GLOO
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
