@@ -30,12 +30,12 @@ class Order:
         return dict(zip(self._tasks.names, self.sampler.shares_at(admitted.num_fresh, admitted.mixes), strict=True))
 
     def check_change(self, setting: str) -> None:
-        """Refuse what the settings allow and this very run does not.
+        """Refuse what the settings allow and this very run does not: a mix of tasks that have one order in common.
 
         Raises:
-            UserError: the tasks have one order in common.
+            UserError: it is one.
         """
-        if setting.startswith("tasks.") and not isinstance(self.sampler, MixedSampler):
+        if setting.endswith(".ratio") and not isinstance(self.sampler, MixedSampler):
             raise UserError(
                 f"{setting}: cannot change in this run: it was started before each task had epochs of its own, and the "
                 "rows of all have one order in common; start another one"
