@@ -14,6 +14,10 @@ MAX_CREDITS = 256
 """Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
 MAX_TEMPERATURE = 100.0
 """Beyond which every token is about as likely as every other."""
+MAX_TOP_K = (1 << 31) - 1
+"""The servers hold it in 32 bits."""
+MAX_EXACT = 1 << 53
+"""Up to which a float holds every whole number."""
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
@@ -39,6 +43,6 @@ RoleText = Annotated[str, Meta(pattern=rf"\A{_ROLE}\Z")]
 """Name of a policy that speaks in a workflow; empty for the only one."""
 StretchText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}-[0-9]{1,9}\Z")]
 """A pool of rows and its stretch, as the key of a JSON object."""
-Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+Count = Annotated[int, Meta(ge=0, le=MAX_EXACT)]
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]

@@ -4,15 +4,26 @@ import re
 from collections.abc import Iterable
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_serializer, model_validator
+from pydantic import Field, field_serializer, field_validator, model_validator
 
-from areal_async.fields import MAX_TEMPERATURE
+from areal_async.fields import MAX_TEMPERATURE, MAX_TOP_K
 from areal_async.section import Section
 
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
 TAKEN_NAMES = ("prompt", "policy")
 ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "dtype")
+
+
+def check_top_k(top_k: int | None) -> int | None:
+    """Return a number of tokens to keep that the servers take, or -1 for all, or None.
+
+    Raises:
+        ValueError: it is 0.
+    """
+    if top_k == 0:
+        raise ValueError("got 0, need -1 or at least 1")
+    return top_k
 
 
 class SamplingSettings(Section):
@@ -22,7 +33,7 @@ class SamplingSettings(Section):
     """Divides the logits; 0 is greedy. Every token is trained at the one that it was sampled at, 0 as 1."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Smallest set of tokens with this probability; 1 keeps all."""
-    top_k: int = Field(default=-1, ge=-1)
+    top_k: int = Field(default=-1, ge=-1, le=MAX_TOP_K)
     """Only the k likeliest tokens; -1 keeps all."""
     max_new_tokens: int = Field(default=1024, ge=1)
     """Longest completion of one turn, in tokens."""
@@ -30,6 +41,8 @@ class SamplingSettings(Section):
     """Strings that end a turn, besides the end-of-turn token."""
     ignore_eos: bool = False
     """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
+
+    _check_top_k = field_validator("top_k")(check_top_k)
 
     @property
     def greedy(self) -> Self:

@@ -235,6 +235,7 @@ _NEEDS = {
     "int_from_float": "a whole number",
     "float_parsing": "a number",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "bool_parsing": "true or false",
     "bool_type": "true or false",
     "string_type": "a text",

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from areal_async.fields import MAX_TEMPERATURE
+from areal_async.fields import MAX_TEMPERATURE, MAX_TOP_K
+from areal_async.policy_settings import check_top_k
 from areal_async.section import Section
 from areal_async.subjects import TOKEN
 
@@ -30,7 +31,7 @@ class TaskSamplingSettings(Section):
     """Divides the logits; 0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Smallest set of tokens with this probability."""
-    top_k: int | None = Field(default=None, ge=-1)
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_TOP_K)
     """Only the k likeliest tokens; -1 keeps all."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest completion of one turn, in tokens."""
@@ -38,6 +39,8 @@ class TaskSamplingSettings(Section):
     """Strings that end a turn, besides the end-of-turn token."""
     ignore_eos: bool | None = None
     """Go on past the end-of-turn token."""
+
+    _check_top_k = field_validator("top_k")(check_top_k)
 
 
 class TaskEvalSettings(Section):

@@ -128,6 +128,14 @@ def test_unknown_name_on_the_command_line_is_refused(config: Path, name: str, ne
     [
         (["--run.steps=x"], "run.steps: got 'x', need a whole number; change it on the command line (--run.steps)"),
         (["--run.steps=0"], "run.steps: got '0', need at least 1; change it on the command line (--run.steps)"),
+        (
+            ["--trainer.lr=inf"],
+            "trainer.lr: got 'inf', need a finite number; change it on the command line (--trainer.lr)",
+        ),
+        (
+            ["--rollout.sampling.top_k=0"],
+            "rollout.sampling.top_k: got 0, need -1 or at least 1 (set on the command line (--rollout.sampling.top_k))",
+        ),
         (["--run=4"], "run: got 4, need a section with keys; change it on the command line (--run)"),
         (
             ["--rollout.sampling.stop", "a"],

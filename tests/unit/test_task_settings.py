@@ -34,6 +34,7 @@ def test_a_task_has_what_it_says_and_the_rest_of_the_run() -> None:
     ("task", "sections", "sentence"),
     [
         ({"sampling": {"temperature": -1}}, {}, "greater than or equal to 0"),
+        ({"sampling": {"top_k": 0}}, {}, "top_k\n.* got 0, need -1 or at least 1"),
         ({"group_size": 2}, {}, "tasks.1: min_group_size must not exceed group_size, got min_group_size=4, group_siz"),
         ({"group_size": 1 << 12}, {}, "tasks.1: max_stream_bytes: got .* room for a group of 4096"),
         (

@@ -1,6 +1,7 @@
 """The policy records every call token for token; what the model said is never tokenized again."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -113,7 +114,9 @@ async def test_sampling_is_overridden_by_name_for_one_call() -> None:
     assert model.calls[1][1]["temperature"] == 1.0
 
 
-@pytest.mark.parametrize("bad", [{"temprature": 0.5}, {"temperature": -1}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "bad", [{"temprature": 0.5}, {"temperature": -1}, {"temperature": math.inf}, {"top_k": 0}, {"max_new_tokens": 0}]
+)
 async def test_unknown_or_impossible_sampling_is_refused_before_a_call(bad: dict[str, float]) -> None:
     policy = policy_of(model := ScriptedModel([98]))
 
