@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_async.errors import UserError
+from areal_async.fields import MAX_EXACT
 from areal_async.run_state import Changes
 from areal_async.settings import DATA_DEFINING, Settings
 
@@ -158,14 +159,21 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     """
     if not _is_known(settings.model_dump(), key.split(".")) or not _is_live(key):
         raise UserError(f"{key}: {_why_not(settings, key)}")
-    if key.startswith("tasks.") and len(settings.tasks) == 1:
+    if key.endswith(".ratio") and len(settings.tasks) == 1:
         raise UserError(f"{key}: the run has one task, so there is nothing to mix")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{key}: got {value!r:.100}, need a number")
+    if not abs(value) <= MAX_EXACT:  # as nan is not
+        raise UserError(f"{key}: got a number out of range, need a finite one of at most {MAX_EXACT} either way")
+    if key == "eval.every_steps" and not settings.held_out:
+        raise UserError(
+            f"{key}: this run has no held-out rows to evaluate; stop it, set eval.dataset, and start it again"
+        )
     try:
         changed = _changed(settings_now(settings, changes), key, value)
     except ValidationError as exc:
-        raise UserError(f"{key}: got {value!r}: {exc.errors()[0]['msg']}") from exc
+        reason = exc.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"{key}: got {value!r}: {reason}") from exc
     if tie := _tie(settings, key):
         raise UserError(f"{key}: got {value}, need what the run was started with: {tie}")
     checked, given = value_of(changed, key), value_of(settings, key)
@@ -226,8 +234,9 @@ def _is_live(key: str) -> bool:
 def _why_not(settings: Settings, key: str) -> str:
     known: Mapping[str, Any] = settings.model_dump()
     if not _is_known(known, key.split(".")):
-        near = difflib.get_close_matches(key, LIVE, n=1)
-        return f"no such setting; {f'did you mean {near[0]}' if near else 'need one of ' + ', '.join(LIVE)}"
+        names = live_names(settings)
+        near = difflib.get_close_matches(key, names, n=1)
+        return f"no such setting; {f'did you mean {near[0]}' if near else 'need one of ' + ', '.join(names)}"
     if any(_matches(key, one) for one in DATA_DEFINING):
         return "cannot change in this run: it says which data the run is made of; start another one"
     prefix = max((one for one in REASONS if f"{key}.".startswith(f"{one}.")), key=len, default="")
@@ -236,8 +245,9 @@ def _why_not(settings: Settings, key: str) -> str:
 
 
 def _is_known(values: Any, parts: list[str]) -> bool:
+    """Whether there is such a setting. An item of a list has one name: ``01`` is not ``1``."""
     for part in parts:
-        if isinstance(values, list | tuple) and part.isdecimal() and int(part) < len(values):
+        if isinstance(values, list | tuple) and part in map(str, range(len(values))):
             values = values[int(part)]
         elif isinstance(values, Mapping) and part in values:
             values = values[part]

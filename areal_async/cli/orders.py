@@ -12,6 +12,7 @@ import structlog
 from areal_async.bus import ask_service
 from areal_async.cli.speech import say
 from areal_async.errors import UserError
+from areal_async.fields import MAX_EXACT
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import find_run
 
@@ -49,13 +50,16 @@ def change_of(text: str) -> tuple[str, float]:
     """Return the setting and its value in ``--set SETTING=VALUE``.
 
     Raises:
-        UserError: it is none.
+        UserError: it is none, or infinite, or so large that a whole number would not be exact.
     """
     setting, _, value = text.partition("=")
     try:
-        return setting, int(value) if value.lstrip("-").isdecimal() else float(value)
+        number = int(value) if value.lstrip("-").isdecimal() else float(value)
     except ValueError as exc:
-        raise UserError(f"--set: got {text}, need SETTING=NUMBER, as trainer.lr=1e-6") from exc
+        raise UserError(f"--set: got {text:.100}, need SETTING=NUMBER, as trainer.lr=1e-6") from exc
+    if not abs(number) <= MAX_EXACT:
+        raise UserError(f"--set: got {text:.100}, need a finite number of at most {MAX_EXACT} either way")
+    return setting, number
 
 
 def who() -> str:

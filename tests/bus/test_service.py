@@ -319,7 +319,7 @@ async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(
     subject = operator.names.control("set")
 
     async with anyio.create_task_group() as operators:
-        for setting, value in (("trainer.lr", 2e-6), ("eval.every_steps", 7)):
+        for setting, value in (("trainer.lr", 2e-6), ("trainer.checkpoint_every_steps", 7)):
             body = {"setting": setting, "value": value}
             operators.start_soon(lambda body=body: ask_service(operator, subject, body, deadline_s=5))
     with pytest.raises(UserError, match="model.path: cannot change in this run"):
@@ -327,4 +327,7 @@ async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(
 
     kept, _ = await operator.get(CHANGES, Changes)
     assert kept is not None
-    assert {name: one.value for name, one in kept.by_setting.items()} == {"trainer.lr": 2e-6, "eval.every_steps": 7}
+    assert {name: one.value for name, one in kept.by_setting.items()} == {
+        "trainer.lr": 2e-6,
+        "trainer.checkpoint_every_steps": 7,
+    }

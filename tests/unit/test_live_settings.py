@@ -1,5 +1,8 @@
 """What may change in a live run does, while its file says what it said then; the rest is refused with the reason."""
 
+import math
+
+import msgspec
 import pytest
 
 from areal_async.errors import UserError
@@ -22,6 +25,7 @@ ROWS = DatasetSettings(path="rows.jsonl")
 SETTINGS = Settings(
     rollout=RolloutSettings(max_staleness=4, max_trajectories_per_node=64), trainer=TrainerSettings(lr=2e-6)
 )
+EVALUATED = Settings(tasks=(TaskSettings(workflow="a.py", dataset=ROWS),), eval=EvalSettings(dataset=ROWS))
 
 
 def _changes(**by_setting: float) -> Changes:
@@ -53,12 +57,11 @@ def test_whoever_starts_the_run_with_another_value_has_decided_anew() -> None:
 
 def test_a_change_that_the_settings_of_a_resumed_run_forbid_does_not_hold() -> None:
     changes = Changes(by_setting={"eval.every_steps": Change(value=0, given=SETTINGS.eval.every_steps)})
-    held_out = DatasetSettings(path="rows.jsonl")
-    resumed = Settings(eval=EvalSettings(dataset=held_out), trainer=TrainerSettings(keep_best="accuracy"))
+    resumed = EVALUATED.model_copy(update={"trainer": TrainerSettings(keep_best="accuracy")})
 
     assert dict(held_changes(SETTINGS, changes)) == {"eval.every_steps": 0}
     assert dict(held_changes(resumed, changes)) == {}
-    with pytest.raises(UserError, match=r"eval.every_steps: got 0: .*keep_best"):
+    with pytest.raises(UserError, match=r"eval.every_steps: got 0: trainer.keep_best"):
         check_change(resumed, Changes(), "eval.every_steps", 0)
 
 
@@ -90,6 +93,43 @@ def test_one_task_at_least_stays_on() -> None:
         check_change(_mixed(1.0), Changes(), "tasks.0.ratio", 2.0)
 
 
+def test_the_sampling_of_an_only_task_can_change() -> None:
+    assert check_change(_mixed(1.0), Changes(), "tasks.0.sampling.top_p", 0.9) == 0.9
+
+
+@pytest.mark.parametrize("index", ["01", "\u0661", "1" * 5000, "-1", "2", ""])
+def test_a_task_has_no_other_number_than_its_own(index: str) -> None:
+    settings = _mixed(1.0, 1.0)
+    key = full_name(settings, f"tasks.{index}.ratio")
+    foreign = Changes(by_setting={key: Change(value=0, given=1.0)})
+
+    with pytest.raises(UserError, match="no such setting"):
+        check_change(settings, Changes(), key, 0)
+    assert dict(held_changes(settings, foreign)) == {}
+
+
+def test_a_name_that_is_suggested_is_one_that_can_be_given() -> None:
+    with pytest.raises(UserError, match=r"did you mean tasks\.1\.ratio"):
+        check_change(_mixed(1.0, 1.0), Changes(), "tasks.1.ration", 0)
+    with pytest.raises(UserError, match=r"did you mean tasks\.b\.ratio"):
+        check_change(_mixed(1.0, 1.0), Changes(), full_name(_mixed(1.0, 1.0), "tasks.bb.ratio"), 0)
+    with pytest.raises(UserError, match=r"need one of [^*]*tasks\.0\.ratio[^*]*$"):
+        check_change(_mixed(1.0, 1.0), Changes(), "xyzzy", 0)
+
+
+def test_evaluations_of_held_out_rows_change_their_rhythm() -> None:
+    assert check_change(EVALUATED, Changes(), "eval.every_steps", 3) == 3
+
+
+@pytest.mark.parametrize("value", [1 << 53, 1e-300])
+def test_a_change_that_is_taken_can_be_read_again(value: float) -> None:
+    key = "trainer.checkpoint_every_steps" if isinstance(value, int) else "trainer.lr"
+    change = Change(value=check_change(SETTINGS, Changes(), key, value), given=value_of(SETTINGS, key))
+    read = msgspec.json.decode(msgspec.json.encode(Changes(by_setting={key: change})), type=Changes)
+
+    assert dict(held_changes(SETTINGS, read)) == {key: value}
+
+
 def test_a_change_that_a_younger_one_makes_possible_holds() -> None:
     """The first task was switched off after the second was switched on, which was changed once more since."""
     changes = Changes(
@@ -108,7 +148,6 @@ def test_a_change_that_a_younger_one_makes_possible_holds() -> None:
         ("trainer.lr", 1e-7),
         ("rollout.max_staleness", 1),
         ("rollout.max_trajectories_per_node", 8),
-        ("eval.every_steps", 3),
         ("rollout.sampling.temperature", 0.8),
         ("rollout.sampling.top_p", 0.9),
         ("rollout.sampling.top_k", 20),
@@ -141,6 +180,19 @@ def test_safe_changes_are_taken(key: str, value: float) -> None:
         ("rollout.sampling.temperature", -0.5, "greater than or equal to 0"),
         ("rollout.sampling.top_p", 1.5, "less than or equal to 1"),
         ("rollout.sampling.top_k", 0.5, "valid integer"),
+        ("rollout.sampling.top_k", 0, "need -1 or at least 1"),
+        ("rollout.sampling.top_k", 1 << 31, "less than or equal to 2147483647"),
+        ("eval.every_steps", 3, "no held-out rows to evaluate; stop it, set eval.dataset, and start it again"),
+        ("trainer.lr", math.inf, "need a finite one"),
+        ("trainer.lr", math.nan, "need a finite one"),
+        ("health.logprob_gap", 10**400, "need a finite one"),
+        pytest.param(
+            "trainer.checkpoint_every_steps",
+            10**5000,
+            "need a finite one of at most 9007199254740992",
+            id="5001 digits",
+        ),
+        ("trainer.checkpoint_every_steps", (1 << 53) + 1, "need a finite one"),
         ("rollout.sampling.max_new_tokens", 1025, "need at most 1024: memory and token budget"),
         ("rollout.sampling.ignore_eos", 1, "only its numbers can; stop the run, and start it with"),
         ("tasks.0.sampling.temperature", 0.5, "no such setting"),
