@@ -111,6 +111,10 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
         return Alarm(name=self.name, sentence=self.sentence, value=value, bound=self.bound)
 
 
+def _told(event: str, alarm: Alarm, *, step: int) -> Told:
+    return Told(event=event, name=alarm.name, step=step, sentence=alarm.sentence, value=alarm.value, bound=alarm.bound)
+
+
 async def told_alarms(bus: Bus) -> dict[str, Told]:
     """Return the newest event of each alarm, by its name."""
     messages: list[Message] = []
@@ -147,6 +151,11 @@ class Health:
             self._told = await told_alarms(self._bus)
         except DeniedError as exc:  # an external broker whose permissions are older than this
             log.warning("alarms.not_read", reason=str(exc))
+        # An event may be gone, or unread; a step's line is written after it was told what the line shows.
+        last = self._lines[-1] if self._lines else {}
+        for name in self._raised.keys() & str(last.get("alarm_names", "")).split():
+            if name not in self._told:
+                self._told[name] = _told(RAISED, self._raised[name], step=int(last["step"]))
 
     async def judge(self, line: Metrics) -> Metrics:
         """Take in a step and return its line with how many alarms are raised (``alarms``), and which.
@@ -182,12 +191,5 @@ class Health:
         )
         tell = log.warning if kind is AlarmRaised else log.info
         tell(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
-        self._told[alarm.name] = Told(
-            event=event.kind,
-            name=alarm.name,
-            step=event.step,
-            sentence=alarm.sentence,
-            value=alarm.value,
-            bound=alarm.bound,
-        )
+        self._told[alarm.name] = _told(event.kind, alarm, step=event.step)
         await self._bus.tell(event)

@@ -9,7 +9,7 @@ import pytest
 from areal_async.bus import Bus, Role
 from areal_async.events import AlarmCleared, AlarmRaised
 from areal_async.health_settings import HealthSettings
-from areal_async.trainer.health import Health
+from areal_async.trainer.health import Health, told_alarms
 from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio
@@ -24,6 +24,11 @@ def line(step: int, *, num_equal: int) -> dict[str, Any]:
 
 async def _has_events(operator: Bus, count: int) -> bool:
     return (await operator.stream_state(operator.names.events_stream)).num_messages >= count
+
+
+async def _has_told(trainer: Bus, newest: tuple[str, int]) -> bool:
+    told = (await told_alarms(trainer)).get("equal_rewards")
+    return told is not None and (told.event, told.step) == newest
 
 
 async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restart(open_role: OpenRole) -> None:
@@ -50,6 +55,30 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restar
         ("alarm.raised", "equal_rewards", 2, "1-2"),
         ("alarm.cleared", "equal_rewards", 5, "1-5"),
     ]
+
+
+async def test_an_alarm_whose_event_is_gone_is_told_no_second_time_and_its_end_is_told(open_role: OpenRole) -> None:
+    trainer, operator = await open_role(Role.TRAINER), await open_role(Role.OPERATOR)
+    lines = [line(1, num_equal=2), {**line(2, num_equal=2), "alarm_names": "equal_rewards"}]
+
+    health = Health(HealthSettings(equal_rewards_steps=2), trainer)
+    await health.restore(lines)
+    still = await health.judge(line(3, num_equal=2))
+    await health.judge(line(4, num_equal=1))
+
+    await until(lambda: _has_told(trainer, ("alarm.cleared", 4)))
+    assert still["alarm_names"] == "equal_rewards"
+    assert not await operator.read_log(operator.names.events_stream, operator.names.event("alarm.raised", "trainer"))
+
+
+async def test_an_alarm_that_only_a_newer_bound_sees_is_told_with_the_next_step(open_role: OpenRole) -> None:
+    trainer = await open_role(Role.TRAINER)
+
+    health = Health(HealthSettings(equal_rewards_steps=2), trainer)
+    await health.restore([line(1, num_equal=2), line(2, num_equal=2)])
+    await health.judge(line(3, num_equal=2))
+
+    await until(lambda: _has_told(trainer, ("alarm.raised", 3)))
 
 
 async def test_steps_that_are_trained_again_tell_no_alarm_twice_whatever_they_show(open_role: OpenRole) -> None:
