@@ -28,7 +28,7 @@ from areal_async.settings import Settings
 from areal_async.wire import decode_json
 
 STOP_DEADLINE_S = 3.0
-HOST, PID = "__areal_host", "__areal_pid"
+HOST, PID, NAMESPACE = "__areal_host", "__areal_pid", "__areal_pid_namespace"
 """Labels that say whose file it is: Prometheus drops those that begin so, once it has read them."""
 
 log = structlog.get_logger()
@@ -83,14 +83,19 @@ def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
 
 
 def remove_dead_targets(folder: Path) -> None:
-    """Remove the files of processes of this host that are there no more."""
+    """Remove the files of processes of this host that are there no more.
+
+    Containers may share a host's name, and each numbers its own processes: one judges those of its own alone.
+    """
+    own = _own_labels()
     for path in folder.glob("*.json"):
         try:
             (group,) = decode_json(path.read_bytes(), list[_Group], what=str(path))
         except (OSError, ValueError, WireError):  # another removes or rewrites it now, or it is none of ours
             continue
         pid = group.labels.get(PID, "")
-        if group.labels.get(HOST) == socket.gethostname() and pid.isdecimal() and not Path("/proc", pid).exists():
+        is_near = all(group.labels.get(name) == own[name] for name in (HOST, NAMESPACE))
+        if is_near and pid.isdecimal() and not Path("/proc", pid).exists():
             path.unlink(missing_ok=True)
             log.info("prometheus.target_removed", path=str(path))
 
@@ -101,7 +106,8 @@ class _Group(msgspec.Struct):
 
 
 def _own_labels() -> dict[str, str]:
-    return {HOST: socket.gethostname(), PID: str(os.getpid())}
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return {HOST: socket.gethostname(), PID: str(os.getpid()), NAMESPACE: str(namespace)}
 
 
 class _Collector:

@@ -17,7 +17,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_async.errors import UserError
-from areal_async.exporters.prometheus import HOST, PID, exporting, write_target
+from areal_async.exporters.prometheus import HOST, NAMESPACE, PID, _own_labels, exporting, write_target
 from areal_async.exporters.samples import CONTROLLER, COUNTER, NODE, SERVER, STEP, TRAINER, samples, step_samples
 from areal_async.settings import MetricsSettings, RunSettings, Settings
 
@@ -149,8 +149,12 @@ anyio.run(export, Path(sys.argv[1]))
     killed = await anyio.run_process([sys.executable, "-c", exports, str(tmp_path)], check=False)
     assert killed.returncode == -signal.SIGKILL
     (dead,) = folder.glob("*.json")
-    for name, (host, pid) in {"lives": (socket.gethostname(), os.getpid()), "elsewhere": ("other", 1 << 30)}.items():
-        write_target(folder / f"{name}.json", "a:1", labels={HOST: host, PID: str(pid)})
+    here, own = socket.gethostname(), _own_labels()[NAMESPACE]
+    others = {
+        "lives": (here, own, os.getpid()), "elsewhere": ("other", own, 1 << 30), "container": (here, "1", 1 << 30)
+    }  # fmt: skip
+    for name, (host, namespace, pid) in others.items():
+        write_target(folder / f"{name}.json", "a:1", labels={HOST: host, NAMESPACE: namespace, PID: str(pid)})
     (folder / "mine.json").write_text('[{"targets": ["b:1"], "labels": {"team": "x"}}]')
     (folder / "none.json").write_text("{")
 
@@ -158,7 +162,7 @@ anyio.run(export, Path(sys.argv[1]))
         left = {path.stem for path in folder.glob("*.json")}
 
     assert dead.stem == "killed-node-0"
-    assert left == {"lives", "elsewhere", "mine", "none", "seen-trainer-0"}
+    assert left == {"lives", "elsewhere", "container", "mine", "none", "seen-trainer-0"}
 
 
 @pytest.mark.anyio
