@@ -34,7 +34,7 @@ class JsonLines:
         """Return the whole lines that were added; a last line without its end waits for it."""
         try:
             with open(self._path, "rb") as file:
-                status = self._path.stat()
+                status = os.fstat(file.fileno())
                 is_from_start = status.st_ino != self._inode or status.st_size < self._read_bytes
                 self._inode = status.st_ino
                 self._read_bytes = 0 if is_from_start else self._read_bytes
