@@ -363,8 +363,17 @@ class _Guest:
         )
 
     def _check_files(self, settings: Settings, shared: SharedSettings) -> None:
-        """Refuse rewards that are not the run's, or warn of them."""
+        """Refuse rewards that are not the run's, or warn of them.
+
+        Raises:
+            UserError: they are others; or the run is of a library that tells neither its files nor of its launcher.
+        """
         here = source_hashes(task.workflow for task in settings.tasks)
+        if here and not shared.files:
+            raise UserError(
+                f"run {self._run}: was started by areal_async {shared.library}, which does not say what nodes that "
+                "join need to know; start the run again with this version"
+            )
         if not (others := differing(here, shared.files)):
             return
         sentence = f"run {self._run}: got other files here than the run has: {', '.join(others)}"

@@ -366,6 +366,19 @@ async def test_a_node_with_other_workflow_files_than_the_runs_is_refused_unless_
     assert told[0].startswith("WARNING: run test: got other files here")
 
 
+async def test_a_run_of_a_library_that_tells_no_files_is_not_joined_and_its_version_is_named(
+    operator: Bus, invitation: Invitation, settings: Settings
+) -> None:
+    workflow = invitation.directory / "sums.py"
+    workflow.write_text("async def sums(prompt, policy):\n    return 1.0\n")
+    tasks = (TaskSettings(workflow=str(workflow), dataset=DatasetSettings(path="rows.jsonl")),)
+    old = settings.model_copy(update={"tasks": tasks})
+    await operator.put(SETTINGS, SharedSettings(settings=old.model_dump_json(), library="0.0.9"))
+
+    with pytest.raises(UserError, match=r"was started by areal_async 0\.0\.9, .*start the run again with this version"):
+        await _join(dataclasses.replace(invitation, allows_other_files=True))
+
+
 async def test_an_invitation_without_credentials_finds_the_key_that_the_run_left_here(
     invitation: Invitation, settings: Settings, tmp_path: Path
 ) -> None:
