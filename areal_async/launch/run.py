@@ -93,6 +93,7 @@ async def launch(
         presence = PresenceKeeper(bus)
         supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
+        end: RunEnd | None = None
         failure: BaseException | None = None
         try:
             async with anyio.create_task_group() as tasks:
@@ -114,7 +115,8 @@ async def launch(
         finally:
             if not isinstance(failure, FencedError):
                 await note_end(bus, failure=failure)
-                if settings.bus.url == EMBEDDED and bus.connection.is_connected:
+                is_patient = end is not RunEnd.KILLED
+                if is_patient and settings.bus.url == EMBEDDED and bus.connection.is_connected:
                     await see_off(bus)
         return end
 

@@ -1,5 +1,7 @@
 """A run from its broker to its end: streams, address and state, with the real broker and stand-ins for the roles."""
 
+import os
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -7,9 +9,10 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus
 from areal_async.errors import FencedError, PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.claims import own_holder
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
@@ -17,6 +20,7 @@ from areal_async.launch.supervisor import Notify, RunEnd
 from areal_async.run_state import Holder, RunState
 from areal_async.settings import Settings
 from areal_async.subjects import LAUNCHER, RUN_STATE
+from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
 
@@ -164,6 +168,45 @@ async def test_a_run_that_fails_in_its_launcher_leaves_the_cause_for_joined_node
     assert caught.group_contains(UserError, match="^no such data set$")
     async with _bucket(settings) as bus:
         assert (await bus.get(RUN_STATE, RunState))[0] == RunState(state="failed", reason="no such data set")
+
+
+async def test_a_launcher_that_kills_everything_does_not_wait_for_a_joined_node(
+    settings: Settings, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.launch.run.SEE_OFF_S", 600.0)
+    deaf = anyio.Path(directory.path / "deaf")
+    backend = _StandIns(
+        "import pathlib, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"pathlib.Path({str(deaf)!r}).touch()\n"
+        "time.sleep(600)\n"
+    )
+    said: list[str] = []
+    ends: list[RunEnd] = []
+
+    async def run() -> None:
+        ends.append((await _launch(settings, backend, notify=said.append))[0])
+        beating.cancel_scope.cancel()
+
+    async def beat() -> None:
+        key = credentials_for(settings, directory.path, Role.OPERATOR)
+        async with open_bus(directory.read_bus_url(), names=settings.names, role=Role.OPERATOR, credentials=key) as bus:
+            node = bus.names.node_key("far")
+            holder = own_holder()
+            await bus.put(node, holder)
+            os.kill(os.getpid(), signal.SIGINT)
+            await until(lambda: bool(said))
+            os.kill(os.getpid(), signal.SIGINT)
+            while True:
+                await bus.put(node, holder)
+                await anyio.sleep(0.1)
+
+    async with anyio.create_task_group() as beating:
+        beating.start_soon(run)
+        await until(deaf.exists, within_s=20)
+        beating.start_soon(beat)
+    assert ends == [RunEnd.KILLED]
+    assert said[-1] == "killing everything"
 
 
 async def test_a_launcher_whose_run_another_host_has_started_ends_and_leaves_it_alone(settings: Settings) -> None:
