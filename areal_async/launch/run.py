@@ -78,11 +78,7 @@ async def launch(
         )
         await bus.put(SETTINGS, shared)
         await take_back_stop(bus)
-        if settings.bus.url == EMBEDDED:
-            for key in await bus.keys("server."):  # of nodes that were killed: nobody is to wait for them
-                await bus.delete(key)
-        for key in await bus.keys("crew."):  # of an earlier start
-            await bus.delete(key)
+        await forget_earlier(bus, with_nodes=settings.bus.url == EMBEDDED)
         holder = own_holder()
         await bus.put(LAUNCHER, holder)
 
@@ -119,6 +115,17 @@ async def launch(
                 if is_patient and settings.bus.url == EMBEDDED and bus.connection.is_connected:
                     await see_off(bus)
         return end
+
+
+async def forget_earlier(bus: Bus, *, with_nodes: bool) -> None:
+    """Delete what an earlier start has said of its processes.
+
+    Args:
+        with_nodes: and what nodes and servers said: nobody is to wait for the killed, and the living say it again.
+    """
+    for prefix in ("crew.", "server.", NODES) if with_nodes else ("crew.",):
+        for key in await bus.keys(prefix):
+            await bus.delete(key)
 
 
 async def note_end(bus: Bus, *, failure: BaseException | None = None) -> None:

@@ -17,7 +17,7 @@ from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.claims import own_holder, run_beats, wait_released
 from areal_async.launch.join import Invitation, fresh_node_id, join, localised
 from areal_async.launch.local import LocalBackend, LocalProcess
-from areal_async.launch.run import note_end
+from areal_async.launch.run import forget_earlier, note_end
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.rollout.sources import source_hashes
@@ -280,6 +280,22 @@ async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_
                 await run_beats(operator, LAUNCHER, holder, what="run test")
 
 
+async def test_a_launchers_start_forgets_killed_nodes_and_the_living_say_again_that_they_are_there(
+    operator: Bus, tasks: TaskGroup
+) -> None:
+    key, living = operator.names.node_key("living"), own_holder()
+    tasks.start_soon(functools.partial(run_beats, operator, key, living, what="node living"))
+    await until(lambda: _is_held(operator, key))
+    await operator.put(operator.names.node_key("dead"), own_holder())
+    await operator.put(operator.names.crew_key("node-dead"), CrewState(name="node-dead", state="running"))
+
+    await forget_earlier(operator, with_nodes=True)
+
+    await until(lambda: _is_held(operator, key))
+    assert await _holders(operator) == [living]
+    assert not await operator.keys("crew.")
+
+
 async def test_the_broker_is_kept_until_joined_nodes_have_left_but_not_for_dead_ones(operator: Bus) -> None:
     living, dead = own_holder(), own_holder()
     await operator.put(operator.names.node_key("dead"), dead)
@@ -305,6 +321,10 @@ def _impatient(settings: Settings) -> Settings:
 
 async def _holders(operator: Bus) -> list[Holder]:
     return [holder for holder, _ in (await operator.entries(NODES, Holder)).values() if not holder.has_left]
+
+
+async def _is_held(operator: Bus, key: str) -> bool:
+    return (await operator.get(key, Holder))[0] is not None
 
 
 async def _has(operator: Bus, holder: Holder) -> bool:
