@@ -7,7 +7,7 @@ never were, from the run's broker: a live run's own, and that of a stopped one i
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import anyio
@@ -110,8 +110,12 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last or first)
 
 
-def ask_untrained(directory: RunDirectory) -> list[Entry]:
-    """Return what only the broker knows; nothing, with a note on stderr, where it cannot be asked."""
+def _note(text: str) -> None:
+    sys.stderr.write(text)
+
+
+def ask_untrained(directory: RunDirectory, *, note: Callable[[str], None] = _note) -> list[Entry]:
+    """Return what only the broker knows; nothing, with a note (by itself on stderr), where it cannot be asked."""
 
     async def ask() -> list[Entry]:
         with anyio.fail_after(ASK_S):
@@ -122,7 +126,7 @@ def ask_untrained(directory: RunDirectory) -> list[Entry]:
         return anyio.run(ask, backend_options={"use_uvloop": True})
     except* (PipelineError, TimeoutError, OSError) as group:
         reason = str(group.exceptions[0]) or "it does not answer"
-    sys.stderr.write(f"only what was trained is listed: the run's broker cannot be asked: {reason}\n")
+    note(f"only what was trained is listed: the run's broker cannot be asked: {reason}\n")
     return []
 
 

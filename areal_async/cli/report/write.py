@@ -1,5 +1,6 @@
 """Writing a run's report, once or again and again while the run lives."""
 
+import sys
 import threading
 import time
 from datetime import UTC, datetime
@@ -16,7 +17,7 @@ LOOK_S = 0.2
 REFRESH_S = 0.5
 """Between two looks of a watched page at its file."""
 ASK_EVERY_S = 30.0
-"""Between two questions to the broker of a run that is watched."""
+"""Between two questions to the broker of a live run that is watched; so often too is looked whether one lives again."""
 
 
 def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> None:
@@ -25,7 +26,7 @@ def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> No
     untrained, steps = _Untrained(directory), StepLines(directory.path)
     seen: tuple[int, ...] | None = None
     while True:
-        now = _look(directory.path)
+        now = (untrained.num_changes, *_look(directory.path))
         if now != seen:
             at = datetime.now(UTC).astimezone()
             data = read_report(
@@ -42,24 +43,44 @@ def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> No
 
 
 class _Untrained:
-    """What the run's broker says of what was not trained. Of a long run it says much: the steps do not wait for it."""
+    """What the run's broker says of what was not trained. Of a long run it says much: the steps do not wait for it.
+
+    To ask a run that is over means to hold its directory and to start a broker, so it is asked once, at its end.
+    """
 
     def __init__(self, directory: RunDirectory) -> None:
         self._directory = directory
-        self.entries = ask_untrained(directory)
-        self._asked_s = time.monotonic()
+        self._is_noted = False
+        self._was_live = directory.is_live
+        self._looked_s = time.monotonic()
         self._asking: threading.Thread | None = None
+        self.num_changes = 0
+        """How often ``entries`` have become others."""
+        self.entries = ask_untrained(directory, note=self._note)
 
     def renew(self) -> None:
-        """Ask anew now and then, beside the caller; where there is no answer, the last one stands."""
+        """Ask a live run anew now and then, beside the caller; where there is no answer, the last one stands."""
         is_asking = self._asking is not None and self._asking.is_alive()
-        if not is_asking and time.monotonic() - self._asked_s >= ASK_EVERY_S:
-            self._asked_s = time.monotonic()
+        is_due = time.monotonic() - self._looked_s >= ASK_EVERY_S
+        if is_asking or not (self._was_live or is_due):
+            return
+        was_live, self._was_live = self._was_live, self._directory.is_live
+        if is_due:
+            self._looked_s = time.monotonic()
+        if was_live != self._was_live or (is_due and self._was_live):
             self._asking = threading.Thread(target=self._ask, name="untrained", daemon=True)
             self._asking.start()
 
     def _ask(self) -> None:
-        self.entries = ask_untrained(self._directory) or self.entries
+        entries = ask_untrained(self._directory, note=self._note)
+        if entries and entries != self.entries:
+            self.entries = entries
+            self.num_changes += 1
+
+    def _note(self, text: str) -> None:
+        if not self._is_noted:
+            self._is_noted = True
+            sys.stderr.write(text)
 
 
 def _look(run_directory: Path) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ import dataclasses
 import json
 import math
 import re
+import threading
+from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -208,6 +210,39 @@ def test_the_verb_writes_a_runs_report_from_its_directory_alone(
     assert "0.625mean reward, last 1 steps" in page.text
     assert "highest: reward 3" in page.text
     assert main(["status", "--run", str(directory.path), "--watch"]) == 2
+
+
+def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else a broker is started again and again, and a run that is resumed at that moment is refused."""
+    directory = _run(tmp_path)
+    directory.write_bus_url("nats://127.0.0.1:1")
+    monkeypatch.setattr("areal_async.cli.report.write.ASK_EVERY_S", 0.0)
+    takings: list[int] = []
+
+    def look(held: ExitStack) -> None:
+        for thread in threading.enumerate():
+            if thread.name == "untrained":
+                thread.join()
+        takings.append(directory.lock.stat().st_mtime_ns)
+        if len(takings) == 3:
+            held.enter_context(directory.locked("made"))
+            (directory.path / "bus" / "url").unlink()  # it cannot be asked now
+        if len(takings) == 6:
+            held.close()
+            directory.write_bus_url("nats://127.0.0.1:1")
+        if len(takings) == 10:
+            raise KeyboardInterrupt
+
+    with ExitStack() as held:
+        monkeypatch.setattr("areal_async.cli.report.write.time.sleep", lambda _: look(held))
+        assert main(["status", "--run", str(directory.path), "--html", str(tmp_path / "out.html"), "--watch"]) == 130
+
+    stopped, live, ended = set(takings[:3]), set(takings[3:6]), set(takings[6:])
+    assert [len(one) for one in (stopped, live, ended)] == [1, 1, 1]
+    assert live != ended, "it is asked at its end"
+    assert capsys.readouterr().err.count("only what was trained is listed") == 1
 
 
 def test_a_watched_report_is_written_again_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
