@@ -1,5 +1,7 @@
 """The ``metrics`` section: where numbers and traces go besides the run directory's own files."""
 
+from urllib.parse import urlsplit
+
 from pydantic import Field, field_validator
 
 from areal_async.section import Section
@@ -24,12 +26,25 @@ class MetricsSettings(Section):
     (extra ``traces``); ``file`` writes them to ``<run directory>/traces`` instead; ``None`` records none."""
     traces_ratio: float = Field(default=1.0, ge=0, le=1)
     """Share of groups that are traced, chosen by their ids, alike in every process; training steps all are."""
+    traces_texts: bool = False
+    """Let reasons, which may quote prompts and answers, into traces."""
     traces_key: str = ""
     """Tells this run's traces from those of an earlier one of its name; made when a run is started anew."""
 
     @field_validator("traces")
     @classmethod
     def _traces(cls, traces: str | None) -> str | None:
-        if traces is None or traces == TO_FILES or traces.startswith(("http://", "https://")):
+        if traces is None or traces == TO_FILES or _is_address(traces):
             return traces
-        raise ValueError(f"got {traces!r}, need {TO_FILES} or the http(s):// address of a collector of OTLP over HTTP")
+        raise ValueError(
+            f"got {traces!r}, need {TO_FILES} or the http(s)://host:port of a collector of OTLP over HTTP, without a "
+            "query"
+        )
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and not set(url) & {*"?#"}
+    except ValueError:  # no port is that, or no address
+        return False

@@ -127,11 +127,11 @@ def note_trajectories(span: Span, trajectories: Iterable[Trajectory]) -> None:
         }
         if slot.status is SlotStatus.SCORED:
             said["gen_ai.evaluation.score.value"] = slot.reward
+        elif slot.status is SlotStatus.REJECTED:
+            said |= tracing.quoted("areal.rejected", slot.reason)
         span.happen("gen_ai.evaluation.result", said)
         if slot.status is SlotStatus.FAILED:
-            span.fail(slot.reason)
-        elif slot.status is SlotStatus.REJECTED:
-            span.note("areal.rejected", slot.reason)
+            span.fail(slot.status.value, slot.reason)
 
 
 def completion(model: str, num_prompt_tokens: int, sampling_params: Mapping[str, Any]) -> Span:
@@ -172,9 +172,14 @@ def note_stream(server_id: str, version: str, *, num_tokens: int) -> None:
     tracing.current_span().happen("stream.begun", said)
 
 
-def note_break(server_id: str, cause: str, *, num_tokens: int) -> None:
-    """Note in a completion that a stream broke after ``num_tokens`` in all."""
-    said: dict[str, Value] = {"areal.server_id": server_id, "areal.cause": cause, "areal.num_tokens": num_tokens}
+def note_break(server_id: str, kind: str, cause: str, *, num_tokens: int) -> None:
+    """Note in a completion that a stream broke after ``num_tokens`` in all, with which kind of error, and why."""
+    said: dict[str, Value] = {
+        "areal.server_id": server_id,
+        "error.type": kind,
+        "areal.num_tokens": num_tokens,
+        **tracing.quoted("areal.cause", cause),
+    }
     tracing.current_span().happen("stream.broken", said)
 
 
@@ -184,14 +189,15 @@ def note_first_token() -> None:
     span.note("gen_ai.response.time_to_first_chunk", span.age_s)
 
 
-def tool_call(call: ToolCall) -> Span:
-    """A model's call of a tool."""
+def tool_call(call: ToolCall, *, is_known: bool) -> Span:
+    """A model's call of a tool. The name of one that is not there is the model's own words."""
+    name = call.name if is_known else "unknown"
     return tracing.span(
-        f"execute_tool {call.name}",
+        f"execute_tool {name}",
         tracing.current(),
         attributes={
             "gen_ai.operation.name": "execute_tool",
-            "gen_ai.tool.name": call.name,
+            "gen_ai.tool.name": name,
             "gen_ai.tool.call.id": call.id,
             "gen_ai.tool.type": "function",
         },
@@ -263,13 +269,13 @@ def settled(outcome: Outcome) -> Span:
         attributes={
             **_of_group(outcome.group_id, outcome.workflow),
             "areal.outcome": kind.value,
-            "areal.outcome.reason": outcome.reason,
+            **tracing.quoted("areal.outcome.reason", outcome.reason),
             "areal.lineage": outcome.lineage,
             "areal.step": outcome.step,
         },
     )
     if kind in FAILED:
-        span.fail(outcome.reason)
+        span.fail(kind.value, outcome.reason)
     return span
 
 

@@ -9,6 +9,8 @@ trainer that is started again, land in the same trace; and which groups are reco
 
 Off, which it is until a process's main installs a recorder, every call here returns ``NOTHING`` or ``None`` at once.
 Inside a process the span that something belongs to travels with the context, through the tasks that it starts.
+
+Reasons may quote prompts and answers. Spans hold the kind of a failure, and its words only where texts are let in.
 """
 
 import hashlib
@@ -71,8 +73,8 @@ class Span:
     def happen(self, name: str, attributes: Attributes) -> None:
         """Note a moment of it."""
 
-    def fail(self, reason: str) -> None:
-        """Say that it ended badly, and how."""
+    def fail(self, kind: str, reason: str) -> None:
+        """Say that it ended badly: which kind of failure it was, and, where texts are let in, its reason."""
 
     @property
     def age_s(self) -> float:
@@ -104,7 +106,7 @@ class RecordedSpan(Span):
         self.happenings: list[Happening] = []
         self.links: list[Place] = []
         self.reason: str | None = None
-        """How it ended badly; None where it did not."""
+        """How it ended badly: empty where texts are left out; None where it did not."""
         self._began_ns = time.monotonic_ns()
         self._token: Token[Span] | None = None
 
@@ -119,7 +121,8 @@ class RecordedSpan(Span):
             _current.reset(self._token)
         if error is not None:
             # Only our own errors are asked for their words: a user's may answer with another one.
-            self.fail(str(error) if isinstance(error, ArealError) else type(error).__name__)
+            name = type(error).__name__
+            self.fail(name, str(error) if isinstance(error, ArealError) else name)
         self.end(self.start_ns + time.monotonic_ns() - self._began_ns)
 
     def note(self, key: str, value: Value) -> None:
@@ -128,8 +131,10 @@ class RecordedSpan(Span):
     def happen(self, name: str, attributes: Attributes) -> None:
         self.happenings.append(Happening(name, time.time_ns(), attributes))
 
-    def fail(self, reason: str) -> None:
-        self.reason = self.reason or reason[:MAX_REASON_CHARACTERS]
+    def fail(self, kind: str, reason: str) -> None:
+        if self.reason is None:
+            self.attributes["error.type"] = kind
+            self.reason = reason[:MAX_REASON_CHARACTERS] if _has_texts else ""
 
     @property
     def age_s(self) -> float:
@@ -151,18 +156,20 @@ class Recorder(Protocol):
 _recorder: Recorder | None = None
 _run = ""
 _ratio = 1.0
+_has_texts = False
 _current: ContextVar[Span] = ContextVar("areal_async_span", default=NOTHING)
 
 
-def install(recorder: Recorder | None, *, run: str = "", ratio: float = 1.0) -> None:
+def install(recorder: Recorder | None, *, run: str = "", ratio: float = 1.0, has_texts: bool = False) -> None:
     """Record from now on, or, given None, no more.
 
     Args:
         run: tells the ids of one run from those of another.
         ratio: share of groups that are recorded.
+        has_texts: let in reasons, which may quote prompts and answers.
     """
-    global _recorder, _run, _ratio
-    _recorder, _run, _ratio = recorder, run, ratio
+    global _recorder, _run, _ratio, _has_texts
+    _recorder, _run, _ratio, _has_texts = recorder, run, ratio, has_texts
 
 
 def is_on() -> bool:
@@ -251,6 +258,11 @@ def past(
     made.links += links
     made.end(time.time_ns() if end_ns is None else end_ns)
     return made
+
+
+def quoted(key: str, text: str) -> Attributes:
+    """Return an attribute that may quote prompts and answers, or none where texts are left out."""
+    return {key: text[:MAX_REASON_CHARACTERS]} if _has_texts else {}
 
 
 def _below(parent: Place) -> Place:

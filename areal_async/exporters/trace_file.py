@@ -4,6 +4,8 @@ Written here rather than by OpenTelemetry's packages, whose way there costs ten 
 process has other use for; a laptop needs none of them.
 """
 
+import math
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from areal_async.tracing import CLIENT, CONSUMER, INTERNAL, PRODUCER, SERVER, At
 
 KINDS = {INTERNAL: 1, SERVER: 2, CLIENT: 3, PRODUCER: 4, CONSUMER: 5}
 ERROR = 2
+NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class FileExporter:
@@ -43,15 +46,28 @@ class FileExporter:
             ]
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._path, "ab") as file:
-            file.write(msgspec.json.encode(said) + b"\n")
+        _append(self._path, msgspec.json.encode(said) + b"\n")
 
     def shutdown(self) -> None:
         """Nothing is held."""
 
 
+def _append(path: Path, line: bytes) -> None:
+    """Write a line whole or not at all, and apart from the half of one that a killed process left."""
+    with open(path, "a+b", buffering=0) as file:
+        start = file.seek(0, os.SEEK_END)
+        file.seek(max(start - 1, 0))
+        left = line if file.read(1) in (b"", b"\n") else b"\n" + line
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            file.truncate(start)
+            raise
+
+
 def sendable(text: str) -> str:
-    """Return text without what no UTF-8 is for: models write tool names, and their halves of characters."""
+    """Return text without what no UTF-8 is for: models write halves of characters, which errors quote."""
     return text if text.isascii() else text.encode(errors="replace").decode()
 
 
@@ -92,7 +108,7 @@ def _value(value: Value) -> dict[str, Any]:
         case int():
             return {"intValue": str(value)}  # 64 bits, which not every reader of JSON has
         case float():
-            return {"doubleValue": value}
+            return {"doubleValue": value if math.isfinite(value) else NOT_IN_JSON[str(value)]}
         case _:
             return {"arrayValue": {"values": _values(value)}}
 

@@ -85,7 +85,10 @@ def recording(settings: Settings, run_directory: Path, *, role: str, instance: s
         url = endpoint(where)
         outbox = SpanOutbox(HttpExporter(url, Translator(resource)), where=url)
     tracing.install(
-        outbox, run=f"{settings.run.name}.{settings.metrics.traces_key}", ratio=settings.metrics.traces_ratio
+        outbox,
+        run=f"{settings.run.name}.{settings.metrics.traces_key}",
+        ratio=settings.metrics.traces_ratio,
+        has_texts=settings.metrics.traces_texts,
     )
     try:
         yield
@@ -116,9 +119,12 @@ def are_installed() -> bool:
 
 
 def with_key(settings: Settings, read_earlier: Callable[[], Settings] | None) -> Settings:
-    """Return the settings with a ``metrics.traces_key``: that of the run's earlier start, where there was one."""
+    """Return the settings with a ``metrics.traces_key``: that of the run's earlier start, where there was one.
+
+    Without traces too: a later start, or a node that joins, may have some.
+    """
     metrics = settings.metrics
-    if metrics.traces is None or metrics.traces_key:
+    if metrics.traces_key:
         return settings
     key = (read_earlier().metrics.traces_key if read_earlier is not None else "") or secrets.token_hex(4)
     return settings.model_copy(update={"metrics": metrics.model_copy(update={"traces_key": key})})

@@ -138,7 +138,8 @@ class InferenceClient:
                 is_faulty = True
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
                 log.warning("stream.broken", server_id=server.id, cause=cause, num_tokens=len(completion.output_ids))
-                stations.note_break(server.id, cause, num_tokens=len(completion.output_ids))
+                kind = type(exc.__cause__ or exc).__name__
+                stations.note_break(server.id, kind, cause, num_tokens=len(completion.output_ids))
                 self.pool.cast_doubt(server, cause)
             finally:
                 self.pool.release(server, cost_tokens=cost_tokens)

@@ -11,12 +11,13 @@ import pytest
 
 from areal_async import stations, tracing
 from areal_async.contracts import ToolCall
-from areal_async.errors import WorkflowError
+from areal_async.errors import RewardError, WorkflowError
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.tracing import NOTHING, RecordedSpan, install, is_chosen, of_group, of_step, place_of, span
-from areal_async.types import Slot, SlotStatus, Ticket, Trajectory, Version
+from areal_async.types import Outcome, OutcomeKind, Slot, SlotStatus, Ticket, Trajectory, Version
 from tests.unit.rollout import sample_rewards
 
+SECRET = "what the model wrote"
 IDS = [f"0-{index}-0" for index in range(4000)]
 
 
@@ -29,7 +30,7 @@ class Kept(list[RecordedSpan]):
 
 @pytest.fixture
 def kept() -> Iterator[Kept]:
-    install(kept := Kept(), run="seen.1")
+    install(kept := Kept(), run="seen.1", has_texts=True)
     yield kept
     install(None)
 
@@ -82,7 +83,7 @@ def test_off_every_span_is_the_same_one_that_does_nothing() -> None:
     with span("x", of_group("0-1-0"), attributes={}) as made:
         made.note("a", 1)
         made.happen("b", {})
-        made.fail("c")
+        made.fail("c", "d")
         assert tracing.current() is None
         assert tracing.traceparent() == ""
     assert made is NOTHING
@@ -131,6 +132,7 @@ def test_an_error_is_said_in_our_words_and_a_strangers_is_not_asked_for_any(kept
             raise error
 
     assert [one.reason for one in kept] == ["workflow x: got y", "Hostile"]
+    assert [one.attributes["error.type"] for one in kept] == ["WorkflowError", "Hostile"]
 
 
 def test_a_step_is_linked_to_the_groups_it_trains_and_they_to_it(kept: Kept) -> None:
@@ -174,3 +176,44 @@ async def test_a_tool_and_a_reward_are_below_the_episode_that_called_them(kept: 
     (result,) = named["invoke_workflow w"].happenings
     assert (result.name, result.attributes["gen_ai.evaluation.score.label"]) == ("gen_ai.evaluation.result", "failed")
     assert named["invoke_workflow w"].reason == "no reward"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("has_texts", [False, True])
+async def test_what_a_model_wrote_is_in_no_span_unless_texts_are_let_in(*, has_texts: bool) -> None:
+    """Errors, reasons and causes may quote prompts and answers; the name of a tool that is not there always does."""
+
+    def add(a: int, b: int) -> int:
+        """Add two numbers."""
+        raise ValueError(f"cannot add {a}, {b}: {SECRET}")
+
+    install(kept := Kept(), run="seen.1", has_texts=has_texts)
+    versions = {"oldest": "1-0", "newest": "1-0"}
+    ends = [
+        Trajectory(slot=Slot(sibling=0, sample_uid="u", status=status, reason=SECRET, **versions), sequences=[])
+        for status in (SlotStatus.FAILED, SlotStatus.REJECTED)
+    ]
+    ticket = Ticket(group_id="0-1-0", workflow="w", row={}, group_size=2, version="1-0")
+    calls = [ToolCall(id="call00001", name=name, arguments={"a": 1, "b": 2}) for name in ("add", SECRET * 100)]
+    with tracing.first_span("admit", of_group("0-1-0"), attributes={}), stations.episode(ticket, [0, 1]) as episode:
+        stations.note_break("0-0", "ServerFault", SECRET, num_tokens=3)
+        await Toolbox([add], timeout_s=5.0).run(calls)
+        stations.note_trajectories(episode, ends)
+    with pytest.raises(RewardError), span("reward r", of_group("0-1-0"), attributes={}):
+        raise RewardError(f"reward r: {SECRET}")
+    with stations.settled(Outcome(kind=OutcomeKind.FAILED, group_id="0-1-0", lineage=1, reason=SECRET)):
+        pass
+    install(None)
+
+    assert all(SECRET not in one.name for one in kept)
+    failed = {one.name: one for one in kept if one.reason is not None}
+    assert {name: one.attributes["error.type"] for name, one in failed.items()} == {
+        "execute_tool add": "ToolError",
+        "execute_tool unknown": "ToolError",
+        "invoke_workflow w": "failed",
+        "reward r": "RewardError",
+        "settle failed": "failed",
+    }
+    quoting = [one for one in kept if SECRET in str((one.reason, one.attributes, one.happenings))]
+    assert [one.name for one in quoting] == (list(failed) if has_texts else [])
+    assert all(len(str(one.reason)) <= tracing.MAX_REASON_CHARACTERS for one in kept)

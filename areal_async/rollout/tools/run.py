@@ -64,7 +64,7 @@ class Toolbox:
             try:
                 if number >= MAX_CALLS_PER_REPLY:
                     raise ToolError(f"got call {number + 1} of one reply, need at most {MAX_CALLS_PER_REPLY}")
-                with stations.tool_call(call):
+                with stations.tool_call(call, is_known=call.name in self._tools):
                     results.append(ToolResult(call=call, text=await self._answer(call), is_error=False))
             except ToolError as exc:
                 results.append(ToolResult(call=call, text=_shortened(f"error: {exc}"), is_error=True))

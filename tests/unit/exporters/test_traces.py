@@ -2,10 +2,13 @@
 
 import base64
 import json
+import math
+import resource
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ from structlog.testing import capture_logs
 
 from areal_async import tracing
 from areal_async.errors import UserError
+from areal_async.exporters.trace_file import FileExporter
 from areal_async.exporters.traces import (
     HttpExporter,
     SpanOutbox,
@@ -53,7 +57,7 @@ def _until(is_so: Callable[[], bool]) -> None:
 def test_what_a_process_recorded_is_at_the_collector_when_it_has_ended(tmp_path: Path) -> None:
     """Names, times, attributes, events and errors; and which process of which run it was."""
     with collecting() as collector:
-        settings = _settings(tmp_path, traces=collector.url, traces_key="k")
+        settings = _settings(tmp_path, traces=collector.url, traces_key="k", traces_texts=True)
         with recording(settings, tmp_path, role="node", instance="7"):
             _record(number=3, share=0.5, ids=["a", "b"])
             with pytest.raises(UserError), tracing.first_span("admit", of_group("0-1-0"), attributes={}):
@@ -162,6 +166,51 @@ def test_files_hold_what_collectors_import(tmp_path: Path) -> None:
     assert seen.events == [("stream.broken", {"areal.server_id": "0-0"})]
 
 
+def test_numbers_that_json_has_not_are_written_as_otlp_has_them(tmp_path: Path) -> None:
+    said = {"nan": math.nan, "more": math.inf, "less": -math.inf, "half": 0.5}
+    with recording(_settings(tmp_path, traces="file"), tmp_path, role="node"):
+        _record(**said)
+
+    line = json.loads((tmp_path / "traces" / "node-0.jsonl").read_text())
+    written = line["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"]
+    assert [one["value"]["doubleValue"] for one in written] == ["NaN", "Infinity", "-Infinity", 0.5]
+
+
+def test_a_line_is_in_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A disk that fills up in the midst of one takes it back; after a process killed there, a new one begins."""
+    path = tmp_path / "traces.jsonl"
+    path.write_bytes(b'{"resourceSpans": [{"of a kil')
+    said = resource_of("r", role="node", instance="0")
+    exporter = FileExporter(path, said, scope={"name": "s", "version": "1"})
+    with capture_logs() as logs:
+        outbox = SpanOutbox(exporter, where=str(path))
+        tracing.install(outbox, run="r")
+        for number, is_full in enumerate((False, True, False)):
+            with _full_after(path.stat().st_size + 100) if is_full else nullcontext():
+                _record(f"work {number}")
+                _until(lambda now=number: outbox.num_sent + outbox.num_refused == now + 1)
+        tracing.install(None)
+        outbox.close()
+
+    killed, *whole = path.read_text().splitlines()
+    assert killed == '{"resourceSpans": [{"of a kil'
+    names = [json.loads(one)["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["name"] for one in whole]
+    assert names == ["work 0", "work 2"]
+    lost = [one for one in logs if one["event"] == "traces.lost"]
+    assert [(one["num_lost"], one["num_sent"]) for one in lost] == [(1, 2)]
+
+
+@contextmanager
+def _full_after(num_bytes: int) -> Iterator[None]:
+    """Let no file grow any further: the write that would is cut short, and the next one fails."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
 def test_a_full_disk_is_a_collector_that_refuses(tmp_path: Path) -> None:
     (tmp_path / "traces").write_text("in the way of the folder")
 
@@ -206,10 +255,17 @@ def test_a_run_keeps_the_key_of_its_traces_and_a_new_one_has_another(tmp_path: P
 
     assert first.metrics.traces_key != other.metrics.traces_key
     assert with_key(settings, lambda: first).metrics.traces_key == first.metrics.traces_key
-    assert with_key(_settings(tmp_path), None).metrics.traces_key == ""
+    without = with_key(_settings(tmp_path), lambda: first)
+    assert without.metrics.traces_key == first.metrics.traces_key, "a start without traces in between loses nothing"
 
 
-@pytest.mark.parametrize("traces", ["localhost:4318", "files", "grpc://host:4317", ""])
+@pytest.mark.parametrize(
+    "traces",
+    [
+        "localhost:4318", "files", "grpc://host:4317", "", "http://", "http://:4318", "http://h:99999", "http://h:0",
+        "http://h:port", "http://h:4318/?token=1", "https://h/v1/traces#now", "http://[::1",
+    ],
+)  # fmt: skip
 def test_where_traces_go_is_a_collectors_address_or_a_file(traces: str) -> None:
     with pytest.raises(ValidationError, match="need file or the http"):
         MetricsSettings(traces=traces)
