@@ -1,6 +1,5 @@
 """What this host offers: its GPUs, and ports to listen on. Without torch: the command line asks before it is loaded."""
 
-import errno
 import os
 import random
 import shutil
@@ -12,6 +11,8 @@ from areal_async.errors import UserError
 
 PROBE_DEADLINE_S = 10.0
 LOOPBACK = "127.0.0.1"
+ANY = "0.0.0.0"
+"""What listens there listens at every address of the host; nobody connects to it."""
 PORTS = range(16384, 32768)
 """Below those that outgoing connections take: none of them can take a port while its server restarts."""
 NUM_TRIES = 50
@@ -30,20 +31,34 @@ def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
     return tuple(map(str, range(_count_by_driver())))
 
 
+def check_address(host: str, *, setting: str) -> None:
+    """Refuse an address that this host cannot both listen at and give to others.
+
+    Raises:
+        UserError: it is every address at once, IPv6, another host's, or no name; ``setting`` names whose it was to be.
+    """
+    with socket.socket() as probe:
+        try:
+            probe.bind((host, 0))
+            if probe.getsockname()[0] != ANY:
+                return
+        except (OSError, UnicodeError):  # a name may also be none that could be looked up
+            pass
+    raise UserError(f"{setting}: got {host!r}, need an IPv4 address or a name of this host that the other hosts reach")
+
+
 def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -> int:
     """Return ``wanted`` when it can be listened on at ``host``, or any free port for 0.
 
     Raises:
-        UserError: it is taken, or the address is not this host's; ``setting`` names whose it was to be.
+        UserError: it is taken; ``setting`` names whose it was to be.
     """
     for port in [wanted] if wanted else _DRAWS.sample(PORTS, NUM_TRIES):
         with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 probe.bind((host, port))
-            except OSError as exc:
-                if isinstance(exc, socket.gaierror) or exc.errno == errno.EADDRNOTAVAIL:
-                    raise UserError(f"{setting}: got {host} to listen at, need an address of this host") from exc
+            except OSError:
                 continue
             return port
     if wanted:

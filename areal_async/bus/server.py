@@ -25,7 +25,7 @@ from areal_async.bus.broker_config import credentials_path, write_config
 from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, UserError
-from areal_async.host import LOOPBACK, free_port
+from areal_async.host import LOOPBACK, check_address, free_port
 from areal_async.settings import Settings
 
 START_DEADLINE_S = 20.0
@@ -142,9 +142,10 @@ class EmbeddedBroker:
         """Start the broker and return when it is healthy.
 
         Raises:
-            UserError: no binary, a port is taken, or the run is already running.
+            UserError: no binary, a port is taken, the address is not this host's, or the run is already running.
             BusError: it does not become healthy; the error holds its last words.
         """
+        check_address(self._host, setting="bus.host")
         self._binary = await anyio.to_thread.run_sync(find_binary)
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import anyio
@@ -9,6 +10,7 @@ import anyio
 from areal_async.cli.checks import check_interpreter, check_model, check_policies, check_workflow
 from areal_async.cli.speech import say
 from areal_async.errors import UserError
+from areal_async.exporters.traces import check_installed
 from areal_async.launch.join import Invitation, fresh_node_id, join
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.run_directory import RunDirectory
@@ -18,16 +20,17 @@ from areal_async.settings_sources import load_settings
 from areal_async.subjects import RUN_NAME
 
 KILLED_STATUS = 130
-OWN = ("--inference.", "--launch.join_wait_s")
-"""What a host may have otherwise than the run: its interpreter, its servers' number and flags, its patience."""
+OWN = ("--inference.*", "--launch.join_wait_s", "--metrics.traces")
+"""What a host may have otherwise than the run: its interpreter, its servers' number and flags, its patience, and where
+its traces go."""
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Be one node of the run until that ends or until this is told to end."""
     invitation = read_invitation(arguments)
-    names = [word for word in overrides if word.startswith("--")]
-    if foreign := [name for name in names if not name.startswith(OWN)]:
-        raise UserError(f"{foreign[0]}: a node has the settings of its run, all but {' and '.join(OWN)}; leave it out")
+    names = [word.partition("=")[0] for word in overrides if word.startswith("--")]
+    if foreign := [name for name in names if not any(fnmatchcase(name, own) for own in OWN)]:
+        raise UserError(f"{foreign[0]}: a node has the settings of its run, all but {', '.join(OWN)}; leave it out")
 
     def prepare(settings: Settings, directory: RunDirectory) -> Settings:
         here = load_settings(directory.config, overrides, use_environment=False) if overrides else settings
@@ -70,7 +73,7 @@ def check_host(settings: Settings) -> None:
     """Refuse what this host lacks, before anything is started.
 
     Raises:
-        UserError: a workflow, a policy, a model or the servers' interpreter is not here.
+        UserError: a workflow, a policy, a model, the servers' interpreter or an extra that is asked for is not here.
     """
     for task in settings.tasks:
         check_workflow(task.workflow)
@@ -79,3 +82,4 @@ def check_host(settings: Settings) -> None:
     for name, policy in settings.frozen_policies.items():
         check_model(str(policy.path), f"policies.{name}.path")
     check_interpreter(settings.inference.python)
+    check_installed(settings.metrics)

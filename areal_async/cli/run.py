@@ -21,12 +21,12 @@ from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
 from areal_async.errors import UserError
 from areal_async.exporters.traces import check_installed, with_key
-from areal_async.host import visible_gpus
+from areal_async.host import check_address, visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import plan_crews
-from areal_async.launch.run import launch
+from areal_async.launch.run import EMBEDDED, launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.slurm import SlurmBackend
 from areal_async.launch.supervisor import RunEnd
@@ -148,7 +148,8 @@ def check(settings: Settings) -> None:
 
     Raises:
         UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there, or the
-            calls of a step do not fit together, or an extra that is asked for is not installed.
+            calls of a step do not fit together, an extra that is asked for is not installed, or the broker's address
+            is not this host's.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
@@ -168,6 +169,8 @@ def check(settings: Settings) -> None:
     check_interpreter(settings.inference.python)
     check_tool_call_parser(settings)
     check_installed(settings.metrics)
+    if settings.bus.url == EMBEDDED and settings.bus.host:
+        check_address(settings.bus.host, setting="bus.host")
 
 
 def _same_workflow(left: str, right: str) -> bool:

@@ -31,10 +31,9 @@ from areal_async.launch.local import MAX_ASKED, last_line, opened
 PROGRAMS = ("srun", "scancel", "scontrol")
 SIGNALLED = 128
 """``srun`` ends with this and the number of the signal that ended its step."""
-BEGIN_DEADLINE_S = 120
-"""For a step to get its place: there is one at once, unless the allocation is ending."""
-ORDER_DEADLINE_S = 20
-"""For Slurm to pass on a signal, or to answer a question."""
+DEADLINE_S = 120
+"""For a step to get its place (there is one at once, unless the allocation is ending), and so for a signal that a step
+passes on, and for an answer."""
 NOISE = ("srun: ", "slurmstepd")
 _SAY = 'echo "$SLURM_JOB_ID.$SLURM_STEP_ID $$" > "$1"; shift; exec "$@"'
 """What the step runs: its identity, then its command."""
@@ -54,7 +53,7 @@ def on_host(host: str, name: str, *command: str) -> list[str]:
     A step shares all that the allocation has on its host with the others: neither CPUs nor memory nor GPUs are divided.
     """
     place = ["--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={host}", "--cpu-bind=none", "--export=ALL"]
-    return ["srun", *place, f"--immediate={BEGIN_DEADLINE_S}", f"--job-name={name}", *command]
+    return ["srun", *place, f"--immediate={DEADLINE_S}", f"--job-name={name}", *command]
 
 
 def step_command(spec: ProcessSpec, *, host: str, identity: Path) -> list[str]:
@@ -147,7 +146,7 @@ class SlurmProcess:
         with suppress(OSError):
             self._orders.append(
                 subprocess.Popen(
-                    ["timeout", str(ORDER_DEADLINE_S), *command],
+                    ["timeout", str(DEADLINE_S), *command],
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -176,7 +175,7 @@ class SlurmBackend:
                 )
         self._host = environment["SLURMD_NODENAME"]
         ask = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", self._host)]
-        names = _answer(ask, deadline_s=ORDER_DEADLINE_S).split()
+        names = _answer(ask, deadline_s=DEADLINE_S).split()
         self.hosts = (self._host, *(name for name in names if name != self._host))
 
     async def address(self) -> str:
@@ -188,7 +187,7 @@ class SlurmBackend:
         if not (others := self.hosts[1:]):
             return LOOPBACK
         ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
-        return await anyio.to_thread.run_sync(functools.partial(_answer, ask, deadline_s=BEGIN_DEADLINE_S))
+        return await anyio.to_thread.run_sync(functools.partial(_answer, ask, deadline_s=DEADLINE_S))
 
     async def start(self, spec: ProcessSpec) -> SlurmProcess:
         """Start one step.

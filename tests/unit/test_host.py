@@ -1,13 +1,14 @@
 """GPUs that are hidden are not seen, and a port that is taken is named."""
 
 import random
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.host import LOOPBACK, free_port, visible_gpus
+from areal_async.host import LOOPBACK, check_address, free_port, visible_gpus
 
 
 @pytest.mark.parametrize(("text", "gpus"), [("", ()), ("-1", ()), ("2,3", ("2", "3")), ("GPU-ab", ("GPU-ab",))])
@@ -53,6 +54,14 @@ def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:
             free_port(port, setting="bus.port")
 
 
-def test_an_address_of_another_host_is_refused_at_once() -> None:
-    with pytest.raises(UserError, match="bus.port: got 192.0.2.77 to listen at, need an address of this host"):
-        free_port(setting="bus.port", host="192.0.2.77")
+@pytest.mark.parametrize(
+    "host", ["192.0.2.77", "0.0.0.0", "0", "::", "::1", "[::1]", "no name", "no-such-host.invalid", "a..b"]
+)
+def test_an_address_that_no_other_host_could_be_given_is_refused_by_the_name_of_its_setting(host: str) -> None:
+    with pytest.raises(UserError, match=f"bus.host: got '{re.escape(host)}', need an IPv4 address or a name of this h"):
+        check_address(host, setting="bus.host")
+
+
+@pytest.mark.parametrize("host", [LOOPBACK, "localhost", socket.gethostname()])
+def test_an_address_of_this_host_passes(host: str) -> None:
+    check_address(host, setting="bus.host")
