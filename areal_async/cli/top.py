@@ -21,7 +21,7 @@ import structlog
 from rich.console import Console, ConsoleDimensions, Group
 from rich.live import Live
 
-from areal_async.bus import Bus, HeldError, Report, ask_service, hearing_reports
+from areal_async.bus import Bus, Report, ask_service, hearing_reports
 from areal_async.cli.orders import DONE, who
 from areal_async.cli.status import CONNECT_S, NUM_READ, event_in, read_snapshot, remote_settings
 from areal_async.cli.tail import JsonLines
@@ -62,25 +62,32 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"top: got no terminal, need one; status --run {arguments.run} prints what it shows once")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     directory = find_run(arguments.run) if arguments.url is None else None
-    visit: AbstractAsyncContextManager[tuple[Settings, Bus]] = (
-        visit_live(directory) if directory is not None else visit_at(remote_settings(arguments), CONNECT_S)
-    )
+
+    def visit() -> AbstractAsyncContextManager[tuple[Settings, Bus]]:
+        return visit_live(directory) if directory is not None else visit_at(remote_settings(arguments), CONNECT_S)
 
     async def show() -> None:
-        async with visit as (settings, bus):
-            await _Top(settings, bus, by=arguments.by or who(), directory=directory).run()
+        view, has_moved = TopView(), True
+        while has_moved:
+            async with visit() as (settings, bus):
+                top = _Top(settings, bus, view=view, by=arguments.by or who(), directory=directory)
+                await top.run()
+                has_moved = top.has_moved
 
     anyio.run(show, backend_options={"use_uvloop": True})
     return 0
 
 
 class _Top:
-    def __init__(self, settings: Settings, bus: Bus, *, by: str, directory: RunDirectory | None) -> None:
+    def __init__(self, settings: Settings, bus: Bus, *, view: TopView, by: str, directory: RunDirectory | None) -> None:
         self._settings = settings
         self._bus = bus
         self._by = by
         self._directory = directory
-        self._view = TopView()
+        self._url = directory.read_bus_url() if directory is not None else ""
+        self.has_moved = False
+        """The run was started again, with its broker at another address: it is to be visited there."""
+        self._view = view
         self._steps = JsonLines(settings.run_directory / "metrics.jsonl")
         self._console = Console(file=sys.stdout)
         self._answers: dict[tuple[str, str], Report] = {}
@@ -93,7 +100,7 @@ class _Top:
             async with hearing_reports(self._bus, self._hear) as ask, anyio.create_task_group() as tasks:
                 for loop in (self._run_events, self._run_steps, self._run_sizes):
                     tasks.start_soon(loop)
-                tasks.start_soon(self._run_asking, ask)
+                tasks.start_soon(self._run_asking, ask, tasks.cancel_scope.cancel)
                 tasks.start_soon(self._run_drawing, live)
                 async for key in _keys():
                     if key == "q" and not self._view.is_typing:
@@ -102,13 +109,13 @@ class _Top:
                     self._draw(live)
                 tasks.cancel_scope.cancel()
 
-    async def _run_asking(self, ask: Callable[[], Awaitable[None]]) -> None:
-        """Ask everybody, until the run has ended.
+    async def _run_asking(self, ask: Callable[[], Awaitable[None]], leave: Callable[[], None]) -> None:
+        """Ask everybody, also of a run that has ended: it may be started again.
 
         consumes:     answers of the roles and the broker
         waits for:    ``REFRESH_S``
         produces:     the view's status
-        unblocked by: cancellation
+        unblocked by: cancellation, or another address of the broker, where ``leave`` is called
         """
 
         async def gather() -> dict[tuple[str, str], Report]:
@@ -125,9 +132,11 @@ class _Top:
                     cause = str(leaves_of(group)[0])
             if cause and self._has_ended():
                 self._view.end()
-                self._news.set()
+            elif cause and self._is_elsewhere():
+                self.has_moved = True
+                leave()
                 return
-            if cause:
+            elif cause:
                 self._view.lose_broker(cause)
             self._news.set()
             await anyio.sleep(max(MIN_PAUSE_S, REFRESH_S - (time.monotonic() - since_s)))
@@ -155,6 +164,7 @@ class _Top:
         unblocked by: cancellation alone
         """
         stream, next_sequence = self._bus.names.events_stream, 0
+        self._view.events.clear()
         while True:
             try:
                 if not next_sequence:
@@ -201,10 +211,12 @@ class _Top:
 
     def _has_ended(self) -> bool:
         """Say whether nobody runs the run any more; of one elsewhere that is never known."""
-        if self._directory is None:
-            return False
-        with suppress(HeldError), self._directory.locked(self._settings.run.name):
-            return True
+        return self._directory is not None and not self._directory.is_live
+
+    def _is_elsewhere(self) -> bool:
+        """Say whether the run's broker has another address now than the one that is asked."""
+        with suppress(UserError):  # it is about to be written
+            return self._directory is not None and self._directory.read_bus_url() != self._url
         return False
 
     async def _press(self, key: str) -> None:
