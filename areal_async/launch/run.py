@@ -89,7 +89,7 @@ async def launch(
         presence = PresenceKeeper(bus)
         supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
-        end: RunEnd | None = None
+        is_killed = False
         failure: BaseException | None = None
         try:
             async with anyio.create_task_group() as tasks:
@@ -103,6 +103,7 @@ async def launch(
                     with said:
                         telling.start_soon(presence.run_changes, changes)
                         end = await supervisor.run()
+                        is_killed = end is RunEnd.KILLED
                     telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
                 tasks.cancel_scope.cancel()
         except (PipelineError, ExceptionGroup) as exc:
@@ -111,8 +112,7 @@ async def launch(
         finally:
             if not isinstance(failure, FencedError):
                 await note_end(bus, failure=failure)
-                is_patient = end is not RunEnd.KILLED
-                if is_patient and settings.bus.url == EMBEDDED and bus.connection.is_connected:
+                if settings.bus.url == EMBEDDED and bus.connection.is_connected and not is_killed:
                     await see_off(bus)
         return end
 
