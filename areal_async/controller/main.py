@@ -1,9 +1,13 @@
 """The controller's process."""
 
+import functools
+import signal
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.abc
 import msgspec
 import structlog
 
@@ -36,8 +40,31 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         raise UserError(f"tasks.{tasks.num_rows.index(0)}.dataset: got no row, need at least one; leave the task out")
     _check_sendable(tasks)
     held_out = Tasks([(task.name, _head(load_rows(dataset), limit)) for task, dataset, limit in settings.held_out])
+    main = functools.partial(_run, settings, run_directory, bus_url, tasks, held_out)
     with recording(settings, run_directory, role="controller"):
-        anyio.run(_run, settings, run_directory, bus_url, tasks, held_out, backend_options={"use_uvloop": True})
+        is_told_to_end = anyio.run(_run_until_told, main, backend_options={"use_uvloop": True})
+    if is_told_to_end:  # by the signal itself: status 0 would say that the run has finished
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.raise_signal(signal.SIGTERM)
+
+
+async def _run_until_told(main: Callable[[], Awaitable[None]]) -> bool:
+    """Run to the end, or until SIGTERM, and say whether it was that: spans are sent before the process ends."""
+    is_told = False
+    async with anyio.create_task_group() as tasks:
+
+        async def heed_signal(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+            nonlocal is_told
+            with anyio.open_signal_receiver(signal.SIGTERM) as signals:
+                task_status.started()
+                async for _ in signals:
+                    is_told = True
+                    tasks.cancel_scope.cancel()
+
+        await tasks.start(heed_signal)
+        await main()
+        tasks.cancel_scope.cancel()
+    return is_told
 
 
 def _check_sendable(tasks: Tasks) -> None:

@@ -188,9 +188,10 @@ async def test_what_a_model_wrote_is_in_no_span_unless_texts_are_let_in(*, has_t
         raise ValueError(f"cannot add {a}, {b}: {SECRET}")
 
     install(kept := Kept(), run="seen.1", has_texts=has_texts)
-    versions = {"oldest": "1-0", "newest": "1-0"}
     ends = [
-        Trajectory(slot=Slot(sibling=0, sample_uid="u", status=status, reason=SECRET, **versions), sequences=[])
+        Trajectory(
+            slot=Slot(sibling=0, sample_uid="u", status=status, reason=SECRET, oldest="1-0", newest="1-0"), sequences=[]
+        )
         for status in (SlotStatus.FAILED, SlotStatus.REJECTED)
     ]
     ticket = Ticket(group_id="0-1-0", workflow="w", row={}, group_size=2, version="1-0")

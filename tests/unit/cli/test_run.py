@@ -149,6 +149,10 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
         (["workflows/gsm8k.py", "--model.path", "./no"], "model.path: no folder ./no; "),
         (["workflows/gsm8k.py", "--tasks.0.dataset.path", "no.csv"], "tasks.0.dataset.path: no file no.csv; "),
         (["workflows/no.py", "--config", "configs/gsm8k_cpu.yaml"], "workflow: no file workflows/no.py; "),
+        (
+            ["workflows/gsm8k.py", "--bus.host", "0.0.0.0"],
+            "bus.host: got '0.0.0.0', need an IPv4 address or a name of ",
+        ),
         (["workflows/gsm8k.py", "--policies.judge.path", "./no"], "policies.judge: no workflow of this run takes it"),
     ],
 )

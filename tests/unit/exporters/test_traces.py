@@ -1,6 +1,7 @@
 """A process's spans reach a collector or a file, and nothing waits for either: a run is worth more than its traces."""
 
 import base64
+import functools
 import json
 import math
 import resource
@@ -167,9 +168,8 @@ def test_files_hold_what_collectors_import(tmp_path: Path) -> None:
 
 
 def test_numbers_that_json_has_not_are_written_as_otlp_has_them(tmp_path: Path) -> None:
-    said = {"nan": math.nan, "more": math.inf, "less": -math.inf, "half": 0.5}
     with recording(_settings(tmp_path, traces="file"), tmp_path, role="node"):
-        _record(**said)
+        _record(nan=math.nan, more=math.inf, less=-math.inf, half=0.5)
 
     line = json.loads((tmp_path / "traces" / "node-0.jsonl").read_text())
     written = line["resourceSpans"][0]["scopeSpans"][0]["spans"][0]["attributes"]
@@ -188,7 +188,7 @@ def test_a_line_is_in_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
         for number, is_full in enumerate((False, True, False)):
             with _full_after(path.stat().st_size + 100) if is_full else nullcontext():
                 _record(f"work {number}")
-                _until(lambda now=number: outbox.num_sent + outbox.num_refused == now + 1)
+                _until(functools.partial(_are_told, outbox, number + 1))
         tracing.install(None)
         outbox.close()
 
@@ -198,6 +198,10 @@ def test_a_line_is_in_the_file_whole_or_not_at_all(tmp_path: Path) -> None:
     assert names == ["work 0", "work 2"]
     lost = [one for one in logs if one["event"] == "traces.lost"]
     assert [(one["num_lost"], one["num_sent"]) for one in lost] == [(1, 2)]
+
+
+def _are_told(outbox: SpanOutbox, num_spans: int) -> bool:
+    return outbox.num_sent + outbox.num_refused == num_spans
 
 
 @contextmanager

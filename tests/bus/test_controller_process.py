@@ -1,0 +1,67 @@
+"""The controller's process, told to end: by the signal, and with nothing left of what it has recorded."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+
+from areal_async.bus import EmbeddedBroker, Role
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.settings import (
+    BusSettings,
+    DatasetSettings,
+    EvalSettings,
+    MetricsSettings,
+    RolloutSettings,
+    RunSettings,
+    Settings,
+    TaskSettings,
+)
+from areal_async.types import CutKind
+from tests.brokers import OpenRole, until
+from tests.bus.test_controller import World
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": str(index)}) + "\n" for index in range(5)))
+    return Settings(
+        run=RunSettings(name="test", directory=tmp_path, steps=2),
+        tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path=str(rows))),),
+        rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=2, max_staleness=1),
+        eval=EvalSettings(every_steps=0),
+        metrics=MetricsSettings(traces="file"),
+        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+    )
+
+
+async def test_sigterm_ends_it_by_that_signal_after_its_spans_are_written(
+    broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
+) -> None:
+    """Not with status 0, which would say that the run has finished."""
+    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
+    await world.cut(CutKind.BEGIN, 0)
+    await world.hold("1-0")
+    directory = RunDirectory(settings.run_directory)
+    directory.write_settings(settings)
+    directory.write_bus_url(broker.url)
+    command = [sys.executable, "-m", "areal_async", "controller", "--run-directory", str(directory.path)]
+
+    async def has_admitted() -> bool:
+        return len(await world.all_tickets()) >= 4
+
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        await until(has_admitted, within_s=120.0)
+        process.send_signal(signal.SIGTERM)
+        assert await process.wait() == -signal.SIGTERM
+
+    lines = (directory.path / "traces" / "controller-0.jsonl").read_text().splitlines()
+    spans = [span for line in lines for span in json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]]
+    assert [one["name"] for one in spans].count("admit w") == len(await world.all_tickets())

@@ -1,0 +1,31 @@
+"""What a host that joins a run may have otherwise than the run, and what it must have."""
+
+import argparse
+import sys
+
+import pytest
+
+from areal_async.cli import join
+from areal_async.errors import UserError
+from areal_async.settings import MetricsSettings, Settings
+
+
+@pytest.mark.parametrize("word", ["--metrics.traces_ratio", "--metrics.traces_key=k", "--inferences.x", "--run.steps"])
+def test_what_all_hosts_have_alike_is_refused_by_name(word: str) -> None:
+    given = argparse.Namespace(
+        run="r", run_directory=None, credentials=None, ca=None, directory=None, join="nats://h:1",
+        allow_other_files=False, node_id=None,
+    )  # fmt: skip
+
+    with pytest.raises(UserError, match=f"{word.partition('=')[0]}: a node has the settings of its run, all but "):
+        join.run(given, ["--metrics.traces=file", "--inference.num_servers", "2", word, "1"])
+
+
+def test_a_host_without_the_extra_for_traces_is_refused_in_one_sentence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    settings = Settings().model_copy(update={"metrics": MetricsSettings(traces="http://h:4318")})
+
+    with pytest.raises(UserError, match=r"metrics.traces: got 'http://h:4318', need the packages .*, or set it to fil"):
+        join.check_host(settings)
