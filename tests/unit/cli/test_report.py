@@ -219,7 +219,7 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
     directory = _run(tmp_path)
     directory.write_bus_url("nats://127.0.0.1:1")
     monkeypatch.setattr("areal_async.cli.report.write.ASK_EVERY_S", 0.0)
-    monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 0.1)  # its streams were never made
+    monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 3.0)  # its streams were never made
     takings: list[int] = []
 
     def look(held: ExitStack) -> None:
