@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -20,8 +21,14 @@ ASK_EVERY_S = 30.0
 """Between two questions to the broker of a live run that is watched; so often too is looked whether one lives again."""
 
 
-def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> None:
-    """Write the report; with ``is_watched`` again whenever a step or an evaluation has ended, until interrupted."""
+def write_report(
+    directory: RunDirectory, path: Path, *, is_watched: bool, pause: Callable[[float], object] = time.sleep
+) -> None:
+    """Write the report; with ``is_watched`` again whenever a step or an evaluation has ended, until interrupted.
+
+    Args:
+        pause: called between two looks with how long to wait, in seconds.
+    """
     settings, decoder = directory.read_settings(), load_decoder(directory)
     untrained, steps = _Untrained(directory), StepLines(directory.path)
     seen: tuple[int, ...] | None = None
@@ -39,7 +46,7 @@ def write_report(directory: RunDirectory, path: Path, *, is_watched: bool) -> No
         if not is_watched:
             return
         untrained.renew()
-        time.sleep(LOOK_S)
+        pause(LOOK_S)
 
 
 class _Untrained:

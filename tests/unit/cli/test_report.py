@@ -9,13 +9,17 @@ from contextlib import ExitStack
 from html.parser import HTMLParser
 from pathlib import Path
 
+import anyio
 import pytest
 
+from areal_async.bus import declare
 from areal_async.cli.main import main
 from areal_async.cli.report.charts import Series, bars, line_chart, number, stacked_bars, step_ticks, ticks
 from areal_async.cli.report.data import Sample, choose_samples, count_ages
 from areal_async.cli.report.page import render
+from areal_async.cli.report.write import write_report
 from areal_async.cli.token_views import Numbers
+from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import ModelSettings, RunSettings, Settings
 from areal_async.trainer.recorded import read_recorded
@@ -217,12 +221,12 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
 ) -> None:
     """Else a broker is started again and again, and a run that is resumed at that moment is refused."""
     directory = _run(tmp_path)
-    directory.write_bus_url("nats://127.0.0.1:1")
+    anyio.run(_declare, directory)
     monkeypatch.setattr("areal_async.cli.report.write.ASK_EVERY_S", 0.0)
-    monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 3.0)  # its streams were never made
+    monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 20.0)
     takings: list[int] = []
 
-    def look(held: ExitStack) -> None:
+    def look(_: float) -> None:
         for thread in threading.enumerate():
             if thread.name == "untrained":
                 thread.join()
@@ -236,9 +240,8 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
         if len(takings) == 10:
             raise KeyboardInterrupt
 
-    with ExitStack() as held:
-        monkeypatch.setattr("areal_async.cli.report.write.time.sleep", lambda _: look(held))
-        assert main(["status", "--run", str(directory.path), "--html", str(tmp_path / "out.html"), "--watch"]) == 130
+    with ExitStack() as held, pytest.raises(KeyboardInterrupt):
+        write_report(directory, tmp_path / "out.html", is_watched=True, pause=look)
 
     stopped, live, ended = set(takings[:3]), set(takings[3:6]), set(takings[6:])
     assert [len(one) for one in (stopped, live, ended)] == [1, 1, 1]
@@ -246,7 +249,14 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
     assert capsys.readouterr().err.count("only what was trained is listed") == 1
 
 
-def test_a_watched_report_is_written_again_after_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def _declare(directory: RunDirectory) -> None:
+    """Have the run's streams made, as its first start does."""
+    directory.write_bus_url("nats://127.0.0.1:1")
+    async with visit(directory) as (settings, bus):
+        await declare(bus, settings)
+
+
+def test_a_watched_report_is_written_again_after_a_step(tmp_path: Path) -> None:
     directory = _run(tmp_path)
     seen: list[str] = []
 
@@ -257,8 +267,7 @@ def test_a_watched_report_is_written_again_after_a_step(tmp_path: Path, monkeypa
         if len(seen) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("areal_async.cli.report.write.time.sleep", wait)
-
-    assert main(["status", "--run", str(directory.path), "--html", str(tmp_path / "out.html"), "--watch"]) == 130
+    with pytest.raises(KeyboardInterrupt):
+        write_report(directory, tmp_path / "out.html", is_watched=True, pause=wait)
 
     assert [f"step {step} of 200" in text for step, text in enumerate(seen)] == [True] * 3
