@@ -75,7 +75,7 @@ class LocalBackend:
             PipelineError: its program or its output file cannot be opened.
         """
         try:
-            with opened(spec.output) as output:
+            with opened(spec.output) as (output, start_bytes):
                 process = await anyio.open_process(
                     guarded(list(spec.command)),
                     stdin=subprocess.DEVNULL,
@@ -84,20 +84,23 @@ class LocalBackend:
                     env={**os.environ, **spec.environment},
                     start_new_session=True,
                 )
-                return LocalProcess(spec, process, output_start_bytes=output.tell() if output else 0)
+                return LocalProcess(spec, process, output_start_bytes=start_bytes)
         except OSError as exc:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
 
 
 @contextmanager
-def opened(path: Path | None) -> Iterator[IO[bytes] | None]:
-    """Have the output of a process, to be added to; None for this process's own."""
+def opened(path: Path | None) -> Iterator[tuple[IO[bytes] | None, int]]:
+    """Have the output of a process, to be added to (None for this process's own), and where what it adds begins.
+
+    Once the process has started it is too late to ask where: it moves the position that both share.
+    """
     if path is None:
-        yield None
+        yield None, 0
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as output:
-        yield output
+        yield output, output.tell()
 
 
 def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:

@@ -201,7 +201,7 @@ class SlurmBackend:
         command = step_command(spec, host=host, identity=identity)
         try:
             identity.unlink(missing_ok=True)
-            with opened(spec.output) as output:
+            with opened(spec.output) as (output, start_bytes):
                 process = await anyio.open_process(
                     [sys.executable, "-c", _WITH_LAUNCHER, str(os.getpid()), *command],
                     stdin=subprocess.DEVNULL,
@@ -216,7 +216,7 @@ class SlurmBackend:
                     host=host,
                     is_here=host == self._host,
                     identity=identity,
-                    output_start_bytes=output.tell() if output else 0,
+                    output_start_bytes=start_bytes,
                 )
         except OSError as exc:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -42,6 +43,22 @@ async def test_silent_child_has_no_last_sentence_of_an_earlier_one(tmp_path: Pat
     await process.wait()
 
     assert process.last_sentence() == ""
+
+
+async def test_last_sentence_of_a_child_that_ended_before_its_start_returned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def open_and_wait(*arguments: Any, **options: Any) -> anyio.abc.Process:
+        process = await open_process(*arguments, **options)
+        await process.wait()  # as on a busy machine
+        return process
+
+    open_process = anyio.open_process
+    monkeypatch.setattr("anyio.open_process", open_and_wait)
+
+    process = await LocalBackend().start(_spec("import sys; sys.exit('bye')", tmp_path / "child.out"))
+
+    assert process.last_sentence() == "bye"
 
 
 async def test_kill_takes_the_grandchildren_along(tmp_path: Path) -> None:
