@@ -33,7 +33,7 @@ def kill(broker: EmbeddedBroker) -> None:
     os.kill(broker.pid, signal.SIGKILL)
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], *, within_s: float = 10.0) -> None:
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, within_s: float = 60.0) -> None:
     """Return when something that another process brings about has come true; ``condition`` may have to ask for it."""
     ends_at = anyio.current_time() + within_s
     while anyio.current_time() < ends_at:

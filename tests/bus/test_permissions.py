@@ -285,7 +285,7 @@ async def test_a_plain_client_of_the_operators_reads_a_long_stream_and_the_keys_
         jetstream = client.jetstream()
         pushed = await jetstream.subscribe(RUN.all_events, stream=RUN.events_stream, ordered_consumer=True)
         for _ in range(NUM_LONG):
-            await pushed.next_msg(timeout=5)
+            await pushed.next_msg(timeout=60)
         entry = await (await jetstream.key_value(RUN.bucket)).get(CONTROL)
     finally:
         await client.close()

@@ -34,7 +34,7 @@ async def test_a_plain_client_finds_each_server_and_one_that_has_left_no_more(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_server_services, node, "7", lambda: servers)
         await until(lambda: _are_there(client, {"7-0", "7-1"}))
-        answer = await client.request("areal.test.status.server.7-0", b"", timeout=5)
+        answer = await client.request("areal.test.status.server.7-0", b"", timeout=60)
         of_processes = await gather_reports(operator, within_s=0.5)
         servers["7-2"] = {"version": "1-3"}
         del servers["7-0"]

@@ -77,7 +77,7 @@ async def test_a_plain_client_finds_every_service_and_what_each_does(
     ):
         found = await _answers(client, "$SRV.INFO", num_expected=2)
         stats = await _answers(client, "$SRV.STATS.areal-node", num_expected=1)
-        asked = await client.request("areal.test.status.node.7", b"", timeout=5)
+        asked = await client.request("areal.test.status.node.7", b"", timeout=60)
 
     assert {one["name"]: one["metadata"] for one in found} == {
         "areal-node": {"run": "test", "instance": "7"},
@@ -186,7 +186,7 @@ async def test_a_plain_client_pauses_with_an_empty_request(
     operator, _ = steered
 
     async with _plain_client(broker) as client:
-        answer = await client.request("areal.test.control.pause", b"", timeout=5)
+        answer = await client.request("areal.test.control.pause", b"", timeout=60)
 
     assert json.loads(answer.data)["is_paused"] is True
     control, _ = await operator.get(CONTROL, Control)
@@ -205,7 +205,7 @@ async def test_an_order_that_is_none_is_refused_and_changes_nothing(
     operator, _ = steered
 
     async with _plain_client(broker) as client:
-        answer = await client.request(operator.names.control("pause"), body, timeout=5)
+        answer = await client.request(operator.names.control("pause"), body, timeout=60)
 
     assert sentence in (answer.headers or {})["Nats-Service-Error"]
     assert await operator.get(CONTROL, Control) == (None, 0)
@@ -236,12 +236,12 @@ async def test_a_stranger_learns_from_info_what_to_ask_and_what_will_be_answered
         for name, body in BODIES.items():
             told, data = endpoints[name]["metadata"], json.dumps(body).encode()
             jsonschema.validate(body, json.loads(told["request_schema"]))
-            answer = await client.request(endpoints[name]["subject"], data, timeout=5)
+            answer = await client.request(endpoints[name]["subject"], data, timeout=60)
             jsonschema.validate(json.loads(answer.data), json.loads(told["response_schema"]))
         for name, wrong in NONE_OF_THESE:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate(wrong, json.loads(endpoints[name]["metadata"]["request_schema"]))
-            answer = await client.request(endpoints[name]["subject"], json.dumps(wrong).encode(), timeout=5)
+            answer = await client.request(endpoints[name]["subject"], json.dumps(wrong).encode(), timeout=60)
             assert (answer.headers or {})["Nats-Service-Error-Code"] == "400", (name, wrong)
             assert answer.data == b""
 
@@ -255,8 +255,8 @@ async def test_requests_and_refusals_are_counted_as_the_specification_has_it(
 ) -> None:
     """Any tool that draws the statistics of NATS services draws ours (ADR-32)."""
     async with _plain_client(broker) as client:
-        await client.request("areal.test.control.pause", b"", timeout=5)
-        await client.request("areal.test.control.pause", b'{"by": 3}', timeout=5)
+        await client.request("areal.test.control.pause", b"", timeout=60)
+        await client.request("areal.test.control.pause", b'{"by": 3}', timeout=60)
         (stats,) = await _answers(client, "$SRV.STATS.areal-controller", num_expected=1)
 
     counted = {one["name"]: one for one in stats["endpoints"]}
