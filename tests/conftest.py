@@ -16,6 +16,9 @@ from tests.brokers import OpenRole, running_broker
 if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
 
+CONNECT_DEADLINE_S = 60.0
+"""A busy machine's broker takes its time to let somebody in."""
+
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
@@ -45,7 +48,7 @@ def settings(tmp_path: Path) -> Settings:
     """Settings of a run in a directory of its own; a test module overrides this fixture to change them."""
     return Settings(
         run=RunSettings(name="test", directory=tmp_path),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 
@@ -54,7 +57,11 @@ async def broker(anyio_backend: Any, settings: Settings) -> AsyncIterator[Embedd
     """The broker of ``settings``, with everything declared."""
     async with running_broker(settings) as broker:
         async with open_bus(
-            broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+            broker.url,
+            names=settings.names,
+            role=Role.OPERATOR,
+            credentials=broker.credentials(Role.OPERATOR),
+            connect_deadline_s=CONNECT_DEADLINE_S,
         ) as bus:
             await declare(bus, settings)
         yield broker
@@ -73,6 +80,7 @@ async def open_role(broker: EmbeddedBroker, settings: Settings) -> AsyncIterator
                     role=role,
                     instance=instance,
                     credentials=broker.credentials(role),
+                    connect_deadline_s=CONNECT_DEADLINE_S,
                     operation_deadline_s=settings.bus.operation_deadline_s,
                 )
             )

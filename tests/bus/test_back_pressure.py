@@ -47,7 +47,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
             group_size=GROUP_SIZE, min_group_size=GROUP_SIZE, batch_groups=4, max_staleness=1,
             max_trajectory_bytes=TRAJECTORY_BYTES + 4096, max_stream_bytes=1 << 20,
         ),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )  # fmt: skip
 
 

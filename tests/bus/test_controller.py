@@ -58,7 +58,7 @@ def settings(tmp_path: Path) -> Settings:
         tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path="x")),),
         rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=2, max_staleness=1),
         eval=EvalSettings(every_steps=0),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

@@ -43,7 +43,7 @@ def settings(tmp_path: Path) -> Settings:
             curriculum=CurriculumSettings(name="pass_rate"),
         ),
         eval=EvalSettings(every_steps=0),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(
         run=RunSettings(name="test", directory=tmp_path, steps=2),
         rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=1, max_staleness=0, max_attempts=2),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

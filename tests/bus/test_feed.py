@@ -42,7 +42,7 @@ def settings(tmp_path: Path) -> Settings:
         rollout=RolloutSettings(
             group_size=2, min_group_size=2, batch_groups=2, max_staleness=1, max_attempts=2, max_stream_bytes=64 << 20
         ),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

@@ -29,7 +29,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     return Settings(
         run=RunSettings(name="test", directory=tmp_path),
         rollout=RolloutSettings(group_size=GROUP_SIZE, max_stream_bytes=256 << 20),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

@@ -42,7 +42,7 @@ def settings(tmp_path: Path) -> Settings:
         tasks=tuple(TaskSettings(workflow=f"{name}.py", dataset=DatasetSettings(path="x")) for name in ("a", "b")),
         rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=IN_FLIGHT // 2, max_staleness=1),
         eval=EvalSettings(every_steps=0),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

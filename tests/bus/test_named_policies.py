@@ -55,7 +55,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
             max_trajectory_bytes=1 << 16,
         ),
         inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

@@ -70,7 +70,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
         ),
         inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
         eval=EvalSettings(every_steps=0),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )  # fmt: skip
 
 

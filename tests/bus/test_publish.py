@@ -23,7 +23,7 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(
         run=RunSettings(name="test", directory=tmp_path),
         rollout=RolloutSettings(max_stream_bytes=MAX_STREAM_BYTES, max_trajectory_bytes=1 << 15),
-        bus=BusSettings(operation_deadline_s=20.0, max_disk_bytes=8 << 30),
+        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
 

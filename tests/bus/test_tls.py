@@ -91,7 +91,7 @@ async def test_the_bus_works_over_tls_with_credentials(tmp_path: Path, port: int
         run=RunSettings(name="test", directory=tmp_path),
         rollout=RolloutSettings(group_size=2, min_group_size=2, max_stream_bytes=64 << 20),
         bus=BusSettings(
-            url=f"tls://localhost:{port}", credentials=tmp_path / "user.nk", ca=authority.ca, operation_deadline_s=20.0
+            url=f"tls://localhost:{port}", credentials=tmp_path / "user.nk", ca=authority.ca, operation_deadline_s=60.0
         ),
     )
     names = settings.names
