@@ -9,7 +9,7 @@ batch is cut, so that a step which is trained again after a crash is trained wit
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -67,18 +67,21 @@ REASONS = {
 
 def settings_now(settings: Settings, changes: Changes) -> Settings:
     """Return the settings with the changes that hold."""
-    for key, value in held_changes(settings, changes):
-        settings = _changed(settings, key, value)
-    return settings
+    return _with_held(settings, changes)[0]
 
 
-def held_changes(settings: Settings, changes: Changes) -> Iterator[tuple[str, float]]:
-    """Yield the changes that hold under these settings: name and value, in the order in which they were made.
+def held_changes(settings: Settings, changes: Changes) -> list[tuple[str, float]]:
+    """Return the changes that hold under these settings: name and value, in the order in which they were made.
 
     One that was made under other settings, and which these ones forbid, does not. One that another makes possible
     comes after that, though it be older: of each setting only the newest change is known.
     """
+    return _with_held(settings, changes)[1]
+
+
+def _with_held(settings: Settings, changes: Changes) -> tuple[Settings, list[tuple[str, float]]]:
     now, known = settings, settings.model_dump()
+    held: list[tuple[str, float]] = []
     left = [
         (key, change.value)
         for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at)
@@ -95,10 +98,11 @@ def held_changes(settings: Settings, changes: Changes) -> Iterator[tuple[str, fl
             except ValidationError:
                 forbidden.append((key, value))
             else:
-                yield key, value
+                held.append((key, value))
         if len(forbidden) == len(left):
-            return
+            break
         left = forbidden
+    return now, held
 
 
 def live_names(settings: Settings) -> list[str]:
