@@ -16,6 +16,9 @@ from areal_async.section import Section
 ON_BEHAVIOUR = {"decoupled": False, "correction": "none"}
 """The papers that take their ratio against the policy that sampled, whatever its age."""
 
+CLIPPING_LOSSES = ("ppo_clip", "cispo")
+"""Those of ``loss`` that ``eps_clip`` and ``eps_clip_higher`` are for."""
+
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage_std": "none", "aggregation": "constant"},

@@ -14,6 +14,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from areal_async.algorithm_settings import CLIPPING_LOSSES
 from areal_async.errors import UserError
 from areal_async.fields import MAX_EXACT
 from areal_async.run_state import Changes
@@ -109,7 +110,9 @@ def live_names(settings: Settings) -> list[str]:
     """Return every name under which something of this run can be changed."""
     tasks = [str(number) for number in range(len(settings.tasks))]
     tasks += [task.name for task in settings.tasks if not task.name.isdecimal()]
-    return [name for one in LIVE for name in ([one.replace("*", task) for task in tasks] if "*" in one else [one])]
+    names = [name for one in LIVE for name in ([one.replace("*", task) for task in tasks] if "*" in one else [one])]
+    keys = {name: full_name(settings, name) for name in names}
+    return [name for name, key in keys.items() if not _idle(settings, key) and not _tie(settings, key)]
 
 
 def full_name(settings: Settings, key: str) -> str:
@@ -163,16 +166,12 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     """
     if not _is_known(settings.model_dump(), key.split(".")) or not _is_live(key):
         raise UserError(f"{key}: {_why_not(settings, key)}")
-    if key.endswith(".ratio") and len(settings.tasks) == 1:
-        raise UserError(f"{key}: the run has one task, so there is nothing to mix")
+    if why := _idle(settings, key):
+        raise UserError(f"{key}: {why}")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UserError(f"{key}: got {value!r:.100}, need a number")
     if not abs(value) <= MAX_EXACT:  # as nan is not
         raise UserError(f"{key}: got a number out of range, need a finite one of at most {MAX_EXACT} either way")
-    if key == "eval.every_steps" and not settings.held_out:
-        raise UserError(
-            f"{key}: this run has no held-out rows to evaluate; stop it, set eval.dataset, and start it again"
-        )
     try:
         changed = _changed(settings_now(settings, changes), key, value)
     except ValidationError as exc:
@@ -201,6 +200,29 @@ def _value_in_use(settings: Settings, key: str) -> float:
         own = value_of(settings, TASK.sub("rollout.", key))
     assert own is not None  # what has a bound is never left open by the run
     return own
+
+
+def _idle(settings: Settings, key: str) -> str:
+    """Return why nothing in this run goes by a live setting; empty where something does."""
+    algorithm = settings.algorithm
+    match key:
+        case "algorithm.eps_clip" | "algorithm.eps_clip_higher" if algorithm.loss not in CLIPPING_LOSSES:
+            return (
+                f"got algorithm.name={algorithm.name} with loss={algorithm.loss}, which does not clip, need one of "
+                f"{', '.join(CLIPPING_LOSSES)}; leave it as it is"
+            )
+        case "algorithm.kl_coef" if "reference" not in algorithm.needs_models:
+            return (
+                f"is {algorithm.kl_coef}: with a reference model and without the run must be started anew; stop it, "
+                "and start it with --algorithm.kl_coef"
+            )
+        case "trainer.critic.lr" if "critic" not in algorithm.needs_models:
+            return f"got algorithm.name={algorithm.name}, which has no critic, need one that has, as ppo"
+        case "eval.every_steps" if not settings.held_out:
+            return "this run has no held-out rows to evaluate; stop it, set eval.dataset, and start it again"
+    if key.endswith(".ratio") and len(settings.tasks) == 1:
+        return "the run has one task, so there is nothing to mix"
+    return ""
 
 
 def _tie(settings: Settings, key: str) -> str:

@@ -5,6 +5,8 @@ import math
 import msgspec
 import pytest
 
+from areal_async.algorithm_settings import PRESETS
+from areal_async.algorithms.presets import SURROGATES
 from areal_async.errors import UserError
 from areal_async.live_settings import (
     LIVE,
@@ -199,7 +201,7 @@ def test_safe_changes_are_taken(key: str, value: float) -> None:
         ("trainer.warmup_steps", 3, "stop the run, and start it with --trainer.warmup_steps"),
         ("trainer.checkpoint_every_steps", 0, "greater than or equal to 1"),
         ("trainer.critic.lr", 1e-5, "has no critic"),
-        ("algorithm.kl_coef", 0.1, "is 0.0: with a reference model and without the run must be started anew"),
+        ("algorithm.kl_coef", 0.1, "algorithm.kl_coef: is 0.0: with a reference model and without the run must be started anew"),
         ("run.steps", 3, "read at the start"),
     ],
 )
@@ -249,6 +251,41 @@ def test_what_is_taken_off_long_answers_keeps_the_longest_as_it_was_given() -> N
     assert dict(held_changes(penalised, changes)) == {}, "made before, under another algorithm"
     assert check_change(told, Changes(), key, 512) == 512
     assert dict(held_changes(told, changes)) == {key: 512}
+
+
+@pytest.mark.parametrize("name", ["eps_clip", "eps_clip_higher"])
+def test_a_clip_range_changes_only_where_the_loss_clips(name: str) -> None:
+    key = f"algorithm.{name}"
+    for preset in PRESETS:
+        settings = Settings.model_validate({"algorithm": {"name": preset}})
+        if algorithm_clips(settings.algorithm):
+            assert check_change(settings, Changes(), key, 0.3) == 0.3
+            assert key in live_names(settings)
+            continue
+        with pytest.raises(UserError) as refusal:
+            check_change(settings, Changes(), key, 0.3)
+        assert str(refusal.value) == (
+            f"{key}: got algorithm.name={preset} with loss={settings.algorithm.loss}, which does not clip, "
+            "need one of ppo_clip, cispo; leave it as it is"
+        )
+        assert key not in live_names(settings)
+
+
+def algorithm_clips(algorithm: AlgorithmSettings) -> bool:
+    """Whether its loss of a token is given the clip range."""
+    return "eps_clip" in getattr(SURROGATES[algorithm.loss](algorithm), "keywords", {})
+
+
+def test_no_name_is_told_of_what_this_run_has_not() -> None:
+    names = set(live_names(_with_tasks({})))
+    penalised = set(live_names(Settings.model_validate({"algorithm": {"name": "dapo"}})))
+
+    absent = {"eval.every_steps", "algorithm.kl_coef", "trainer.critic.lr", "tasks.0.ratio", "tasks.w0.ratio"}
+    assert not names & absent
+    assert {"algorithm.entropy_coef", "tasks.w0.sampling.top_p", "rollout.sampling.max_new_tokens"} < names
+    assert "rollout.sampling.max_new_tokens" not in penalised
+    assert "eval.every_steps" in live_names(EVALUATED)
+    assert {"algorithm.kl_coef", "trainer.critic.lr"} < set(live_names(PPO))
 
 
 def test_every_name_that_is_told_is_one_of_a_live_setting() -> None:
