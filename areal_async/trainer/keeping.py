@@ -5,7 +5,7 @@ Invariant: the newest ones, and the one that a restart would begin from, always 
 
 import json
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from areal_async.settings import Settings, TrainerSettings
 from areal_async.trainer.folders import keep_newest
 from areal_async.types import Version, mean
 
+INTERVAL = "checkpoint_every_steps"
+"""In a line of ``metrics.jsonl``: how often a checkpoint was made when that step was cut."""
 BEST = "best"
 """In ``checkpoints/``: a link to the best one."""
 NUM_AWAITED = 2
@@ -57,44 +59,58 @@ def find_best(run_directory: Path, settings: Settings) -> Version | None:
     made = {int(line["step"]): line for line in lines if {"step", "weights_version", "reward_mean"} <= line.keys()}
     versions = {step: Version.parse(line["weights_version"]) for step, line in made.items()}
     ours = [version for version in there if versions.get(version.step) == version]
-    every_steps = settings.trainer.checkpoint_every_steps
+
+    def every_steps(step: int) -> int:
+        """Return the interval that was in force then; a line of before does not say it."""
+        return int(made.get(step, {}).get(INTERVAL, settings.trainer.checkpoint_every_steps))
+
     match settings.trainer.keep_best:
         case None:
             return None
         case "reward":
             rewards = {step: float(line["reward_mean"]) for step, line in made.items()}
-            values = by_reward(ours, rewards, num_steps=every_steps)
+            values = by_reward(ours, rewards, every_steps=every_steps)
         case "accuracy":
             accuracies = {
                 version.step: value
                 for version, value in _accuracies(run_directory).items()
                 if versions.get(version.step) == version
             }
-            values = by_accuracy(ours, accuracies, num_steps=every_steps)
+            values = by_accuracy(ours, accuracies, every_steps=every_steps)
     return max(values, key=lambda version: (values[version], version), default=None)
 
 
-def by_reward(checkpoints: Iterable[Version], rewards: Mapping[int, float], *, num_steps: int) -> dict[Version, float]:
-    """Return the mean reward of the ``num_steps`` steps up to each checkpoint, of those that are known."""
+def by_reward(
+    checkpoints: Iterable[Version], rewards: Mapping[int, float], *, every_steps: Callable[[int], int]
+) -> dict[Version, float]:
+    """Return the mean reward of the interval up to each checkpoint, of those of its steps that are known.
+
+    Args:
+        every_steps: step -> how often a checkpoint was made then.
+    """
     values = {}
     for version in checkpoints:
-        known = [rewards[step] for step in range(version.step - num_steps + 1, version.step + 1) if step in rewards]
+        first = version.step - every_steps(version.step) + 1
+        known = [rewards[step] for step in range(first, version.step + 1) if step in rewards]
         if known:
             values[version] = mean(known)
     return values
 
 
 def by_accuracy(
-    checkpoints: Collection[Version], accuracies: Mapping[int, float], *, num_steps: int
+    checkpoints: Collection[Version], accuracies: Mapping[int, float], *, every_steps: Callable[[int], int]
 ) -> dict[Version, float]:
     """Return the accuracy of each checkpoint's weights, or of the first evaluated that followed them.
 
     An evaluation takes what servers hold when it begins, which may be a step or two on. It speaks of one checkpoint,
-    the newest before it, and of none that is ``num_steps`` older.
+    the newest before it, and of none that is an interval older.
+
+    Args:
+        every_steps: step -> how often a checkpoint was made then.
     """
     values: dict[Version, float] = {}
     for step in sorted(accuracies):
-        before = [version for version in checkpoints if step - num_steps < version.step <= step]
+        before = [version for version in checkpoints if step - every_steps(step) < version.step <= step]
         if before:
             values.setdefault(max(before, key=lambda version: version.step), accuracies[step])
     return values

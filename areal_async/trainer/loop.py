@@ -38,6 +38,7 @@ from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.health import HISTORY_STEPS, Health
+from areal_async.trainer.keeping import INTERVAL
 from areal_async.trainer.payloads import Placed, SlotKey, build_rows, fetch, place, share
 from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
@@ -329,6 +330,7 @@ class Trainer:
                     age=age,
                 ),
                 **trained.others,
+                INTERVAL: self._of_step.trainer.checkpoint_every_steps,
             },
             stats=trained.stats,
             started=started - waited_s,

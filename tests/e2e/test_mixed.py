@@ -86,6 +86,7 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     assert "tasks.0.ratio = 0, trainer.checkpoint_every_steps = 1" in " ".join(status.split())
     newest = int(run.lines[-1]["step"])
     wait_until(lambda: _newest_checkpoint(run) >= newest - 1, "a checkpoint of nearly each step")
+    assert [run.lines[at]["checkpoint_every_steps"] for at in (0, -1)] == [50, 1], "what each step was cut with"
 
     (controller,) = role_processes(run, "controller")
     os.kill(controller, signal.SIGKILL)

@@ -201,7 +201,7 @@ def test_safe_changes_are_taken(key: str, value: float) -> None:
         ("trainer.warmup_steps", 3, "stop the run, and start it with --trainer.warmup_steps"),
         ("trainer.checkpoint_every_steps", 0, "greater than or equal to 1"),
         ("trainer.critic.lr", 1e-5, "has no critic"),
-        ("algorithm.kl_coef", 0.1, "algorithm.kl_coef: is 0.0: with a reference model and without the run must be started anew"),
+        ("algorithm.kl_coef", 0.1, "algorithm.kl_coef: is 0.0: with a reference model and without the run must be"),
         ("run.steps", 3, "read at the start"),
     ],
 )

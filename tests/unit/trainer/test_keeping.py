@@ -25,10 +25,10 @@ class Run:
             (self.path / "checkpoints" / version).mkdir()
             (self.path / "checkpoints" / version / "ledger").touch()
 
-    def trained(self, *rewards: float, lineage: int = 1, first: int = 1) -> None:
+    def trained(self, *rewards: float, lineage: int = 1, first: int = 1, **more: object) -> None:
         with (self.path / "metrics.jsonl").open("a") as file:
             for step, reward in enumerate(rewards, start=first):
-                line = {"step": step, "weights_version": f"{lineage}-{step}", "reward_mean": reward}
+                line = {"step": step, "weights_version": f"{lineage}-{step}", "reward_mean": reward, **more}
                 file.write(json.dumps(line) + "\n")
 
     def evaluated(self, version: str, accuracy: float, workflow: str = "w") -> None:
@@ -114,6 +114,20 @@ def test_checkpoints_wait_for_the_evaluations_that_are_due_since_an_operator_cha
     assert left == {"1-2", "1-6", "1-12"}, "of 1-8 and 1-10 no evaluation will speak"
 
 
+def test_a_checkpoint_is_judged_by_the_interval_that_was_in_force_at_its_step(run: Run) -> None:
+    """The file says 2; an operator had it at 1 from step 3 on, and at 4 from step 5 on."""
+    run.has("1-2", "1-3", "1-4", "1-8")
+    run.trained(0.5, 0.5)
+    run.trained(0.0, 0.9, first=3, checkpoint_every_steps=1)
+    run.trained(0.0, 0.0, 1.0, 1.0, first=5, checkpoint_every_steps=4)
+
+    assert find_best(run.path, settings_of(keep_best="reward")) == Version(1, 4)
+
+    for version, accuracy in {"1-2": 0.5, "1-3": 0.2, "1-7": 0.9, "1-8": 0.4}.items():
+        run.evaluated(version, accuracy)
+    assert find_best(run.path, settings_of(keep_best="accuracy")) == Version(1, 4), "of which 1-7 speaks"
+
+
 def test_weights_that_were_given_up_are_not_the_best(run: Run) -> None:
     run.has("1-2", "1-4", "2-4")
     run.trained(0.1, 0.1)
@@ -141,7 +155,7 @@ def test_a_run_without_checkpoints_has_no_best(run: Run) -> None:
 def test_a_reward_is_of_the_steps_before_the_checkpoint() -> None:
     rewards = {1: 1.0, 2: 3.0, 3: 0.0, 4: 4.0}
 
-    values = by_reward([Version(1, 1), Version(1, 4), Version(1, 9)], rewards, num_steps=2)
+    values = by_reward([Version(1, 1), Version(1, 4), Version(1, 9)], rewards, every_steps=lambda step: 2)
 
     assert values == {Version(1, 1): 1.0, Version(1, 4): 2.0}
 
@@ -149,7 +163,7 @@ def test_a_reward_is_of_the_steps_before_the_checkpoint() -> None:
 def test_an_evaluation_speaks_of_the_newest_checkpoint_before_it_and_the_first_one_counts() -> None:
     checkpoints = [Version(1, 10), Version(1, 20), Version(1, 30)]
 
-    values = by_accuracy(checkpoints, {0: 0.1, 12: 0.2, 19: 0.3, 20: 0.4, 45: 0.5}, num_steps=10)
+    values = by_accuracy(checkpoints, {0: 0.1, 12: 0.2, 19: 0.3, 20: 0.4, 45: 0.5}, every_steps=lambda step: 10)
 
     assert values == {Version(1, 10): 0.2, Version(1, 20): 0.4}
 
