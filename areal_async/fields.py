@@ -18,6 +18,8 @@ MAX_TOP_K = (1 << 31) - 1
 """The servers hold it in 32 bits."""
 MAX_EXACT = 1 << 53
 """Up to which a float holds every whole number."""
+INT64 = range(-(1 << 63), 1 << 63)
+"""What numbers in files, tensors and generators of random numbers are held in."""
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"

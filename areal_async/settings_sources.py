@@ -16,6 +16,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSettingsSource
 
 from areal_async.errors import UserError
+from areal_async.fields import INT64
 from areal_async.settings import Settings
 from areal_async.settings_tree import (
     Parts,
@@ -233,6 +234,7 @@ _NEEDS = {
     "int_parsing": "a whole number",
     "int_type": "a whole number",
     "int_from_float": "a whole number",
+    "int_parsing_size": f"a whole number from {INT64.start} to {INT64.stop - 1}",
     "float_parsing": "a number",
     "float_type": "a number",
     "finite_number": "a finite number",

@@ -1,12 +1,17 @@
 """Later sources win leaf by leaf; an unknown name or a wrong value is refused wherever it stands, with the remedy."""
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from areal_async.errors import UserError
+from areal_async.reward_model_settings import RewardModelSettings
 from areal_async.settings import Settings
 from areal_async.settings_sources import dump_settings, load_settings
+from areal_async.settings_tree import Parts, leaves, without_none
 from areal_async.sft_settings import SftSettings
 
 BASE = """
@@ -218,6 +223,57 @@ def test_other_kinds_of_settings_come_from_the_same_sources(tmp_path: Path) -> N
     assert settings.trainer.lr == 2e-4
     with pytest.raises(UserError, match="unknown setting rollout.group_size on the command line"):
         load_settings(path, ["--rollout.group_size", "2"], SftSettings)
+
+
+NUMBERS = [
+    (kind, parts, number)
+    for kind in (Settings, SftSettings, RewardModelSettings)
+    for parts, owner in leaves(kind)
+    if (number := without_none(owner.model_fields[parts[-1]].annotation)) in (int, float)
+]
+REQUIRED = {
+    kind: [f"--{'.'.join(parts)}=x" for parts, owner in leaves(kind) if owner.model_fields[parts[-1]].is_required()]
+    for kind in (Settings, SftSettings, RewardModelSettings)
+}
+
+
+@pytest.mark.parametrize("value", [10**30, -(10**30)])
+def test_no_whole_number_is_beyond_64_bits(tmp_path: Path, value: int) -> None:
+    """Whichever it is, from a file or from the command line: what comes after cannot hold it."""
+    for kind, parts, number in NUMBERS:
+        if number is int:
+            for config, words in ((_nested(tmp_path, parts, value), []), (None, [f"--{'.'.join(parts)}={value}"])):
+                with pytest.raises(UserError) as caught:
+                    load_settings(config, [*REQUIRED[kind], *words], kind)
+                sentence = (
+                    rf"{re.escape('.'.join(parts))}: got '?{value}'?, need at (?:most|least) (-?\d+); change it .*"
+                )
+                need = re.fullmatch(sentence, str(caught.value))
+                assert need is not None, caught.value
+                assert -(1 << 63) <= int(need[1]) < 1 << 63
+
+
+def test_a_number_too_long_to_be_read_is_refused_as_one(tmp_path: Path) -> None:
+    for kind, parts, number in NUMBERS:
+        name = re.escape(".".join(parts))
+        need = "a whole number from -9223372036854775808 to" if number is int else "a finite number"
+        with pytest.raises(UserError, match=rf"^{name}: got '9+, need {need}"):
+            load_settings(None, [*REQUIRED[kind], f"--{'.'.join(parts)}={'9' * 5000}"], kind)
+        need = "at most" if number is int else "a number"
+        with pytest.raises(UserError, match=rf"^{name}: got 9+, need {need}"):
+            load_settings(_nested(tmp_path, parts, int("9" * 400)), REQUIRED[kind], kind)
+
+
+@pytest.mark.parametrize("value", [(1 << 63) - 1, -(1 << 63)])
+def test_a_whole_number_of_64_bits_is_taken(value: int) -> None:
+    assert load_settings(None, [f"--run.seed={value}"]).run.seed == value
+
+
+def _nested(folder: Path, parts: Parts, value: int) -> Path:
+    nested: Any = value
+    for part in reversed(parts):
+        nested = [nested] if part.isdecimal() else {part: nested}
+    return _written(folder, yaml.safe_dump(nested))
 
 
 def test_no_file_means_defaults() -> None:
