@@ -320,27 +320,24 @@ def _turns_of(body: _SlotPayload, slot: Slot, what: str) -> Seq[bytes | None]:
             if slot.credits
             else f"{what}: got turns, but its header has no credits"
         )
-    if not slot.credits:
-        return [None] * len(body.sequences)
-    try:
-        turns = msgspec.msgpack.decode(body.extensions[_TURNS], type=list[bytes])
-    except _MALFORMED as exc:
-        raise WireError(f"{what}: cannot decode turns: {exc}") from exc
-    if len(turns) != len(body.sequences):
-        raise WireError(f"{what}: got turns for {len(turns)} sequences, need {len(body.sequences)}")
-    return turns
+    return _extension(body, _TURNS, bytes, what) or [None] * len(body.sequences)
 
 
 def _runs_of(body: _SlotPayload, what: str) -> Seq[_Runs]:
-    if _TEMPERATURES not in body.extensions:
-        return [[]] * len(body.sequences)
+    return _extension(body, _TEMPERATURES, _Runs, what) or [[]] * len(body.sequences)
+
+
+def _extension(body: _SlotPayload, name: str, kind: type[T], what: str) -> list[T]:
+    """Return what an extension has for each sequence; empty where the slot is without it."""
+    if name not in body.extensions:
+        return []
     try:
-        runs = msgspec.msgpack.decode(body.extensions[_TEMPERATURES], type=list[_Runs])
+        values = msgspec.msgpack.decode(body.extensions[name], type=list[kind])  # type: ignore[valid-type]
     except _MALFORMED as exc:
-        raise WireError(f"{what}: cannot decode temperatures: {exc}") from exc
-    if len(runs) != len(body.sequences):
-        raise WireError(f"{what}: got temperatures for {len(runs)} sequences, need {len(body.sequences)}")
-    return runs
+        raise WireError(f"{what}: cannot decode {name}: {exc}") from exc
+    if len(values) != len(body.sequences):
+        raise WireError(f"{what}: got {name} for {len(values)} sequences, need {len(body.sequences)}")
+    return values
 
 
 def _sequence(item: _SequencePayload, turns: bytes | None, runs: _Runs, what: str) -> Sequence:
