@@ -5,26 +5,14 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus import Bus, Role
-from areal_async.controller import controller as controlled
-from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.sampler import Sampler
-from areal_async.controller.tasks import Tasks
-from areal_async.errors import PipelineError
-from areal_async.fault_points import FIRED, SPECIFICATION, FaultPoints
-from areal_async.settings import (
-    BusSettings,
-    CurriculumSettings,
-    DatasetSettings,
-    EvalSettings,
-    RolloutSettings,
-    RunSettings,
-    Settings,
-    TaskSettings,
-)
+from areal_async.settings import CurriculumSettings, Settings
 from areal_async.subjects import ADMITTED
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, CutSlot, GroupId, Slot, SlotStatus, Ticket
+from areal_async.types import Admitted, Cut, CutGroup, CutSlot, GroupId, Slot, SlotStatus, Ticket
 from tests.brokers import OpenRole
+from tests.bus import admissions
+from tests.bus.admissions import dying
 from tests.bus.test_controller import World, running
 
 pytestmark = pytest.mark.anyio
@@ -35,29 +23,16 @@ IN_FLIGHT = 32
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(
-        run=RunSettings(name="test", directory=tmp_path, steps=50),
-        tasks=(TaskSettings(workflow="w.py", dataset=DatasetSettings(path="x")),),
-        rollout=RolloutSettings(
-            group_size=2, min_group_size=1, batch_groups=IN_FLIGHT // 2, max_staleness=1,
-            curriculum=CurriculumSettings(name="pass_rate"),
-        ),
-        eval=EvalSettings(every_steps=0),
-        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
-    )  # fmt: skip
+    return admissions.settings_of(tmp_path, "w", in_flight=IN_FLIGHT, curriculum=CurriculumSettings(name="pass_rate"))
 
 
 @pytest.fixture
 async def world(open_role: OpenRole) -> World:
-    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
-    await world.cut(CutKind.BEGIN, 0)
-    await world.hold("1-0")
-    return world
+    return await admissions.begin(open_role)
 
 
 def controller_of(bus: Bus, settings: Settings) -> Controller:
-    accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
-    return Controller(bus, settings, Tasks([("w", [{}] * NUM_ROWS)]), None, accounts=accounts)
+    return admissions.controller_of(bus, settings, num_rows=NUM_ROWS)
 
 
 async def train(world: World, tickets: list[Ticket], *, step: int) -> None:
@@ -108,15 +83,12 @@ async def test_what_is_solved_is_admitted_more_seldom(open_role: OpenRole, setti
 
 
 async def test_a_controller_killed_between_its_tickets_and_the_record_decides_the_same_again(
-    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    open_role: OpenRole, settings: Settings, world: World, tmp_path: Path
 ) -> None:
     """Though by then it knows of prompts that were solved meanwhile."""
     # two admissions of the first epoch, the record of what is known, and the tickets of the second epoch
-    armed = {SPECIFICATION: "controller.before_cursor:4:raise", FIRED: str(tmp_path / "fired")}
-    with monkeypatch.context() as patch:
-        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
-        with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="before_cursor"), flatten_subgroups=True):
-            await first_epoch(open_role, settings, world)
+    with dying("before_cursor", 4, tmp_path):
+        await first_epoch(open_role, settings, world)
     operator = await open_role(Role.OPERATOR)
     before, _ = await operator.get(ADMITTED, Admitted)
     published = await world.all_tickets()

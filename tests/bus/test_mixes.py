@@ -7,26 +7,16 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role, ask_service
-from areal_async.controller import controller as controlled
-from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import ADMISSION_BATCH
 from areal_async.controller.controller import Controller
-from areal_async.controller.tasks import Tasks
-from areal_async.errors import PipelineError, UserError
-from areal_async.fault_points import FIRED, SPECIFICATION, FaultPoints
+from areal_async.errors import UserError
 from areal_async.run_state import Change, Changes
-from areal_async.settings import (
-    BusSettings,
-    DatasetSettings,
-    EvalSettings,
-    RolloutSettings,
-    RunSettings,
-    Settings,
-    TaskSettings,
-)
+from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHANGES
-from areal_async.types import Admitted, CutKind, OutcomeKind, Ticket
+from areal_async.types import Admitted, OutcomeKind, Ticket
 from tests.brokers import OpenRole
+from tests.bus import admissions
+from tests.bus.admissions import dying
 from tests.bus.test_controller import World, running
 
 pytestmark = pytest.mark.anyio
@@ -37,27 +27,16 @@ IN_FLIGHT = 12
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
-    return Settings(
-        run=RunSettings(name="test", directory=tmp_path, steps=50),
-        tasks=tuple(TaskSettings(workflow=f"{name}.py", dataset=DatasetSettings(path="x")) for name in ("a", "b")),
-        rollout=RolloutSettings(group_size=2, min_group_size=1, batch_groups=IN_FLIGHT // 2, max_staleness=1),
-        eval=EvalSettings(every_steps=0),
-        bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
-    )
+    return admissions.settings_of(tmp_path, "a", "b", in_flight=IN_FLIGHT)
 
 
 @pytest.fixture
 async def world(open_role: OpenRole) -> World:
-    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
-    await world.cut(CutKind.BEGIN, 0)
-    await world.hold("1-0")
-    return world
+    return await admissions.begin(open_role)
 
 
 def controller_of(bus: Bus, settings: Settings) -> Controller:
-    accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
-    tasks = Tasks([(name, [{}] * NUM_ROWS) for name in ("a", "b")])
-    return Controller(bus, settings, tasks, None, accounts=accounts)
+    return admissions.controller_of(bus, settings, num_rows=NUM_ROWS)
 
 
 async def set_ratio(operator: Bus, task: str, ratio: float) -> object:
@@ -108,19 +87,16 @@ async def test_a_change_of_the_mix_holds_from_the_next_admission_on(
 
 
 async def test_a_controller_killed_before_its_record_publishes_the_same_again_though_the_mix_has_changed(
-    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    open_role: OpenRole, settings: Settings, world: World, tmp_path: Path
 ) -> None:
     """Its tickets have to be counted first: the change holds from the first position that cannot have any."""
     operator = await open_role(Role.OPERATOR)
     # the first mix, the first tickets, those that take their place
-    armed = {SPECIFICATION: "controller.before_cursor:3:raise", FIRED: str(tmp_path / "fired")}
-    with monkeypatch.context() as patch:
-        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
-        with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="before_cursor"), flatten_subgroups=True):
-            async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
-                with anyio.CancelScope(shield=True):
-                    await settle(world, await world.tickets(IN_FLIGHT, controller))
-                await anyio.sleep_forever()
+    with dying("before_cursor", 3, tmp_path):
+        async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+            with anyio.CancelScope(shield=True):
+                await settle(world, await world.tickets(IN_FLIGHT, controller))
+            await anyio.sleep_forever()
     record, _ = await operator.get(ADMITTED, Admitted)
     assert record is not None
     assert record.num_fresh == IN_FLIGHT
@@ -146,20 +122,17 @@ async def test_a_controller_killed_before_its_record_publishes_the_same_again_th
 
 
 async def test_a_controller_killed_after_the_mix_was_recorded_goes_on_with_it(
-    open_role: OpenRole, settings: Settings, world: World, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    open_role: OpenRole, settings: Settings, world: World, tmp_path: Path
 ) -> None:
     operator = await open_role(Role.OPERATOR)
     # the first mix, the first tickets, the other mix
-    armed = {SPECIFICATION: "controller.after_cursor:3:raise", FIRED: str(tmp_path / "fired")}
-    with monkeypatch.context() as patch:
-        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
-        with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match="after_cursor"), flatten_subgroups=True):
-            async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
-                seen = await world.tickets(IN_FLIGHT, controller)
-                await set_ratio(operator, "a", 0)
-                with anyio.CancelScope(shield=True):
-                    await settle(world, seen)
-                await anyio.sleep_forever()
+    with dying("after_cursor", 3, tmp_path):
+        async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+            seen = await world.tickets(IN_FLIGHT, controller)
+            await set_ratio(operator, "a", 0)
+            with anyio.CancelScope(shield=True):
+                await settle(world, seen)
+            await anyio.sleep_forever()
     assert await world.all_tickets() == seen
 
     async with running(controller_of(await open_role(Role.CONTROLLER, "1"), settings)) as controller:
