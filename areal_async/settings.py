@@ -395,7 +395,6 @@ class Settings(Section):
 DATA_DEFINING = (
     "tasks.*.workflow",
     "tasks.*.dataset",
-    "tasks.*.ratio",
     "tasks.*.group_size",
     "model.path",
     "rollout.group_size",

@@ -59,7 +59,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         elif directory.exists:
             directory.refuse_changed_data(settings)
         settings = with_key(settings, directory.read_settings if directory.exists else None)
-        directory.write_settings(settings)
+        if not directory.exists:
+            directory.write_settings(settings)  # of an earlier start: when its record has allowed for the new ones
         log.configure("launcher", directory.logs)
         return _run_locked(settings, directory, backend, is_fresh=arguments.fresh, is_plain=arguments.no_display)
 

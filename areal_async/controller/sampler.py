@@ -129,13 +129,19 @@ def sampler_of(shares: Sequence[Share], *, seed: int, admitted: Admitted | None 
     """Return the order in which the tasks' rows are visited; each task must have a row.
 
     Args:
-        admitted: the run's record. One that has admitted prompts and has no mix is of before every task had epochs of
-            its own: there the rows of tasks of equal ratios are one pool, and stay it.
+        admitted: the run's record. Without a mix the rows of tasks of equal ratios are one pool, and stay it.
     """
-    is_of_before = admitted is not None and admitted.num_fresh > 0 and not admitted.mixes
-    if len(shares) > 1 and not (is_of_before and len({share.ratio for share in shares}) == 1):
+    if len(shares) > 1 and not (is_without_mix(admitted) and len({share.ratio for share in shares}) == 1):
         return MixedSampler(shares, seed=seed)
     return Sampler(sum(share.num_rows for share in shares), seed=seed)
+
+
+def is_without_mix(admitted: Admitted | None) -> bool:
+    """Say whether a run admitted its prompts before every task had epochs of its own.
+
+    Where it has several tasks, the order of what was admitted follows from the ratios that it was given.
+    """
+    return admitted is not None and admitted.num_fresh > 0 and not admitted.mixes
 
 
 class Turns:

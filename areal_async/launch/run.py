@@ -10,6 +10,7 @@ import anyio
 
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
+from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
@@ -24,7 +25,8 @@ from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
 from areal_async.rollout.sources import source_hashes
 from areal_async.run_state import RunState, SharedSettings
 from areal_async.settings import Settings
-from areal_async.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.subjects import ADMITTED, LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.types import Admitted
 
 EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0
@@ -67,6 +69,7 @@ async def launch(
         bus = await stack.enter_async_context(
             _open_run(settings, directory, host=host, is_fresh=is_fresh, on_change=note)
         )
+        await _leave_settings(bus, directory, settings, notify)
         state, _ = await bus.get(RUN_STATE, RunState)
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
@@ -115,6 +118,24 @@ async def launch(
                 if settings.bus.url == EMBEDDED and bus.connection.is_connected and not is_killed:
                     await see_off(bus)
         return end
+
+
+async def _leave_settings(bus: Bus, directory: RunDirectory, settings: Settings, notify: Notify) -> None:
+    """Leave the settings for the roles, unless they mix the tasks otherwise and the run's record cannot take that.
+
+    Raises:
+        UserError: it is so.
+    """
+    if len(settings.tasks) > 1 and (changed := "; ".join(directory.changed_mix(settings))):
+        record, _ = await bus.get(ADMITTED, Admitted)
+        if is_without_mix(record):
+            raise UserError(
+                f"run {settings.run.name}: {changed}; its prompts were admitted before each task had epochs of its "
+                "own, and their order follows from that: put back what was, choose another --run.name, or give "
+                "--fresh to start anew"
+            )
+        notify(f"{changed}: for the prompts that are admitted from now on")
+    directory.write_settings(settings)
 
 
 async def forget_earlier(bus: Bus, *, with_nodes: bool) -> None:

@@ -8,7 +8,7 @@ bus/url       where the broker is
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,22 +116,30 @@ class RunDirectory:
         Raises:
             UserError: a setting that defines the data differs from the one the run was started with.
         """
+        if changed := self._changed(settings, DATA_DEFINING):
+            raise UserError(
+                f"run {settings.run.name}: {'; '.join(changed)}; a resumed run keeps its data: put back what was, "
+                "choose another --run.name, or give --fresh to start anew"
+            )
+
+    def changed_mix(self, settings: Settings) -> list[str]:
+        """Return which ratios of tasks differ from those that the run was started with last: what each was and is.
+
+        Raises:
+            UserError: what it was started with cannot be read.
+        """
+        return self._changed(settings, ("tasks.*.ratio",)) if self.exists else []
+
+    def _changed(self, settings: Settings, names: Sequence[str]) -> list[str]:
         try:
             before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
         except (OSError, *NOT_YAML) as exc:
             raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
         # What the file has not was not there yet when the run was started: it was as it is by default.
-        was, now = (
-            _defining(before, _defining(Settings().model_dump(mode="json"))),
-            _defining(settings.model_dump(mode="json")),
-        )
+        was = _named(Settings().model_dump(mode="json"), names) | _named(before, names)
+        now = _named(settings.model_dump(mode="json"), names)
         changed = [name for name in was | now if was.get(name) != now.get(name)]
-        if changed:
-            details = "; ".join(f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed)
-            raise UserError(
-                f"run {settings.run.name}: {details}; a resumed run keeps its data: put back what was, "
-                "choose another --run.name, or give --fresh to start anew"
-            )
+        return [f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed]
 
     def write_settings(self, settings: Settings) -> None:
         """Leave the resolved settings for the roles."""
@@ -176,10 +184,10 @@ def find_run(name: str) -> RunDirectory:
     raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
 
 
-def _defining(data: Any, defaults: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what ``data`` says of the settings that define a run's data, by name."""
-    found = {place: value for name in DATA_DEFINING for place, value in _values_at(data, name.split("."))}
-    return dict(defaults or {}) | {name: value for name, value in found.items() if value is not None}
+def _named(data: Any, names: Sequence[str]) -> dict[str, Any]:
+    """Return what ``data`` says of some settings, by name; a star stands for every item of a list."""
+    found = {place: value for name in names for place, value in _values_at(data, name.split("."))}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _values_at(data: Any, parts: Sequence[str], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from areal_async.errors import UserError
 from areal_async.run_state import Change, Changes
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHANGES
-from areal_async.types import Admitted, OutcomeKind, Ticket
+from areal_async.types import Admitted, GroupId, OutcomeKind, Ticket
 from tests.brokers import OpenRole
 from tests.bus import admissions
 from tests.bus.admissions import dying
@@ -42,6 +42,11 @@ def controller_of(bus: Bus, settings: Settings) -> Controller:
 async def set_ratio(operator: Bus, task: str, ratio: float) -> object:
     change = {"setting": f"tasks.{task}.ratio", "value": ratio}
     return await ask_service(operator, operator.names.control("set"), change, deadline_s=10)
+
+
+def with_ratio(settings: Settings, task: int, ratio: float) -> Settings:
+    tasks = [one.model_copy(update={"ratio": ratio}) if at == task else one for at, one in enumerate(settings.tasks)]
+    return settings.model_copy(update={"tasks": tuple(tasks)})
 
 
 async def settle(world: World, tickets: list[Ticket]) -> None:
@@ -86,8 +91,9 @@ async def test_a_change_of_the_mix_holds_from_the_next_admission_on(
     assert [(mix.start, mix.weights, mix.counts) for mix in record.mixes] == [(24, [0, 1], [9, 15])]
 
 
+@pytest.mark.parametrize("is_live", [True, False], ids=["by an operator", "in the file of a resumed run"])
 async def test_a_controller_killed_before_its_record_publishes_the_same_again_though_the_mix_has_changed(
-    open_role: OpenRole, settings: Settings, world: World, tmp_path: Path
+    open_role: OpenRole, settings: Settings, world: World, tmp_path: Path, is_live: bool
 ) -> None:
     """Its tickets have to be counted first: the change holds from the first position that cannot have any."""
     operator = await open_role(Role.OPERATOR)
@@ -104,8 +110,10 @@ async def test_a_controller_killed_before_its_record_publishes_the_same_again_th
     assert len(published) > IN_FLIGHT
 
     bus = await open_role(Role.CONTROLLER, "1")
-    await bus.put(CHANGES, Changes(by_setting={"tasks.0.ratio": Change(value=0, given=1.0)}))
-    async with running(controller_of(bus, settings)) as controller:
+    if is_live:
+        await bus.put(CHANGES, Changes(by_setting={"tasks.0.ratio": Change(value=0, given=1.0)}))
+    resumed = settings if is_live else with_ratio(settings, 0, 0.0)
+    async with running(controller_of(bus, resumed)) as controller:
         every = await world.tickets(2 * IN_FLIGHT, controller)
         assert every[: len(published)] == published
         while len(every) < 2 * ADMISSION_BATCH:
@@ -139,6 +147,37 @@ async def test_a_controller_killed_after_the_mix_was_recorded_goes_on_with_it(
         every = await world.tickets(2 * IN_FLIGHT, controller)
 
     assert of(every[IN_FLIGHT:]) == {"b": IN_FLIGHT}
+
+
+async def test_a_resumed_run_goes_by_the_mix_of_its_file_and_each_prompt_has_its_one_turn(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    """Also where an operator had changed it: whoever writes another one into the file has decided anew."""
+    operator = await open_role(Role.OPERATOR)
+    async with running(controller_of(await open_role(Role.CONTROLLER), settings)) as controller:
+        every = await world.tickets(IN_FLIGHT, controller)
+        await set_ratio(operator, "b", 0)
+        every += await go_on(world, controller, every)
+    assert of(every) == {"a": 18, "b": 6}
+
+    resumed = with_ratio(settings, 1, 3.0)
+    async with running(controller_of(await open_role(Role.CONTROLLER, "1"), resumed)) as controller:
+        assert (await world.all_tickets()) == every, "what was admitted stays what it was"
+        while len(every) < 2 * NUM_ROWS + ADMISSION_BATCH:
+            every += await go_on(world, controller, every)
+        assert controller.report()["shares"] == {"a": 0.25, "b": 0.75}
+
+    ids = [one.group_id for one in every]
+    assert len(set(ids)) == len(ids)
+    start = 2 * IN_FLIGHT + ADMISSION_BATCH
+    assert of(every[2 * IN_FLIGHT : start]) == {"a": ADMISSION_BATCH}
+    after = of(every[start:])
+    assert abs(after["b"] - 3 * after["a"]) <= 4
+    for first, task in ((0, "a"), (NUM_ROWS, "b")):
+        groups = [GroupId.parse(one.group_id) for one in every if one.workflow == task]
+        epochs = Counter(group.epoch for group in groups)
+        assert [epochs[epoch] for epoch in range(len(epochs) - 1)] == [NUM_ROWS] * (len(epochs) - 1)
+        assert {group.index for group in groups} <= set(range(first, first + NUM_ROWS))
 
 
 async def test_a_run_of_before_keeps_the_one_order_of_its_tasks_and_says_so(

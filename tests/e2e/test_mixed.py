@@ -71,9 +71,9 @@ def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
     assert abs(few - (many + few) / (RATIO + 1)) < 1
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(500)
 def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Path) -> None:
-    """One task is switched off, and the controller killed: every prompt has its one turn all the same."""
+    """One task is switched off, the controller killed, and the run resumed with another mix: each has one turn."""
     run = Mixed(tmp_path, "remixed", run__steps=500, trainer__checkpoint_every_steps=50)
     process = run.start()
     run.wait_for_step(2, process)
@@ -95,8 +95,14 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     wait_until(lambda: len(run.lines) > off_at + 3, "a few steps more")
     assert {line["groups/calculator"] for line in run.lines[off_at:]} == {0}, "a change outlives a controller"
     _verb(run, "stop")
-
     assert collect(process).returncode == 0
+
+    resumed = run.start("--tasks.0.ratio=6")
+    wait_until(lambda: run.lines[-1]["groups/calculator"] > 0, "the mix of the command line")
+    _verb(run, "stop")
+    ended = collect(resumed)
+    assert ended.returncode == 0, ended.stdout
+    assert "tasks.0.ratio was 3.0, is 6.0: for the prompts that are admitted from now on" in ended.stdout
     (covered,) = [ruling for ruling in examined(run)["rulings"] if ruling["promise"] == "P7"]
     assert covered["verdict"] == "proved", covered
 

@@ -18,8 +18,9 @@ from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd
 from areal_async.run_state import Holder, RunState
-from areal_async.settings import Settings
-from areal_async.subjects import LAUNCHER, RUN_STATE
+from areal_async.settings import DatasetSettings, Settings, TaskSettings
+from areal_async.subjects import ADMITTED, LAUNCHER, RUN_STATE
+from areal_async.types import Admitted, Mix
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
@@ -130,6 +131,46 @@ async def test_a_broker_that_other_hosts_reach_is_told_of(settings: Settings, di
 
     assert directory.read_bus_url().startswith("nats://127.0.0.2:")
     assert said[0].startswith("the broker listens at 127.0.0.2: it asks for keys, and encrypts nothing")
+
+
+def _mixed(settings: Settings, *ratios: float) -> Settings:
+    rows = DatasetSettings(path="x")
+    tasks = [
+        TaskSettings(workflow=f"{name}.py", dataset=rows, ratio=one) for name, one in zip("ab", ratios, strict=True)
+    ]
+    return settings.model_copy(update={"tasks": tuple(tasks)})
+
+
+async def test_another_mix_of_the_tasks_is_taken_at_a_resume_and_told(
+    settings: Settings, directory: RunDirectory
+) -> None:
+    directory.write_settings(_mixed(settings, 1.0, 1.0))
+    async with _bucket(settings) as bus:
+        await bus.put(ADMITTED, Admitted(total=3, num_fresh=3, mixes=[Mix(start=0, weights=[1, 1], counts=[0, 0])]))
+    said: list[str] = []
+
+    await _launch(_mixed(settings, 1.0, 3.0), _StandIns("pass"), notify=said.append)
+
+    assert said[0] == "tasks.1.ratio was 1.0, is 3.0: for the prompts that are admitted from now on"
+    assert [task.ratio for task in directory.read_settings().tasks] == [1.0, 3.0]
+
+
+async def test_a_mix_whose_prompts_follow_from_its_ratios_stays_however_often_it_is_tried(
+    settings: Settings, directory: RunDirectory
+) -> None:
+    directory.write_settings(_mixed(settings, 1.0, 1.0))
+    async with _bucket(settings) as bus:
+        await bus.put(ADMITTED, Admitted(total=3, num_fresh=3))
+    backend = _StandIns("pass")
+
+    for _ in range(2):
+        refusal = pytest.RaisesExc(UserError, match=r"tasks\.1\.ratio was 1\.0, is 3\.0; its prompts .* put back")
+        with pytest.RaisesGroup(refusal, flatten_subgroups=True):
+            await _launch(_mixed(settings, 1.0, 3.0), backend)
+
+    assert not backend.started
+    assert [task.ratio for task in directory.read_settings().tasks] == [1.0, 1.0]
+    await _launch(_mixed(settings, 1.0, 1.0), backend)
 
 
 async def test_finished_run_is_not_started_again(settings: Settings) -> None:

@@ -80,6 +80,16 @@ def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory
     directory.refuse_changed_data(_settings("--run.steps", "7", "--trainer.lr", "1e-3", "--rollout.batch_groups", "3"))
 
 
+def test_the_mix_of_the_tasks_may_change_and_is_told(directory: RunDirectory) -> None:
+    assert directory.changed_mix(_settings()) == [], "the first start"
+    directory.write_settings(_settings())
+
+    directory.refuse_changed_data(_settings("--tasks.0.ratio", "2"))
+
+    assert directory.changed_mix(_settings("--tasks.0.ratio", "2")) == ["tasks.0.ratio was 1.0, is 2.0"]
+    assert directory.changed_mix(_settings("--run.steps", "7")) == []
+
+
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -87,7 +97,6 @@ def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory
         (["--rollout.group_size", "16"], "rollout.group_size was 8, is 16"),
         (["--model.path", "other"], "model.path was 'Qwen/Qwen2.5-1.5B-Instruct', is 'other'"),
         (["--tasks.0.dataset.split", "test"], "tasks.0.dataset was "),
-        (["--tasks.0.ratio", "2"], "tasks.0.ratio was 1.0, is 2.0"),
         (["--tasks.0.group_size", "16"], "tasks.0.group_size was None, is 16"),
         (["--rollout.curriculum.name", "pass_rate"], "rollout.curriculum was {'name': 'none'"),
     ],
