@@ -74,8 +74,21 @@ def load_settings(
     assignments = list(_from_file(config)) if config is not None else []
     if use_environment:
         assignments += _from_environment(kind)
-    assignments += _from_command_line(overrides, kind)
-    data: dict[str, Any] = {}
+    return _resolved({}, [*assignments, *_from_command_line(overrides, kind)], kind)
+
+
+def override_settings(settings: S, overrides: Sequence[str]) -> S:
+    """Return resolved settings with what the command line has otherwise, checked as a whole.
+
+    Raises:
+        UserError: an unknown name or a wrong value.
+    """
+    kind = type(settings)
+    return _resolved(settings.model_dump(mode="json"), list(_from_command_line(overrides, kind)), kind)
+
+
+def _resolved(data: dict[str, Any], assignments: Sequence[Assignment], kind: type[S]) -> S:
+    """Put values into a tree, one after the other, and check what comes of it."""
     for assignment in assignments:
         _refuse_unknown(assignment, kind)
         _assign(data, assignment, kind)

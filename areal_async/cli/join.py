@@ -10,19 +10,19 @@ import anyio
 from areal_async.cli.checks import check_interpreter, check_model, check_policies, check_workflow
 from areal_async.cli.speech import say
 from areal_async.errors import UserError
+from areal_async.exporters.prometheus import check_listening
 from areal_async.exporters.traces import check_installed
 from areal_async.launch.join import Invitation, fresh_node_id, join
 from areal_async.launch.local import LocalBackend
-from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import RunSettings, Settings
-from areal_async.settings_sources import load_settings
+from areal_async.settings_sources import override_settings
 from areal_async.subjects import RUN_NAME
 
 KILLED_STATUS = 130
-OWN = ("--inference.*", "--launch.join_wait_s", "--metrics.traces")
-"""What a host may have otherwise than the run: its interpreter, its servers' number and flags, its patience, and where
-its traces go."""
+OWN = ("--inference.*", "--launch.join_wait_s", "--metrics.traces", "--metrics.prometheus_host")
+"""What a host may have otherwise than the run: its interpreter, its servers' number and flags, its patience, where its
+traces go, and the address that it is scraped at."""
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -32,8 +32,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if foreign := [name for name in names if not any(fnmatchcase(name, own) for own in OWN)]:
         raise UserError(f"{foreign[0]}: a node has the settings of its run, all but {', '.join(OWN)}; leave it out")
 
-    def prepare(settings: Settings, directory: RunDirectory) -> Settings:
-        here = load_settings(directory.config, overrides, use_environment=False) if overrides else settings
+    def prepare(settings: Settings) -> Settings:
+        here = override_settings(settings, overrides)
         check_host(here)
         return here
 
@@ -73,7 +73,8 @@ def check_host(settings: Settings) -> None:
     """Refuse what this host lacks, before anything is started.
 
     Raises:
-        UserError: a workflow, a policy, a model, the servers' interpreter or an extra that is asked for is not here.
+        UserError: a workflow, a policy, a model, the servers' interpreter or an extra that is asked for is not here, or
+            the address to be scraped at is another host's.
     """
     for task in settings.tasks:
         check_workflow(task.workflow)
@@ -83,3 +84,4 @@ def check_host(settings: Settings) -> None:
         check_model(str(policy.path), f"policies.{name}.path")
     check_interpreter(settings.inference.python)
     check_installed(settings.metrics)
+    check_listening(settings.metrics)

@@ -20,6 +20,7 @@ from areal_async.cli.speech import say, settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
 from areal_async.errors import UserError
+from areal_async.exporters.prometheus import check_listening
 from areal_async.exporters.traces import check_installed, with_key
 from areal_async.host import check_address, visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
@@ -150,7 +151,7 @@ def check(settings: Settings) -> None:
     Raises:
         UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there, or the
             calls of a step do not fit together, an extra that is asked for is not installed, or the broker's address
-            is not this host's.
+            or that of its metrics is not this host's.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
@@ -170,6 +171,7 @@ def check(settings: Settings) -> None:
     check_interpreter(settings.inference.python)
     check_tool_call_parser(settings)
     check_installed(settings.metrics)
+    check_listening(settings.metrics)
     if settings.bus.url == EMBEDDED and settings.bus.host:
         check_address(settings.bus.host, setting="bus.host")
 

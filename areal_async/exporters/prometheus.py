@@ -24,6 +24,7 @@ import structlog
 from areal_async.errors import UserError, WireError
 from areal_async.exporters.samples import COUNTER, GAUGE, Sample, samples
 from areal_async.http_server import serve_app
+from areal_async.metrics_settings import MetricsSettings
 from areal_async.settings import Settings
 from areal_async.wire import decode_json
 
@@ -72,6 +73,16 @@ async def exporting(
         with anyio.move_on_after(STOP_DEADLINE_S, shield=True):
             await asyncio.wait([serving])
         serving.cancel()
+
+
+def check_listening(metrics: MetricsSettings) -> None:
+    """Refuse an address to be scraped at that this host cannot listen at, before a process is started that would.
+
+    Raises:
+        UserError: ``metrics.prometheus_host`` is no address of this host.
+    """
+    if metrics.prometheus:
+        _listen(metrics.prometheus_host).close()
 
 
 def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:

@@ -67,7 +67,7 @@ class Invitation:
         return self.credentials or (local if local.exists() else None)
 
 
-Prepare = Callable[[Settings, RunDirectory], Settings]
+Prepare = Callable[[Settings], Settings]
 """Makes of the run's settings those that hold here, and refuses what this host has not."""
 
 
@@ -173,9 +173,10 @@ class _Guest:
         async with self._open() as bus:
             shared = await _shared_settings(bus)
             settings = localised(_read_settings(shared, self._run), self._invitation)
-            self._wait_s = settings.launch.join_wait_s
             await self._check_open(bus)
             self._check_files(settings, shared)
+            settings = self._prepare(settings)  # before the id is claimed: nobody is to wait for a host that is refused
+            self._wait_s = settings.launch.join_wait_s
             self._met, _ = await bus.get(LAUNCHER, Holder)
             if await next_word(bus, LAUNCHER, within_s=NUM_MISSED * BEAT_S) is None:
                 return None
@@ -227,9 +228,6 @@ class _Guest:
         with directory.locked(f"{self._run}, node {self._node_id}"):
             directory.write_settings(settings)
             directory.write_bus_url(self._invitation.url)
-            settings = self._prepare(settings, directory)
-            directory.write_settings(settings)
-            self._wait_s = settings.launch.join_wait_s
             logging.configure("keeper", directory.logs)
             return await self._keep(settings, directory, bus, holder)
 

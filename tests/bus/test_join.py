@@ -15,7 +15,7 @@ from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.errors import FencedError, PipelineError, UserError, leaves_of
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.claims import own_holder, run_beats, wait_released
-from areal_async.launch.join import Invitation, fresh_node_id, join, localised
+from areal_async.launch.join import Invitation, Prepare, fresh_node_id, join, localised
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import forget_earlier, note_end
 from areal_async.launch.run_directory import RunDirectory
@@ -23,6 +23,7 @@ from areal_async.launch.supervisor import RunEnd
 from areal_async.rollout.sources import source_hashes
 from areal_async.run_state import Control, CrewState, Holder, RunState, SharedSettings
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
+from areal_async.settings_sources import override_settings
 from areal_async.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
 from tests.brokers import OpenRole, until
 
@@ -95,14 +96,18 @@ def invitation(broker: EmbeddedBroker, tmp_path: Path) -> Invitation:
 
 
 async def _join(
-    invitation: Invitation, node_id: str = "far", backend: Sleepers | None = None, told: list[str] | None = None
+    invitation: Invitation,
+    node_id: str = "far",
+    backend: Sleepers | None = None,
+    told: list[str] | None = None,
+    prepare: Prepare = lambda settings: settings,
 ) -> RunEnd:
     with anyio.fail_after(18):
         return await join(
             invitation,
             node_id=node_id,
             backend=backend or Sleepers(),
-            prepare=lambda settings, _: settings,
+            prepare=prepare,
             notify=[].append if told is None else told.append,
         )
 
@@ -225,6 +230,37 @@ async def test_two_nodes_of_one_id_do_not_both_join_and_a_dead_ones_id_is_free(
     await until(lambda: bool(taking.started), within_s=15)
     assert told[0].startswith("--node-id: node far of run test was kept by process 1 of host elsewhere lately; looking")
     await operator.put(RUN_STATE, RunState(state="finished"))
+
+
+async def test_a_host_that_lacks_something_is_refused_before_it_claims_an_id(
+    operator: Bus, launcher: Launcher, invitation: Invitation
+) -> None:
+    def prepare(settings: Settings) -> Settings:
+        raise UserError("metrics.prometheus_host: got 192.0.2.1, need an address of this host")
+
+    backend = Sleepers()
+    with pytest.raises(UserError, match="need an address of this host"):
+        await _join(invitation, backend=backend, prepare=prepare)
+
+    assert not backend.started
+    assert not await _is_held(operator, operator.names.node_key("far")), "nobody has ever held it"
+    assert not (invitation.directory / "test" / "nodes").exists()
+
+
+async def test_what_a_host_has_otherwise_is_what_its_node_reads(
+    operator: Bus, launcher: Launcher, invitation: Invitation
+) -> None:
+    def prepare(settings: Settings) -> Settings:
+        return override_settings(settings, ["--inference.num_servers=2"])
+
+    backend = Sleepers()
+    async with anyio.create_task_group() as joining:
+        joining.start_soon(functools.partial(_join, invitation, backend=backend, prepare=prepare))
+        await until(lambda: bool(backend.started))
+        await operator.put(RUN_STATE, RunState(state="finished"))
+
+    here = RunDirectory(invitation.directory / "test" / "nodes" / "far").read_settings()
+    assert (here.inference.num_servers, here.bus.url) == (2, invitation.url)
 
 
 async def test_a_node_whose_id_another_has_taken_over_ends(

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from fnmatch import fnmatchcase
 
 import pytest
 
@@ -29,3 +30,12 @@ def test_a_host_without_the_extra_for_traces_is_refused_in_one_sentence(
 
     with pytest.raises(UserError, match=r"metrics.traces: got 'http://h:4318', need the packages .*, or set it to fil"):
         join.check_host(settings)
+
+
+def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_its_own() -> None:
+    metrics = MetricsSettings(prometheus=True, prometheus_host="192.0.2.1")
+    settings = Settings().model_copy(update={"metrics": metrics})
+
+    with pytest.raises(UserError, match=r"metrics.prometheus_host: got 192\.0\.2\.1, need an address of this host"):
+        join.check_host(settings)
+    assert any(fnmatchcase("--metrics.prometheus_host", own) for own in join.OWN)
