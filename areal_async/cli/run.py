@@ -4,7 +4,7 @@ Nothing is started, and nothing of an earlier run is removed, before all checks 
 """
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
@@ -25,17 +25,15 @@ from areal_async.exporters.traces import check_installed, with_key
 from areal_async.host import check_address, visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
-from areal_async.launch.local import LocalBackend
+from areal_async.launch.backends import BACKENDS
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run import EMBEDDED, launch
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.launch.slurm import SlurmBackend
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import Settings
 from areal_async.settings_sources import load_settings
 
 CONFIGS = Path("configs")
-BACKENDS: Mapping[str, Callable[[], Backend]] = {"local": LocalBackend, "slurm": SlurmBackend}
 KILLED_STATUS = 130
 
 

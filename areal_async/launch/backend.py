@@ -64,6 +64,10 @@ class Backend(Protocol):
         """
         ...
 
+    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
+        """Return the other hosts from which nothing can connect there, each with why not."""
+        ...
+
     async def start(self, spec: ProcessSpec) -> Process:
         """Start one process.
 

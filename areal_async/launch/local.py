@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
@@ -67,6 +67,10 @@ class LocalBackend:
     async def address(self) -> str:
         """Return that of this host for itself."""
         return LOOPBACK
+
+    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
+        """Return nothing: there is no other host."""
+        return {}
 
     async def start(self, spec: ProcessSpec) -> LocalProcess:
         """Start one child.

@@ -44,6 +44,14 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the launcher is gone")
 os.execvp(sys.argv[2], sys.argv[2:])
 """
+CONNECT_DEADLINE_S = 5
+_CONNECT = """
+import socket, sys
+try:
+    socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=float(sys.argv[3])).close()
+except OSError as exc:
+    sys.exit(str(exc))
+"""
 _ASK_STACKS = "import sys; from areal_async import stacks; stacks.ask(int(sys.argv[1]))"
 
 
@@ -188,6 +196,24 @@ class SlurmBackend:
             return LOOPBACK
         ask = on_host(others[0], "address", "printenv", "SLURM_LAUNCH_NODE_IPADDR")
         return await anyio.to_thread.run_sync(functools.partial(_answer, ask, deadline_s=DEADLINE_S))
+
+    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
+        """Connect from a step on each other host; return those that cannot, each with why not."""
+        lost: dict[str, str] = {}
+
+        async def connect(host: str) -> None:
+            words = (sys.executable, "-c", _CONNECT, address, str(port), str(CONNECT_DEADLINE_S))
+            ask = ["timeout", str(DEADLINE_S), *on_host(host, "connect", *words)]
+            ended = await anyio.run_process(ask, stdin=subprocess.DEVNULL, check=False)
+            if ended.returncode:
+                said = ended.stderr.decode(errors="replace").splitlines()
+                own = [line for line in said if line.strip() and not line.startswith(NOISE)]
+                lost[host] = (own or said or [f"status {ended.returncode}"])[-1]
+
+        async with anyio.create_task_group() as connecting:
+            for host in self.hosts[1:]:
+                connecting.start_soon(connect, host)
+        return lost
 
     async def start(self, spec: ProcessSpec) -> SlurmProcess:
         """Start one step.

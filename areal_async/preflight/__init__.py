@@ -7,13 +7,16 @@ from collections.abc import AsyncIterator
 
 import anyio.to_thread
 
+from areal_async.errors import UserError
+from areal_async.launch.backends import BACKENDS
 from areal_async.preflight.broker import check_broker
 from areal_async.preflight.exports import check_traces, check_trackers
-from areal_async.preflight.findings import Finding, Level, guarded
+from areal_async.preflight.findings import Finding, Level, guarded, of_mistake
 from areal_async.preflight.host import check_clock, check_disk, check_limits, check_ports, check_processes
 from areal_async.preflight.inputs import check_data, check_models, check_template, check_workflows
 from areal_async.preflight.machine import look_at_machine
 from areal_async.preflight.memory import check_memory
+from areal_async.preflight.reach import check_hosts
 from areal_async.preflight.software import check_server_program, check_versions
 from areal_async.settings import Settings
 
@@ -35,8 +38,14 @@ async def look_ahead(settings: Settings) -> AsyncIterator[Finding]:
         yield finding
     for finding in guarded("ports", lambda: check_ports(settings)):
         yield finding
-    for finding in guarded("GPUs", lambda: check_processes(settings, machine)):
-        yield finding
+    try:
+        backend = await anyio.to_thread.run_sync(BACKENDS[settings.launch.backend])
+    except UserError as mistake:
+        yield of_mistake("hosts", mistake)
+    else:
+        yield await check_hosts(settings, backend)
+        for finding in guarded("GPUs", lambda: check_processes(settings, machine, backend.hosts)):
+            yield finding
     for finding in guarded("workflow", lambda: check_workflows(settings)):
         yield finding
     for finding in await anyio.to_thread.run_sync(lambda: list(check_data(settings))):

@@ -1,8 +1,8 @@
 """Whether the host has the ports, the disk, the files, the cores and the clock that a run wants."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
-from areal_async.host import free_port, visible_gpus
+from areal_async.host import LOOPBACK, free_port, visible_gpus
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.preflight.findings import Finding, error, gigabytes, good, warning
@@ -19,16 +19,22 @@ NUM_WEIGHTS_KEPT = 3
 """Copies of the served weights on disk at once: two kept, and the one being written."""
 
 
-def check_processes(settings: Settings, machine: Machine) -> Iterator[Finding]:
-    """Share the GPUs as the launcher will, and count threads against cores."""
+def check_processes(settings: Settings, machine: Machine, hosts: Sequence[str] = (LOOPBACK,)) -> Iterator[Finding]:
+    """Share the GPUs as the launcher will, and count threads against cores.
+
+    Args:
+        hosts: that the run would have, this one first; of several, the others have the servers.
+    """
     gpus = visible_gpus()
-    plan_crews(settings, RunDirectory(settings.run_directory), gpus=gpus)
+    plan_crews(settings, RunDirectory(settings.run_directory), gpus=gpus, hosts=hosts)
     if gpus:
         names = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or "the driver does not name them"
         yield good("GPUs", f"{len(gpus)} ({names})")
         return
     trainer, served = settings.trainer, settings.inference
-    num_threads = trainer.num_ranks * trainer.num_threads + served.num_servers * served.num_threads
+    num_threads = trainer.num_ranks * trainer.num_threads
+    if len(hosts) == 1:
+        num_threads += served.num_servers * served.num_threads
     saw = f"{num_threads} busy threads on {machine.num_cores} cores, no GPU"
     if num_threads > machine.num_cores:
         yield warning("cores", saw, "lower trainer.num_threads or inference.num_threads; they take turns else")

@@ -15,6 +15,8 @@ from areal_async.host import LOOPBACK
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.crew import run_together
 from areal_async.launch.slurm import SlurmBackend
+from areal_async.preflight.reach import check_hosts
+from areal_async.settings import BusSettings, Settings
 from tests.brokers import until
 
 DEADLINE_S = 60
@@ -35,6 +37,11 @@ finally:
     child.kill()
 """
 SEES = "import json, os; print(json.dumps({name: os.environ.get(name) for name in os.environ}))"
+BROKERS = {
+    "here": BusSettings(),
+    "at the loopback": BusSettings(host=LOOPBACK),
+    "nowhere": BusSettings(url="nats://10.87.0.2:9"),
+}
 CPUS = "import os; print(len(os.sched_getaffinity(0)))"
 
 
@@ -92,6 +99,9 @@ async def _main() -> None:
             for order in ("terminate", "kill"):
                 told[f"{order} {place}"] = await scene.ended(f"{order}-{place}", order, host)
         told["gpus there"] = json.loads((await scene.lines("sees", SEES, host=second))[0]).get("CUDA_VISIBLE_DEVICES")
+        for name, bus in BROKERS.items():
+            finding = await check_hosts(Settings(bus=bus), scene.backend)
+            told[f"broker {name}"] = [finding.level, finding.saw]
         told["cpus"] = int((await scene.lines("cpus", CPUS))[0])
         told["own cpus"] = len(os.sched_getaffinity(0))
     del os.environ["SLURM_JOB_NODELIST"]

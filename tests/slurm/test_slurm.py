@@ -119,6 +119,10 @@ def test_steps_are_explained_asked_and_ended_on_every_host_of_the_allocation(slu
     assert told["hosts"] == list(slurm.hosts)
     assert told["address"] == "10.87.0.2"  # of the first host, not the loopback that each has
     assert told["address alone"]
+    assert told["broker here"] == ["good", "1 beside this one (host-1), which reach the broker's address 10.87.0.2"]
+    assert told["broker at the loopback"][0] == "error"
+    refused = "the broker's address 10.87.0.2:9 cannot be reached from host-1: [Errno 111] Connection refused"
+    assert told["broker nowhere"] == ["error", refused]
     assert told["failed"] == [1, "hello"]  # its own words, not Slurm's after them
     assert told["silent"] == [3, "srun: error: host-0: task 0: Exited with exit code 3"]
     for place in ("here", "there"):

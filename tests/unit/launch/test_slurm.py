@@ -6,9 +6,9 @@ from typing import get_args
 
 import pytest
 
-from areal_async.cli.run import BACKENDS
 from areal_async.errors import UserError
 from areal_async.launch.backend import ProcessSpec
+from areal_async.launch.backends import BACKENDS
 from areal_async.launch.slurm import PROGRAMS, SlurmBackend, step_command
 from areal_async.settings import LaunchSettings
 

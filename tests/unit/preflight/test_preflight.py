@@ -5,17 +5,21 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
+from areal_async.launch.local import LocalBackend
 from areal_async.preflight.broker import check_broker, judge_varz
 from areal_async.preflight.findings import Level
 from areal_async.preflight.host import check_clock, check_disk, check_limits, check_processes
 from areal_async.preflight.machine import Machine, look_at_machine, parse_gpus
 from areal_async.preflight.memory import ModelSize
+from areal_async.preflight.reach import check_hosts
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings, TrainerSettings
 
 ROOT = Path(__file__).parents[3]
@@ -48,8 +52,8 @@ def test_the_cpu_job_may_start_and_every_check_has_spoken(tmp_path: Path) -> Non
     assert not [one for one in findings if one["level"] == "error"]
     checks = {one["check"].partition(" ")[0] for one in findings}
     assert checks >= {
-        "versions", "inference", "broker", "ports", "cores", "workflow", "data", "held-out", "model", "chat", "memory",
-        "disk", "limits", "clock",
+        "versions", "inference", "broker", "ports", "hosts", "cores", "workflow", "data", "held-out", "model", "chat",
+        "memory", "disk", "limits", "clock",
     }  # fmt: skip
 
 
@@ -100,6 +104,64 @@ async def test_a_broker_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     assert "127.0.0.1:9" in finding.saw
 
 
+class _Two(LocalBackend):
+    """An allocation of two hosts, from the other of which nothing is reached but what this one reaches."""
+
+    hosts = ("here", "there")
+
+    async def cannot_reach(self, address: str, port: int) -> Mapping[str, str]:
+        try:
+            async with await anyio.connect_tcp(address, port):
+                return {}
+        except OSError as exc:
+            return {"there": str(exc)}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("bus", "level", "saw", "cure"),
+    [
+        ({}, Level.GOOD, "this one alone; nodes of others cannot join, as the broker's address is 127.0.0.1", ""),
+        (
+            {"host": "192.0.2.1"},
+            Level.ERROR,
+            "bus.host: got '192.0.2.1', need an IPv4 address or a name of this",
+            "change",
+        ),
+        ({"url": "nats://192.0.2.1"}, Level.GOOD, "nodes of others join at the broker's address 192.0.2.1", ""),
+        ({"url": "nats://no host:1"}, Level.ERROR, "bus: got the address 'no host', which is none", "correct bus.url"),
+        ({"url": "nats://h:99999"}, Level.ERROR, "bus.url: got 'nats://h:99999': Port out of range", "write it like"),
+    ],
+)
+async def test_a_host_alone_is_told_whether_others_could_join(
+    bus: dict[str, Any], level: Level, saw: str, cure: str
+) -> None:
+    finding = await check_hosts(Settings(bus=BusSettings(**bus)), LocalBackend())
+
+    assert (finding.level, finding.cure.startswith(cure)) == (level, True), finding
+    assert saw in finding.saw
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("bus", [{}, {"host": "127.0.0.2"}, {"host": "localhost"}, {"url": "nats://localhost:4222"}])
+async def test_a_loopback_is_no_address_of_the_broker_for_several_hosts(bus: dict[str, Any]) -> None:
+    finding = await check_hosts(Settings(bus=BusSettings(**bus)), _Two())
+
+    assert finding.level is Level.ERROR
+    assert "is the loopback, where there find themselves" in finding.saw
+    assert finding.cure.endswith("that they reach")
+
+
+@pytest.mark.anyio
+async def test_a_broker_that_another_host_does_not_reach_is_told_with_why() -> None:
+    nobody = BusSettings(url="nats://0.0.0.0:9")  # no loopback, and nothing listens at that port of this host
+
+    finding = await check_hosts(Settings(bus=nobody), _Two())
+
+    assert finding.level is Level.ERROR
+    assert finding.saw.startswith("the broker's address 0.0.0.0:9 cannot be reached from there: ")
+
+
 def test_a_disk_that_cannot_hold_the_checkpoints_is_an_error(tmp_path: Path) -> None:
     """Twelve bytes a parameter, for each that is kept and the one being written."""
     settings = Settings(run=RunSettings(directory=tmp_path), trainer=TrainerSettings(keep_checkpoints=9))
@@ -114,6 +176,8 @@ def test_threads_beyond_the_cores_and_files_beyond_the_limit_are_told(tmp_path: 
     crowded = Settings(run=RunSettings(directory=tmp_path), trainer=TrainerSettings(num_threads=8))
     (cores,) = check_processes(crowded, _machine())
     assert cores.level is Level.WARNING
+    (cores,) = check_processes(Settings(), _machine(num_cores=1), ("here", "there"))
+    assert (cores.level, cores.saw) == (Level.GOOD, "1 busy threads on 1 cores, no GPU"), "the servers are there"
     many = Settings(rollout=RolloutSettings(max_trajectories_per_node=4096))
     (limits,) = check_limits(many, _machine(open_files=1024))
     assert limits.level is Level.ERROR
