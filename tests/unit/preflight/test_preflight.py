@@ -104,6 +104,16 @@ async def test_a_broker_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     assert "127.0.0.1:9" in finding.saw
 
 
+def test_a_run_for_an_allocation_is_looked_at_inside_of_one(tmp_path: Path) -> None:
+    """Outside there are no hosts to be seen, and a run with these settings would not start."""
+    status, findings = _doctor("workflows/gsm8k.py", "--run.directory", str(tmp_path), "--launch.backend", "slurm")
+
+    (hosts,) = [one for one in findings if one["level"] == "error"]
+    assert (status, hosts["check"]) == (1, "hosts")
+    assert hosts["saw"].startswith("launch.backend: got slurm on a host outside of the allocation")
+    assert hosts["cure"] == "start it with sbatch, or by srun inside"
+
+
 class _Two(LocalBackend):
     """An allocation of two hosts, from the other of which nothing is reached but what this one reaches."""
 
