@@ -5,27 +5,23 @@ steps are shown as they come.
 """
 
 import argparse
+import functools
 import logging
-import os
-import re
 import signal
 import sys
-import termios
 import time
-import tty
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, suppress
 
 import anyio
 import structlog
-from rich.console import Console, ConsoleDimensions, Group
-from rich.live import Live
 
 from areal_async.bus import Bus, Report, ask_service, hearing_reports
 from areal_async.cli.orders import DONE, who
 from areal_async.cli.status import CONNECT_S, NUM_READ, event_in, read_snapshot, remote_settings
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top_screen import draw
+from areal_async.cli.top_terminal import TopTerminal
 from areal_async.cli.top_view import PANES, TopView
 from areal_async.errors import BusError, UserError, leaves_of
 from areal_async.launch.run import visit_at, visit_live
@@ -44,13 +40,6 @@ SNAPSHOT_DEADLINE_S = 2.0
 """For the broker, after which it is said not to answer."""
 ORDER_DEADLINE_S = 5.0
 NOTICE_S = 5.0
-ESCAPES = {
-    "\x1b[A": "up", "\x1b[B": "down", "\x1b[C": "right", "\x1b[D": "left", "\x1b[5~": "page up", "\x1b[6~": "page down",
-    "\x1bOA": "up", "\x1bOB": "down", "\x1bOC": "right", "\x1bOD": "left", "\t": "right",
-    "\x1b[H": "home", "\x1b[F": "end", "\x1bOH": "home", "\x1bOF": "end", "\x1b[1~": "home", "\x1b[4~": "end",
-    "\x1b": "escape", "\r": "enter", "\n": "enter", "\x7f": "backspace", "\b": "backspace",
-}  # fmt: skip
-_SEQUENCE = re.compile(r"\x1b(?:\[[0-9;]*[@-~]|O[@-~])")
 MAX_ROWS = 1 << 30
 SCROLLS = {"up": -1, "down": 1, "page up": -10, "page down": 10, "home": -MAX_ROWS, "end": MAX_ROWS}
 TURNS = {"left": -1, "right": 1}
@@ -89,24 +78,25 @@ class _Top:
         """The run was started again, with its broker at another address: it is to be visited there."""
         self._view = view
         self._steps = JsonLines(settings.run_directory / "metrics.jsonl")
-        self._console = Console(file=sys.stdout)
         self._answers: dict[tuple[str, str], Report] = {}
         self._heard = anyio.Event()
         self._news = anyio.Event()
         self._told_s = 0.0
 
     async def run(self) -> None:
-        with _keyboard(), Live(console=self._console, screen=True, auto_refresh=False) as live:
+        with TopTerminal() as terminal:
+            draw_now = functools.partial(self._draw, terminal)
             async with hearing_reports(self._bus, self._hear) as ask, anyio.create_task_group() as tasks:
                 for loop in (self._run_events, self._run_steps, self._run_sizes):
                     tasks.start_soon(loop)
                 tasks.start_soon(self._run_asking, ask, tasks.cancel_scope.cancel)
-                tasks.start_soon(self._run_drawing, live)
-                async for key in _keys():
+                tasks.start_soon(self._run_drawing, draw_now)
+                tasks.start_soon(functools.partial(terminal.run_stops, on_return=draw_now))
+                async for key in terminal.keys():
                     if key == "q" and not self._view.is_typing:
                         break
                     await self._press(key)
-                    self._draw(live)
+                    draw_now()
                 tasks.cancel_scope.cancel()
 
     async def _run_asking(self, ask: Callable[[], Awaitable[None]], leave: Callable[[], None]) -> None:
@@ -192,7 +182,7 @@ class _Top:
             async for _ in sizes:
                 self._news.set()
 
-    async def _run_drawing(self, live: Live) -> None:
+    async def _run_drawing(self, draw_now: Callable[[], None]) -> None:
         """Draw what is new, a few times a second at most, and every second how long ago everything was.
 
         consumes:     the view
@@ -206,7 +196,7 @@ class _Top:
             self._news = anyio.Event()
             if self._view.notice and time.monotonic() - self._told_s > NOTICE_S:
                 self._view.notice = ""
-            self._draw(live)
+            draw_now()
             await anyio.sleep(MIN_PAUSE_S)
 
     def _has_ended(self) -> bool:
@@ -255,42 +245,5 @@ class _Top:
     def _tell(self, notice: str) -> None:
         self._view.notice, self._told_s = notice, time.monotonic()
 
-    def _draw(self, live: Live) -> None:
-        # The terminal's own word: LINES and COLUMNS may be inherited from another one, and do not follow it.
-        with suppress(OSError):
-            self._console.size = ConsoleDimensions(*os.get_terminal_size(sys.stdout.fileno()))
-        width, height = self._console.size
-        live.update(Group(*draw(self._view, width, height)), refresh=True)
-
-
-@contextmanager
-def _keyboard() -> Iterator[None]:
-    """Have every key at once and unseen, while the block runs."""
-    before = termios.tcgetattr(sys.stdin)
-    tty.setcbreak(sys.stdin)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
-
-
-async def _keys() -> AsyncIterator[str]:
-    """Yield each key that is pressed, by its letter or its name; ends with the input."""
-    file = sys.stdin.fileno()
-    while True:
-        await anyio.wait_readable(file)
-        text = os.read(file, 64).decode(errors="replace")
-        if not text:
-            return
-        for key in keys_in(text):
-            yield key
-
-
-def keys_in(text: str) -> Iterator[str]:
-    """Yield the keys whose codes these are, by letter or name; one without a name here, such as Delete, is none."""
-    while text:
-        sequence = _SEQUENCE.match(text)
-        code = sequence[0] if sequence is not None else text[0]
-        if sequence is None or code in ESCAPES:
-            yield ESCAPES.get(code, code)
-        text = text[len(code) :]
+    def _draw(self, terminal: TopTerminal) -> None:
+        terminal.show(draw(self._view, *terminal.size))

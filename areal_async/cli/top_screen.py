@@ -20,7 +20,7 @@ MIN_LAST_WIDTH, MIN_WORDS_WIDTH = 24, 16
 """Of the last column, and of words in the one before it; others are left out for them."""
 KEYS = "q quit  p pause  r resume  1-5 pane  s sort  / filter  up/down scroll  ? help"
 HELP = (
-    "q, Ctrl-C      leave; the run goes on",
+    "q, Ctrl-C      leave; the run goes on (Ctrl-Z stops this screen alone, fg has it go on)",
     "p              pause: admit nothing more; what was admitted is finished",
     "r              resume",
     "1 to 5         the pane of that number",

@@ -1,4 +1,4 @@
-"""A terminal emulator with ``top`` in it."""
+"""A terminal emulator with ``top`` in it, or a shell to start it from."""
 
 import fcntl
 import os
@@ -9,7 +9,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyte
@@ -17,19 +17,26 @@ import pyte
 from tests.e2e.test_run import REPOSITORY
 
 SHOWN_WITHIN_S = 60.0
+TOP = (sys.executable, "-m", "areal_async", "top")
+SHELL = ("sh", "-c", "exec sh -i </proc/self/fd/0")
+"""Opens the terminal anew, which makes it the one whose keys stop and end the shell's jobs."""
+ALTERNATE_SCREEN = 1049 << 5
+"""As pyte numbers the terminal's private modes."""
 
 
 class Terminal:
-    """A terminal of a fixed size with ``top`` in it."""
+    """A terminal of a fixed size with a program in it, which ends with the terminal."""
 
-    def __init__(self, size: tuple[int, int], *words: str, directory: Path = REPOSITORY) -> None:
+    def __init__(
+        self, size: tuple[int, int], *words: str, program: Sequence[str] = TOP, directory: Path = REPOSITORY
+    ) -> None:
         columns, rows = size
         self._screen = pyte.Screen(columns, rows)
         self._stream = pyte.ByteStream(self._screen)
         self._file, own = pty.openpty()
         fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "areal_async", "top", *words], cwd=directory, stdin=own, stdout=own,
+            [*program, *words], cwd=directory, stdin=own, stdout=own,
             stderr=subprocess.STDOUT, start_new_session=True,
             env={**os.environ, "TERM": "xterm-256color", "PYTHONPATH": str(REPOSITORY)},
         )  # fmt: skip
@@ -42,6 +49,16 @@ class Terminal:
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether a program has the whole screen, and hides the cursor."""
+        return ALTERNATE_SCREEN in self._screen.mode and self._screen.cursor.hidden
+
+    @property
+    def is_as_before(self) -> bool:
+        """Whether none has."""
+        return ALTERNATE_SCREEN not in self._screen.mode and not self._screen.cursor.hidden
 
     def resize(self, columns: int, rows: int) -> None:
         """As a user drags the window's corner."""

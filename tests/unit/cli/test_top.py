@@ -7,8 +7,8 @@ import pytest
 from rich.cells import cell_len
 
 from areal_async.cli.status import MISSING, OK, Member, Status
-from areal_async.cli.top import keys_in
 from areal_async.cli.top_screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
+from areal_async.cli.top_terminal import keys_in
 from areal_async.cli.top_view import KEPT_S, PANES, SORTS, TopView
 
 LONG = "a very long text that goes on and on " * 8
