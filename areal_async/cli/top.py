@@ -22,7 +22,7 @@ from areal_async.cli.status import CONNECT_S, NUM_READ, event_in, read_snapshot,
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top_screen import draw
 from areal_async.cli.top_terminal import TopTerminal
-from areal_async.cli.top_view import PANES, TopView
+from areal_async.cli.top_view import TopView
 from areal_async.errors import BusError, UserError, leaves_of
 from areal_async.launch.run import visit_at, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -231,7 +231,7 @@ class _Top:
                 view.scroll(SCROLLS[key])
             case _ if key in TURNS:
                 view.turn_to(view.pane + TURNS[key])
-            case _ if key.isdecimal() and 1 <= int(key) <= len(PANES):
+            case _ if key.isdecimal() and 1 <= int(key) <= len(view.panes):
                 view.turn_to(int(key) - 1)
 
     async def _order(self, order: str) -> None:

@@ -2,17 +2,23 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from areal_async.cli.display import sparkline
 from areal_async.cli.status import OK, Member, duration_text, seconds_since
+from areal_async.cli.tail import Line
 from areal_async.cli.view import event_text, number
-from areal_async.types import Version
+from areal_async.types import Version, mean
 from areal_async.waits import WaitRecord
 
 ROLE_ORDER = ("broker", "controller", "trainer", "node")
 UNBOUNDED = 1 << 30
 """A limit of requests from which on it is none."""
 BAD_EVENTS = ("role.lost", "server.fenced", "run.stalled", "alarm.raised", "group.dead", "message.buried")
+NUM_CURVE_STEPS = 20
+NUM_TASK_STEPS = 10
+"""Of the newest, over which a task's groups are counted and its rewards averaged."""
 _DIGITS = re.compile(r"(\d+)")
 
 
@@ -47,6 +53,54 @@ LEASE_COLUMNS = (
     Column("age s", True), Column("quiet s", True), Column("node"), Column("group"), Column("waits for"),
 )  # fmt: skip
 EVENT_COLUMNS = (Column("ago", True), Column("what"))
+TASK_COLUMNS = (
+    Column("share", True), Column("ratio now", True), Column("groups", True), Column("reward", True), Column("task"),
+    Column("reward in each step"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Task:
+    """One of a run's several."""
+
+    name: str
+    share: float | None
+    """Of the prompts that are admitted now; None where nobody says."""
+    ratio: float | None
+    """As it was changed while the run went on; None where it was not."""
+    num_groups: int
+    """Trained in the newest ``NUM_TASK_STEPS``."""
+    rewards: tuple[float, ...]
+    """Of each step that had one, oldest first."""
+    reward: float | None
+    """Mean over those of the newest ``NUM_TASK_STEPS``."""
+
+
+def task_names(steps: Sequence[Line], shares: Mapping[str, float]) -> list[str]:
+    """Return a run's tasks in the order of its settings; none where it has a single one."""
+    groups = "groups/"
+    return list(shares) or [key.removeprefix(groups) for key in (steps[-1] if steps else {}) if key.startswith(groups)]
+
+
+def tasks_of(steps: Sequence[Line], shares: Mapping[str, float], changes: Mapping[str, float]) -> list[Task]:
+    """Return what is known of each."""
+    return [
+        _task(name, steps, share=shares.get(name), ratio=changes.get(f"tasks.{place}.ratio"))
+        for place, name in enumerate(task_names(steps, shares))
+    ]
+
+
+def _task(name: str, steps: Sequence[Line], *, share: float | None, ratio: float | None) -> Task:
+    key, newest = f"reward/{name}", list(steps)[-NUM_TASK_STEPS:]
+    of_late = [number(line, key) for line in newest if key in line]
+    return Task(
+        name=name,
+        share=share,
+        ratio=ratio,
+        num_groups=int(sum(number(line, f"groups/{name}") for line in newest)),
+        rewards=tuple(number(line, key) for line in steps if key in line),
+        reward=mean(of_late) if of_late else None,
+    )
 
 
 def process_rows(members: Sequence[Member], sort: str) -> list[Row]:
@@ -145,6 +199,27 @@ def lease_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
         )
         rows.append(Row(cells))
     return rows
+
+
+def task_rows(tasks: Sequence[Task], sort: str) -> list[Row]:
+    """Return a row for each task, as the settings have them, unless sorted otherwise."""
+    keys: dict[str, Callable[[Task], Any]] = {
+        "share": lambda one: -(one.share or 0.0),
+        "reward": lambda one: (one.reward is None, one.reward),
+    }
+    return [_task_row(one) for one in (sorted(tasks, key=keys[sort]) if sort in keys else tasks)]
+
+
+def _task_row(task: Task) -> Row:
+    cells = (
+        "" if task.share is None else f"{task.share:.1%}",
+        "" if task.ratio is None else f"{task.ratio:.6g}",
+        str(task.num_groups),
+        "" if task.reward is None else f"{task.reward:.3f}",
+        task.name,
+        sparkline(task.rewards[-NUM_CURVE_STEPS:]),
+    )
+    return Row(cells, "dim" if task.share == 0 else "")
 
 
 def event_rows(events: Iterable[Mapping[str, Any]]) -> list[Row]:

@@ -7,7 +7,7 @@ from rich.text import Text
 
 from areal_async.cli.display import sparkline
 from areal_async.cli.top_rows import Column, Row
-from areal_async.cli.top_view import PANES, TopView
+from areal_async.cli.top_view import TopView
 from areal_async.cli.view import number, trained_tokens_per_s
 
 MIN_WIDTH, MIN_HEIGHT = 40, 14
@@ -18,12 +18,12 @@ MAX_ALARMS = 3
 BAR_WIDTH = 12
 MIN_LAST_WIDTH, MIN_WORDS_WIDTH = 24, 16
 """Of the last column, and of words in the one before it; others are left out for them."""
-KEYS = "q quit  p pause  r resume  1-5 pane  s sort  / filter  up/down scroll  ? help"
+KEYS = "q quit  p pause  r resume  1-{num_panes} pane  s sort  / filter  up/down scroll  ? help"
 HELP = (
     "q, Ctrl-C      leave; the run goes on (Ctrl-Z stops this screen alone, fg has it go on)",
     "p              pause: admit nothing more; what was admitted is finished",
     "r              resume",
-    "1 to 5         the pane of that number",
+    "1, 2 ...       the pane of that number",
     "left, right    the pane before, the next one (as Tab)",
     "s              sort the pane by another column",
     "/              show rows with a text in them; Enter keeps it, Esc drops it",
@@ -35,6 +35,7 @@ HELP = (
     "swap ms        for which new weights pause a server, mean; where there is room",
     "waits          who waits for what, and for how long nothing has come of it",
     "leases         groups that a node works on, and what each waits for",
+    "tasks          share of the prompts admitted now, ratio where it was changed, the last ten steps",
 )
 
 
@@ -60,7 +61,7 @@ def _foot(view: TopView) -> Text:
     if view.notice:
         return Text(view.notice, style="reverse")
     only = f"only with {view.filter!r}, Esc for all  " if view.filter else ""
-    return Text.assemble((only, "bold"), (KEYS, "dim"))
+    return Text.assemble((only, "bold"), (KEYS.format(num_panes=len(view.panes)), "dim"))
 
 
 def _head(view: TopView, width: int) -> Iterator[Text]:
@@ -153,13 +154,12 @@ def _fact(name: str, *parts: str) -> Text:
 def _panes(view: TopView, width: int, height: int) -> Iterator[Text]:
     """Draw the chosen pane, and below it the last events where there is room."""
     tabs = Text(overflow="ellipsis", no_wrap=True)
-    for index, name in enumerate(PANES):
-        tabs.append(f" {index + 1} {name} ", style="reverse" if index == view.pane else "")
+    for place, name in enumerate(view.panes, start=1):
+        tabs.append(f" {place} {name} ", style="reverse" if name == view.pane_name else "")
     if view.shows_help:
         yield tabs
         yield from map(Text, HELP)
         return
-    tabs.append(f"  by {view.sort_name}", style="dim")
     below: list[Text] = []
     if height >= TALL - MIN_HEIGHT and view.pane_name != "events" and view.status is not None:
         below = [
@@ -171,6 +171,7 @@ def _panes(view: TopView, width: int, height: int) -> Iterator[Text]:
     view.offset = max(0, min(view.offset, len(rows) - room))
     if len(rows) > room:
         tabs.append(f"  {view.offset + 1}-{min(len(rows), view.offset + room)} of {len(rows)}", style="bold")
+    tabs.append(f"  by {view.sort_name}", style="dim")
     yield tabs
     pane = list(_table(view.columns, rows[view.offset : view.offset + room], width))
     yield from pane

@@ -19,6 +19,7 @@ from areal_async.cli.top_rows import (
     LEASE_COLUMNS,
     PROCESS_COLUMNS,
     SERVER_COLUMNS,
+    TASK_COLUMNS,
     WAIT_COLUMNS,
     Column,
     Row,
@@ -26,18 +27,23 @@ from areal_async.cli.top_rows import (
     lease_rows,
     process_rows,
     server_rows,
+    task_names,
+    task_rows,
+    tasks_of,
     wait_rows,
 )
 from areal_async.cli.view import number
 from areal_async.waits import WaitRecord, WaitReport
 
-PANES = ("processes", "servers", "waits", "leases", "events")
+PANES = ("processes", "servers", "waits", "leases", "events", "tasks")
+"""The last only of a run that has several."""
 SORTS = {
     "processes": ("trouble", "name", "lag", "starts"),
     "servers": ("trouble", "name", "load", "tokens/s", "version"),
     "waits": ("quiet", "age", "waiter"),
     "leases": ("age", "node", "quiet"),
     "events": ("newest", "oldest"),
+    "tasks": ("order", "share", "reward"),
 }
 COLUMNS = {
     "processes": PROCESS_COLUMNS,
@@ -45,6 +51,7 @@ COLUMNS = {
     "waits": WAIT_COLUMNS,
     "leases": LEASE_COLUMNS,
     "events": EVENT_COLUMNS,
+    "tasks": TASK_COLUMNS,
 }
 KEPT_S = 2.5
 """How long an answer stands for a process that gives no newer one."""
@@ -121,8 +128,14 @@ class TopView:
     # the keys
 
     @property
+    def panes(self) -> tuple[str, ...]:
+        """Names of those that there are."""
+        shares = self.status.shares if self.status is not None else {}
+        return PANES if task_names(self.steps, shares) else PANES[:-1]
+
+    @property
     def pane_name(self) -> str:
-        return PANES[self.pane]
+        return self.panes[min(self.pane, len(self.panes) - 1)]
 
     @property
     def sort_name(self) -> str:
@@ -130,7 +143,7 @@ class TopView:
 
     def turn_to(self, pane: int) -> None:
         """Show another pane; past the last comes the first."""
-        self.pane, self.offset = pane % len(PANES), 0
+        self.pane, self.offset = pane % len(self.panes), 0
 
     def sort_next(self) -> None:
         """Sort the pane by its next column."""
@@ -209,6 +222,8 @@ class TopView:
                 return wait_rows(self._waits(), self.sort_name)
             case "leases":
                 return lease_rows(self._waits(), self.sort_name)
+            case "tasks":
+                return task_rows(tasks_of(self.steps, self.status.shares, self.status.changes), self.sort_name)
         return event_rows(self.events if self.sort_name == "oldest" else reversed(self.events))
 
     def newest_events(self, count: int) -> list[Row]:

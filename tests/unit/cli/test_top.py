@@ -82,7 +82,11 @@ def test_every_pane_fills_the_terminal_and_nothing_goes_over_its_edge(
     view: TopView, width: int, height: int, has_help: bool
 ) -> None:
     view.shows_help = has_help
-    statuses = [None, _status(), _status(notes=[LONG] * 9, members=_status().members * 40, reason=LONG, queue={})]
+    statuses = [
+        None,
+        _status(shares={LONG: 0.5, "other": 0.5}),
+        _status(notes=[LONG] * 9, members=_status().members * 40, reason=LONG, queue={}),
+    ]
 
     for status, pane in itertools.product(statuses, range(len(PANES))):
         view.status = status
@@ -103,7 +107,7 @@ def test_the_head_tells_reward_speed_staleness_and_queue(view: TopView) -> None:
                   "1200 tokens/s generated, 80 trained, 25.0 trajectories/s",
                   "2.5 s: 0.5 waiting for data, 1.5 training, 0.1 weights",
                   "0 █████████ 75 %  2 ███ 25 %  of at most 2", "48 in flight (2 running)", "16 tickets (4.0 MB)",
-                  "no alarm", KEYS):  # fmt: skip
+                  "no alarm", KEYS.format(num_panes=5)):  # fmt: skip
         assert piece in text, text
 
 
@@ -138,6 +142,40 @@ def test_waits_and_leases_come_from_what_the_roles_wait_for(view: TopView) -> No
     assert waits[0] == ("8.0", "9.0", "group 0-2-0", "reward")
     assert waits[1] == ("0.5", "3.0", "group 0-1-0", "a stream on server 0-0 and 7 more")
     assert leases[0] == ("9.0", "8.0", "0", "0-2-0", "reward")
+
+
+def test_tasks_tell_share_changed_ratio_and_reward_and_have_a_pane_where_there_are_several() -> None:
+    view = TopView(
+        status=_status(
+            shares={"gsm8k": 0.25, "off": 0.0, "code": 0.75}, changes={"tasks.1.ratio": 0.0, "trainer.lr": 1}
+        )
+    )
+    for step in range(1, 31):
+        code = {"groups/code": 3, "reward/code": step % 2}
+        view.add_step({"step": step, "groups/gsm8k": 1, "reward/gsm8k": 0.75, "groups/off": 0, **code})
+
+    assert _rows(view, "tasks") == [
+        ("25.0%", "", "10", "0.750", "gsm8k", "▁" * 20),
+        ("0.0%", "0", "0", "", "off", ""),
+        ("75.0%", "", "30", "0.500", "code", "█▁" * 10),
+    ]
+    view.sort_next()
+    assert [row[4] for row in _rows(view, "tasks")] == ["code", "gsm8k", "off"], "the largest share first"
+    view.sort_next()
+    assert [row[4] for row in _rows(view, "tasks")] == ["code", "gsm8k", "off"], "the least reward first"
+    shown = [line.plain for line in draw(view, 80, 24)]
+    assert "share  ratio now  groups  reward  task   reward in each step" in shown
+    assert shown[-1] == KEYS.format(num_panes=6)
+
+    view.status = _status()  # the controller, which knows the shares, does not answer
+    assert [row[:2] for row in _rows(view, "tasks")] == [("", "")] * 3
+
+
+def test_a_run_of_one_task_has_no_pane_of_tasks(view: TopView) -> None:
+    view.turn_to(PANES.index("events") + 1)
+
+    assert view.pane_name == "processes", "past the last comes the first"
+    assert not any("tasks" in line.plain for line in draw(view, 80, 24))
 
 
 def test_a_process_that_is_missed_is_shown_with_the_cause_and_sorts_are_kept_by_pane(view: TopView) -> None:
@@ -214,7 +252,7 @@ def test_how_much_is_out_of_sight_is_said_and_ten_comes_after_two() -> None:
     shown = [line.plain for line in draw(view, 80, 24)]
 
     (tabs,) = [line for line in shown if " 1 processes " in line]
-    assert tabs.endswith("11-23 of 64"), tabs
+    assert tabs.endswith("11-23 of 64  by trouble"), tabs
     view.scroll(1 << 30)
     shown = [line.plain for line in draw(view, 80, 24)]
     assert any("52-64 of 64" in line for line in shown), shown
