@@ -1,9 +1,10 @@
 """Rows of ``top``'s panes: which columns they have, what stands in them, and in what order. Pure."""
 
+import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from areal_async.cli.display import sparkline
 from areal_async.cli.status import OK, Member, duration_text, seconds_since
@@ -19,7 +20,10 @@ BAD_EVENTS = ("role.lost", "server.fenced", "run.stalled", "alarm.raised", "grou
 NUM_CURVE_STEPS = 20
 NUM_TASK_STEPS = 10
 """Of the newest, over which a task's groups are counted and its rewards averaged."""
+MAX_KEYS = 1 << 15
 _DIGITS = re.compile(r"(\d+)")
+
+T = TypeVar("T")
 
 
 class Row(NamedTuple):
@@ -27,6 +31,29 @@ class Row(NamedTuple):
 
     cells: tuple[str, ...]
     style: str = ""
+
+
+class Rows(Generic[T]):
+    """Rows of a pane in their order, each laid out when it is looked at: of thousands a screen shows forty."""
+
+    def __init__(self, items: Sequence[T], lay_out: Callable[[T], Row]) -> None:
+        self._items = items
+        self._lay_out = lay_out
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self._lay_out, self._items)
+
+    def __getitem__(self, part: slice) -> list[Row]:
+        return [self._lay_out(item) for item in self._items[part]]
+
+    def having(self, text: str) -> "Rows[T]":
+        """Return those with a text in them, whether its letters are large or small; for that all are laid out."""
+        wanted = text.casefold()
+        pairs = zip(self._items, self, strict=True)
+        return Rows([item for item, row in pairs if wanted in " ".join(row.cells).casefold()], self._lay_out)
 
 
 class Column(NamedTuple):
@@ -38,6 +65,9 @@ class Column(NamedTuple):
     is_left_out: int = 0
     """Where the terminal is narrow: those with 1 first, then those with 2; 0 never."""
 
+
+Told = tuple[str, WaitRecord]
+"""A wait, after who tells it."""
 
 PROCESS_COLUMNS = (
     Column("process"), Column(""), Column("up", True, 2), Column("lag ms", True), Column("starts", True, 1),
@@ -103,7 +133,7 @@ def _task(name: str, steps: Sequence[Line], *, share: float | None, ratio: float
     )
 
 
-def process_rows(members: Sequence[Member], sort: str) -> list[Row]:
+def process_rows(members: Sequence[Member], sort: str) -> Rows[Member]:
     """Return a row for each process; those that are missed first, unless sorted otherwise."""
     by_name = sorted(members, key=lambda one: (ROLE_ORDER.index(one.role), natural(one.instance)))
     keys: dict[str, Callable[[Member], Any]] = {
@@ -111,7 +141,7 @@ def process_rows(members: Sequence[Member], sort: str) -> list[Row]:
         "lag": lambda one: -one.loop_lag_s,
         "starts": lambda one: -one.num_starts,
     }
-    return [_process_row(one) for one in (sorted(by_name, key=keys[sort]) if sort in keys else by_name)]
+    return Rows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _process_row)
 
 
 def _process_row(member: Member) -> Row:
@@ -128,7 +158,7 @@ def _process_row(member: Member) -> Row:
     return Row(cells, "" if is_there else "red")
 
 
-def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> list[Row]:
+def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> Rows[dict[str, Any]]:
     """Return a row for each server; those that are fenced first, unless sorted otherwise."""
     by_name = sorted(servers, key=lambda one: natural(str(one["id"])))
     keys: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -137,7 +167,7 @@ def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> list[Row]:
         "tokens/s": lambda one: -number(one, "tokens_per_s"),
         "version": lambda one: _version(str(one["version"])),
     }
-    return [_server_row(one) for one in (sorted(by_name, key=keys[sort]) if sort in keys else by_name)]
+    return Rows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _server_row)
 
 
 def _server_row(server: dict[str, Any]) -> Row:
@@ -160,54 +190,57 @@ def _server_row(server: dict[str, Any]) -> Row:
     return Row(cells, "red" if server["is_fenced"] else "")
 
 
-def wait_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
+def wait_rows(waits: Iterable[Told], sort: str) -> Rows[Told]:
     """Return a row for each wait, of which is known who tells it; the one that is stuck the longest first."""
 
-    def key(pair: tuple[str, WaitRecord]) -> Any:
-        teller, record = pair
+    def key(told: Told) -> Any:
+        teller, record = told
         waiter = record.waiter or teller
         if sort == "waiter":
             return natural(waiter)
         return -(record.age_s if sort == "age" else record.quiet_s), waiter
 
-    rows = []
-    for teller, one in sorted(waits, key=key):
-        more = f" and {one.num_more} more" if one.num_more else ""
-        cells = (f"{one.quiet_s:.1f}", f"{one.age_s:.1f}", one.waiter or teller, f"{one.what} {one.on}{more}".strip())
-        rows.append(Row(cells))
-    return rows
+    return Rows(sorted(waits, key=key), _wait_row)
 
 
-def lease_rows(waits: Iterable[tuple[str, WaitRecord]], sort: str) -> list[Row]:
+def _wait_row(told: Told) -> Row:
+    teller, one = told
+    more = f" and {one.num_more} more" if one.num_more else ""
+    return Row((f"{one.quiet_s:.1f}", f"{one.age_s:.1f}", one.waiter or teller, f"{one.what} {one.on}{more}".strip()))
+
+
+def lease_rows(waits: Iterable[Told], sort: str) -> Rows[Told]:
     """Return what each node's groups wait for: a group is leased by the node that tells of it."""
     leases = [(teller, one) for teller, one in waits if teller.startswith("node ") and one.waiter.startswith("group ")]
 
-    def key(pair: tuple[str, WaitRecord]) -> Any:
-        node, record = pair
+    def key(told: Told) -> Any:
+        node, record = told
         if sort == "node":
             return natural(node), -record.age_s
         return -(record.quiet_s if sort == "quiet" else record.age_s), node
 
-    rows = []
-    for node, one in sorted(leases, key=key):
-        cells = (
-            f"{one.age_s:.1f}",
-            f"{one.quiet_s:.1f}",
-            node.removeprefix("node "),
-            one.waiter.removeprefix("group "),
-            f"{one.what} {one.on}".strip(),
-        )
-        rows.append(Row(cells))
-    return rows
+    return Rows(sorted(leases, key=key), _lease_row)
 
 
-def task_rows(tasks: Sequence[Task], sort: str) -> list[Row]:
+def _lease_row(told: Told) -> Row:
+    node, one = told
+    cells = (
+        f"{one.age_s:.1f}",
+        f"{one.quiet_s:.1f}",
+        node.removeprefix("node "),
+        one.waiter.removeprefix("group "),
+        f"{one.what} {one.on}".strip(),
+    )
+    return Row(cells)
+
+
+def task_rows(tasks: Sequence[Task], sort: str) -> Rows[Task]:
     """Return a row for each task, as the settings have them, unless sorted otherwise."""
     keys: dict[str, Callable[[Task], Any]] = {
         "share": lambda one: -(one.share or 0.0),
         "reward": lambda one: (one.reward is None, one.reward),
     }
-    return [_task_row(one) for one in (sorted(tasks, key=keys[sort]) if sort in keys else tasks)]
+    return Rows(sorted(tasks, key=keys[sort]) if sort in keys else tasks, _task_row)
 
 
 def _task_row(task: Task) -> Row:
@@ -222,17 +255,19 @@ def _task_row(task: Task) -> Row:
     return Row(cells, "dim" if task.share == 0 else "")
 
 
-def event_rows(events: Iterable[Mapping[str, Any]]) -> list[Row]:
+def event_rows(events: Iterable[Mapping[str, Any]]) -> Rows[Mapping[str, Any]]:
     """Return a row for each event, in their order."""
-    return [
-        Row(
-            (duration_text(seconds_since(str(event.get("at", "")))), event_text(dict(event))),
-            "red" if str(event.get("event")) in BAD_EVENTS else "",
-        )
-        for event in events
-    ]
+    return Rows(list(events), _event_row)
 
 
+def _event_row(event: Mapping[str, Any]) -> Row:
+    return Row(
+        (duration_text(seconds_since(str(event.get("at", "")))), event_text(dict(event))),
+        "red" if str(event.get("event")) in BAD_EVENTS else "",
+    )
+
+
+@functools.lru_cache(MAX_KEYS)  # the same names come with every answer
 def natural(text: str) -> tuple[tuple[int, str], ...]:
     """Return what sorts ``0-10`` after ``0-2``."""
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in _DIGITS.split(text))

@@ -23,6 +23,8 @@ from areal_async.cli.top_rows import (
     WAIT_COLUMNS,
     Column,
     Row,
+    Rows,
+    Told,
     event_rows,
     lease_rows,
     process_rows,
@@ -84,6 +86,8 @@ class TopView:
     """What became of the last order."""
     _heard_s: dict[tuple[str, str], float] = field(default_factory=dict)
     _scored: deque[tuple[float, float]] = field(default_factory=deque)
+    _sorted_waits: dict[str, Rows[Told]] = field(default_factory=dict)
+    """Pane and sort -> what is told, as of the newest answers: thousands of rows, drawn more often than told."""
 
     # being fed
 
@@ -93,6 +97,7 @@ class TopView:
             self.reports[key], self._heard_s[key] = report, now_s
         for key in [key for key, heard_s in self._heard_s.items() if now_s - heard_s > KEPT_S]:
             del self.reports[key], self._heard_s[key]
+        self._sorted_waits.clear()
         told = self.reports.get(("trainer", "0"), {}).get("last_step")
         if isinstance(told, dict):
             self.add_step(told)
@@ -122,6 +127,7 @@ class TopView:
             members = [replace(one, presence=ENDED, state="", waits_for="") for one in self.status.members]
             self.status = replace(self.status, state=state, reason=reason, members=members, servers=[], notes=[])
         self.reports.clear()
+        self._sorted_waits.clear()
         self._heard_s.clear()
         self._scored.clear()
 
@@ -205,30 +211,28 @@ class TopView:
         """Those of the pane."""
         return COLUMNS[self.pane_name]
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> Rows[Any]:
         """Return the rows of the pane that pass the filter, sorted as is wanted."""
-        wanted, rows = self.filter.casefold(), self._all_rows()
-        return [row for row in rows if wanted in " ".join(row.cells).casefold()] if wanted else rows
+        rows = self._all_rows()
+        return rows.having(self.filter) if self.filter else rows
 
-    def _all_rows(self) -> list[Row]:
+    def _all_rows(self) -> Rows[Any]:
         if self.status is None:
-            return []
+            return process_rows((), self.sort_name)
         match self.pane_name:
             case "processes":
                 return process_rows(self.status.members, self.sort_name)
             case "servers":
                 return server_rows(self._servers(), self.sort_name)
-            case "waits":
-                return wait_rows(self._waits(), self.sort_name)
-            case "leases":
-                return lease_rows(self._waits(), self.sort_name)
+            case "waits" | "leases":
+                return self._rows_of_waits()
             case "tasks":
                 return task_rows(tasks_of(self.steps, self.status.shares, self.status.changes), self.sort_name)
         return event_rows(self.events if self.sort_name == "oldest" else reversed(self.events))
 
     def newest_events(self, count: int) -> list[Row]:
         """Return rows of the last events, the newest first."""
-        return event_rows(list(self.events)[: -count - 1 : -1])
+        return list(event_rows(list(self.events)[: -count - 1 : -1]))
 
     def _servers(self) -> list[dict[str, Any]]:
         assert self.status is not None
@@ -238,7 +242,14 @@ class TopView:
             of_nodes.update(servers if isinstance(servers, dict) else {})
         return [{**server, **of_nodes.get(server["id"], {})} for server in self.status.servers]
 
-    def _waits(self) -> list[tuple[str, WaitRecord]]:
+    def _rows_of_waits(self) -> Rows[Told]:
+        name = f"{self.pane_name} {self.sort_name}"
+        if name not in self._sorted_waits:
+            rows_of = wait_rows if self.pane_name == "waits" else lease_rows
+            self._sorted_waits[name] = rows_of(self._waits(), self.sort_name)
+        return self._sorted_waits[name]
+
+    def _waits(self) -> list[Told]:
         """Return every wait that is told, with who tells it."""
         found = []
         for (role, instance), report in self.reports.items():

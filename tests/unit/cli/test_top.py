@@ -7,6 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from areal_async.cli.status import MISSING, OK, Member, Status
+from areal_async.cli.top_rows import Row, Rows
 from areal_async.cli.top_screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
 from areal_async.cli.top_terminal import keys_in
 from areal_async.cli.top_view import KEPT_S, PANES, SORTS, TopView
@@ -144,6 +145,31 @@ def test_waits_and_leases_come_from_what_the_roles_wait_for(view: TopView) -> No
     assert leases[0] == ("9.0", "8.0", "0", "0-2-0", "reward")
 
 
+def test_only_rows_that_are_looked_at_are_laid_out() -> None:
+    laid_out = []
+
+    def lay_out(number: int) -> Row:
+        laid_out.append(number)
+        return Row((str(number),))
+
+    rows = Rows(range(10_000), lay_out)
+    assert len(rows) == 10_000
+    assert [row.cells for row in rows[500:502]] == [("500",), ("501",)]
+
+    assert laid_out == [500, 501]
+
+
+def test_waits_are_those_of_the_newest_answers_whatever_was_drawn_before(view: TopView) -> None:
+    assert [row[2] for row in _rows(view, "waits")] == ["group 0-2-0", "group 0-1-0"]
+
+    answer = _node() | {"waits": {"records": [["group 0-3-0", "reward", "", 1.0, 1.0, 0]]}}
+    view.hear({("node", "0"): answer}, now_s=11)
+    assert [row[2] for row in _rows(view, "waits")] == ["group 0-3-0"]
+    assert [row[3] for row in _rows(view, "leases")] == ["0-3-0"]
+    view.end()
+    assert _rows(view, "waits") == []
+
+
 def test_tasks_tell_share_changed_ratio_and_reward_and_have_a_pane_where_there_are_several() -> None:
     view = TopView(
         status=_status(
@@ -223,7 +249,7 @@ def test_a_filter_leaves_the_rows_that_have_its_text_and_is_typed_changed_kept_a
     for key in "TRAx":
         view.type(key)
     assert "/TRAx" in draw(view, 80, 24)[-1].plain
-    assert view.rows() == []
+    assert list(view.rows()) == []
     view.type("backspace")
     view.type("enter")
 
