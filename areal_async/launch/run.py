@@ -32,6 +32,9 @@ EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0
 LAST_WORDS_S = 5.0
 """For the bus to take how the processes have ended."""
+OTHERS_S = 10.0
+"""For others to have looked into a run that is stopped; each starts its broker for a second or two."""
+POLL_S = 0.1
 SEE_OFF_S = 15.0
 """For joined nodes to end, while the broker still runs."""
 
@@ -173,25 +176,46 @@ async def visit(
 ) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that was started once, and the operator's connection to it.
 
-    A live run is visited at its own broker. A stopped one's is started for the while, with the directory locked.
+    A live run is visited at its own broker. A stopped one's is started for the while, with the directory locked: one
+    visitor after the other.
 
     Args:
         operation_deadline_s: how long one question is asked again while the broker is away; None takes the run's.
 
     Raises:
         UserError: the run was never started.
+        HeldError: others look into it for longer than ``OTHERS_S``.
         UnreachableError: its broker does not answer.
     """
     settings = read_settings_of(directory)
     url = directory.read_bus_url()
     async with AsyncExitStack() as stack:
-        with suppress(HeldError):
-            stack.enter_context(directory.locked(settings.run.name, is_visit=True))
+        if await _is_held(stack, directory, settings.run.name):
             url = await stack.enter_async_context(_broker(settings))
         if operation_deadline_s is not None:
             bus = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
             settings = settings.model_copy(update={"bus": bus})
         yield settings, await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
+
+
+async def _is_held(stack: AsyncExitStack, directory: RunDirectory, name: str) -> bool:
+    """Hold a run that nobody runs, after whoever else looks into it; say whether it is so, and not a live one.
+
+    Raises:
+        HeldError: they take too long.
+    """
+    ends_at_s = anyio.current_time() + OTHERS_S
+    while True:
+        try:
+            stack.enter_context(directory.locked(name, is_visit=True))
+        except HeldError:
+            if directory.is_live:
+                return False
+            if anyio.current_time() > ends_at_s:
+                raise
+        else:
+            return True
+        await anyio.sleep(POLL_S)
 
 
 def read_settings_of(directory: RunDirectory) -> Settings:

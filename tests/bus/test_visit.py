@@ -1,0 +1,79 @@
+"""A stopped run is looked into by one after the other: nobody is refused who can wait a moment."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import anyio
+import pytest
+from anyio.lowlevel import checkpoint
+
+from areal_async.bus import EmbeddedBroker, HeldError, Role, declare, open_bus
+from areal_async.launch.run import visit
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.run_state import RunState
+from areal_async.settings import Settings
+from areal_async.subjects import RUN_STATE
+
+REPOSITORY = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def stopped(settings: Settings) -> RunDirectory:
+    """A run that was stopped."""
+    directory = RunDirectory(settings.run_directory)
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    try:
+        key = broker.credentials(Role.OPERATOR)
+        async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as bus:
+            await declare(bus, settings)
+            await bus.put(RUN_STATE, RunState(state="stopped"))
+        directory.write_settings(settings)
+        directory.write_bus_url(broker.url)
+    finally:
+        await broker.aclose()
+    return directory
+
+
+async def test_who_looks_into_a_stopped_run_waits_for_one_who_does_already(stopped: RunDirectory) -> None:
+    states: list[str] = []
+
+    async def look() -> None:
+        async with visit(stopped) as (_, bus):
+            state, _ = await bus.get(RUN_STATE, RunState)
+            states.append("" if state is None else state.state)
+
+    async with anyio.create_task_group() as tasks:
+        with stopped.locked("test", is_visit=True):
+            tasks.start_soon(look)
+            await anyio.wait_all_tasks_blocked()
+            assert states == []
+
+    assert states == ["stopped"]
+
+
+async def test_one_who_looks_for_too_long_is_named(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.launch.run.OTHERS_S", 0.0)
+
+    with stopped.locked("test", is_visit=True), pytest.raises(HeldError, match="looks into it; try again when it has"):
+        async with visit(stopped):
+            await checkpoint()
+
+
+async def test_verbs_that_read_may_be_given_at_once(stopped: RunDirectory) -> None:
+    told: dict[str, str] = {}
+
+    async def give(verb: str) -> None:
+        words = [sys.executable, "-m", "areal_async", verb, "--run", str(stopped.path)]
+        ended = await anyio.run_process(words, cwd=REPOSITORY, stderr=subprocess.STDOUT, check=False)
+        told[verb] = f"{ended.returncode} {ended.stdout.decode()}"
+
+    async with anyio.create_task_group() as giving:
+        for verb in ("status", "trajectories"):
+            giving.start_soon(give, verb)
+
+    assert told["status"].startswith("0 run test: not running"), told
+    assert told["trajectories"].startswith("0 no trajectories"), told
