@@ -22,10 +22,12 @@ class MetricsSettings(Section):
     prometheus_host: str = "127.0.0.1"
     """Address those ports are opened at: 127.0.0.1 for scrapes from the same host only."""
     traces: str | None = None
-    """Send OpenTelemetry traces of groups and training steps to this OTLP/HTTP collector, as ``http://host:4318``
-    (extra ``traces``); ``file`` writes them to ``<run directory>/traces`` instead; ``None`` records none."""
+    """Send OpenTelemetry traces of groups, held-out rows and training steps to this OTLP/HTTP collector, as
+    ``http://host:4318`` (extra ``traces``); ``file`` writes them to ``<run directory>/traces`` instead; ``None``
+    records none."""
     traces_ratio: float = Field(default=1.0, ge=0, le=1)
-    """Share of groups that are traced, chosen by their ids, alike in every process; training steps all are."""
+    """Share of groups, and of held-out rows, that are traced, chosen by their ids, alike in every process; training
+    steps all are."""
     traces_texts: bool = False
     """Let reasons, which may quote prompts and answers, into traces."""
     traces_key: str = ""

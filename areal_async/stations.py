@@ -14,7 +14,15 @@ A group's trace, below the admission, with who records it:
 
 ``lease`` is over when its work begins, so that what a killed node did has a parent that was sent. A training step has a
 trace of its own: ``step`` and, below it, ``cut``, ``fetch``, the calls of its graph on each rank, ``publish weights``,
-``swap`` on each server, and ``checkpoint``. Names and attributes are OpenTelemetry's (``gen_ai.*``, ``messaging.*``)
+``swap`` on each server, and ``checkpoint``. So has each held-out row of an evaluation, with who records it:
+
+    ask                            the controller; asked again, it is another span below the first
+    +- lease                       the node, as of a group's ticket, and below it the same calls
+    |  +- invoke_workflow
+    |  +- publish result
+    +- await result                the controller: from the result's storage to when it has it
+
+Names and attributes are OpenTelemetry's (``gen_ai.*``, ``messaging.*``)
 where it has some, else ``areal.*``.
 """
 
@@ -25,10 +33,12 @@ from typing import Any, Protocol
 
 from areal_async import tracing
 from areal_async.contracts import ToolCall
-from areal_async.tracing import CLIENT, CONSUMER, PRODUCER, Span, Value
+from areal_async.tracing import CLIENT, CONSUMER, PRODUCER, Attributes, Place, Span, Value
 from areal_async.types import (
     Cut,
     CutKind,
+    EvalResult,
+    EvalTicket,
     Outcome,
     OutcomeKind,
     Slot,
@@ -69,10 +79,7 @@ def admitted(ticket: Ticket) -> Span:
             "areal.group_size": ticket.group_size,
             "areal.weights.version": ticket.version,
             "areal.ticket.number": ticket.number,
-            "messaging.system": NATS,
-            "messaging.operation.name": "publish",
-            "messaging.operation.type": "send",
-            "messaging.destination.name": "tickets",
+            **_sent("tickets"),
         },
     )
 
@@ -80,23 +87,29 @@ def admitted(ticket: Ticket) -> Span:
 @contextmanager
 def leased(ticket: Ticket, delivery: Stored, *, node_id: str) -> Iterator[None]:
     """Run a ticket's work for its lease, which it has waited for since it was stored."""
+    of_group = _of_group(ticket.group_id, ticket.workflow)
     place = tracing.of_group(ticket.group_id)
+    with _leased(place, ticket.workflow, delivery, of_group, node_id=node_id, destination="tickets"):
+        yield
+
+
+@contextmanager
+def _leased(
+    place: Place | None, workflow: str, delivery: Stored, about: Attributes, *, node_id: str, destination: str
+) -> Iterator[None]:
     if place is None:
         yield
         return
     lease = tracing.past(
-        f"lease {ticket.workflow}",
+        f"lease {workflow}",
         place,
         start_ns=delivery.stored_ns,
         kind=CONSUMER,
         attributes={
-            **_of_group(ticket.group_id, ticket.workflow),
+            **about,
             "areal.node_id": node_id,
             "areal.ticket.num_delivered": delivery.num_delivered,
-            "messaging.system": NATS,
-            "messaging.operation.name": "receive",
-            "messaging.operation.type": "receive",
-            "messaging.destination.name": "tickets",
+            **_received(destination),
         },
     )
     with tracing.within(lease):
@@ -218,10 +231,7 @@ def published(ticket: Ticket, slots: Iterable[Slot], *, num_bytes: int) -> Span:
         attributes={
             **_of_group(ticket.group_id, ticket.workflow),
             "areal.siblings": [str(slot.sibling) for slot in slots],
-            "messaging.system": NATS,
-            "messaging.operation.name": "publish",
-            "messaging.operation.type": "send",
-            "messaging.destination.name": "trajectories",
+            **_sent("trajectories"),
             "messaging.message.body.size": num_bytes,
         },
     )
@@ -251,10 +261,7 @@ def cut(entry: Cut, stored: Mapping[str, Mapping[int, Stored]]) -> Iterator[None
             attributes={
                 **_of_group(group.group_id, group.workflow),
                 **_of_step(made),
-                "messaging.system": NATS,
-                "messaging.operation.name": "receive",
-                "messaging.operation.type": "receive",
-                "messaging.destination.name": "trajectories",
+                **_received("trajectories"),
             },
         )
 
@@ -277,6 +284,66 @@ def settled(outcome: Outcome) -> Span:
     if kind in FAILED:
         span.fail(kind.value, outcome.reason)
     return span
+
+
+# a held-out row of an evaluation
+
+
+def asked(ticket: EvalTicket) -> Span:
+    """The first span of a row: its ticket is published; one that is published again is below the first."""
+    place = tracing.of_row(ticket.eval_id, ticket.index)
+    make = tracing.span if ticket.attempt else tracing.first_span
+    return make(f"ask {ticket.workflow}", place, kind=PRODUCER, attributes={**_of_row(ticket), **_sent("eval")})
+
+
+@contextmanager
+def leased_row(ticket: EvalTicket, delivery: Stored, *, node_id: str) -> Iterator[None]:
+    """As ``leased``."""
+    place = tracing.of_row(ticket.eval_id, ticket.index)
+    with _leased(place, ticket.workflow, delivery, _of_row(ticket), node_id=node_id, destination="eval"):
+        yield
+
+
+def answer(ticket: EvalTicket) -> Span:
+    """The one call of a workflow that answers a row."""
+    return tracing.span(
+        f"invoke_workflow {ticket.workflow}",
+        tracing.current(),
+        attributes={
+            **_of_row(ticket),
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": ticket.workflow,
+        },
+    )
+
+
+def note_result(span: Span, result: EvalResult) -> None:
+    """Say of an answer what came of it."""
+    status = SlotStatus.FAILED if result.error else SlotStatus.SCORED
+    said: dict[str, Value] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": status.value}
+    if result.error:
+        span.fail(status.value, result.error)
+    else:
+        said["gen_ai.evaluation.score.value"] = result.reward
+    span.happen("gen_ai.evaluation.result", said)
+
+
+def published_result(ticket: EvalTicket) -> Span:
+    """A row's result, from when it is sent to its storage."""
+    return tracing.span(
+        "publish result", tracing.current(), kind=PRODUCER, attributes={**_of_row(ticket), **_sent("eval")}
+    )
+
+
+def received_result(result: EvalResult, delivery: Stored) -> None:
+    """A row's result has come to who asked for it."""
+    tracing.past(
+        "await result",
+        tracing.of_row(result.eval_id, result.index),
+        start_ns=delivery.stored_ns,
+        kind=CONSUMER,
+        attributes={"areal.eval_id": result.eval_id, "areal.eval.index": result.index, **_received("eval")},
+    )
 
 
 # a training step
@@ -327,5 +394,32 @@ def _of_group(group_id: str, workflow: str = "") -> dict[str, Value]:
     return {"areal.group_id": group_id, **({"areal.workflow": workflow} if workflow else {})}
 
 
+def _of_row(ticket: EvalTicket) -> dict[str, Value]:
+    return {
+        "areal.eval_id": ticket.eval_id,
+        "areal.eval.index": ticket.index,
+        "areal.eval.attempt": ticket.attempt,
+        "areal.workflow": ticket.workflow,
+    }
+
+
 def _of_step(made: Version) -> dict[str, Value]:
     return {"areal.step": made.step, "areal.lineage": made.lineage, "areal.weights.version": str(made)}
+
+
+def _sent(destination: str) -> dict[str, Value]:
+    return {
+        "messaging.system": NATS,
+        "messaging.operation.name": "publish",
+        "messaging.operation.type": "send",
+        "messaging.destination.name": destination,
+    }
+
+
+def _received(destination: str) -> dict[str, Value]:
+    return {
+        "messaging.system": NATS,
+        "messaging.operation.name": "receive",
+        "messaging.operation.type": "receive",
+        "messaging.destination.name": destination,
+    }

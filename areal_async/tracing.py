@@ -3,9 +3,10 @@
     with tracing.span("publish trajectories", tracing.current(), kind=PRODUCER, attributes={...}) as span:
         span.note("areal.num_slots", 4)
 
-Ids are derived, not carried: a group's trace and its first span follow from the run and the group's id, a training
-step's from the version it makes. So nothing on the wire speaks of traces; a ticket that is delivered again, a node or a
-trainer that is started again, land in the same trace; and which groups are recorded is decided alike everywhere.
+Ids are derived, not carried: a group's trace and its first span follow from the run and the group's id, a held-out
+row's from its evaluation's id and its index, a training step's from the version it makes. So nothing on the wire speaks
+of traces; a ticket that is delivered again, a node or a trainer that is started again, land in the same trace; and
+which groups and rows are recorded is decided alike everywhere.
 
 Off, which it is until a process's main installs a recorder, every call here returns ``NOTHING`` or ``None`` at once.
 Inside a process the span that something belongs to travels with the context, through the tasks that it starts.
@@ -165,7 +166,7 @@ def install(recorder: Recorder | None, *, run: str = "", ratio: float = 1.0, has
 
     Args:
         run: tells the ids of one run from those of another.
-        ratio: share of groups that are recorded.
+        ratio: share of groups, and of held-out rows, that are recorded.
         has_texts: let in reasons, which may quote prompts and answers.
     """
     global _recorder, _run, _ratio, _has_texts
@@ -179,9 +180,18 @@ def is_on() -> bool:
 
 def of_group(group_id: str) -> Place | None:
     """Return the first span of a group's trace; None where it is not recorded."""
+    return _chosen("group", group_id)
+
+
+def of_row(eval_id: str, index: int) -> Place | None:
+    """Return the first span of the trace of a held-out row in one evaluation; None where it is not recorded."""
+    return _chosen("eval", f"{eval_id}.{index}")
+
+
+def _chosen(kind: str, name: str) -> Place | None:
     if _recorder is None:
         return None
-    place = place_of(_run, "group", group_id)
+    place = place_of(_run, kind, name)
     return place if is_chosen(place.trace_id, _ratio) else None
 
 

@@ -12,6 +12,7 @@ import anyio
 import msgspec
 import structlog
 
+from areal_async import stations
 from areal_async.accuracy import interval_95
 from areal_async.bus import Bus, Delivery
 from areal_async.controller.tasks import Tasks
@@ -89,6 +90,7 @@ class Evaluator:
                     deliveries[delivery.sequence] = delivery  # one that comes again replaces itself
                     if result.eval_id == eval_id and result.index < len(self._rows):
                         results.setdefault(result.index, result)
+                        stations.received_result(result, delivery)
                         on_result()
                 if arrived:
                     is_answered = False
@@ -138,7 +140,8 @@ class Evaluator:
     async def _publish(self, ticket: EvalTicket) -> None:
         subject = self._bus.names.eval_tickets(ticket.workflow)
         msg_id = f"eval-ticket.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
-        await self._bus.publish(subject, ticket, msg_id=msg_id)
+        with stations.asked(ticket):
+            await self._bus.publish(subject, ticket, msg_id=msg_id)
 
 
 def _key(step: int, workflow: str) -> str:

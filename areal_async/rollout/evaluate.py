@@ -3,7 +3,7 @@
 import anyio
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
 from areal_async.rollout.blockage import Work
@@ -22,15 +22,22 @@ log = structlog.get_logger()
 
 async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None:
     """Answer one held-out prompt, store the result and acknowledge the ticket."""
+    with stations.leased_row(ticket, delivery, node_id=place.node_id):
+        await _run(place, ticket, delivery)
+
+
+async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None:
     async with returned_unless_done(delivery):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
             row, evaluation = waits.row(ticket.eval_id, ticket.index), waits.evaluation(ticket.eval_id)
             working_on.set(Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
-            with waits.doing(row, "the workflow of", waiter=evaluation):
+            with waits.doing(row, "the workflow of", waiter=evaluation), stations.answer(ticket) as span:
                 result = await _answer(place, ticket)
+                stations.note_result(span, result)
             msg_id = f"eval.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
-            await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
+            with stations.published_result(ticket):
+                await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
             tasks.cancel_scope.cancel()
         await delivery.ack()
 

@@ -50,7 +50,8 @@ def test_a_groups_trace_goes_from_its_admission_to_its_step_whatever_is_killed(t
     traces = [Trace(spans) for spans in collector.traces().values()]
     groups = [one for one in traces if one.first.name == "admit halting"]
     steps = {one.first.name: one for one in traces if one.first.name.startswith("step ")}
-    assert len(groups) + len(steps) == len(traces)
+    rows = [one for one in traces if one.first.name == "ask halting"]
+    assert len(groups) + len(steps) + len(rows) == len(traces)
     assert set(steps) == {"step 1", "step 2"}
     assert len({one.first.attributes["areal.group_id"] for one in groups}) == len(groups), "one trace for each group"
     trained = [one for one in groups if one.has("train in step")]
@@ -59,6 +60,10 @@ def test_a_groups_trace_goes_from_its_admission_to_its_step_whatever_is_killed(t
         _check_group(group, steps)
     for step in steps.values():
         _check_step(step, trained)
+    asked = [(one.first.attributes["areal.eval_id"], one.first.attributes["areal.eval.index"]) for one in rows]
+    assert sorted(asked) == [("1-0", 0), ("1-0", 1), ("1-2", 0), ("1-2", 1)]
+    for row in rows:
+        _check_row(row)
 
 
 class Trace:
@@ -133,3 +138,17 @@ def _check_step(step: Trace, trained: Sequence[Trace]) -> None:
     assert names["train_actor"].parent == names["train"].id
     assert names["swap"].service == NODE
     assert {one.service for one in step.spans if one.name != "swap"} == {TRAINER}
+
+
+def _check_row(row: Trace) -> None:
+    """Those of the first evaluation may have been with the node that was killed, and were leased again."""
+    *_, lease = row.named("lease")
+    (episode,), (published,), (awaited,) = (row.named(name) for name in ("invoke_workflow", "publish", "await result"))
+    assert [one.service for one in (row.first, lease, episode, published, awaited)] == [
+        CONTROLLER, NODE, NODE, NODE, CONTROLLER,
+    ]  # fmt: skip
+    assert (lease.parent, awaited.parent) == (row.first.id,) * 2
+    assert (episode.parent, published.parent) == (lease.id,) * 2
+    (completion,) = [one for one in row.named("text_completion") if one.parent == episode.id]
+    assert completion.attributes["gen_ai.request.temperature"] == 0.0
+    assert dict(episode.events)["gen_ai.evaluation.result"]["gen_ai.evaluation.score.label"] == "scored"

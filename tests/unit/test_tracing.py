@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
@@ -13,8 +14,18 @@ from areal_async import stations, tracing
 from areal_async.contracts import ToolCall
 from areal_async.errors import RewardError, WorkflowError
 from areal_async.rollout.tools.run import Toolbox
-from areal_async.tracing import NOTHING, RecordedSpan, install, is_chosen, of_group, of_step, place_of, span
-from areal_async.types import Outcome, OutcomeKind, Slot, SlotStatus, Ticket, Trajectory, Version
+from areal_async.tracing import NOTHING, RecordedSpan, install, is_chosen, of_group, of_row, of_step, place_of, span
+from areal_async.types import (
+    EvalResult,
+    EvalTicket,
+    Outcome,
+    OutcomeKind,
+    Slot,
+    SlotStatus,
+    Ticket,
+    Trajectory,
+    Version,
+)
 from tests.unit.rollout import sample_rewards
 
 SECRET = "what the model wrote"
@@ -42,6 +53,8 @@ def test_ids_follow_from_the_run_and_the_group_alone() -> None:
     assert place.traceparent == "00-29294f02b59bb536a8a5fcc21062f336-4fc90be3334d88b3-01"
     others = [("gsm8k.cd34", "group", "0-17-0"), ("gsm8k.ab12", "group", "0-17-1"), ("gsm8k.ab12", "step", "0-17-0")]
     assert len({place, *(place_of(*other) for other in others)}) == 4
+    row = place_of("gsm8k.ab12", "eval", "1-40.7")
+    assert row.traceparent == "00-84960745568bc9d6cfbc8fb108e43198-5fa68110566469e8-01"
 
 
 @pytest.mark.usefixtures("kept")
@@ -57,6 +70,9 @@ def test_which_groups_are_recorded_follows_from_their_ids() -> None:
     assert not any(is_chosen(trace, 0.0) for trace in traces.values())
     install(Kept(), run="run", ratio=0.1)
     assert {one for one in IDS if of_group(one) is not None} == tenth
+    assert {one for one in range(4000) if of_row("1-2", one) is not None} == {
+        one for one in range(4000) if is_chosen(place_of("run", "eval", f"1-2.{one}").trace_id, 0.1)
+    }
     assert of_step(Version(1, 1)) is not None, "steps all are"
 
 
@@ -79,6 +95,7 @@ def test_off_nothing_is_recorded_and_opentelemetry_is_not_imported() -> None:
 
 def test_off_every_span_is_the_same_one_that_does_nothing() -> None:
     assert of_group("0-1-0") is None
+    assert of_row("1-2", 7) is None
     assert of_step(Version(1, 1)) is None
     with span("x", of_group("0-1-0"), attributes={}) as made:
         made.note("a", 1)
@@ -133,6 +150,41 @@ def test_an_error_is_said_in_our_words_and_a_strangers_is_not_asked_for_any(kept
 
     assert [one.reason for one in kept] == ["workflow x: got y", "Hostile"]
     assert [one.attributes["error.type"] for one in kept] == ["WorkflowError", "Hostile"]
+
+
+class Came(NamedTuple):
+    """A delivered message."""
+
+    stored_ns: int = 5
+    num_delivered: int = 2
+
+
+def test_a_held_out_row_has_one_trace_however_often_it_is_asked_and_answered(kept: Kept) -> None:
+    for attempt in range(2):
+        ticket = EvalTicket(eval_id="1-40", index=7, workflow="w", row={}, attempt=attempt)
+        with stations.asked(ticket):
+            pass
+        with stations.leased_row(ticket, Came(), node_id="0"):
+            with stations.answer(ticket) as span:
+                stations.note_result(span, EvalResult(eval_id="1-40", index=7, reward=0.5))
+            with stations.published_result(ticket):
+                pass
+    stations.received_result(EvalResult(eval_id="1-40", index=7), Came())
+
+    row = of_row("1-40", 7)
+    assert row is not None
+    assert {one.place.trace_id for one in kept} == {row.trace_id}
+    assert len({one.place for one in kept}) == len(kept), "no span twice"
+    (first,) = [one for one in kept if one.parent is None]
+    assert (first.name, first.place) == ("ask w", row)
+    leases = [one for one in kept if one.name == "lease w"]
+    above = {one.name: one.parent for one in kept}
+    assert [one.parent for one in leases] == [row, row]
+    assert above["ask w"] == above["await result"] == row, "asked again, it is below the first"
+    assert above["invoke_workflow w"] == above["publish result"] == leases[1].place
+    (result,) = [one.happenings for one in kept if one.name == "invoke_workflow w"][0]
+    assert result.attributes["gen_ai.evaluation.score.value"] == 0.5
+    assert all(one.attributes["areal.eval_id"] == "1-40" for one in kept)
 
 
 def test_a_step_is_linked_to_the_groups_it_trains_and_they_to_it(kept: Kept) -> None:
@@ -202,6 +254,9 @@ async def test_what_a_model_wrote_is_in_no_span_unless_texts_are_let_in(*, has_t
         stations.note_trajectories(episode, ends)
     with pytest.raises(RewardError), span("reward r", of_group("0-1-0"), attributes={}):
         raise RewardError(f"reward r: {SECRET}")
+    row = EvalTicket(eval_id="1-40", index=7, workflow="e", row={"question": SECRET})
+    with stations.asked(row), stations.leased_row(row, Came(), node_id="0"), stations.answer(row) as answer:
+        stations.note_result(answer, EvalResult(eval_id="1-40", index=7, error=SECRET))
     with stations.settled(Outcome(kind=OutcomeKind.FAILED, group_id="0-1-0", lineage=1, reason=SECRET)):
         pass
     install(None)
@@ -213,6 +268,7 @@ async def test_what_a_model_wrote_is_in_no_span_unless_texts_are_let_in(*, has_t
         "execute_tool unknown": "ToolError",
         "invoke_workflow w": "failed",
         "reward r": "RewardError",
+        "invoke_workflow e": "failed",
         "settle failed": "failed",
     }
     quoting = [one for one in kept if SECRET in str((one.reason, one.attributes, one.happenings))]
