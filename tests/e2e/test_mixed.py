@@ -71,7 +71,7 @@ def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
     assert abs(few - (many + few) / (RATIO + 1)) < 1
 
 
-@pytest.mark.timeout(500)
+@pytest.mark.timeout(600)
 def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Path) -> None:
     """One task is switched off, the controller killed, and the run resumed with another mix: each has one turn."""
     run = Mixed(tmp_path, "remixed", run__steps=500, trainer__checkpoint_every_steps=50)
@@ -97,7 +97,7 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     _verb(run, "stop")
     assert collect(process).returncode == 0
 
-    resumed = run.start("--tasks.0.ratio=6")
+    resumed = run.start("--tasks.0.ratio=6", "--rollout.batch_groups=16", "--trainer.checkpoint_every_steps=100")
     wait_until(lambda: run.lines[-1]["groups/calculator"] > 0, "the mix of the command line")
     _verb(run, "stop")
     ended = collect(resumed)
