@@ -22,7 +22,7 @@ KILLED = Path(__file__).with_name("killed")
 
 async def halting(prompt, policy):
     reply = await policy.chat([{"role": "user", "content": prompt["question"]}])
-    if not KILLED.exists() and not policy.reply_ids[0].split(".")[1] == "0":
+    if not KILLED.exists() and policy.reply_ids[0].split(".")[1] == "1":
         await asyncio.sleep(3600)
     return float(len(reply.token_ids) % 2)
 """
@@ -141,9 +141,8 @@ def _check_step(step: Trace, trained: Sequence[Trace]) -> None:
 
 
 def _check_row(row: Trace) -> None:
-    """Those of the first evaluation may have been with the node that was killed, and were leased again."""
-    *_, lease = row.named("lease")
-    (episode,), (published,), (awaited,) = (row.named(name) for name in ("invoke_workflow", "publish", "await result"))
+    names = ("lease", "invoke_workflow", "publish", "await result")
+    (lease,), (episode,), (published,), (awaited,) = (row.named(name) for name in names)
     assert [one.service for one in (row.first, lease, episode, published, awaited)] == [
         CONTROLLER, NODE, NODE, NODE, CONTROLLER,
     ]  # fmt: skip
