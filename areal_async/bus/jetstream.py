@@ -268,6 +268,14 @@ class Bus:
         """Return value and revision of every key that starts with ``prefix``, in one request."""
         return await self._keys.entries(prefix, kind)
 
+    async def records(self, wanted: Mapping[str, type[Record]]) -> dict[str, Record]:
+        """Return the values of several keys in one request, by key; without those that do not exist.
+
+        Args:
+            wanted: which kind stands at a key; or, where that ends in a dot, at every key that begins so.
+        """
+        return await self._keys.records(wanted)
+
     def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> Watch[R]:
         """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
 

@@ -8,7 +8,7 @@ cursor is ever taken back to its beginning by a damaged write. The next compare-
 """
 
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Generic, TypeVar
 from uuid import uuid4
@@ -90,6 +90,19 @@ class Keys:
                 value = await self._value(last, kind)
                 if value is not None:
                     found[key] = (value, last.sequence)
+        return found
+
+    async def records(self, wanted: Mapping[str, type[Record]]) -> dict[str, Record]:
+        """Return the values of several keys, by key; without those that do not exist or cannot be read."""
+        subjects = [f"{self._prefix}{key}{'>' if key.endswith('.') else ''}" for key in wanted]
+        found: dict[str, Record] = {}
+        for last in await self._reader.read_last_of_each(self._stream, *subjects):
+            key = last.subject.removeprefix(self._prefix)
+            kind = next(kind for one, kind in wanted.items() if key == one or (one[-1] == "." and key.startswith(one)))
+            with suppress(WireError):
+                value = await self._value(last, kind)
+                if value is not None:
+                    found[key] = value
         return found
 
     async def keys(self, prefix: str = "") -> list[str]:

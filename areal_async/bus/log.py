@@ -132,9 +132,9 @@ class LogReader:
         }
         return await self._batch(stream, body)
 
-    async def read_last_of_each(self, stream: str, subject: str) -> list[Message]:
-        """Return the newest message of every subject that matches."""
-        return await self._batch(stream, {"batch": BATCH_MESSAGES, "multi_last": [subject]})
+    async def read_last_of_each(self, stream: str, *subjects: str) -> list[Message]:
+        """Return the newest message of every subject that matches one of these."""
+        return await self._batch(stream, {"batch": BATCH_MESSAGES, "multi_last": subjects})
 
     async def _one(self, stream: str, subject: str, body: Mapping[str, Any]) -> Message | None:
         answer = await self._api.request(subject, msgspec.json.encode(body) if body else b"")

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import structlog
@@ -31,7 +31,9 @@ from areal_async.live_settings import held_changes
 from areal_async.run_state import Changes, Control, CrewState, RunState, ServerState
 from areal_async.settings import BusSettings, RunSettings, Settings
 from areal_async.subjects import CHANGES, CONTROL, RUN_NAME, RUN_STATE
-from areal_async.types import WeightsVersion
+from areal_async.types import Record, WeightsVersion
+
+R = TypeVar("R", bound=Record)
 
 ANSWER_S = 1.0
 """How long a process may take to answer; then it counts as missing."""
@@ -178,7 +180,7 @@ async def read_snapshot(
     """
     names = bus.names
     reports: dict[tuple[str, str], Report] = {}
-    crews: dict[str, tuple[CrewState, int]] = {}
+    records: dict[str, Record] = {}
     servers: dict[str, tuple[ServerState, int]] = {}
     queue: dict[str, dict[str, int]] = {}
     events: list[dict[str, Any]] = []
@@ -187,8 +189,9 @@ async def read_snapshot(
         reports.update(await gather())
 
     async def ask_keys() -> None:
-        crews.update(await bus.entries("crew.", CrewState))
         servers.update(await bus.entries("server.", ServerState))
+        wanted: dict[str, type[Record]] = {"crew.": CrewState, names.weights_key(): WeightsVersion}
+        records.update(await bus.records(wanted | {RUN_STATE: RunState, CONTROL: Control, CHANGES: Changes}))
 
     async def ask_streams() -> None:
         for what, stream in (
@@ -206,23 +209,22 @@ async def read_snapshot(
     async with anyio.create_task_group() as asking:
         for one in (ask_services, ask_keys, ask_streams, ask_events):
             asking.start_soon(one)
-    run_state, _ = await bus.get(RUN_STATE, RunState)
-    control, _ = await bus.get(CONTROL, Control)
-    changes, _ = await bus.get(CHANGES, Changes)
-    weights, _ = await bus.get(names.weights_key(), WeightsVersion)
-    known = {name: state for name, (state, _) in crews.items()}
+    run_state = _first(records, RunState) or RunState()
+    control = _first(records, Control) or Control()
+    weights = _first(records, WeightsVersion)
+    known = {key: one for key, one in records.items() if isinstance(one, CrewState)}
     members = members_of(settings, reports, known)
     line = newest_step(settings, reports)
     evaluation = read_last_json_line(settings.run_directory / "eval.jsonl")
     books = reports.get(("controller", "0"), {})
-    state = state_of(run_state or RunState(), control or Control(), members)
+    state = state_of(run_state, control, members)
     if settings.bus.url == EMBEDDED or "crew.broker" in known:
         members = [broker_of(known.get("crew.broker"), is_live=state not in OVER), *members]
     listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
     return Status(
         run=settings.run.name,
         state=state,
-        reason=_reason(state, run_state or RunState(), control or Control()),
+        reason=_reason(state, run_state, control),
         step=int(line.get("step", 0)),
         steps=int(books.get("steps", settings.run.steps)),
         weights_version=weights.version if weights is not None else "",
@@ -235,11 +237,15 @@ async def read_snapshot(
         queue=queue,
         members=members,
         servers=listed,
-        changes=dict(held_changes(settings, changes or Changes())),
+        changes=dict(held_changes(settings, _first(records, Changes) or Changes())),
         shares=dict(books.get("shares", {})),
         events=events,
         notes=[*_notes(state, members, listed), *alarm_notes(reports.get(("trainer", "0"), {}))],
     )
+
+
+def _first(records: Mapping[str, Record], kind: type[R]) -> R | None:
+    return next((one for one in records.values() if isinstance(one, kind)), None)
 
 
 def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:

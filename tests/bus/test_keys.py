@@ -94,6 +94,12 @@ async def test_entries_and_keys_are_found_by_prefix(open_role: OpenRole) -> None
     assert await node.keys() == [ADMITTED, "server.s0", "server.s2"]
     assert await node.keys("server.s2") == ["server.s2"]
     assert await node.entries("weights.", ServerState) == {}
+    assert await node.records({"server.": ServerState, ADMITTED: Admitted, "absent": Admitted, "none.": Admitted}) == {
+        "server.s0": states[0],
+        "server.s2": states[2],
+        ADMITTED: Admitted(),
+    }
+    assert await node.records({"absent": Admitted}) == {}
 
 
 async def test_a_watcher_sees_the_present_value_and_the_newest_after_the_broker_was_killed(
