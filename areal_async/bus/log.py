@@ -133,8 +133,20 @@ class LogReader:
         return await self._batch(stream, body)
 
     async def read_last_of_each(self, stream: str, *subjects: str) -> list[Message]:
-        """Return the newest message of every subject that matches one of these."""
-        return await self._batch(stream, {"batch": BATCH_MESSAGES, "multi_last": subjects})
+        """Return the newest message of every subject that matches one of these, by their sequence.
+
+        Of more than a batch holds, one that is replaced between two requests is found again, newer.
+        """
+        newest: dict[str, Message] = {}
+        start_sequence = 1
+        while batch := await self._batch(
+            stream, {"seq": start_sequence, "batch": BATCH_MESSAGES, "multi_last": subjects}
+        ):
+            newest |= {message.subject: message for message in batch}
+            if len(batch) < BATCH_MESSAGES:
+                break
+            start_sequence = batch[-1].sequence + 1
+        return sorted(newest.values(), key=lambda message: message.sequence)
 
     async def _one(self, stream: str, subject: str, body: Mapping[str, Any]) -> Message | None:
         answer = await self._api.request(subject, msgspec.json.encode(body) if body else b"")

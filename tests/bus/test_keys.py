@@ -102,6 +102,19 @@ async def test_entries_and_keys_are_found_by_prefix(open_role: OpenRole) -> None
     assert await node.records({"absent": Admitted}) == {}
 
 
+async def test_entries_are_found_however_many_there_are(open_role: OpenRole, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.bus.log.BATCH_MESSAGES", 3)
+    node = await open_role(Role.NODE)
+    states = [ServerState(server_id=f"s{n}", node_id="n", url="u", version="1-0") for n in range(9)]
+    for state in [*states, states[0]]:
+        await node.put(node.names.server_key(state.server_id), state)
+
+    found = await node.entries("server.", ServerState)
+
+    assert [state for state, _ in found.values()] == [*states[1:], states[0]]
+    assert found["server.s0"][1] == 10
+
+
 async def test_a_watcher_sees_the_present_value_and_the_newest_after_the_broker_was_killed(
     broker: EmbeddedBroker, open_role: OpenRole
 ) -> None:
