@@ -1,7 +1,7 @@
 """The terminal that ``top`` is in: its keys, its screen, and giving both back.
 
-Invariant: whenever this process is stopped from its keyboard (Ctrl-Z) or has ended, the shell finds the terminal as it
-was: lines are edited and seen as they are typed, the text above is there again, and so is the cursor.
+Invariant: whenever this process is stopped from its keyboard (Ctrl-Z) or has ended, by SIGTERM too, the shell finds
+the terminal as it was: lines are edited and seen as they are typed, and the text above is there again, and the cursor.
 """
 
 import os
@@ -73,19 +73,19 @@ class TopTerminal:
                 yield key
 
     async def run_stops(self, *, on_return: Callable[[], None]) -> None:
-        """Give the terminal back whenever this process is stopped, and take it again when it goes on, for ever.
+        """Give the terminal back whenever this process is stopped or ended, take it again when it goes on, for ever.
 
         Args:
             on_return: the terminal is ours again, with nothing on its screen.
         """
         while True:
-            with anyio.open_signal_receiver(signal.SIGTSTP, signal.SIGCONT) as signals:
+            with anyio.open_signal_receiver(signal.SIGTSTP, signal.SIGCONT, signal.SIGTERM) as signals:
                 stop = await anext(signals)
-            # Here both do what they do to any process. In the background, where `bg` sends it, the terminal's modes are
-            # not ours to set: the first try stops this process again.
+            # Here each does what it does to any process. In the background, where `bg` sends it, the terminal's modes
+            # are not ours to set: the first try stops this process again.
             self._give_back()
-            if stop == signal.SIGTSTP:
-                signal.raise_signal(signal.SIGTSTP)
+            if stop != signal.SIGCONT:
+                signal.raise_signal(stop)
             self._take()
             on_return()
 

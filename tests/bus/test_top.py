@@ -92,9 +92,9 @@ def _stop_and_go_on(run: Path) -> None:
     shell.press("?")  # one key, without Enter
     shell.wait(lambda text: "leave; the run goes on" in text, "its help")
 
-    shell.press("q")
-    shell.wait(lambda _: shell.is_as_before, "its end")
-    shell.press("exit\n")
+    os.kill(int(top), signal.SIGTERM)
+    shell.wait(lambda text: "Terminated" in text and shell.is_as_before, "its end")
+    shell.press("exit 0\n")
     assert shell.process.wait(timeout=10) == 0, shell.text
 
 
