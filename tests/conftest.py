@@ -12,10 +12,12 @@ import structlog
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.settings import BusSettings, RunSettings, Settings
 from tests.brokers import OpenRole, running_broker
+from tests.loops import on_both_loops
 
 if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
 
+anyio_backend = on_both_loops
 CONNECT_DEADLINE_S = 60.0
 """A busy machine's broker takes its time to let somebody in."""
 
@@ -30,17 +32,6 @@ def _logging_as_before() -> Iterator[None]:
     before = structlog.get_config()
     yield
     structlog.configure(**before)
-
-
-@pytest.fixture(
-    params=[
-        pytest.param(("asyncio", {"debug": True}), id="asyncio"),
-        pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop"),
-    ]
-)
-def anyio_backend(request: pytest.FixtureRequest) -> Any:
-    """Run every async test on both loops."""
-    return request.param
 
 
 @pytest.fixture

@@ -45,6 +45,7 @@ from areal_async.types import (
 )
 from areal_async.wire import decode
 from tests.brokers import OpenRole, running_broker, until
+from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -283,6 +284,7 @@ async def test_failures_one_after_another_end_the_run_with_their_cause(
                 await world.outcome(one.group_id, OutcomeKind.FAILED, failed=1)
 
 
+@pytest.mark.parametrize("anyio_backend", BOTH)
 async def test_the_run_ends_when_the_final_version_is_held_and_the_rest_is_abandoned(
     open_role: OpenRole, settings: Settings, world: World
 ) -> None:

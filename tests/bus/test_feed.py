@@ -31,6 +31,7 @@ from areal_async.types import (
 from areal_async.wire import decode
 from tests.brokers import OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
+from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -101,6 +102,7 @@ async def is_empty(bus: Bus) -> bool:
     return await num_stored(bus) == 0
 
 
+@pytest.mark.parametrize("anyio_backend", BOTH)
 async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: OpenRole, settings: Settings) -> None:
     node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
     async with running(trainer, settings) as station:

@@ -6,8 +6,10 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
 from areal_async.errors import ConsumerGoneError, FencedError
 from tests.brokers import OpenRole, kill, until
+from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
+anyio_backend = on_both_loops
 
 
 async def publish_tickets(bus: Bus, count: int) -> None:

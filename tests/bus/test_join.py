@@ -26,6 +26,7 @@ from areal_async.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.settings_sources import override_settings
 from areal_async.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
 from tests.brokers import OpenRole, until
+from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -147,6 +148,7 @@ async def test_a_joined_node_has_the_runs_settings_and_ends_when_the_run_does(
     assert here.bus.credentials == invitation.directory / "test" / "credentials" / "node.nk"
 
 
+@pytest.mark.parametrize("anyio_backend", BOTH)
 async def test_a_joined_node_of_a_run_that_fails_fails_with_its_cause(
     operator: Bus, launcher: Launcher, invitation: Invitation
 ) -> None:

@@ -9,8 +9,10 @@ from areal_async.run_state import ServerState
 from areal_async.subjects import ADMITTED, LINEAGE
 from areal_async.types import Admitted, LineageRecord
 from tests.brokers import OpenRole, kill
+from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
+anyio_backend = on_both_loops
 
 
 async def test_a_key_has_no_revision_before_it_is_set_and_keeps_one_after_it_is_deleted(open_role: OpenRole) -> None:

@@ -46,6 +46,7 @@ from areal_async.types import (
     WeightsVersion,
 )
 from tests.brokers import OpenRole
+from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -186,6 +187,7 @@ async def test_a_node_that_was_disowned_while_nobody_heard_it_claims_its_servers
         assert await run.server(lambda state: not state.fenced) == mine
 
 
+@pytest.mark.parametrize("anyio_backend", BOTH)
 async def test_ticket_becomes_a_stored_group_with_tokens_and_versions_and_is_acknowledged(run: Run) -> None:
     await run.announce()
     await run.admit()

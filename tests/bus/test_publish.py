@@ -12,8 +12,10 @@ from areal_async.errors import BusError, ConflictError, StreamFullError
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.types import Outcome, OutcomeKind
 from tests.brokers import OpenRole, kill
+from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
+anyio_backend = on_both_loops
 
 MAX_STREAM_BYTES = 1 << 20
 

@@ -18,6 +18,9 @@ from areal_async.errors import BusError, UserError
 from areal_async.host import LOOPBACK, free_port
 from areal_async.settings import BusSettings, Settings
 from tests.brokers import kill, running_broker, until
+from tests.loops import on_both_loops
+
+anyio_backend = on_both_loops
 
 LAUNCHER = """
 import sys, anyio

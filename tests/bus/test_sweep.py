@@ -14,8 +14,10 @@ from areal_async.trainer.lineage import Lineage
 from tests.brokers import OpenRole, kill, until
 from tests.bus.stored import store
 from tests.bus.test_feed import num_stored, running, with_room_for
+from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
+anyio_backend = on_both_loops
 
 MANY = 4 * FEW
 DEADLINE_S = 0.5

@@ -25,8 +25,10 @@ from areal_async.subjects import ADMITTED
 from areal_async.types import Admitted
 from tests.brokers import until
 from tests.bus.stored import WORKFLOW, store, ticket
+from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
+anyio_backend = on_both_loops
 
 
 @dataclass(frozen=True)
