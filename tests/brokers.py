@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 
 import anyio
 
-from areal_async.bus import Bus, EmbeddedBroker
+from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox
 from areal_async.settings import Settings
 
 OpenRole = Callable[..., Awaitable[Bus]]
@@ -33,12 +33,28 @@ def kill(broker: EmbeddedBroker) -> None:
     os.kill(broker.pid, signal.SIGKILL)
 
 
-async def until(condition: Callable[[], bool | Awaitable[bool]], *, within_s: float = 60.0) -> None:
-    """Return when something that another process brings about has come true; ``condition`` may have to ask for it."""
-    ends_at = anyio.current_time() + within_s
-    while anyio.current_time() < ends_at:
+PATIENCE_S = 60.0
+"""Longer than anything takes that happens at all, also on a machine that does much else."""
+
+
+async def fetch_all(inbox: Inbox, count: int) -> list[Delivery]:
+    """Return the next ``count`` deliveries; one ``fetch`` returns what has come by then, on a busy machine a part."""
+    found: list[Delivery] = []
+    with anyio.fail_after(PATIENCE_S):
+        while len(found) < count:
+            found += await inbox.fetch(count - len(found), wait_s=PATIENCE_S)
+    return found
+
+
+async def until(condition: Callable[[], bool | Awaitable[bool]], *, within_s: float = PATIENCE_S) -> None:
+    """Return when something that another process brings about has come true; ``condition`` may have to ask for it.
+
+    It looks less and less often: who asks the broker 200 times a second holds up what he waits for.
+    """
+    begun_at = anyio.current_time()
+    while (waited_s := anyio.current_time() - begun_at) < within_s:
         now = condition()
         if now if isinstance(now, bool) else await now:
             return
-        await anyio.sleep(0.005)
+        await anyio.sleep(min(0.005 + waited_s / 20, 0.05))
     raise AssertionError(f"it did not come true within {within_s:g} s")

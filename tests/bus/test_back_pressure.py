@@ -80,7 +80,7 @@ class Nodes:
             tasks.start_soon(outbox.run)
             for sibling in range(GROUP_SIZE):
                 outbox.put(giant(ticket.group_id, sibling, num_bytes=TRAJECTORY_BYTES, version=ticket.version))
-                await until(lambda left=GROUP_SIZE - sibling - 1: self._is_stored(outbox, left), within_s=60.0)  # type: ignore[misc]
+                await until(lambda left=GROUP_SIZE - sibling - 1: self._is_stored(outbox, left))  # type: ignore[misc]
 
     def _is_stored(self, outbox: Outbox, num_left: int) -> bool:
         self.has_waited |= self.backpressure.num_waiting > 0
@@ -158,7 +158,7 @@ async def test_a_trainer_that_stands_still_stops_admission_at_the_credit(
         async def is_all_stored() -> bool:
             return await num_bytes() >= bound * GROUP_SIZE * TRAJECTORY_BYTES * 0.99
 
-        await until(is_all_stored, within_s=30.0)
+        await until(is_all_stored)
         await until(lambda: controller.waits_for == f"a credit: {bound} groups are admitted and not settled")
 
         admitted, _ = await operator.get(ADMITTED, Admitted)
@@ -167,13 +167,13 @@ async def test_a_trainer_that_stands_still_stops_admission_at_the_credit(
         assert await num_bytes() <= bound * GROUP_SIZE * ample.rollout.max_trajectory_bytes
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_stream_for_half_of_what_is_admitted_neither_stops_the_run_nor_loses_anything(
     open_role: OpenRole, settings: Settings
 ) -> None:
     operator = await open_role(Role.OPERATOR)
     async with running(open_role, settings) as (training, nodes, _):
-        with anyio.fail_after(100):
+        with anyio.fail_after(250):
             await training.train()
 
     assert nodes.has_waited, "the stream was to be full"

@@ -29,7 +29,7 @@ from areal_async.types import (
     WeightsVersion,
 )
 from areal_async.wire import decode
-from tests.brokers import OpenRole, until
+from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
 from tests.loops import BOTH
 
@@ -58,7 +58,7 @@ class Station:
         self.bus, self.lineage, self.feed, self.reader = bus, lineage, feed, reader
 
     async def cut(self, step: int) -> Cut:
-        with anyio.fail_after(15):
+        with anyio.fail_after(PATIENCE_S):
             cut = await self.reader.next_entry(step, lineage=self.lineage.number, is_checkpointed=True)
         assert cut is not None
         return cut
@@ -366,7 +366,7 @@ async def test_before_finished_work_is_given_up_what_is_trained_is_checkpointed(
         for index in range(2, 4):
             await store(node, f"0-{index}-0", [0], group_size=2, version="1-1")
 
-        with anyio.fail_after(15):
+        with anyio.fail_after(PATIENCE_S):
             asked = await station.reader.next_entry(2, lineage=1, is_checkpointed=False)
         assert asked is not None
         assert (asked.kind, asked.step) == (CutKind.CHECKPOINT, 1)
@@ -408,7 +408,7 @@ async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role:
 
         station.feed.stop()
 
-        with anyio.fail_after(15):
+        with anyio.fail_after(PATIENCE_S):
             assert await station.reader.next_entry(1, lineage=station.lineage.number, is_checkpointed=False) is None
     entries = [
         decode(one.data, Cut) for one in await trainer.read_log(trainer.names.outcomes_stream, trainer.names.cuts)

@@ -19,7 +19,7 @@ from tests.brokers import OpenRole
 from tests.bus.test_node import Run
 from tests.bus.test_node import settings as settings
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 WORKFLOW = """
 from areal_async import Reject, group_workflow

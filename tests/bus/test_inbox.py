@@ -3,13 +3,19 @@
 import anyio
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus import Bus, EmbeddedBroker, Inbox, Role, take_trainer_consumer
 from areal_async.errors import ConsumerGoneError, FencedError
-from tests.brokers import OpenRole, kill, until
+from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
 from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
 anyio_backend = on_both_loops
+
+
+@pytest.fixture(autouse=True)
+def _nothing_comes_again_by_itself_and_acks_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.settings.TICKET_ACK_WAIT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("areal_async.bus.inbox.SINGLE_DEADLINE_S", PATIENCE_S)
 
 
 async def publish_tickets(bus: Bus, count: int) -> None:
@@ -29,8 +35,8 @@ async def test_fetch_takes_what_is_there_and_no_more_than_asked(open_role: OpenR
     await publish_tickets(controller, 3)
 
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        first = await inbox.fetch(2, wait_s=5)
-        rest = await inbox.fetch(2, wait_s=5)
+        first = await fetch_all(inbox, 2)
+        rest = await inbox.fetch(2, wait_s=PATIENCE_S)
         none = await inbox.fetch(2, wait_s=0)
 
     assert [delivery.data for delivery in first] == [b"0", b"1"]
@@ -45,7 +51,7 @@ async def test_fetch_waits_for_the_first_message(open_role: OpenRole) -> None:
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
 
         async def fetch() -> None:
-            fetched.extend(delivery.data for delivery in await inbox.fetch(5, wait_s=10))
+            fetched.extend(delivery.data for delivery in await inbox.fetch(5, wait_s=PATIENCE_S))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch)
@@ -55,14 +61,18 @@ async def test_fetch_waits_for_the_first_message(open_role: OpenRole) -> None:
     assert fetched == [b"0"]
 
 
-async def test_fetch_is_bounded_in_bytes_but_a_larger_message_still_comes(open_role: OpenRole) -> None:
+async def test_fetch_is_bounded_in_bytes_but_a_larger_message_still_comes(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
     controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
     for _ in range(3):
         await controller.publish(controller.names.tickets("gsm8k"), bytes(1000))
 
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        two = await inbox.fetch(3, wait_s=5, max_bytes=2500)
-        one = await inbox.fetch(3, wait_s=5, max_bytes=10)
+        with monkeypatch.context() as patient:
+            patient.setattr("areal_async.bus.inbox.GRACE_S", PATIENCE_S)
+            two = await inbox.fetch(3, wait_s=PATIENCE_S, max_bytes=2500)
+        one = await inbox.fetch(3, wait_s=PATIENCE_S, max_bytes=10)
 
     assert (len(two), len(one)) == (2, 1)
 
@@ -72,41 +82,53 @@ async def test_what_is_given_back_comes_again_and_what_is_termed_does_not(open_r
     await publish_tickets(controller, 3)
 
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        nacked, acked, termed = await inbox.fetch(3, wait_s=5)
+        nacked, acked, termed = await fetch_all(inbox, 3)
         await acked.ack()
         await termed.term()
         await nacked.in_progress()
         await nacked.nak()
-        (again,) = await inbox.fetch(3, wait_s=5)
+        (again,) = await inbox.fetch(3, wait_s=PATIENCE_S)
         assert await again.ack_sync()
 
     assert (again.data, again.num_delivered) == (nacked.data, 2)
     assert (await controller.stream_state(node.names.tickets_stream)).num_messages == 0
 
 
+async def leave_a_pull_behind(operator: Bus, inbox: Inbox) -> None:
+    """Cancel a fetch while the broker holds its pull."""
+    names = operator.names
+    consumer = f"$JS.API.CONSUMER.INFO.{names.tickets_stream}.{names.nodes_consumer}"
+
+    async def is_held() -> bool:
+        return bool((await operator.api.ask(consumer))["num_waiting"])
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: inbox.fetch(1, wait_s=10 * PATIENCE_S))
+        await until(is_held)
+        tasks.cancel_scope.cancel()
+
+
 async def test_a_cancelled_fetch_loses_no_message(open_role: OpenRole) -> None:
-    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    operator, controller, node = [await open_role(role) for role in (Role.OPERATOR, Role.CONTROLLER, Role.NODE)]
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        with anyio.move_on_after(0.2):
-            await inbox.fetch(1, wait_s=60)
+        await leave_a_pull_behind(operator, inbox)
         await publish_tickets(controller, 1)  # goes to the pull that the cancelled fetch left behind
 
-        (delivery,) = await inbox.fetch(1, wait_s=5)
+        (delivery,) = await fetch_all(inbox, 1)
 
     assert delivery.data == b"0"
 
 
 async def test_leaving_an_inbox_gives_back_what_nobody_fetched(open_role: OpenRole) -> None:
-    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    operator, controller, node = [await open_role(role) for role in (Role.OPERATOR, Role.CONTROLLER, Role.NODE)]
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        with anyio.move_on_after(0.2):
-            await inbox.fetch(1, wait_s=60)
+        await leave_a_pull_behind(operator, inbox)
         await publish_tickets(controller, 1)
         await until(lambda: inbox.num_unfetched > 0)
 
     other = await open_role(Role.NODE, "1")
     async with other.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=10)
+        (delivery,) = await fetch_all(inbox, 1)
 
     assert delivery.num_delivered == 2
 
@@ -119,7 +141,7 @@ async def test_fetch_goes_on_after_the_broker_was_killed(broker: EmbeddedBroker,
 
         async def fetch() -> None:
             while not fetched:
-                fetched.extend(delivery.data for delivery in await inbox.fetch(1, wait_s=30))
+                fetched.extend(delivery.data for delivery in await inbox.fetch(1, wait_s=PATIENCE_S))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fetch)
@@ -137,13 +159,19 @@ async def test_settled_messages_stay_settled_when_the_broker_is_killed_at_once(
     consumer = await take_trainer_consumer(trainer, 1)
     await publish_trajectories(node, 300)
     async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
-        deliveries = await inbox.fetch(300, wait_s=10)
+        deliveries = await fetch_all(inbox, 300)
 
         unconfirmed = await trainer.settle(deliveries)
         kill(broker)
 
     assert (len(deliveries), unconfirmed) == (300, [])
     assert (await trainer.stream_state(trainer.names.trajectories_stream)).num_messages == 0
+
+
+async def num_pending(trainer: Bus, consumer: str) -> int:
+    """How many messages the broker has not delivered, as far as it knows."""
+    info = await trainer.api.ask(f"$JS.API.CONSUMER.INFO.{trainer.names.trajectories_stream}.{consumer}")
+    return int(info["num_pending"])
 
 
 async def test_what_a_killed_broker_forgot_it_delivered_comes_again_and_is_then_settled_by_either_delivery(
@@ -153,12 +181,11 @@ async def test_what_a_killed_broker_forgot_it_delivered_comes_again_and_is_then_
     consumer = await take_trainer_consumer(trainer, 1)
     await publish_trajectories(node, 100)
     async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
-        first = await inbox.fetch(100, wait_s=10)
+        first = await fetch_all(inbox, 100)
         kill(broker)
-        await trainer.stream_state(trainer.names.trajectories_stream)  # it is back
         again = []
-        while batch := await inbox.fetch(100, wait_s=0.5):
-            again += batch
+        while await num_pending(trainer, consumer):  # asked once it is back
+            again += await inbox.fetch(100, wait_s=0.5)
 
         unconfirmed = await trainer.settle(first)
 
@@ -173,7 +200,7 @@ async def test_the_trainer_gets_headers_without_payloads_but_knows_their_size(op
     await publish_trajectories(node, 1)
 
     async with trainer.consume(trainer.names.trajectories_stream, consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=10)
+        (delivery,) = await fetch_all(inbox, 1)
     message = await trainer.get_message(trainer.names.trajectories_stream, delivery.sequence)
 
     assert (delivery.data, delivery.num_bytes, delivery.headers["Areal-X"]) == (b"", 7, "y")
@@ -186,14 +213,14 @@ async def test_a_newer_lineage_fences_the_older_one(open_role: OpenRole) -> None
     stream = trainer.names.trajectories_stream
     await publish_trajectories(node, 1)
     async with zombie.consume(stream, await take_trainer_consumer(zombie, 1)) as old:
-        (held,) = await old.fetch(1, wait_s=10)
+        (held,) = await fetch_all(old, 1)
 
         async with trainer.consume(stream, await take_trainer_consumer(trainer, 2)) as new:
             assert not await held.ack_sync(deadline_s=0.3)
-            (delivery,) = await new.fetch(1, wait_s=10)
+            (delivery,) = await fetch_all(new, 1)
 
         assert delivery.sequence == held.sequence
         with pytest.raises(ConsumerGoneError):
-            await old.fetch(1, wait_s=10)
+            await old.fetch(1, wait_s=PATIENCE_S)
     with pytest.raises(FencedError):
         await take_trainer_consumer(zombie, 1)

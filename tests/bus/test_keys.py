@@ -8,7 +8,7 @@ from areal_async.errors import ConflictError
 from areal_async.run_state import ServerState
 from areal_async.subjects import ADMITTED, LINEAGE
 from areal_async.types import Admitted, LineageRecord
-from tests.brokers import OpenRole, kill
+from tests.brokers import PATIENCE_S, OpenRole, kill
 from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
@@ -124,7 +124,7 @@ async def test_a_watcher_sees_the_present_value_and_the_newest_after_the_broker_
     await writer.put(LINEAGE, LineageRecord(lineage=1))
     watch = reader.watch_key(LINEAGE, LineageRecord)
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_S):
         assert (await anext(watch)).lineage == 1
         kill(broker)
         await writer.put(LINEAGE, LineageRecord(lineage=2))
@@ -136,9 +136,9 @@ async def test_a_watcher_of_a_key_that_does_not_exist_waits_for_it(open_role: Op
     seen: list[int] = []
 
     async def watch() -> None:
-        seen.append((await anext(reader.watch_key(LINEAGE, LineageRecord, poll_s=60))).lineage)
+        seen.append((await anext(reader.watch_key(LINEAGE, LineageRecord, poll_s=10 * PATIENCE_S))).lineage)
 
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
             await anyio.wait_all_tasks_blocked()

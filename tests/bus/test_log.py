@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from areal_async.bus import EmbeddedBroker, Message, Role
-from tests.brokers import OpenRole, kill
+from tests.brokers import PATIENCE_S, OpenRole, kill
 from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ async def test_a_follower_gets_what_was_and_what_comes_once_each_over_kills_of_t
             if len(seen) == 60:
                 return
 
-    with anyio.fail_after(30):
+    with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(follow)
             for index in range(20, 60):
@@ -45,7 +45,7 @@ async def test_a_follower_starts_where_it_is_told(open_role: OpenRole) -> None:
         await bus.publish(bus.names.outcomes, f"{index}".encode())
     follower = bus.follow(bus.names.outcomes_stream, bus.names.outcomes, start_sequence=4)
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_S):
         assert (await anext(follower)).data == b"3"
 
 
@@ -56,7 +56,7 @@ async def test_a_cancelled_follower_can_go_on(open_role: OpenRole) -> None:
         await anext(follower)
     await bus.publish(bus.names.outcomes, b"late")
 
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_S):
         assert (await anext(follower)).data == b"late"
 
 
@@ -106,7 +106,7 @@ async def test_core_messages_reach_a_subscriber_once_it_has_entered(open_role: O
 
     async with controller.subscribe(controller.names.all_metrics) as messages:
         await trainer.emit(trainer.names.metrics("trainer", "0"), b"{}")
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             subject, data = await anext(messages)
 
     assert (subject, data) == (trainer.names.metrics("trainer", "0"), b"{}")

@@ -14,7 +14,7 @@ from areal_async.run_state import Change, Changes
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHANGES
 from areal_async.types import Admitted, GroupId, OutcomeKind, Ticket
-from tests.brokers import OpenRole
+from tests.brokers import PATIENCE_S, OpenRole
 from tests.bus import admissions
 from tests.bus.admissions import dying
 from tests.bus.test_controller import World, running
@@ -41,7 +41,7 @@ def controller_of(bus: Bus, settings: Settings) -> Controller:
 
 async def set_ratio(operator: Bus, task: str, ratio: float) -> object:
     change = {"setting": f"tasks.{task}.ratio", "value": ratio}
-    return await ask_service(operator, operator.names.control("set"), change, deadline_s=10)
+    return await ask_service(operator, operator.names.control("set"), change, deadline_s=PATIENCE_S)
 
 
 def with_ratio(settings: Settings, task: int, ratio: float) -> Settings:

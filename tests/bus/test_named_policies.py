@@ -22,7 +22,7 @@ from areal_async.settings import (
     TaskSettings,
 )
 from areal_async.types import EvalResult, EvalTicket, SlotStatus
-from tests.brokers import OpenRole
+from tests.brokers import PATIENCE_S, OpenRole
 from tests.bus.test_node import MODEL, TESTS, Run, ask
 
 pytestmark = pytest.mark.anyio
@@ -54,7 +54,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
             max_stream_bytes=2 << 20,
             max_trajectory_bytes=1 << 16,
         ),
-        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
+        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=PATIENCE_S),
         bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 

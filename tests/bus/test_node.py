@@ -45,7 +45,7 @@ from areal_async.types import (
     Trajectory,
     WeightsVersion,
 )
-from tests.brokers import OpenRole
+from tests.brokers import PATIENCE_S, OpenRole, fetch_all
 from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
@@ -80,9 +80,14 @@ async def play(prompt, policy):
 """
 
 
+RUN_DEADLINE_S = 100.0
+"""Of a node with its server, from its start to its end."""
+
+
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'fakes'}:{TESTS.parent}")
+    monkeypatch.setattr("areal_async.settings.TICKET_ACK_WAIT_S", 10 * PATIENCE_S)  # no ticket comes again by itself
     workflow = tmp_path / "play.py"
     workflow.write_text(WORKFLOW)
     return Settings(
@@ -96,7 +101,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
             max_stream_bytes=2 << 20,
             max_trajectory_bytes=1 << 16,
         ),
-        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
+        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=PATIENCE_S),
         bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )
 
@@ -165,7 +170,7 @@ class Run:
                 grace_s=0.1,
             )
 
-        with anyio.fail_after(40):
+        with anyio.fail_after(RUN_DEADLINE_S):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(run)
                 yield draining
@@ -256,7 +261,8 @@ async def test_episode_past_its_deadline_is_a_failed_slot(run: Run, settings: Se
 async def test_a_task_has_its_own_sampling_and_its_own_deadline_in_training_and_in_evaluation(
     run: Run, settings: Settings
 ) -> None:
-    changes = {"episode_deadline_s": 0.3, "sampling": {"max_new_tokens": 3}}
+    deadline_s = 2.0  # long enough for the episodes that do end
+    changes = {"episode_deadline_s": deadline_s, "sampling": {"max_new_tokens": 3}}
     task = TaskSettings.model_validate({**settings.tasks[0].model_dump(), **changes})
     await run.announce()
     await run.admit()
@@ -269,7 +275,7 @@ async def test_a_task_has_its_own_sampling_and_its_own_deadline_in_training_and_
         await run.left_in(run.names.eval_stream, 1)
         asked = await ask((await run.server(lambda state: True)).url, "/model_info")
 
-    assert {slot.reason for slot in slots} == {"", "workflow play: ran past rollout.episode_deadline_s = 0.3 s"}
+    assert {slot.reason for slot in slots} == {"", "workflow play: ran past rollout.episode_deadline_s = 2 s"}
     assert {params["max_new_tokens"] for params in asked["sampling_params"]} == {3}
     assert {params["temperature"] for params in asked["sampling_params"]} == {0.0, 1.0}
 
@@ -368,7 +374,7 @@ async def store_as_another_node(run: Run, group_id: str, siblings: list[int], re
 
 async def lease_and_give_back(run: Run) -> None:
     async with run.node.consume(run.names.tickets_stream, run.names.nodes_consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=10)
+        (delivery,) = await fetch_all(inbox, 1)
         await delivery.nak()
 
 
@@ -422,7 +428,7 @@ async def test_full_stream_makes_the_node_wait_and_loses_nothing(run: Run, capsy
                 break
         consumer = await take_trainer_consumer(run.trainer, 1)
         async with run.trainer.consume(run.names.trajectories_stream, consumer) as inbox:
-            (delivery,) = await inbox.fetch(1, wait_s=10)
+            (delivery,) = await fetch_all(inbox, 1)
             await delivery.ack_sync()
         slots = await run.slots(20)
         await run.no_tickets()
@@ -445,7 +451,7 @@ async def test_cancelled_node_loses_no_finished_trajectory_and_gives_its_ticket_
 
     slots = await run.slots(2)
     async with run.node.consume(run.names.tickets_stream, run.names.nodes_consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=5)
+        (delivery,) = await fetch_all(inbox, 1)
     assert delivery.num_delivered == 2
     assert [slot.status for slot in slots] == [SlotStatus.SCORED] * 2
 
@@ -605,7 +611,7 @@ async def test_evaluation_is_greedy_and_its_result_stored_before_the_ticket_is_a
 
 async def ask(url: str, route: str) -> dict[str, Any]:
     def get() -> dict[str, Any]:
-        with urllib.request.urlopen(f"{url}{route}", timeout=10) as response:
+        with urllib.request.urlopen(f"{url}{route}", timeout=PATIENCE_S) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
 

@@ -43,10 +43,11 @@ from areal_async.types import (
     Ticket,
     WeightsVersion,
 )
-from tests.brokers import OpenRole, until
+from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket, trajectory
 from tests.bus.test_controller import ROWS, World, controlling
 from tests.bus.test_feed import running
+from tests.bus.test_node import RUN_DEADLINE_S
 from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
@@ -69,7 +70,7 @@ def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
             group_size=2, min_group_size=2, batch_groups=2, max_staleness=1, max_attempts=2, max_stream_bytes=64 << 20,
             sampling=SamplingSettings(max_new_tokens=8),
         ),
-        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30),
+        inference=InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=PATIENCE_S),
         eval=EvalSettings(every_steps=0),
         bus=BusSettings(operation_deadline_s=60.0, max_disk_bytes=8 << 30),
     )  # fmt: skip
@@ -96,7 +97,7 @@ async def buried(operator: Bus, count: int) -> list[DeadLetter]:
 
 async def counted(operator: Bus, role: str, *, at_least: int) -> None:
     """Wait until a role's metrics count this many."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE_S):
         async with operator.subscribe(operator.names.all_metrics) as reports:
             async for subject, data in reports:
                 said = msgspec.json.decode(data, type=dict[str, Any])
@@ -113,7 +114,7 @@ async def running_node(node: Bus, settings: Settings) -> AsyncIterator[None]:
     async def run() -> None:
         await run_node(settings, node, node_id="n0", run_directory=settings.run_directory, grace_s=0.1)
 
-    with anyio.fail_after(40):
+    with anyio.fail_after(RUN_DEADLINE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run)
             yield
@@ -152,7 +153,7 @@ async def test_a_node_goes_on_after_tickets_that_are_none(
             left = [await stored_in(operator, stream) for stream in (names.tickets_stream, names.eval_stream)]
             return left == [0, 1]  # the result of the evaluation
 
-        await until(are_settled, within_s=30)
+        await until(are_settled)
         letters = await buried(operator, 2 * len(UNUSABLE_TICKETS))
         await counted(operator, "node", at_least=2 * len(UNUSABLE_TICKETS))
 
@@ -278,7 +279,7 @@ async def test_a_node_runs_what_an_unreadable_message_does_not_show(
     await operator.publish(names.trajectories(WORKFLOW, "0-0-0"), b"x")
     await operator.publish(names.tickets(WORKFLOW), ticket("0-0-0", group_size=2))
     async with other.consume(names.tickets_stream, names.nodes_consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=5)
+        (delivery,) = await fetch_all(inbox, 1)
         await delivery.nak()
 
     async with running_node(node, settings):
@@ -343,7 +344,7 @@ async def test_headers_that_are_none_do_not_stop_the_connection(
     await client.flush()
 
     async with node.consume(names.tickets_stream, names.nodes_consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=5)
+        (delivery,) = await fetch_all(inbox, 1)
         assert await node.decode(delivery, Ticket) is None
     assert node.connection.num_losses == 0
     (letter,) = await buried(operator, 1)
@@ -379,9 +380,9 @@ async def test_an_evaluation_ends_though_tickets_and_results_are_none(
 
     async with anyio.create_task_group() as nodes:
         nodes.start_soon(answer)
-        with anyio.fail_after(40):
+        with anyio.fail_after(RUN_DEADLINE_S):
             async with controlling(open_role, settings, held_out=ROWS[:3]):
-                await until((settings.run.directory / "eval.jsonl").exists, within_s=30)
+                await until((settings.run.directory / "eval.jsonl").exists)
         nodes.cancel_scope.cancel()
 
     assert sorted(asked) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]

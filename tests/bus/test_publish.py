@@ -11,7 +11,7 @@ from areal_async.bus import EmbeddedBroker, Role
 from areal_async.errors import BusError, ConflictError, StreamFullError
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.types import Outcome, OutcomeKind
-from tests.brokers import OpenRole, kill
+from tests.brokers import PATIENCE_S, OpenRole, kill
 from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
@@ -76,11 +76,11 @@ async def test_a_full_stream_refuses_at_once_and_takes_again_after_an_ack(open_r
 
     for _ in range(MAX_STREAM_BYTES // 101_000):
         await node.publish(subject, bytes(100_000))
-    with anyio.fail_after(60), pytest.raises(StreamFullError, match="exceeded"):
+    with anyio.fail_after(PATIENCE_S), pytest.raises(StreamFullError, match="exceeded"):
         await node.publish(subject, bytes(100_000))
 
     async with operator.consume(node.names.trajectories_stream, "trainer-1") as inbox:
-        assert not await operator.settle(await inbox.fetch(5, wait_s=5))
+        assert not await operator.settle(await inbox.fetch(5, wait_s=PATIENCE_S))
     await node.publish(subject, bytes(100_000))
 
 
@@ -138,7 +138,7 @@ async def test_without_a_broker_an_operation_ends_at_its_deadline(broker: Embedd
     bus.api.operation_deadline_s = 0.5
     os.kill(broker.pid, signal.SIGSTOP)
 
-    with anyio.fail_after(60), pytest.raises(BusError, match=r"no success within 0.5 s"):
+    with anyio.fail_after(PATIENCE_S), pytest.raises(BusError, match=r"no success within 0.5 s"):
         await bus.publish(bus.names.outcomes, b"x")
 
     os.kill(broker.pid, signal.SIGCONT)

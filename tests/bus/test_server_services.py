@@ -11,7 +11,7 @@ from nats.aio.client import Client
 from areal_async.bus import EmbeddedBroker, Report, Role, gather_reports
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.rollout.server_services import run_server_services
-from tests.brokers import OpenRole, until
+from tests.brokers import PATIENCE_S, OpenRole, until
 
 pytestmark = pytest.mark.anyio
 
@@ -34,7 +34,7 @@ async def test_a_plain_client_finds_each_server_and_one_that_has_left_no_more(
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(run_server_services, node, "7", lambda: servers)
         await until(lambda: _are_there(client, {"7-0", "7-1"}))
-        answer = await client.request("areal.test.status.server.7-0", b"", timeout=60)
+        answer = await client.request("areal.test.status.server.7-0", b"", timeout=PATIENCE_S)
         of_processes = await gather_reports(operator, within_s=0.5)
         servers["7-2"] = {"version": "1-3"}
         del servers["7-0"]

@@ -21,7 +21,7 @@ from areal_async.errors import UserError
 from areal_async.run_state import Changes, Control
 from areal_async.settings import Settings
 from areal_async.subjects import CHANGES, CONTROL
-from tests.brokers import OpenRole, kill, until
+from tests.brokers import PATIENCE_S, OpenRole, kill, until
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +77,7 @@ async def test_a_plain_client_finds_every_service_and_what_each_does(
     ):
         found = await _answers(client, "$SRV.INFO", num_expected=2)
         stats = await _answers(client, "$SRV.STATS.areal-node", num_expected=1)
-        asked = await client.request("areal.test.status.node.7", b"", timeout=60)
+        asked = await client.request("areal.test.status.node.7", b"", timeout=PATIENCE_S)
 
     assert {one["name"]: one["metadata"] for one in found} == {
         "areal-node": {"run": "test", "instance": "7"},
@@ -96,7 +96,13 @@ async def test_reports_of_all_services_are_gathered_and_those_of_other_runs_are_
     operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE, "1")
 
     async with serving(node, instance="1", description="a node", report=lambda: _report("generating")):
-        found = await gather_reports(operator, within_s=1.0)
+        found: dict[tuple[str, str], Report] = {}
+
+        async def is_heard() -> bool:
+            found.update(await gather_reports(operator, within_s=0.2))
+            return bool(found)
+
+        await until(is_heard)
         operator.names = type(operator.names)("another")
         of_another = await gather_reports(operator, within_s=0.5)
 
@@ -131,7 +137,7 @@ async def test_answers_are_heard_whenever_they_come_and_over_a_restart_of_the_br
                 await ask()
             return bool(heard)
 
-        await until(is_heard, within_s=30)
+        await until(is_heard)
 
 
 async def test_a_service_answers_again_after_the_broker_was_killed(broker: EmbeddedBroker, open_role: OpenRole) -> None:
@@ -143,7 +149,7 @@ async def test_a_service_answers_again_after_the_broker_was_killed(broker: Embed
         async def is_back() -> bool:
             return operator.connection.is_connected and bool(await gather_reports(operator, within_s=0.3))
 
-        await until(is_back, within_s=30)
+        await until(is_back)
 
 
 @pytest.fixture
@@ -164,10 +170,10 @@ async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: 
     names = operator.names
 
     async with operator.subscribe(names.all_events) as events:
-        await ask_service(operator, names.control("pause"), {"by": "ann", "reason": "lunch"}, deadline_s=5)
+        await ask_service(operator, names.control("pause"), {"by": "ann", "reason": "lunch"}, deadline_s=PATIENCE_S)
         paused, _ = await operator.get(CONTROL, Control)
-        await ask_service(operator, names.control("stop"), {"by": "bob"}, deadline_s=5)
-        await ask_service(operator, names.control("resume"), {}, deadline_s=5)
+        await ask_service(operator, names.control("stop"), {"by": "bob"}, deadline_s=PATIENCE_S)
+        await ask_service(operator, names.control("resume"), {}, deadline_s=PATIENCE_S)
         control, _ = await operator.get(CONTROL, Control)
         told = [json.loads((await anext(events))[1]) for _ in range(3)]
 
@@ -186,7 +192,7 @@ async def test_a_plain_client_pauses_with_an_empty_request(
     operator, _ = steered
 
     async with _plain_client(broker) as client:
-        answer = await client.request("areal.test.control.pause", b"", timeout=60)
+        answer = await client.request("areal.test.control.pause", b"", timeout=PATIENCE_S)
 
     assert json.loads(answer.data)["is_paused"] is True
     control, _ = await operator.get(CONTROL, Control)
@@ -205,7 +211,7 @@ async def test_an_order_that_is_none_is_refused_and_changes_nothing(
     operator, _ = steered
 
     async with _plain_client(broker) as client:
-        answer = await client.request(operator.names.control("pause"), body, timeout=60)
+        answer = await client.request(operator.names.control("pause"), body, timeout=PATIENCE_S)
 
     assert sentence in (answer.headers or {})["Nats-Service-Error"]
     assert await operator.get(CONTROL, Control) == (None, 0)
@@ -236,12 +242,12 @@ async def test_a_stranger_learns_from_info_what_to_ask_and_what_will_be_answered
         for name, body in BODIES.items():
             told, data = endpoints[name]["metadata"], json.dumps(body).encode()
             jsonschema.validate(body, json.loads(told["request_schema"]))
-            answer = await client.request(endpoints[name]["subject"], data, timeout=60)
+            answer = await client.request(endpoints[name]["subject"], data, timeout=PATIENCE_S)
             jsonschema.validate(json.loads(answer.data), json.loads(told["response_schema"]))
         for name, wrong in NONE_OF_THESE:
             with pytest.raises(jsonschema.ValidationError):
                 jsonschema.validate(wrong, json.loads(endpoints[name]["metadata"]["request_schema"]))
-            answer = await client.request(endpoints[name]["subject"], json.dumps(wrong).encode(), timeout=60)
+            answer = await client.request(endpoints[name]["subject"], json.dumps(wrong).encode(), timeout=PATIENCE_S)
             assert (answer.headers or {})["Nats-Service-Error-Code"] == "400", (name, wrong)
             assert answer.data == b""
 
@@ -255,8 +261,8 @@ async def test_requests_and_refusals_are_counted_as_the_specification_has_it(
 ) -> None:
     """Any tool that draws the statistics of NATS services draws ours (ADR-32)."""
     async with _plain_client(broker) as client:
-        await client.request("areal.test.control.pause", b"", timeout=60)
-        await client.request("areal.test.control.pause", b'{"by": 3}', timeout=60)
+        await client.request("areal.test.control.pause", b"", timeout=PATIENCE_S)
+        await client.request("areal.test.control.pause", b'{"by": 3}', timeout=PATIENCE_S)
         (stats,) = await _answers(client, "$SRV.STATS.areal-controller", num_expected=1)
 
     counted = {one["name"]: one for one in stats["endpoints"]}
@@ -276,7 +282,7 @@ async def test_two_operators_at_once_are_both_obeyed(steered: tuple[Bus, Steerin
     async with anyio.create_task_group() as tasks:
         for order in ("pause", "stop") * 10:
             subject = operator.names.control(order)
-            tasks.start_soon(lambda subject=subject: ask_service(operator, subject, {}, deadline_s=20))
+            tasks.start_soon(lambda subject=subject: ask_service(operator, subject, {}, deadline_s=PATIENCE_S))
 
     control, _ = await operator.get(CONTROL, Control)
     assert control is not None
@@ -288,7 +294,7 @@ async def test_an_order_that_nobody_takes_is_told_in_one_sentence(open_role: Ope
     operator = await open_role(Role.OPERATOR)
 
     with pytest.raises(UserError, match="run test: nobody takes orders there"):
-        await ask_service(operator, operator.names.control("pause"), {}, deadline_s=5)
+        await ask_service(operator, operator.names.control("pause"), {}, deadline_s=PATIENCE_S)
 
 
 async def test_a_change_of_a_setting_is_kept_with_who_and_why_and_told(
@@ -299,7 +305,7 @@ async def test_a_change_of_a_setting_is_kept_with_who_and_why_and_told(
 
     async with operator.subscribe(names.all_events) as events:
         change = {"setting": "trainer.lr", "value": 1e-6, "by": "ann", "reason": "it collapsed"}
-        answer = await ask_service(operator, names.control("set"), change, deadline_s=5)
+        answer = await ask_service(operator, names.control("set"), change, deadline_s=PATIENCE_S)
         subject, data = await anext(events)
     kept, _ = await operator.get(CHANGES, Changes)
     recorded = [json.loads(line) for line in (settings.run_directory / "changes.jsonl").read_text().splitlines()]
@@ -321,9 +327,9 @@ async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(
     async with anyio.create_task_group() as operators:
         for setting, value in (("trainer.lr", 2e-6), ("trainer.checkpoint_every_steps", 7)):
             body = {"setting": setting, "value": value}
-            operators.start_soon(lambda body=body: ask_service(operator, subject, body, deadline_s=5))
+            operators.start_soon(lambda body=body: ask_service(operator, subject, body, deadline_s=PATIENCE_S))
     with pytest.raises(UserError, match="model.path: cannot change in this run"):
-        await ask_service(operator, subject, {"setting": "model.path", "value": 1}, deadline_s=5)
+        await ask_service(operator, subject, {"setting": "model.path", "value": 1}, deadline_s=PATIENCE_S)
 
     kept, _ = await operator.get(CHANGES, Changes)
     assert kept is not None

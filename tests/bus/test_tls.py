@@ -23,7 +23,7 @@ from areal_async.errors import BusError, UserError
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.subjects import ADMITTED
 from areal_async.types import Admitted
-from tests.brokers import until
+from tests.brokers import PATIENCE_S, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket
 from tests.loops import on_both_loops
 
@@ -54,7 +54,7 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
         ],
     ):  # fmt: skip
         (directory / "names").write_text("subjectAltName=DNS:localhost\nextendedKeyUsage=serverAuth\n")
-        subprocess.run(["openssl", *command], check=True, capture_output=True, timeout=30)
+        subprocess.run(["openssl", *command], check=True, capture_output=True, timeout=PATIENCE_S)
     return made
 
 
@@ -114,12 +114,12 @@ async def test_the_bus_works_over_tls_with_credentials(tmp_path: Path, port: int
         await declare(operator, settings)
         await controller.publish(names.tickets(WORKFLOW), ticket("0-0-0", group_size=2))
         async with node.consume(names.tickets_stream, names.nodes_consumer) as inbox:
-            (delivery,) = await inbox.fetch(1, wait_s=10)
+            (delivery,) = await fetch_all(inbox, 1)
             await store(node, "0-0-0", [0, 1], group_size=2)
             assert await delivery.ack_sync()
         consumer = await take_trainer_consumer(trainer, 1)
         async with trainer.consume(names.trajectories_stream, consumer) as inbox:
-            assert not await trainer.settle(await inbox.fetch(1, wait_s=10))
+            assert not await trainer.settle(await fetch_all(inbox, 1))
         revision = await controller.compare_and_set(ADMITTED, Admitted(total=1), 0)
         assert await node.get(ADMITTED, Admitted) == (Admitted(total=1), revision)
         assert (await examine(settings, settings.run_directory, settings.bus.url)).run == "test"
@@ -127,8 +127,10 @@ async def test_the_bus_works_over_tls_with_credentials(tmp_path: Path, port: int
 
 
 async def _connect(url: str, credentials: Path | None, ca: Path | None) -> None:
-    with anyio.fail_after(8):  # told at once, not after the deadline
-        connection = await connect(url, name="x", role=Role.NODE, credentials=credentials, ca=ca, deadline_s=20)
+    with anyio.fail_after(PATIENCE_S):  # told at once, not after the deadline
+        connection = await connect(
+            url, name="x", role=Role.NODE, credentials=credentials, ca=ca, deadline_s=2 * PATIENCE_S
+        )
         await connection.aclose()
 
 
@@ -175,7 +177,7 @@ async def test_a_broker_that_comes_back_without_tls_is_not_talked_to(tmp_path: P
     async with external_broker(tmp_path / "broker", key=key, authority=authority) as port:
         connection = await connect(
             f"tls://localhost:{port}", name="x", role=Role.NODE, credentials=tmp_path / "user.nk", ca=authority.ca,
-            deadline_s=10,
+            deadline_s=PATIENCE_S,
         )  # fmt: skip
     async with await asyncio.start_server(impostor, "127.0.0.1", port):
         await until(lambda: len(shown) > 1)
