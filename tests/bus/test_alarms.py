@@ -10,7 +10,7 @@ from areal_async.bus import Bus, Role
 from areal_async.events import AlarmCleared, AlarmRaised
 from areal_async.health_settings import HealthSettings
 from areal_async.trainer.health import Health, told_alarms
-from tests.brokers import OpenRole, until
+from tests.brokers import PATIENCE_S, OpenRole, until
 
 pytestmark = pytest.mark.anyio
 
@@ -20,10 +20,6 @@ def line(step: int, *, num_equal: int) -> dict[str, Any]:
         "step": step, "weights_version": f"1-{step}", "reward_mean": 1.0, "reward_std": 0.0, "num_groups": 2,
         "num_trajectories": 8, "groups_all_equal": num_equal,
     }  # fmt: skip
-
-
-async def _has_events(operator: Bus, count: int) -> bool:
-    return (await operator.stream_state(operator.names.events_stream)).num_messages >= count
 
 
 async def _has_told(trainer: Bus, newest: tuple[str, int]) -> bool:
@@ -38,13 +34,13 @@ async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restar
     async with operator.subscribe(f"areal.{operator.names.run}.events.trainer.0.alarm.*") as messages:
         health = Health(settings, trainer)
         counts = [(await health.judge(line(step, num_equal=2)))["alarms"] for step in (1, 2, 3)]
-        await until(lambda: _has_events(operator, 1))
+        await until(lambda: _has_told(trainer, ("alarm.raised", 2)))
         restarted = Health(settings, trainer)
         await restarted.restore([line(step, num_equal=2) for step in (1, 2, 3)])
         assert restarted.sentences == ["all rewards are equal for 3 steps (mean 1): nothing is learned"]
         still = await restarted.judge(line(4, num_equal=2))
         healed = await restarted.judge(line(5, num_equal=1))
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE_S):
             told = [await anext(messages) for _ in range(2)]
 
     heard = [msgspec.json.decode(data, type=AlarmRaised | AlarmCleared) for _, data in told]

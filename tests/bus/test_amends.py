@@ -12,7 +12,7 @@ from areal_async.rollout.blockage import ENDED_BY_WATCH, ENDED_FOR_CULPRIT, Bloc
 from areal_async.rollout.workplace import Workplace
 from areal_async.settings import Settings
 from areal_async.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
-from tests.brokers import OpenRole, until
+from tests.brokers import OpenRole, fetch_all, until
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -126,7 +126,7 @@ async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_ackno
     controller = await open_role(Role.CONTROLLER)
     names = controller.names
     async with controller.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
-        (delivery,) = await inbox.fetch(1, wait_s=10)
+        (delivery,) = await fetch_all(inbox, 1)
         result = await controller.decode(delivery, EvalResult)
     assert result is not None
     assert (result.eval_id, result.index) == ("1-2", 7)
@@ -148,10 +148,12 @@ async def test_the_user_is_told_of_each_loop_that_stands_still_once(settings: Se
         await anyio.wait_all_tasks_blocked()
         file.write(held_up_by(2))
         await until(lambda: bool(told))
-        await anyio.sleep(0.6)
+        BlockageFile(settings.run_directory, "1").write(Blockage(node_id="1", blocked_s=20.2, place=PLACE))
+        await until(lambda: told[-1].endswith(f"event loop of node 1, at {PLACE}"))
         tasks.cancel_scope.cancel()
 
-    assert told == [f"workflow w, slot 0-3-0.2, holds up the event loop of node 0, at {PLACE}"]
+    assert len(told) == 2
+    assert told[0] == f"workflow w, slot 0-3-0.2, holds up the event loop of node 0, at {PLACE}"
 
 
 @pytest.mark.parametrize(
