@@ -12,13 +12,14 @@ from areal_async.receipts import Receipts
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.rollout.workplace import READS_AT_ONCE
 from areal_async.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, fetch
-from areal_async.types import CutSlot, Ticket
+from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, SlotKey, fetch
+from areal_async.types import CutSlot, Ticket, Trajectory
 from areal_async.wire import decode_headers
-from tests.brokers import OpenRole
+from tests.brokers import OpenRole, fetch_all
 from tests.bus.stored import giant
 
 GROUP_SIZE = 16
+BUSY_S = 1.0
 PENDING_BYTES = 24 << 20
 """Of the broker of these tests: less than the trajectories of a group, as the real one's is less than a batch's."""
 
@@ -47,7 +48,7 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
         outbox.put(giant(ticket.group_id, sibling, num_bytes=4 << 20))
     await outbox.run()
     async with trainer.consume(node.names.trajectories_stream, await take_trainer_consumer(trainer, 1)) as inbox:
-        deliveries = await inbox.fetch(GROUP_SIZE, wait_s=5.0)
+        deliveries = await fetch_all(inbox, GROUP_SIZE)
     stored = [decode_headers(one.headers, sequence=one.sequence, num_bytes=one.num_bytes) for one in deliveries]
     placed = [
         Placed(position=slot.sibling, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=one.sequence))
@@ -55,15 +56,18 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
         for slot in one.slots
     ]
 
-    async def be_busy() -> None:
-        while True:
-            time.sleep(0.2)  # noqa: ASYNC251  the loop is held up, as by decoding: that is the point
-            await anyio.sleep(0.01)
+    found: dict[int, Trajectory] = {}
+    missing: list[SlotKey] = []
+
+    async def fetch_them() -> None:
+        by_position, gone = await fetch(trainer, placed)
+        found.update(by_position)
+        missing.extend(gone)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(be_busy)
-        found, missing = await fetch(trainer, placed)
-        tasks.cancel_scope.cancel()
+        tasks.start_soon(fetch_them)
+        await anyio.wait_all_tasks_blocked()  # all has been asked for
+        time.sleep(BUSY_S)  # noqa: ASYNC251  the loop is held up, as by decoding: that is the point
 
     assert missing == []
     assert sorted(found) == list(range(GROUP_SIZE))
