@@ -6,11 +6,14 @@ import shutil
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
-from areal_async.doctor import Diagnosis, examine
+from areal_async.bus.inspection import StoreCopy
+from areal_async.doctor import Diagnosis, examination, examine
 from areal_async.doctor.report import Kind, Ruling, Verdict
 from areal_async.errors import UserError
 from areal_async.receipts import Receipts
@@ -32,10 +35,23 @@ from tests.bus.stored import ticket, trajectory
 pytestmark = pytest.mark.anyio
 
 NUM_GROUPS = 12
+HANGS_S = 4.0
+"""A broker that has not come up after so long hangs, as far as these tests go."""
+
+
+class DeadRun(NamedTuple):
+    """A run that nobody runs, and what its broker could read."""
+
+    directory: Path
+    stored: set[str]
 
 
 @pytest.fixture
 def settings(tmp_path: Path) -> Settings:
+    return settings_in(tmp_path)
+
+
+def settings_in(tmp_path: Path) -> Settings:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(f'{{"question": "{index}"}}\n' for index in range(NUM_GROUPS)))
     return Settings(
@@ -71,7 +87,22 @@ async def operator_of(broker: EmbeddedBroker, settings: Settings) -> AsyncIterat
         yield bus
 
 
-async def make_dead_run(settings: Settings, *, num_groups: int) -> set[str]:
+@pytest.fixture(scope="module")
+def dead_runs(tmp_path_factory: pytest.TempPathFactory) -> DeadRun:
+    """A run whose groups are stored and whose broker has stopped; each test has a copy, and damages that."""
+    settings = settings_in(tmp_path_factory.mktemp("dead"))
+    stored = anyio.run(make_dead_run, settings, backend_options={"use_uvloop": True})
+    return DeadRun(settings.run_directory, stored)
+
+
+@pytest.fixture
+def stored(dead_runs: DeadRun, settings: Settings) -> set[str]:
+    """The sample uids that are stored in the dead run of ``settings``."""
+    shutil.copytree(dead_runs.directory, settings.run_directory)
+    return dead_runs.stored
+
+
+async def make_dead_run(settings: Settings) -> set[str]:
     """Store groups, stop the broker, and return what it could read."""
     broker = EmbeddedBroker(settings)
     await broker.start()
@@ -79,7 +110,7 @@ async def make_dead_run(settings: Settings, *, num_groups: int) -> set[str]:
         async with operator_of(broker, settings) as bus:
             await declare(bus, settings)
             receipts = Receipts(settings.run_directory, "n")
-            for index in range(num_groups):
+            for index in range(NUM_GROUPS):
                 await produce(bus, receipts, f"0-{index}-0")
             return await readable(bus)
     finally:
@@ -216,25 +247,36 @@ def truncate(block: Path) -> None:
     block.write_bytes(block.read_bytes()[: block.stat().st_size // 2])
 
 
+async def test_a_dead_run_whose_files_are_whole_has_lost_nothing(settings: Settings, stored: set[str]) -> None:
+    healthy = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
+
+    assert ruling(healthy, "P1").verdict is Verdict.PROVED
+    assert healthy.slots["in the broker"] == len(stored)
+    assert not healthy.is_live
+
+
 @pytest.mark.parametrize(
     "damage", [flip_a_payload, flip_without_index, flip_a_sequence, destroy_a_part, truncate, Path.unlink]
 )
 async def test_what_the_brokers_files_have_lost_is_counted_and_named_exactly(
-    settings: Settings, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+    settings: Settings, stored: set[str], damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.bus.server.START_DEADLINE_S", 4.0)  # a broker that hangs is waited for this long
-    stored = await make_dead_run(settings, num_groups=NUM_GROUPS)
+    left: set[str] = set()
+
+    @asynccontextmanager
+    async def looked_into(settings: Settings, directory: Path) -> AsyncIterator[StoreCopy]:
+        async with copied_broker(settings, directory) as copy, operator_of(copy.broker, settings) as bus:
+            left.update(await readable(bus))
+            yield copy
+
+    monkeypatch.setattr("areal_async.bus.server.START_DEADLINE_S", HANGS_S)
+    monkeypatch.setattr(examination, "copied_broker", looked_into)
     (block,) = (settings.run_directory / "bus").rglob(f"{settings.names.trajectories_stream}/msgs/*.blk")
-    healthy = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
-
     damage(block)
-
     before = digest(settings.run_directory)
+
     diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
-    async with copied_broker(settings, settings.run_directory) as copy, operator_of(copy.broker, settings) as bus:
-        left = await readable(bus)
-    assert ruling(healthy, "P1").verdict is Verdict.PROVED
-    assert not healthy.is_live
+
     assert left < stored
     assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored - left)
     assert diagnosis.slots["lost"] == len(stored - left)
@@ -242,10 +284,9 @@ async def test_what_the_brokers_files_have_lost_is_counted_and_named_exactly(
 
 
 async def test_a_stream_that_the_broker_cannot_recover_is_left_out_and_all_in_it_is_lost(
-    settings: Settings, monkeypatch: pytest.MonkeyPatch
+    settings: Settings, stored: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.bus.server.START_DEADLINE_S", 4.0)
-    stored = await make_dead_run(settings, num_groups=NUM_GROUPS)
+    monkeypatch.setattr("areal_async.bus.server.START_DEADLINE_S", HANGS_S)
     for stream in (settings.names.trajectories_stream, settings.names.dead_stream):
         (metadata,) = (settings.run_directory / "bus").rglob(f"{stream}/meta.inf")
         metadata.write_bytes(b"")
@@ -315,8 +356,7 @@ async def test_a_run_without_a_store_is_a_users_mistake(settings: Settings) -> N
         await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
 
 
-async def test_a_stream_whose_files_are_gone_is_told_of(settings: Settings) -> None:
-    stored = await make_dead_run(settings, num_groups=1)
+async def test_a_stream_whose_files_are_gone_is_told_of(settings: Settings, stored: set[str]) -> None:
     (stream,) = (settings.run_directory / "bus").rglob(settings.names.trajectories_stream)
     shutil.rmtree(stream)
 
