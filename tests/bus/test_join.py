@@ -25,10 +25,14 @@ from areal_async.run_state import Control, CrewState, Holder, RunState, SharedSe
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.settings_sources import override_settings
 from areal_async.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
-from tests.brokers import OpenRole, until
+from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
+
+
+SOON_S = 0.2
+"""Between two beats, where no living holder is judged by them."""
 
 
 class Sleepers:
@@ -103,7 +107,7 @@ async def _join(
     told: list[str] | None = None,
     prepare: Prepare = lambda settings: settings,
 ) -> RunEnd:
-    with anyio.fail_after(18):
+    with anyio.fail_after(PATIENCE_S):
         return await join(
             invitation,
             node_id=node_id,
@@ -165,7 +169,12 @@ async def test_a_joined_node_of_a_run_that_fails_fails_with_its_cause(
 
 
 async def test_a_joined_node_lets_go_of_a_silent_run_and_joins_it_anew_once_it_is_started_again(
-    operator: Bus, launcher: Launcher, invitation: Invitation, settings: Settings, tasks: TaskGroup
+    operator: Bus,
+    launcher: Launcher,
+    invitation: Invitation,
+    settings: Settings,
+    tasks: TaskGroup,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend, told, ends = Sleepers(), [], []
     await _share(operator, _impatient(settings))
@@ -177,7 +186,9 @@ async def test_a_joined_node_lets_go_of_a_silent_run_and_joins_it_anew_once_it_i
         joining.start_soon(run)
         await until(lambda: bool(backend.started))
         launcher.kill()
-        await until(lambda: any("is away; waiting up to 600 s" in one for one in told))
+        with monkeypatch.context() as soon:
+            soon.setattr("areal_async.launch.join.BEAT_S", SOON_S)
+            await until(lambda: any("is away; waiting up to 600 s" in one for one in told))
         assert not await _holders(operator), "its id is free meanwhile"
         seed = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": 7})})
         await _share(operator, seed)
@@ -192,7 +203,7 @@ async def test_a_joined_node_lets_go_of_a_silent_run_and_joins_it_anew_once_it_i
 
 
 async def test_a_joined_node_waits_for_a_silent_run_no_longer_than_the_settings_say(
-    operator: Bus, launcher: Launcher, invitation: Invitation, settings: Settings
+    operator: Bus, launcher: Launcher, invitation: Invitation, settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launch = settings.launch.model_copy(update={"join_wait_s": 0.5})
     await _share(operator, _impatient(settings).model_copy(update={"launch": launch}))
@@ -201,6 +212,7 @@ async def test_a_joined_node_waits_for_a_silent_run_no_longer_than_the_settings_
     async def kill() -> None:
         await until(lambda: bool(backend.started))
         launcher.kill()
+        monkeypatch.setattr("areal_async.launch.join.BEAT_S", SOON_S)
 
     async with anyio.create_task_group() as killing:
         killing.start_soon(kill)
@@ -209,7 +221,12 @@ async def test_a_joined_node_waits_for_a_silent_run_no_longer_than_the_settings_
 
 
 async def test_two_nodes_of_one_id_do_not_both_join_and_a_dead_ones_id_is_free(
-    operator: Bus, launcher: Launcher, invitation: Invitation, tasks: TaskGroup, tmp_path: Path
+    operator: Bus,
+    launcher: Launcher,
+    invitation: Invitation,
+    tasks: TaskGroup,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     backend, told = Sleepers(), []
     other_host = dataclasses.replace(invitation, directory=tmp_path / "other", credentials=invitation.key)
@@ -228,8 +245,9 @@ async def test_two_nodes_of_one_id_do_not_both_join_and_a_dead_ones_id_is_free(
     dead = Holder(holder_id="x", host="elsewhere", pid=1, since="long ago")
     await operator.put(key, dead)
     taking = Sleepers()
+    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", SOON_S)
     await tasks.start(_as_task, functools.partial(_join, invitation, backend=taking, told=told))
-    await until(lambda: bool(taking.started), within_s=15)
+    await until(lambda: bool(taking.started))
     assert told[0].startswith("--node-id: node far of run test was kept by process 1 of host elsewhere lately; looking")
     await operator.put(RUN_STATE, RunState(state="finished"))
 
@@ -302,7 +320,10 @@ async def test_a_launcher_that_ends_leaves_word_for_joined_nodes_unless_another_
     assert state == after
 
 
-async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_does_not_end_it(operator: Bus) -> None:
+async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_does_not_end_it(
+    operator: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", SOON_S)
     holder = own_holder()
 
     async def take_over() -> None:
@@ -311,7 +332,7 @@ async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_
         await until(lambda: _has(operator, holder))
         await operator.put(LAUNCHER, own_holder())
 
-    with anyio.fail_after(15):
+    with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as taking:
             taking.start_soon(take_over)
             with pytest.raises(FencedError, match="run test: kept by process"):
@@ -319,8 +340,9 @@ async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_
 
 
 async def test_a_launchers_start_forgets_killed_nodes_and_the_living_say_again_that_they_are_there(
-    operator: Bus, tasks: TaskGroup
+    operator: Bus, tasks: TaskGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", SOON_S)
     key, living = operator.names.node_key("living"), own_holder()
     tasks.start_soon(functools.partial(run_beats, operator, key, living, what="node living"))
     await until(lambda: _is_held(operator, key))
