@@ -267,15 +267,22 @@ async def test_a_task_has_its_own_sampling_and_its_own_deadline_in_training_and_
     await run.announce()
     await run.admit()
     await run.admit("0-1-0", kind="block")
-    ticket = EvalTicket(eval_id="1-0", index=3, workflow="play", row={"kind": "score"})
-    await run.controller.publish(run.names.eval_tickets("play"), ticket, msg_id="e3")
+    for index, kind in enumerate(("score", "block")):
+        ticket = EvalTicket(eval_id="1-0", index=index, workflow="play", row={"kind": kind})
+        await run.controller.publish(run.names.eval_tickets("play"), ticket, msg_id=f"e{index}")
 
+    evaluated: list[EvalResult] = []
     async with run.running_node(settings.model_copy(update={"tasks": (task,)})):
         slots = await run.slots(8)
-        await run.left_in(run.names.eval_stream, 1)
+        async for message in run.operator.follow(run.names.eval_stream, run.names.eval_results("play")):
+            evaluated.append(wire.decode(message.data, EvalResult))
+            if len(evaluated) == 2:
+                break
         asked = await ask((await run.server(lambda state: True)).url, "/model_info")
 
-    assert {slot.reason for slot in slots} == {"", "workflow play: ran past rollout.episode_deadline_s = 2 s"}
+    ran_past = "workflow play: ran past rollout.episode_deadline_s = 2 s"
+    assert {slot.reason for slot in slots} == {"", ran_past}
+    assert {one.error for one in evaluated} == {"", ran_past}
     assert {params["max_new_tokens"] for params in asked["sampling_params"]} == {3}
     assert {params["temperature"] for params in asked["sampling_params"]} == {0.0, 1.0}
 
@@ -310,7 +317,8 @@ async def test_changed_sampling_is_that_of_groups_that_begin_from_then_on_and_ne
             await run.slots(4 * (number + 1))
         ticket = EvalTicket(eval_id="1-0", index=3, workflow="play", row={"kind": "score"})
         await run.controller.publish(run.names.eval_tickets("play"), ticket, msg_id="e3")
-        await run.left_in(run.names.eval_stream, 1)
+        async for _ in run.operator.follow(run.names.eval_stream, run.names.eval_results("play")):
+            break
         asked = await ask((await run.server(lambda state: True)).url, "/model_info")
 
     by_group = await temperatures_by_group(run)
