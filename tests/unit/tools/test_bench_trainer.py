@@ -49,7 +49,7 @@ def lengths_of(tokenizer: Any) -> Lengths:
 def test_packing_wastes_under_five_percent_of_the_budget_on_any_number_of_ranks(
     kind: str, num_ranks: int, lengths_of: Lengths
 ) -> None:
-    for seed in range(5 if num_ranks == 1 else 2):
+    for seed in range(2 if num_ranks == 1 else 1):
         lengths = lengths_of(kind, groups=128 * num_ranks, seed=seed)
         for token_budget in (1024, 2048):
             division = packed(lengths, token_budget=token_budget, num_ranks=num_ranks, flops=FLOPS)
@@ -94,7 +94,7 @@ def batch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_packed_and_padded_come_to_one_gradient(batch: Path) -> None:
-    ranks = join_ranks(deadline_s=30.0)
+    ranks = join_ranks(deadline_s=100.0)
     try:
         rows, settings = read_rows(batch), settings_of(MODEL, 1024)
 
@@ -129,7 +129,7 @@ def test_trl_takes_as_many_padded_rows_at_once_as_the_budget_holds() -> None:
     assert _places(["1", "1", "0", "0"], 2) == [2, 3, 0, 1]
 
 
-def contender(program: str, *, deadline_s: float = 30.0) -> Contender:
+def contender(program: str, *, deadline_s: float = 100.0) -> Contender:
     return Contender([sys.executable, "-c", program], niceness=0, threads=1, deadline_s=deadline_s)
 
 

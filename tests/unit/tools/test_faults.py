@@ -34,7 +34,7 @@ def test_rows_run_side_by_side_and_those_that_are_to_be_alone_after_them_one_by_
             running[0] += 1
             most[kind] = max(most[kind], running[0])
             if not kind:
-                together.wait(timeout=10)
+                together.wait(timeout=60)
                 most[kind] = max(most[kind], running[0])
             else:
                 time.sleep(0.05)

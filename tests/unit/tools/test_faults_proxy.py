@@ -38,7 +38,7 @@ def echo_port() -> Iterator[int]:
 
 def connect(proxy: Proxy, role: str) -> socket.socket:
     client = socket.create_connection(("127.0.0.1", proxy.port))
-    client.settimeout(5)
+    client.settimeout(60)
     exchange(client, b'CONNECT {"name":"run.%s.0"}\r\n' % role.encode())
     return client
 
@@ -60,7 +60,7 @@ def is_silent(client: socket.socket) -> bool:
     else:
         return False
     finally:
-        client.settimeout(5)
+        client.settimeout(60)
 
 
 def test_held_bytes_of_one_role_arrive_after_the_heal_and_others_pass(echo_port: int) -> None:
