@@ -20,7 +20,7 @@ from areal_async.weight_group import (
     unflatten,
 )
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 SHORT_S = 0.3
 SENDER = """
 import sys, torch
@@ -90,7 +90,7 @@ def test_a_peer_that_never_joins_is_waited_for_until_the_deadline() -> None:
 
 
 def test_a_peer_that_does_not_receive_is_waited_for_until_the_deadline(threads: ThreadPoolExecutor) -> None:
-    first, _ = met(threads, deadline_s=SHORT_S)
+    first, _ = met(threads, deadline_s=2.0)  # in which both also meet
 
     with pytest.raises(WeightGroupError, match="a broadcast of 50000000 bytes broke"):
         first.broadcast(torch.zeros(50_000_000, dtype=torch.uint8))

@@ -124,7 +124,7 @@ class Server:
     def __init__(self, model_path: Path, *flags: str) -> None:
         port = free_port()
         self.process = self.start(model_path, port, *flags)
-        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30.0, trust_env=False)
+        self.http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=100.0, trust_env=False)
         try:
             self._wait_until_up()
         except BaseException:

@@ -217,7 +217,7 @@ def test_requests_go_on_under_an_adapter_and_their_tokens_name_both_versions(
 
 @pytest.mark.anyio
 async def test_a_node_whose_servers_take_no_adapters_ends_and_says_what_to_set() -> None:
-    pool = Pool(["s0"], deadline_s=5)
+    pool = Pool(["s0"], deadline_s=60)
 
     async def publish(server: object) -> None:
         raise AssertionError("nothing changes")

@@ -22,7 +22,7 @@ GOOD = {"normal_text": "I add.", "calls": [{"tool_index": 0, "name": "add", "par
 @asynccontextmanager
 async def parser_of(*servers: FakeSglang) -> AsyncIterator[tuple[EngineCallParser, Pool]]:
     async with AsyncExitStack() as stack:
-        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=5)
+        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=60)
         for known, server in zip(pool.servers.values(), servers, strict=True):
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)

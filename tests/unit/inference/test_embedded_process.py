@@ -16,7 +16,7 @@ from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.runner import load_runner
 from tests.unit.inference.embedded_engine import Server, command, prompt_of
 
-DEADLINE_S = 30.0
+DEADLINE_S = 100.0
 
 
 def run_to_its_end(arguments: list[str]) -> subprocess.CompletedProcess[str]:

@@ -66,7 +66,7 @@ class Yard:
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'fakes'}:{TESTS.parent}")
-    inference = InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=30)
+    inference = InferenceSettings(backend="sglang", python=Path(sys.executable), start_deadline_s=100)
     return Settings(model=ModelSettings(path="/", dtype="float32"), inference=inference)
 
 
@@ -74,7 +74,7 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Settings:
 async def yard_of(settings: Settings, directory: Path) -> AsyncIterator[tuple[Yard, InferenceClient]]:
     yard = Yard(settings, directory)
     async with InferenceClient(yard.pool, settings.inference, max_streams=16) as client:
-        with anyio.fail_after(40):
+        with anyio.fail_after(110):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(yard.fleet.run)
                 yield yard, client
@@ -86,7 +86,7 @@ async def tell(server: Server, route: str) -> dict[str, Any]:
 
     def post() -> dict[str, Any]:
         request = urllib.request.Request(f"{server.url}{route}", data=b"{}")
-        with urllib.request.urlopen(request, timeout=10) as response:
+        with urllib.request.urlopen(request, timeout=60) as response:
             answer: dict[str, Any] = json.load(response)
             return answer
 

@@ -30,7 +30,7 @@ GOOD = {"embedding": [0.25], "meta_info": {}}
 @asynccontextmanager
 async def client_of(*servers: FakeSglang, **settings: Any) -> AsyncIterator[ScoringClient]:
     async with AsyncExitStack() as stack:
-        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=5)
+        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=60)
         for known, server in zip(pool.servers.values(), servers, strict=True):
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)
@@ -108,7 +108,7 @@ async def test_model_that_only_generates_is_no_reward_model(models: list[Path]) 
         load_scoring_runner(options, models[0])
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("anyio_backend", [("asyncio", {"use_uvloop": True})])
 async def test_score_is_had_from_a_server_that_was_killed_and_came_back(models: list[Path], tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -116,7 +116,7 @@ async def test_score_is_had_from_a_server_that_was_killed_and_came_back(models: 
     AutoModelForSequenceClassification.from_pretrained(models[0], num_labels=1).save_pretrained(folder)
     settings = Settings(
         model=ModelSettings(path=str(folder), dtype="float32"),
-        inference=InferenceSettings(backend="embedded", start_deadline_s=120, flags=("--is-embedding",)),
+        inference=InferenceSettings(backend="embedded", start_deadline_s=240, flags=("--is-embedding",)),
     )
 
     async def publish(server: Server) -> None:
@@ -124,7 +124,7 @@ async def test_score_is_had_from_a_server_that_was_killed_and_came_back(models: 
 
     fleet = Fleet(settings, node_id="n0", log_directory=tmp_path, publish=publish, frozen="taste")
     client = ScoringClient(fleet.pool, settings.inference, max_requests=8, vocab_size=258)
-    with anyio.fail_after(150):
+    with anyio.fail_after(300):
         async with client, anyio.create_task_group() as tasks:
             tasks.start_soon(fleet.run)
             server = await only_server(fleet.pool)

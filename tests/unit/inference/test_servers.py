@@ -102,10 +102,10 @@ async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> 
     process = ServerProcess(fake_command(), log_path=tmp_path / "logs" / "server.log")
     async with make_client(max_connections=2) as http:
         api = ServerApi(http, "")
-        await process.start(api, deadline_s=30)
-        assert await api.weight_version(deadline_s=5) == "0-0"
+        await process.start(api, deadline_s=100)
+        assert await api.weight_version(deadline_s=60) == "0-0"
         await process.stop()
-        assert not await api.is_healthy(deadline_s=5)
+        assert not await api.is_healthy(deadline_s=60)
 
 
 async def start_in_vain(command: ServerCommand, directory: Path, *, deadline_s: float = 30) -> Exception:

@@ -28,7 +28,7 @@ async def api_of(server: FakeSglang) -> AsyncIterator[ServerApi]:
 async def test_server_is_paused_updated_and_continued_in_this_order(mode: str, flush_cache: bool) -> None:
     server = FakeSglang()
     async with api_of(server) as api:
-        times = await swap(api, TARGET, mode=mode, deadline_s=5)
+        times = await swap(api, TARGET, mode=mode, deadline_s=60)
 
     assert server.calls == [
         ("/pause_generation", {"mode": mode}),
@@ -51,7 +51,7 @@ async def test_server_that_refuses_the_update_stays_paused(answer: tuple[int, di
     server.failing["/update_weights_from_disk"] = answer
     async with api_of(server) as api:
         with pytest.raises(ServerFault, match="shape mismatch"):
-            await swap(api, TARGET, mode="retract", deadline_s=5)
+            await swap(api, TARGET, mode="retract", deadline_s=60)
 
     assert [route for route, _ in server.calls] == ["/pause_generation"]
 
@@ -61,7 +61,7 @@ async def test_server_that_ends_up_with_other_weights_than_told_is_at_fault() ->
     server.failing["/update_weights_from_disk"] = (200, {"success": True})
     async with api_of(server) as api:
         with pytest.raises(ServerFault, match="got version '1-0', need 1-7"):
-            await swap(api, TARGET, mode="retract", deadline_s=5)
+            await swap(api, TARGET, mode="retract", deadline_s=60)
 
     assert server.is_paused
 
@@ -80,7 +80,7 @@ async def test_broadcast_is_received_in_one_session_and_named_with_its_last_buck
 ) -> None:
     server = FakeSglang()
     async with api_of(server) as api:
-        await swap_by_broadcast(api, BROADCAST, mode=mode, deadline_s=5)
+        await swap_by_broadcast(api, BROADCAST, mode=mode, deadline_s=60)
 
     route = "/update_weights_from_distributed"
     fixed = {"group_name": "g1", "load_format": "flattened_bucket"}
@@ -119,11 +119,11 @@ async def test_server_that_knows_of_no_session_and_no_group_is_abandoned_all_the
 async def test_server_that_cannot_be_reached_is_at_fault_and_not_healthy() -> None:
     server = FakeSglang()
     async with api_of(server) as api:
-        assert await api.is_healthy(deadline_s=5)
+        assert await api.is_healthy(deadline_s=60)
         api.url = "http://127.0.0.1:9"
-        assert not await api.is_healthy(deadline_s=5)
+        assert not await api.is_healthy(deadline_s=60)
         with pytest.raises(ServerFault, match="/model_info"):
-            await api.weight_version(deadline_s=5)
+            await api.weight_version(deadline_s=60)
 
 
 def version_in(folder: Path, content: bytes, announced: bytes) -> WeightsVersion:

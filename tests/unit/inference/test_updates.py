@@ -62,7 +62,7 @@ async def scene_of(fake: FakeSglang, *, past_groups: frozenset[str] = frozenset(
     scenes: list[Scene] = []
     around = Surroundings(
         settings=InferenceSettings(transfer_deadline_s=0.5),
-        pool=Pool(["s0"], deadline_s=5),
+        pool=Pool(["s0"], deadline_s=60),
         verifier=Verifier(has_sha256=True),
         publish=lambda server: scenes[0].publish(server),
     )
@@ -77,7 +77,7 @@ async def scene_of(fake: FakeSglang, *, past_groups: frozenset[str] = frozenset(
             scene.given_up.set()
 
         tasks.start_soon(run)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             yield scene
         tasks.cancel_scope.cancel()
 

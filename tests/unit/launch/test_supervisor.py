@@ -18,7 +18,7 @@ from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
 
-DEADLINE_S = 30
+DEADLINE_S = 60
 """A supervisor that hangs is to fail its test, and to end its processes."""
 SERVE = "import time; time.sleep(600)"
 """Works until it is ended."""

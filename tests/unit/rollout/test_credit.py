@@ -43,7 +43,7 @@ async def play(
         max_sequence_tokens=100, max_credit_bytes=max_credit_bytes,
         one_reward_for=AlgorithmSettings(**(algorithm or {})).one_reward_for,
     )  # fmt: skip
-    return await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=5)
+    return await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=60)
 
 
 async def test_the_reply_that_is_named_is_credited_and_the_other_counted() -> None:

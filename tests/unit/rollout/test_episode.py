@@ -22,7 +22,12 @@ pytestmark = pytest.mark.anyio
 
 
 async def play(
-    workflow: Workflow, *, version: str = "1-2", max_bytes: int = 1 << 20, max_sequence_tokens: int = 100
+    workflow: Workflow,
+    *,
+    version: str = "1-2",
+    max_bytes: int = 1 << 20,
+    max_sequence_tokens: int = 100,
+    deadline_s: float = 60.0,
 ) -> Trajectory:
     model = ScriptedModel([98, END], [99], version=version, finish_reason="length")
     policy = RecordingPolicy(model, codec(), SamplingSettings(), name="uid")
@@ -38,7 +43,7 @@ async def play(
             max_bytes=max_bytes,
             max_sequence_tokens=max_sequence_tokens,
         ),
-        deadline_s=0.05,
+        deadline_s=deadline_s,
     )
 
 
@@ -127,7 +132,7 @@ async def test_workflow_past_its_deadline_is_a_failed_slot() -> None:
         await anyio.sleep_forever()
         return 1.0
 
-    assert (await play(slow)).slot.reason == "workflow w: ran past rollout.episode_deadline_s = 0.05 s"
+    assert (await play(slow, deadline_s=0.05)).slot.reason == "workflow w: ran past rollout.episode_deadline_s = 0.05 s"
 
 
 async def test_trajectory_over_the_limit_is_a_failed_slot() -> None:

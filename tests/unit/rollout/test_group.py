@@ -35,7 +35,12 @@ def policies_of(count: int) -> list[ServedPolicy]:
 
 
 async def play(
-    workflow: GroupWorkflow, *, count: int = 3, max_bytes: int = 1 << 20, policies: list[ServedPolicy] | None = None
+    workflow: GroupWorkflow,
+    *,
+    count: int = 3,
+    max_bytes: int = 1 << 20,
+    policies: list[ServedPolicy] | None = None,
+    deadline_s: float = 60.0,
 ) -> list[Trajectory]:
     places = [
         Place(
@@ -46,7 +51,7 @@ async def play(
     ]  # fmt: skip
     prompt = PromptRecord(epoch=0, index=0, row={})
     return await run_group_episode(
-        workflow, prompt, policies or policies_of(count), places, deadline_s=0.2, max_bytes=max_bytes
+        workflow, prompt, policies or policies_of(count), places, deadline_s=deadline_s, max_bytes=max_bytes
     )
 
 
@@ -122,7 +127,7 @@ async def test_a_call_past_its_deadline_fails_every_sibling() -> None:
     async def workflow(prompt: Prompt, siblings: Sequence[Policy]) -> Any:
         await anyio.sleep_forever()
 
-    trajectories = await play(workflow)
+    trajectories = await play(workflow, deadline_s=0.2)
 
     assert {one.slot.reason for one in trajectories} == {"workflow w: ran past rollout.episode_deadline_s = 0.2 s"}
 

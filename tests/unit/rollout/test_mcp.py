@@ -38,7 +38,7 @@ def is_alive(pid: int) -> bool:
 
 
 async def ended(pid: int) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while is_alive(pid):  # noqa: ASYNC110 -- a process that is not ours has no event
             await anyio.sleep(0.05)
 

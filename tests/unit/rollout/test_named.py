@@ -62,8 +62,8 @@ class Table:
         return ServedPolicy(self.trained, codec(), sampling, name="uid", endpoint=Endpoint())
 
     async def play(self, workflow: Callable[..., Awaitable[Rewards]]) -> Trajectory:
-        model = FrozenModel(generator=self.frozen, codec=codec(), pool=Pool([], deadline_s=1.0))
-        taste = FrozenReward(scorer=self.taste, codec=codec(), pool=Pool([], deadline_s=1.0))
+        model = FrozenModel(generator=self.frozen, codec=codec(), pool=Pool([], deadline_s=60.0))
+        taste = FrozenReward(scorer=self.taste, codec=codec(), pool=Pool([], deadline_s=60.0))
         names = policies_taken(workflow, SETTINGS.policies)
         return await run_episode(
             with_policies(workflow, names, SETTINGS, {"judge": model, "taste": taste}),
@@ -77,7 +77,7 @@ class Table:
                 max_bytes=1 << 20,
                 max_sequence_tokens=1 << 10,
             ),
-            deadline_s=5.0,
+            deadline_s=60.0,
         )
 
 
@@ -256,7 +256,7 @@ async def test_workflow_of_all_siblings_has_one_judge_and_a_role_for_each() -> N
         return [0.0, 1.0]
 
     compare.marked = True  # type: ignore[attr-defined]
-    model = FrozenModel(generator=frozen, codec=codec(), pool=Pool([], deadline_s=1.0))
+    model = FrozenModel(generator=frozen, codec=codec(), pool=Pool([], deadline_s=60.0))
     bound: Any = with_policies(compare, ["opponent", "judge"], SETTINGS, {"judge": model})
 
     assert await bound(Prompt(epoch=0, index=0, row={}), siblings) == [0.0, 1.0]

@@ -155,8 +155,8 @@ async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
 @pytest.mark.parametrize(
     ("workflow", "reason", "last_place"),
     [
-        (held_up, "held up the event loop for run.watchdog_s = 0.3 s, at", "in held_up"),
-        (hanging, "workflow w: ran past rollout.episode_deadline_s = 0.2 s", "in hanging"),
+        (held_up, "held up the event loop for run.watchdog_s = 1 s, at", "in held_up"),
+        (hanging, "workflow w: ran past rollout.episode_deadline_s = 1 s", "in hanging"),
         (without_column, "workflow w: KeyError: 'answer'", "in without_column"),
         (of_a_group, "workflow w: RuntimeError: no more", "in broken"),
         (rejecting, "too easy", "in rejecting"),
@@ -168,8 +168,8 @@ async def test_what_went_wrong_is_told_with_the_users_own_line(
 ) -> None:
     (attempt,) = await attempts_at(
         workflow,
-        episode_deadline_s=0.2 if workflow is hanging else 60.0,
-        standstill_s=0.3 if workflow is held_up else 60.0,
+        episode_deadline_s=1.0 if workflow is hanging else 60.0,
+        standstill_s=1.0 if workflow is held_up else 60.0,
     )
 
     slot = attempt.trajectory.slot

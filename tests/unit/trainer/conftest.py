@@ -12,7 +12,7 @@ from tests.unit.trainer.models import save_model
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
     """Return the only rank of a trainer."""
-    ranks = join_ranks(deadline_s=30.0)
+    ranks = join_ranks(deadline_s=100.0)
     yield ranks
     ranks.close()
 

@@ -114,7 +114,7 @@ def _show_average(trained: Trained) -> None:
 
 def main(model: Path, directory: Path) -> None:
     """Train in every layout; save in one, and go on in another from what one rank saved."""
-    ranks = join_ranks(deadline_s=60.0)
+    ranks = join_ranks(deadline_s=120.0)
     for name, layout in LAYOUTS.items():
         engine, seen = run(model, ranks, ALGORITHMS[name], **layout)
         seen |= {f"gradient.{key}": one for key, one in gradients(model, ranks, **layout).items()}

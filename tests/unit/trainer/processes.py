@@ -19,7 +19,7 @@ _ranks = multiprocessing.get_context("forkserver")
 _ranks.set_forkserver_preload(["tests.unit.trainer.imported"])
 
 
-def run_on_ranks(num_ranks: int, module: str, *arguments: str, deadline_s: float = 150.0) -> list[str]:
+def run_on_ranks(num_ranks: int, module: str, *arguments: str, deadline_s: float = 250.0) -> list[str]:
     """Return what each rank printed.
 
     Raises:

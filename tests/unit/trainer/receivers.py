@@ -10,7 +10,7 @@ from areal_async.run_state import ServerState
 from areal_async.types import TensorSpec, UpdateGroup
 from areal_async.weight_group import WeightGroup, WeightGroupError, empty_bucket, unflatten
 
-DEADLINE_S = 20.0
+DEADLINE_S = 60.0
 
 
 def state_of(server_id: str, *, version: str = "1-0", incarnation: str = "first", reason: str = "") -> ServerState:

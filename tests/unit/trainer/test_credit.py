@@ -33,7 +33,7 @@ def together(works: Sequence[Callable[[Callable[[bytes], list[bytes]]], T]]) -> 
         def gather(payload: bytes) -> list[bytes]:
             for other in range(len(works)):
                 boxes[rank * len(works) + other].put(payload)
-            return [boxes[other * len(works) + rank].get(timeout=10) for other in range(len(works))]
+            return [boxes[other * len(works) + rank].get(timeout=60) for other in range(len(works))]
 
         results[rank] = works[rank](gather)
 

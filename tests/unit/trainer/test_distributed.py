@@ -19,7 +19,7 @@ from tests.unit.trainer.processes import run_on_ranks
 from tests.unit.trainer.receivers import Receiver, are_equal
 from tools.compare_ranks import compare, parser
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 """Processes that import torch take their time on a busy machine."""
 
 

@@ -138,7 +138,7 @@ def test_exported_folder_is_a_plain_classifier_and_starts_a_critic_as_it_is(
     assert any(values.any() for values in critic.values(random_rows(3)))
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(300)
 def test_two_ranks_make_the_updates_of_one(reward_model: Path, ranks: Ranks) -> None:
     pairs = random_pairs(7)
     engine = engine_of(reward_model, ranks)

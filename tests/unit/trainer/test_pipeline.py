@@ -43,14 +43,14 @@ def seen(ranks: Ranks, folder: Path, deep: Path) -> Seen:
     return {name: dict(np.load(folder / f"{name}.npz")) for name in one.LAYOUTS}
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", one.LAYOUTS)
 def test_gradients_in_stages_equal_those_of_a_whole_model(layout: str, seen: Seen, deep: Path, ranks: Ranks) -> None:
     """Unclipped, and every parameter's: the two copies of a tied embedding make one gradient."""
     _assert_close(_part(seen[layout], "gradient"), one.gradients(deep, ranks), relative=1e-4)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", one.LAYOUTS)
 def test_changes_of_three_steps_in_stages_equal_those_of_a_whole_model(
     layout: str, seen: Seen, deep: Path, ranks: Ranks
@@ -61,17 +61,17 @@ def test_changes_of_three_steps_in_stages_equal_those_of_a_whole_model(
     _assert_close({name: seen[layout][name] for name in alone}, alone, relative=1e-3, start=start)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_critic_and_reference_in_stages_say_what_whole_ones_do(seen: Seen, deep: Path, ranks: Ranks) -> None:
     _assert_close(_part(seen["four_stages"], "others"), one.others(deep, ranks), relative=1e-4)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_fewer_rows_than_stages_are_trained_and_none_are_too(seen: Seen, deep: Path, ranks: Ranks) -> None:
     _assert_close(_part(seen["four_stages"], "few"), one.few_rows(deep, ranks), relative=1e-4)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_pipeline_goes_on_from_the_checkpoint_of_one_rank(seen: Seen, folder: Path, deep: Path, ranks: Ranks) -> None:
     engine = engine_of(deep, ranks)
     assert engine.load_checkpoint(folder / "saved_on_one") == b"one"
@@ -81,7 +81,7 @@ def test_pipeline_goes_on_from_the_checkpoint_of_one_rank(seen: Seen, folder: Pa
     _assert_close(_part(seen["interleaved"], "next"), one.train(engine, 1), relative=1e-3)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_one_rank_goes_on_from_the_checkpoint_of_a_pipeline(seen: Seen, folder: Path, deep: Path, ranks: Ranks) -> None:
     engine = engine_of(deep, ranks, algorithm=one.ALGORITHMS["two_by_two"], max_grad_norm=1e-2, lr=1e-3)
     assert engine.load_checkpoint(folder / "saved_on_four") == b"four"
@@ -89,7 +89,7 @@ def test_one_rank_goes_on_from_the_checkpoint_of_a_pipeline(seen: Seen, folder: 
     _assert_close(_part(seen["two_by_two"], "next"), one.train(engine, 1), relative=1e-3)
 
 
-@pytest.mark.timeout(150)
+@pytest.mark.timeout(300)
 def test_weights_of_a_pipeline_are_a_plain_folder_with_tied_ones_once(seen: Seen, folder: Path) -> None:
     from transformers import AutoModelForCausalLM
 

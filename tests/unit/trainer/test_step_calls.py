@@ -19,7 +19,7 @@ from tests.unit.trainer.processes import run_on_ranks
 PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(300)
 def test_two_ranks_train_actor_and_critic_as_one_does(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     alone = Learners(model, ranks, **PPO)
     stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]

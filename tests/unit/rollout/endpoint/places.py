@@ -51,7 +51,7 @@ async def served(
 async def client(policy: ServedPolicy, **headers: str | bytes) -> AsyncIterator[httpx.AsyncClient]:
     """A client without an SDK."""
     given = headers or {"authorization": f"Bearer {policy.api_key}"}
-    async with httpx.AsyncClient(base_url=policy.base_url, headers=given, trust_env=False, timeout=30) as http:
+    async with httpx.AsyncClient(base_url=policy.base_url, headers=given, trust_env=False, timeout=100) as http:
         yield http
 
 
