@@ -76,6 +76,7 @@ def test_which_groups_are_recorded_follows_from_their_ids() -> None:
     assert of_step(Version(1, 1)) is not None, "steps all are"
 
 
+@pytest.mark.timeout(400)  # a process that imports all of it
 def test_off_nothing_is_recorded_and_opentelemetry_is_not_imported() -> None:
     """Neither by the command line nor by any of the processes, traces or none in the settings that they read."""
     code = (
