@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.hub import fetch, looks_like_hub_name
 from areal_async.settings import DatasetSettings
@@ -20,7 +21,8 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
         UserError: nothing there, a format that is not read, or no such configuration or split.
     """
     # Imported here: it takes most of a second.
-    import datasets
+    with importing():
+        import datasets
 
     if not shows_progress:
         datasets.disable_progress_bars()

@@ -19,8 +19,8 @@ import aiohttp
 import anyio
 import uvloop
 
+from areal_async.collector import spare_pauses
 from areal_async.inference.pool import Server
-from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.lag import LoopWatch

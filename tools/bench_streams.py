@@ -32,11 +32,11 @@ import httpx
 import msgspec
 import uvloop
 
+from areal_async.collector import spare_pauses
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool
-from areal_async.rollout.collector import spare_pauses
 from areal_async.settings import InferenceSettings
 
 MAX_LAG_P99_S: Final = 0.050

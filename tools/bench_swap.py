@@ -25,13 +25,13 @@ import anyio
 import structlog
 import uvloop
 
+from areal_async.collector import spare_pauses
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import server_command
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.servers import ServerProcess
 from areal_async.inference.swap import swap
-from areal_async.rollout.collector import spare_pauses
 from areal_async.settings import InferenceSettings, ModelSettings, RunSettings, Settings
 from areal_async.types import WeightsVersion
 

@@ -33,12 +33,12 @@ import structlog
 import uvloop
 
 from areal_async.bus import Bus, Delivery
+from areal_async.collector import spare_pauses
 from areal_async.contracts import Policy
 from areal_async.exporters.traces import recording
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
 from areal_async.metrics_settings import TO_FILES
-from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.runner import run_ticket
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.workplace import Workplace

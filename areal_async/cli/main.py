@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+from areal_async.collector import importing
 from areal_async.errors import PipelineError, UserError, leaves_of
 
 INTERRUPTED = 130
@@ -310,7 +311,9 @@ def _dispatch(arguments: Sequence[str]) -> int:
     own, overrides = split_overrides(rest, verb)
     parsed = parser.parse_args(own)
     parsed.verb = name
-    status: int = importlib.import_module(f"areal_async.cli.{verb.module}").run(parsed, overrides)
+    with importing():
+        module = importlib.import_module(f"areal_async.cli.{verb.module}")
+    status: int = module.run(parsed, overrides)
     return status
 
 

@@ -14,13 +14,13 @@ import msgspec
 import structlog
 
 from areal_async.bus import Bus
+from areal_async.collector import spare_pauses
 from areal_async.errors import ConflictError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
 from areal_async.rollout.amends import RowKey, make_amends
 from areal_async.rollout.blockage import BlockageFile
-from areal_async.rollout.collector import spare_pauses
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.lag import LoopWatch

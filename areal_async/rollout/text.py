@@ -5,6 +5,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from areal_async.collector import importing
 from areal_async.contracts import Message
 from areal_async.errors import UserError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
@@ -75,7 +76,8 @@ def load_codec(model_path: str, *, setting: str = "model.path") -> TextCodec:
     Raises:
         UserError: there is none, or it has no chat template and no end token to stop at, or no model it is for.
     """
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    with importing():
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     model = f"{setting} {model_path}"
     with attributed_to(UserError, f"{model}: cannot load its tokenizer"):

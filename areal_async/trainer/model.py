@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.lora_settings import LoraSettings
 from areal_async.settings import TrainerSettings
@@ -224,15 +225,18 @@ def _load(
 ) -> tuple[Any, set[str]]:
     """Return a model by one of transformers' auto classes, and the parameters that the folder did not have."""
     # Imported here: it takes seconds, and the processes that only make batches never need it.
-    import transformers
+    with importing():
+        import transformers
+        import transformers.modeling_utils
 
+        auto_class = getattr(transformers, kind)
     register_packed_attention()
     transformers.utils.logging.disable_progress_bar()
     verbosity = transformers.utils.logging.get_verbosity()
     if kind != CAUSAL_LM:
         transformers.utils.logging.set_verbosity_error()  # a missing head is no news
     try:
-        model, told = getattr(transformers, kind).from_pretrained(
+        model, told = auto_class.from_pretrained(
             folder,
             dtype=stored,
             attn_implementation=attention_for(device, dtype),

@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 LAYERS = (
     {
         "accuracy",
+        "collector",
         "types",
         "run_state",
         "fields",

@@ -10,6 +10,7 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
+from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.hub import local_model
 from areal_async.inference.embedded.lifecycle import bind_socket, die_with_parent
@@ -35,8 +36,9 @@ def main() -> int:
         bound = bind_socket(options.host, options.port)
         path = local_model(options.model_path)
         # Heavy imports come after the cheap checks: a typing error is answered at once.
-        from areal_async.inference.embedded.runner import load_eos_token_ids, load_runner, load_scoring_runner
-        from areal_async.inference.embedded.text import load_tokenizer
+        with importing():
+            from areal_async.inference.embedded.runner import load_eos_token_ids, load_runner, load_scoring_runner
+            from areal_async.inference.embedded.text import load_tokenizer
 
         runner = (load_scoring_runner if options.is_embedding else load_runner)(options, path)
         tokenizer = load_tokenizer(path)

@@ -1,0 +1,66 @@
+"""The garbage collector leaves alone what is imported, and what was alive when the node started."""
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from areal_async.collector import importing, spare_pauses
+
+
+@pytest.fixture(autouse=True)
+def _collector_as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def test_what_is_alive_at_the_start_is_never_looked_at_again() -> None:
+    gc.set_threshold(700, 10, 10)  # an earlier test may have started a node in this process
+
+    spare_pauses()
+
+    assert gc.get_freeze_count() > 0
+    assert gc.get_threshold() > (700, 10, 10)
+
+
+def test_nothing_is_collected_while_modules_are_imported_and_everything_later_is() -> None:
+    gc.unfreeze()
+    collections = []
+    gc.callbacks.append(on_collection := lambda phase, info: collections.append(phase))
+    try:
+        with importing():
+            with importing():
+                kept = [[] for _ in range(100_000)]
+            assert not gc.isenabled(), "the outer one goes on"
+        during = list(collections)
+    finally:
+        gc.callbacks.remove(on_collection)
+
+    assert during == []
+    assert gc.get_freeze_count() > len(kept)
+    assert gc.isenabled()
+
+
+def test_an_import_that_fails_leaves_the_collector_on() -> None:
+    with pytest.raises(ModuleNotFoundError), importing():
+        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+
+    assert gc.isenabled()
+
+
+def test_a_verb_is_imported_without_a_look() -> None:
+    code = (
+        "import gc; from areal_async.cli.main import main; frozen = []; "
+        "gc.callbacks.append(lambda phase, _: frozen.append(gc.get_freeze_count())); "
+        "main(['status', '--run', 'nowhere']); print(gc.get_freeze_count(), frozen.count(0))"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    num_frozen, num_before = map(int, done.stdout.split())
+    assert num_frozen > 50_000, "what was imported"
+    assert num_before < 40, "and not the hundreds of looks that an import takes"
