@@ -23,9 +23,9 @@ browser:  ## what the report of a run is looked at with; Debian's, where there i
 test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
 	$(BIN)/python -m pytest -m whole_runs -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
-test-sglang: $(STAMP)  ## the contract with the servers, against the real SGLang too; builds its environment first
+test-sglang: $(STAMP)  ## the contract with the servers, of the real SGLang; builds its environment first
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
-	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest tests/sglang $(ARGS)
+	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
 
 test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on two hosts made of namespaces; installs Debian's packages, needs root
 	$(PYTHON) tools/setup_slurm.py
