@@ -5,6 +5,7 @@ is freed by reference counts.
 """
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,14 +18,15 @@ def importing() -> Iterator[None]:
     """Import without looking, and never look again at what was imported.
 
     To import torch and a model of transformers takes 4.2 s of a processor instead of 5.4; each whole collection later
-    takes 0.4 s less.
+    takes 0.4 s less. Where all is imported already nothing is set aside: each call would keep what is garbage then.
     """
-    was_enabled = gc.isenabled()
+    was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if len(sys.modules) > num_modules:
+            gc.freeze()
         if was_enabled:
             gc.enable()
 

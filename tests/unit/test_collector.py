@@ -1,9 +1,11 @@
 """The garbage collector leaves alone what is imported, and what was alive when the node started."""
 
 import gc
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -27,27 +29,41 @@ def test_what_is_alive_at_the_start_is_never_looked_at_again() -> None:
     assert gc.get_threshold() > (700, 10, 10)
 
 
-def test_nothing_is_collected_while_modules_are_imported_and_everything_later_is() -> None:
+def test_nothing_is_collected_while_modules_are_imported_and_what_they_made_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "full_of_lists.py").write_text("lists = [[] for _ in range(100_000)]")
+    monkeypatch.syspath_prepend(tmp_path)
     gc.unfreeze()
-    collections = []
+    collections: list[str] = []
     gc.callbacks.append(on_collection := lambda phase, info: collections.append(phase))
     try:
         with importing():
             with importing():
-                kept = [[] for _ in range(100_000)]
+                kept = importlib.import_module("full_of_lists")
             assert not gc.isenabled(), "the outer one goes on"
         during = list(collections)
     finally:
         gc.callbacks.remove(on_collection)
+        del sys.modules["full_of_lists"]
 
     assert during == []
-    assert gc.get_freeze_count() > len(kept)
+    assert gc.get_freeze_count() > len(kept.lists)
     assert gc.isenabled()
+
+
+def test_where_all_is_imported_already_nothing_is_set_aside() -> None:
+    gc.unfreeze()
+
+    with importing():
+        importlib.import_module("gc")
+
+    assert gc.get_freeze_count() == 0
 
 
 def test_an_import_that_fails_leaves_the_collector_on() -> None:
     with pytest.raises(ModuleNotFoundError), importing():
-        import no_such_module  # type: ignore[import-not-found]  # noqa: F401
+        importlib.import_module("no_such_module")
 
     assert gc.isenabled()
 
