@@ -1,6 +1,7 @@
 """What a run has archived trains again to the same losses, and otherwise where it is asked to."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -22,7 +23,8 @@ def _verb(verb: str, run: Run, *words: str) -> "subprocess.CompletedProcess[str]
 
 
 def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_when_told_to(tmp_path: Path) -> None:
-    run = Run(tmp_path, "recorded", run__steps=5, trainer__checkpoint_every_steps=2)
+    # With a reference: it is loaded again by the second trainer, and by each replay.
+    run = Run(tmp_path, "recorded", run__steps=5, trainer__checkpoint_every_steps=2, algorithm__kl_coef=0.05)
     with run.start() as process:
         run.wait_for_step(3, process)
         for pid in role_processes(run, "trainer"):
@@ -31,6 +33,8 @@ def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_whe
         ended = collect(process)
     assert ended.returncode == 0, ended.stdout
     assert run.lines[-1]["weights_version"] == "2-5", "the trainer was to be killed before the end"
+    assert all(math.isfinite(line["kl_mean"]) for line in run.lines)
+    assert run.lines[-1]["kl_mean"] > 0, "answers differ from the reference's"
     trained = {f"{row['group_id']}.{row['sibling']}": row["reward"] for row in run.trained}
     live = [json.loads(line) for line in listed.stdout.splitlines()]
     assert sum(one["state"] == "trained" for one in live) > 0, listed.stderr
@@ -46,6 +50,7 @@ def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_whe
         assert mine["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
         assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-5)
         assert mine["reward_mean"] == theirs["reward_mean"]
+        assert mine["kl_mean"] == pytest.approx(theirs["kl_mean"], rel=1e-5, abs=1e-9)
     assert (tmp_path / "recorded-replay" / "model" / "model.safetensors").exists()
 
     other = _verb(
