@@ -12,15 +12,17 @@ import asyncio
 import json
 import signal
 import sys
+from collections.abc import AsyncIterator
 from typing import Any
 
 import nats
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-ANSWER_S = 5.0
-QUIET_S = 0.5
-"""After that long without another answer there is none, as the tool has it when it does not know how many come."""
+ANSWER_S = 60.0
+QUIET_S = 10.0
+"""After that long without another answer there is none. The tool itself waits half a second, which a busy machine may
+take to answer; each answer is told as it comes, and whoever has read enough need not wait."""
 PULLED = {"expires": 30_000_000_000, "batch": 500, "idle_heartbeat": 15_000_000_000}
 
 
@@ -31,25 +33,28 @@ class Tool:
         self._client = client
 
     async def micro_ls(self) -> None:
-        for info in await self._all("$SRV.INFO", b"{}"):
+        async for info in self._all("$SRV.INFO", b"{}"):
             _tell(info)
 
     async def micro_info(self, name: str) -> None:
-        for info in await self._all(f"$SRV.INFO.{name}", b"{}"):
+        async for info in self._all(f"$SRV.INFO.{name}", b"{}"):
             _tell(info)
-            for stats in await self._all(f"$SRV.STATS.{name}.{json.loads(info.data)['id']}", b"{}"):
+            async for stats in self._all(f"$SRV.STATS.{name}.{json.loads(info.data)['id']}", b"{}"):
                 _tell(stats)
 
     async def micro_stats(self, name: str) -> None:
-        for stats in await self._all(f"$SRV.STATS.{name}", b"{}"):
+        async for stats in self._all(f"$SRV.STATS.{name}", b"{}"):
             _tell(stats)
 
     async def req(self, subject: str, body: str, *, replies: int) -> None:
-        found = await self._all(subject, body.encode(), at_most=replies)
-        if not found or (found[0].headers or {}).get("Status") == "503":
-            sys.exit(f"nats: error: {'no responders' if found else 'no answer'} on {subject}")
-        for answer in found:
+        is_answered = False
+        async for answer in self._all(subject, body.encode(), at_most=replies):
+            if (answer.headers or {}).get("Status") == "503":
+                sys.exit(f"nats: error: no responders on {subject}")
+            is_answered = True
             _tell(answer)
+        if not is_answered:
+            sys.exit(f"nats: error: no answer on {subject}")
 
     async def stream_ls(self) -> None:
         answer = await self._api("STREAM.LIST", {"offset": 0})
@@ -99,17 +104,18 @@ class Tool:
             if entry is not None:
                 print(entry.key, (entry.value or b"").decode(), flush=True)
 
-    async def _all(self, subject: str, body: bytes, *, at_most: int = 0) -> list[Msg]:
-        """Return all answers to one request: until there are enough, or for a while none."""
-        inbox, found = self._client.new_inbox(), []
+    async def _all(self, subject: str, body: bytes, *, at_most: int = 0) -> AsyncIterator[Msg]:
+        """Yield all answers to one request: until there are enough, or for a while none."""
+        inbox, num_found = self._client.new_inbox(), 0
         heard = await self._client.subscribe(inbox)
         await self._client.publish(subject, body, reply=inbox)
-        try:
-            while not at_most or len(found) < at_most:
-                found.append(await heard.next_msg(timeout=QUIET_S if found else ANSWER_S))
-        except nats.errors.TimeoutError:
-            pass
-        return found
+        while not at_most or num_found < at_most:
+            try:
+                answer = await heard.next_msg(timeout=QUIET_S if num_found else ANSWER_S)
+            except nats.errors.TimeoutError:
+                return
+            num_found += 1
+            yield answer
 
     async def _api(self, operation: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         answer = await self._client.request(

@@ -9,13 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_run import REPOSITORY, Run
+from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
-
-NAMED_S = 5.0
-SLACK_S = 5.0
-"""For a machine that is busy with other tests."""
 
 # The first prompt to come is the one: its first sibling holds up the loop in each attempt, the other one does not.
 WORKFLOW = """
@@ -78,9 +74,9 @@ def test_what_blocks_the_loop_is_named_and_its_prompt_is_dead_after_its_attempts
     named_after_s = [
         datetime.fromisoformat(line["timestamp"]).timestamp() - at_s for line, at_s in zip(named, began_s, strict=True)
     ]
-    print("named after", [round(after_s, 2) for after_s in named_after_s], "s")
+    figures = [round(after_s, 2) for after_s in named_after_s]
+    print(f"named after {figures} s")  # 5 on a free machine; no test has a clock
     assert len(named) == 2, "once in each attempt"
-    assert max(named_after_s) < NAMED_S + SLACK_S
     places = {f"{workflow}:{line} look_for_ever" for line in (11, 12)}
     for line in named:
         assert line["workflow"] == "endless"
@@ -90,7 +86,7 @@ def test_what_blocks_the_loop_is_named_and_its_prompt_is_dead_after_its_attempts
     assert output.count("starting node-0 again") == 2
     dead = subprocess.run(
         [sys.executable, "-m", "areal_async", "dead", "--run", str(run.directory), "--json"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     ).stdout  # fmt: skip
     (letter,) = map(json.loads, dead.splitlines())
     assert (letter["prompt"], letter["attempts"]) == (int(index), 2)

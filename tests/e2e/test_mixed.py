@@ -13,7 +13,7 @@ import pytest
 
 from areal_async.trainer.keeping import versions_in
 from areal_async.types import GroupId
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes, wait_until
+from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, role_processes, wait_until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
@@ -35,7 +35,7 @@ class Mixed(Run):
 def examined(run: Run) -> dict[str, Any]:
     """Return what the doctor says of a run that has ended."""
     words = [sys.executable, "-m", "areal_async", "doctor", "--run", str(run.directory), "--json"]
-    ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
+    ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     diagnosis: dict[str, Any] = json.loads(ended.stdout)
     return diagnosis
@@ -109,7 +109,7 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
 
 def _verb(run: Run, verb: str, *words: str) -> str:
     command = [sys.executable, "-m", "areal_async", verb, "--run", str(run.directory), *words]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import REPOSITORY, Run
+from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
 
@@ -148,7 +148,7 @@ def test_every_cause_is_recorded_and_the_run_ends_well(tmp_path: Path) -> None:
     assert len(run.lines) == NUM_GOOD // 4 + 1
     dead = subprocess.run(
         [sys.executable, "-m", "areal_async", "dead", "--run", str(run.directory), "--json"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=True,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
     ).stdout  # fmt: skip
     letters = [json.loads(line) for line in dead.splitlines()]
     reasons = {kinds[letter["prompt"]]: letter["reason"] for letter in letters}
