@@ -16,7 +16,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +29,9 @@ from areal_async.bus.streams import all_streams
 from areal_async.subjects import Names
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
 from tests.e2e.test_readme import REPOSITORY, blocks, commands
-from tests.e2e.test_run import Run, collect, wait_until
+from tests.e2e.test_run import DEADLINE_S, Run, collect, unhurried, wait_until
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
 
 COLUMNS_80, COLUMNS_200 = (80, 24), (200, 50)
 TOLD_WITHIN_S = 60.0
@@ -49,7 +48,7 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     directory = tmp_path_factory.mktemp("operating") / "runs"
     directory.mkdir()
     run = Run(directory, "gsm8k", run__steps=5000)
-    with run.start() as process:
+    with run.start(workflow=unhurried(directory)) as process:
         run.wait_for_step(2, process)
         yield run
         with suppress(subprocess.TimeoutExpired):  # stopped by the last test, it still sums up
@@ -100,7 +99,7 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
         small.wait(lambda text: text not in screens, "another screen")
         screens.add(small.text)
     small.press("q")
-    assert small.process.wait(timeout=10) == 0, small.text
+    assert small.process.wait(timeout=DEADLINE_S) == 0, small.text
 
     wide = Terminal(
         COLUMNS_200, "--run", "gsm8k", "--bus.url", (run.directory / "bus" / "url").read_text().strip(),
@@ -110,7 +109,7 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
     wide.press("r")
     wide.wait(_has("run gsm8k: running"), "its order")
     wide.press("q")
-    assert wide.process.wait(timeout=10) == 0, wide.text
+    assert wide.process.wait(timeout=DEADLINE_S) == 0, wide.text
 
 
 def _chapter(title: str) -> str:
@@ -241,7 +240,7 @@ def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(liv
             terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)
             terminal.wait(lambda text: "run gsm8k: running" in text, "the run in top")
             terminal.press("q")
-            assert terminal.process.wait(timeout=10) == 0
+            assert terminal.process.wait(timeout=DEADLINE_S) == 0
             continue
         _run(directory, *one)
         if one[2] in ("pause", "resume"):
@@ -265,7 +264,7 @@ def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
 
 def _run(directory: Path, *words: str) -> str:
     done = subprocess.run(
-        [sys.executable, *words], cwd=directory, capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, *words], cwd=directory, capture_output=True, text=True, timeout=DEADLINE_S, check=False,
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
     )  # fmt: skip
     assert done.returncode == 0, f"{words}: {done.stdout}\n{done.stderr}"
@@ -273,7 +272,6 @@ def _run(directory: Path, *words: str) -> str:
 
 
 def _status(directory: Path) -> dict[str, Any]:
-    time.sleep(0.2)
     status: dict[str, Any] = json.loads(_run(directory, "-m", "areal_async", "status", "--run", "gsm8k", "--json"))
     return status
 

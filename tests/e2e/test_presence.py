@@ -18,9 +18,9 @@ import pytest
 from areal_async.cli.status import OK, Status, ask_status
 from areal_async.launch.run_directory import RunDirectory
 from tests.e2e.terminal import Terminal
-from tests.e2e.test_run import DEADLINE_S, Run, collect, events, role_processes
+from tests.e2e.test_run import DEADLINE_S, Run, collect, events, role_processes, unhurried
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
 
 LOOK_EVERY_S = 0.2
 """A look takes a processor that those who are to come back want as well."""
@@ -36,8 +36,9 @@ class Live(NamedTuple):
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     """One run for all of this file; the last test ends it."""
-    run = Run(tmp_path_factory.mktemp("live"), "watched", run__steps=5000)
-    with run.start() as process:
+    folder = tmp_path_factory.mktemp("live")
+    run = Run(folder, "watched", run__steps=5000)
+    with run.start(workflow=unhurried(folder)) as process:
         run.wait_for_step(1, process)
         yield Live(run, process)
         if process.poll() is None:
