@@ -14,7 +14,7 @@ from areal_async.weight_group import describe
 from tests.unit.inference.broadcasting import Trainer, assert_success
 from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
 
-pytestmark = pytest.mark.timeout(400)  # of which the server's start takes most, once
+pytestmark = pytest.mark.timeout(900)  # of which the server's start takes most, once
 
 TOLERANCE = 1e-4
 LONG = 450

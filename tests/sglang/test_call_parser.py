@@ -13,7 +13,7 @@ from areal_async.rollout.tools.schema import describe_tool
 from tests.sglang.conftest import SglangServer
 from tests.unit.inference.embedded_engine import Server
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 HERMES = 'I add.\n<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 LLAMA = '<|python_tag|>{"name": "add", "parameters": {"a": 2, "b": 3}}'

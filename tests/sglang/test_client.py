@@ -21,7 +21,7 @@ from areal_async.types import Turn, WeightsVersion
 from tests.sglang.scoring import assert_scored_by, assert_whole
 from tests.unit.inference.embedded_engine import Server, prompt_of
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 NUM_TOKENS = 300
 NUM_STREAMS = 4

@@ -14,7 +14,7 @@ from tests.unit.inference.embedded_engine import (
     reference_logprobs,
 )
 
-pytestmark = pytest.mark.timeout(400)  # of which the server's start takes most, once
+pytestmark = pytest.mark.timeout(900)  # of which the server's start takes most, once
 
 TOLERANCE = 1e-4
 LONG = 450

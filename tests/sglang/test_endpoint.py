@@ -20,7 +20,7 @@ from tests.unit.rollout.endpoint.test_engine_tokens import (
 
 __all__ = ["folder", "row", "test_anthropic_messages", "test_openai_chat", "test_openai_responses"]
 
-pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from tests.sglang.test_client import client_of
 from tests.sglang.test_contract import LONG, assert_scored_by, swap
 from tests.unit.inference.embedded_engine import Server, body, prompt_of
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 PROMPT = prompt_of(200, seed=7)
 

@@ -18,7 +18,7 @@ from areal_async.rollout.named import FrozenReward
 from areal_async.settings import InferenceSettings, ModelSettings, PolicySettings, Settings
 from tests.sglang.conftest import find_sglang
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
 TINY = Path(__file__).parents[2] / "configs" / "models" / "tiny"
 TOLERANCE = 1e-4

@@ -9,7 +9,7 @@ from areal_async.inference.visit import visited_servers
 from areal_async.settings import Settings
 from tests.unit.inference.embedded_engine import Server, prompt_of
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]  # of which the start of a server takes most, once
 
 
 async def test_a_server_that_runs_is_asked_what_it_is_and_streams_what_it_says(
