@@ -187,10 +187,11 @@ async def visit(
         HeldError: others look into it for longer than ``OTHERS_S``.
         UnreachableError: its broker does not answer.
     """
-    settings = read_settings_of(directory)
-    url = directory.read_bus_url()
+    name = read_settings_of(directory).run.name
     async with AsyncExitStack() as stack:
-        if await _is_held(stack, directory, settings.run.name):
+        is_ours = await _is_held(stack, directory, name)
+        settings, url = read_settings_of(directory), directory.read_bus_url()  # it may have been resumed meanwhile
+        if is_ours:
             url = await stack.enter_async_context(_broker(settings))
         if operation_deadline_s is not None:
             bus = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})

@@ -14,6 +14,7 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
+from tests.brokers import until
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -51,6 +52,33 @@ async def test_who_looks_into_a_stopped_run_waits_for_one_who_does_already(stopp
             tasks.start_soon(look)
             await anyio.wait_all_tasks_blocked()
             assert states == []
+
+    assert states == ["stopped"]
+
+
+async def test_who_has_waited_finds_a_run_that_was_resumed_meanwhile(stopped: RunDirectory, settings: Settings) -> None:
+    """At its new address, which was not yet written when the wait began."""
+    states: list[str] = []
+
+    async def look() -> None:
+        async with visit(stopped) as (_, bus):
+            state, _ = await bus.get(RUN_STATE, RunState)
+            states.append("" if state is None else state.state)
+
+    broker = EmbeddedBroker(settings)
+    async with anyio.create_task_group() as tasks:
+        with stopped.locked("test", is_visit=True):
+            tasks.start_soon(look)
+            await anyio.wait_all_tasks_blocked()
+            await broker.start()
+            stopped.write_bus_url(broker.url)
+        with stopped.locked("test"):
+            try:
+                with anyio.fail_after(30):
+                    await until(lambda: bool(states))
+            finally:
+                tasks.cancel_scope.cancel()
+                await broker.aclose()
 
     assert states == ["stopped"]
 
