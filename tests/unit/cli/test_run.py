@@ -1,5 +1,6 @@
 """``run`` chooses its settings, refuses what can be seen to be wrong, and starts nothing before that."""
 
+import socket
 import sys
 from pathlib import Path
 
@@ -153,6 +154,10 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
             ["workflows/gsm8k.py", "--bus.host", "0.0.0.0"],
             "bus.host: got '0.0.0.0', need an IPv4 address or a name of ",
         ),
+        (
+            ["workflows/gsm8k.py", "--metrics.prometheus", "true", "--metrics.prometheus_host", "192.0.2.1"],
+            "metrics.prometheus_host: got 192.0.2.1, need an address of this host",
+        ),
         (["workflows/gsm8k.py", "--policies.judge.path", "./no"], "policies.judge: no workflow of this run takes it"),
     ],
 )
@@ -175,6 +180,18 @@ def test_run_that_is_alive_or_changed_is_refused(place: Path, capsys: pytest.Cap
     assert main(["run", "workflows/gsm8k.py", "--run.seed", "5"]) == 2
     assert "run g: run.seed was 1, is 5; " in capsys.readouterr().err
     assert directory.read_settings().run.seed == 1
+
+
+def test_a_resume_whose_broker_does_not_start_leaves_the_settings_as_they_were(place: Path) -> None:
+    """What its record would say of a changed mix is not known yet."""
+    directory = RunDirectory(Path("runs/g"))
+    directory.write_settings(load_run_settings(Path("configs/gsm8k_cpu.yaml"), None, []))
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["run", "workflows/gsm8k.py", "--tasks.0.ratio", "3", "--bus.port", str(port)]) != 0
+
+    assert directory.read_settings().tasks[0].ratio == 1.0
 
 
 def test_servers_interpreter_that_is_not_there_is_refused_with_the_remedy(place: Path) -> None:
