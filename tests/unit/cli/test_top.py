@@ -170,6 +170,18 @@ def test_waits_are_those_of_the_newest_answers_whatever_was_drawn_before(view: T
     assert _rows(view, "waits") == []
 
 
+def test_waits_and_leases_of_one_answer_are_each_as_they_are_sorted_now(view: TopView) -> None:
+    records = [["group 0-1-0", "reward", "", 9.0, 1.0, 0], ["group 0-2-0", "reward", "", 2.0, 2.0, 0]]
+    view.hear({("node", "0"): _node() | {"waits": {"records": records}}}, now_s=11)
+
+    assert [row[2] for row in _rows(view, "waits")] == ["group 0-2-0", "group 0-1-0"], (
+        "the one without news the longest"
+    )
+    view.sort_next()
+    assert [row[2] for row in _rows(view, "waits")] == ["group 0-1-0", "group 0-2-0"], "the oldest"
+    assert [row[3] for row in _rows(view, "leases")] == ["0-1-0", "0-2-0"], "the oldest, in columns of their own"
+
+
 def test_tasks_tell_share_changed_ratio_and_reward_and_have_a_pane_where_there_are_several() -> None:
     view = TopView(
         status=_status(
