@@ -190,10 +190,11 @@ def test_tasks_tell_share_changed_ratio_and_reward_and_have_a_pane_where_there_a
     )
     for step in range(1, 31):
         code = {"groups/code": 3, "reward/code": step % 2}
-        view.add_step({"step": step, "groups/gsm8k": 1, "reward/gsm8k": 0.75, "groups/off": 0, **code})
+        gsm8k = {"groups/gsm8k": 1, "reward/gsm8k": 0.25 if step <= 20 else 0.75}
+        view.add_step({"step": step, **gsm8k, "groups/off": 0, **code})
 
     assert _rows(view, "tasks") == [
-        ("25.0%", "", "10", "0.750", "gsm8k", "▁" * 20),
+        ("25.0%", "", "10", "0.750", "gsm8k", "▁" * 10 + "█" * 10),
         ("0.0%", "0", "0", "", "off", ""),
         ("75.0%", "", "30", "0.500", "code", "█▁" * 10),
     ]
