@@ -217,6 +217,17 @@ def test_a_run_of_one_task_has_no_pane_of_tasks(view: TopView) -> None:
     assert not any("tasks" in line.plain for line in draw(view, 80, 24))
 
 
+def test_a_pane_of_tasks_that_there_are_no_more_gives_way_to_the_last_one() -> None:
+    """As when the run is started anew with a single one."""
+    view = TopView(status=_status(shares={"gsm8k": 0.5, "code": 0.5}))
+    view.turn_to(PANES.index("tasks"))
+    assert view.pane_name == "tasks"
+
+    view.status = _status()
+
+    assert view.pane_name == "events"
+
+
 def test_a_process_that_is_missed_is_shown_with_the_cause_and_sorts_are_kept_by_pane(view: TopView) -> None:
     assert [row[0] for row in _rows(view, "processes")] == ["trainer 0", "controller 0", "node 0"]
     view.sort_next()
