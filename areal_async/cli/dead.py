@@ -19,13 +19,13 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
-from areal_async.cli.speech import say
 from areal_async.controller.accounts import Accounts
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
+from areal_async.speech import say
 from areal_async.subjects import ADMITTED, RUN_STATE
 from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind
 from areal_async.wire import decode

@@ -5,7 +5,7 @@ Both only watch. They read the run's files and listen on the bus, and a display 
 
 import sys
 from collections.abc import Iterable
-from typing import Protocol, TextIO
+from typing import Protocol
 
 import anyio
 from rich.console import Console, RenderableType
@@ -18,6 +18,7 @@ from rich.text import Text
 from areal_async.bus import Bus
 from areal_async.cli.view import RunView, by_task, evaluation_text, notice_text, number, step_text, trained_tokens_per_s
 from areal_async.launch.supervisor import Notify
+from areal_async.speech import say
 
 REFRESH_S = 0.5
 NUM_RECENT_STEPS = 10
@@ -46,13 +47,11 @@ class Display(Protocol):
 class PlainDisplay:
     """One line per step, evaluation and notice; for logs, pipes and CI."""
 
-    def __init__(self, view: RunView, output: TextIO | None = None) -> None:
+    def __init__(self, view: RunView) -> None:
         self._view = view
-        self._output = output or sys.stdout
 
     def notify(self, text: str) -> None:
-        self._output.write(text + "\n")
-        self._output.flush()
+        say(text)
 
     async def watch(self, bus: Bus) -> None:
         self._view.read_files()  # an earlier start has told these

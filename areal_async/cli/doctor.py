@@ -18,12 +18,12 @@ from rich.text import Text
 
 from areal_async.algorithms.graphs import step_graph
 from areal_async.cli import preflight
-from areal_async.cli.speech import say
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.report import Ruling, Verdict
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
 from areal_async.settings_sources import load_settings
+from areal_async.speech import say
 
 MAX_SHOWN = 20
 """Findings printed per promise; ``--json`` has them all."""

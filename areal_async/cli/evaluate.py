@@ -25,7 +25,7 @@ from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, choose, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
-from areal_async.cli.speech import json_text, say, settings_help
+from areal_async.cli.speech import json_text, settings_help
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.data import load_rows
@@ -36,6 +36,7 @@ from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.rollout.trial import Attempt
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.settings_sources import load_settings
+from areal_async.speech import say
 from areal_async.types import EvalRecord, Prompt, SlotStatus, mean
 from areal_async.wire import decode_json
 

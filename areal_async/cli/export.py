@@ -4,10 +4,10 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_async.cli.speech import say
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
 from areal_async.settings import Settings
+from areal_async.speech import say
 from areal_async.trainer.keeping import find_best, name_best, versions_in
 
 LAST, BEST = "last", "best"

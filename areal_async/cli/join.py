@@ -8,7 +8,6 @@ from pathlib import Path
 import anyio
 
 from areal_async.cli.checks import check_interpreter, check_model, check_policies, check_workflow
-from areal_async.cli.speech import say
 from areal_async.errors import UserError
 from areal_async.exporters.prometheus import check_listening
 from areal_async.exporters.traces import check_installed
@@ -17,6 +16,7 @@ from areal_async.launch.local import LocalBackend
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import RunSettings, Settings
 from areal_async.settings_sources import override_settings
+from areal_async.speech import say
 from areal_async.subjects import RUN_NAME
 
 KILLED_STATUS = 130

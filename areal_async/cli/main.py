@@ -15,8 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 
 from areal_async.collector import importing
 from areal_async.errors import PipelineError, UserError, leaves_of
+from areal_async.speech import fall_silent
 
 INTERRUPTED = 130
+UNREAD = 141
+"""Whoever read it has gone: as of a program that SIGPIPE ends."""
 """Exit status of a command that the user broke off."""
 
 
@@ -261,9 +264,14 @@ VERBS = {
 def main(arguments: Sequence[str]) -> int:
     """Run one verb and return the exit status."""
     try:
-        return _dispatch(arguments)
+        status = _dispatch(arguments)
+        sys.stdout.flush()
+        return status
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:
+        fall_silent()
+        return UNREAD
     except BaseExceptionGroup as group:
         error = expected_error(group)
         if error is None:

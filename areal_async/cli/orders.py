@@ -10,11 +10,11 @@ import anyio
 import structlog
 
 from areal_async.bus import ask_service
-from areal_async.cli.speech import say
 from areal_async.errors import UserError
 from areal_async.fields import MAX_EXACT
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import find_run
+from areal_async.speech import say
 
 ANSWER_DEADLINE_S = 10.0
 DONE = {

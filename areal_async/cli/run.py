@@ -16,7 +16,7 @@ from areal_async.cli.checks import check_dataset, check_interpreter, check_model
 from areal_async.cli.curves import Follower
 from areal_async.cli.display import choose_display
 from areal_async.cli.export import write_best
-from areal_async.cli.speech import say, settings_help
+from areal_async.cli.speech import settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
 from areal_async.errors import UserError
@@ -32,6 +32,7 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import Settings
 from areal_async.settings_sources import load_settings
+from areal_async.speech import say
 
 CONFIGS = Path("configs")
 KILLED_STATUS = 130

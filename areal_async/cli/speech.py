@@ -1,7 +1,6 @@
-"""What verbs say on stdout: lines, and the list of all settings, made from the settings' own types."""
+"""How verbs write what they say: values as JSON, and the list of all settings, made from the settings' own types."""
 
 import shutil
-import sys
 import textwrap
 from typing import Any
 
@@ -11,12 +10,6 @@ from pydantic import BaseModel
 from areal_async.settings_tree import describe
 
 INDENT = "    "
-
-
-def say(line: str) -> None:
-    """Write one line, now: a pipe sees it as soon as a terminal would."""
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
 
 
 def json_text(value: Any) -> str:

@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.recorded_text import draw
-from areal_async.cli.speech import json_text, say
+from areal_async.cli.speech import json_text
 from areal_async.cli.token_text import Decoder, visible
 from areal_async.cli.token_views import Numbers
 from areal_async.cli.trajectory_export import SUFFIXES, describe, export
@@ -36,6 +36,7 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.fields import is_version
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.speech import say
 from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
 from areal_async.types import Trajectory
 

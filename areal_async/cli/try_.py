@@ -15,7 +15,7 @@ import anyio.to_thread
 from areal_async import log
 from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_workflow
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
-from areal_async.cli.speech import say, settings_help
+from areal_async.cli.speech import settings_help
 from areal_async.cli.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.data import load_rows
@@ -23,6 +23,7 @@ from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.settings import Settings, TaskSettings
+from areal_async.speech import say
 from areal_async.types import Prompt, SlotStatus
 
 MAX_ATTEMPTS = 4096

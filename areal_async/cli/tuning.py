@@ -8,8 +8,9 @@ from typing import TypeVar
 from areal_async import log
 from areal_async.cli.checks import check_dataset, check_model
 from areal_async.cli.ranks import own_rank, run_ranks
-from areal_async.cli.speech import say, settings_help
+from areal_async.cli.speech import settings_help
 from areal_async.settings_sources import load_settings
+from areal_async.speech import say
 from areal_async.tuning_settings import TuningSettings
 
 S = TypeVar("S", bound=TuningSettings)

@@ -4,7 +4,6 @@ Which rows are held out and in which order the others come follows from the seed
 """
 
 import json
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import yaml
 from numpy.typing import NDArray
 
 from areal_async.errors import UserError
+from areal_async.speech import say
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.pack import balance
 from areal_async.tuning_settings import TuningSettings
@@ -95,14 +95,14 @@ def tune(
             fields = {"step": step, **fields, "time_step_s": time.monotonic() - started}
             journal.append(fields)
             if step % settings.run.log_every_steps == 0 or step == total_steps:
-                _say(f"step {step}/{total_steps}  {lessons.say_step(fields)}")
+                say(f"step {step}/{total_steps}  {lessons.say_step(fields)}")
     figures, told = lessons.held_out(_share(held_out, lessons))
     lessons.save(settings.run_directory)
     if journal:
         if len(held_out):
             journal.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
-            _say(f"held-out {told} over {len(held_out)} rows")
-        _say(f"model written to {settings.run_directory / 'model'}")
+            say(f"held-out {told} over {len(held_out)} rows")
+        say(f"model written to {settings.run_directory / 'model'}")
 
 
 def endless_batches(rows: Places, *, size: int, seed: int) -> Iterator[Places]:
@@ -156,8 +156,3 @@ class _Journal:
     def append(self, fields: Mapping[str, float]) -> None:
         with (self.directory / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(fields) + "\n")
-
-
-def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

@@ -23,6 +23,7 @@ LAYERS = (
         "waits",
         "stacks",
         "events",
+        "speech",
     },
     {
         "section",

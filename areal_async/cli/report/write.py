@@ -9,9 +9,9 @@ from pathlib import Path
 
 from areal_async.cli.report.data import StepLines, read_report
 from areal_async.cli.report.page import render
-from areal_async.cli.speech import say
 from areal_async.cli.trajectories import ask_untrained, load_decoder
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.speech import say
 
 LOOK_S = 0.2
 """Between two looks at a live run's files."""

@@ -1,5 +1,6 @@
 """The door: cheap help, suggestions, one sentence for what a user or a run did wrong, a traceback for our bugs."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -126,3 +127,21 @@ def test_help_settings_lists_every_setting_with_its_sentence(verb: str, capsys: 
     text = capsys.readouterr().out
     assert "--trainer.lr (" in text
     assert "    Peak learning rate of AdamW." in text
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "last"),
+    [
+        pytest.param("sys.exit(main(['--version']))", 141, "", id="a verb that only prints ends, as of SIGPIPE"),
+        pytest.param("say('1'); say('2'); print('still here', file=sys.stderr)", 0, "still here\n", id="a run goes on"),
+    ],
+)
+def test_whoever_reads_no_more_of_it_sees_no_traceback(code: str, status: int, last: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does when it has its lines
+    imports = "import sys\nfrom areal_async.cli.main import main\nfrom areal_async.speech import say\n"
+
+    done = subprocess.run([sys.executable, "-c", imports + code], stdout=writer, stderr=subprocess.PIPE, text=True)
+
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (status, last)

@@ -130,9 +130,10 @@ def test_events_are_told_in_one_line() -> None:
     assert event_text(lost) == "role.lost node-0 (node-0 ended by SIGKILL)"
 
 
-def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) -> None:
-    output = io.StringIO()
-    display = PlainDisplay(view, output)
+def test_plain_display_writes_one_line_per_step_and_evaluation(
+    view: RunView, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = PlainDisplay(view)
     view.on_metrics(METRICS + "node.0", _node_report("a", tokens_per_s=3200))
     _append(view.settings.run_directory / "metrics.jsonl", _step(12))
     _append(
@@ -144,7 +145,7 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) ->
     _append(view.settings.run_directory / "eval.jsonl", {"eval_id": "1-20", "accuracy": 0.5, "num_scored": 256})
     display.write_news()
 
-    assert output.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "step 12/120 reward 0.500 staleness 0.8/2 loss 0.0123 grad 0.500 gap 0.0020"
         " 1.9 s (wait 0.2 train 1.1 weights 0.1) gen 3200 tok/s train 5000 tok/s",
         "eval of version 1-12: accuracy 0.438 over 256 rows, 1 failed",
@@ -153,19 +154,20 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(view: RunView) ->
     assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20"]
 
 
-def test_each_of_several_tasks_is_shown_with_its_own_evaluations(view: RunView) -> None:
+def test_each_of_several_tasks_is_shown_with_its_own_evaluations(
+    view: RunView, capsys: pytest.CaptureFixture[str]
+) -> None:
     tasks = tuple(TaskSettings(workflow=f"{name}.py", dataset=DatasetSettings(path="x")) for name in ("a", "b"))
     view.settings = view.settings.model_copy(update={"tasks": tasks})
-    output = io.StringIO()
     lines = [
         {"eval_id": "1-0", "step": 0, "workflow": name, "accuracy": accuracy, "num_scored": 8}
         for name, accuracy in (("a", 0.25), ("b", 0.5))
     ]
     _append(view.settings.run_directory / "eval.jsonl", *lines)
 
-    PlainDisplay(view, output).write_news()
+    PlainDisplay(view).write_news()
 
-    assert output.getvalue().splitlines() == [
+    assert capsys.readouterr().out.splitlines() == [
         "eval of version 1-0, a: accuracy 0.250 over 8 rows",
         "eval of version 1-0, b: accuracy 0.500 over 8 rows",
     ]
