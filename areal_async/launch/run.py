@@ -11,7 +11,7 @@ import anyio
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
 from areal_async.controller.sampler import is_without_mix
-from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
+from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
 from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
@@ -194,9 +194,17 @@ async def visit(
         if is_ours:
             url = await stack.enter_async_context(_broker(settings))
         if operation_deadline_s is not None:
-            bus = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
-            settings = settings.model_copy(update={"bus": bus})
-        yield settings, await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
+            patience = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
+            settings = settings.model_copy(update={"bus": patience})
+        while True:
+            try:
+                bus = await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
+                break
+            except UnreachableError:
+                before, url = url, directory.read_bus_url()
+                if is_ours or url == before:
+                    raise  # else the run is being started, and its broker has come up somewhere else meanwhile
+        yield settings, bus
 
 
 async def _is_held(stack: AsyncExitStack, directory: RunDirectory, name: str) -> bool:

@@ -83,6 +83,30 @@ async def test_who_has_waited_finds_a_run_that_was_resumed_meanwhile(stopped: Ru
     assert states == ["stopped"]
 
 
+async def test_who_comes_before_a_resumed_runs_broker_finds_it(stopped: RunDirectory, settings: Settings) -> None:
+    """Its launcher holds the directory from its first moment, and knows the address only once the broker is up."""
+    states: list[str] = []
+
+    async def look() -> None:
+        async with visit(stopped, connect_deadline_s=1.0) as (_, bus):
+            state, _ = await bus.get(RUN_STATE, RunState)
+            states.append("" if state is None else state.state)
+
+    broker = EmbeddedBroker(settings)
+    with stopped.locked("test"):
+        await broker.start()
+        try:
+            stopped.write_bus_url("nats://127.0.0.1:1")  # as it was before
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(look)
+                await anyio.wait_all_tasks_blocked()
+                stopped.write_bus_url(broker.url)
+        finally:
+            await broker.aclose()
+
+    assert states == ["stopped"]
+
+
 async def test_one_who_looks_for_too_long_is_named(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_async.launch.run.OTHERS_S", 0.0)
 
