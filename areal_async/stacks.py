@@ -2,15 +2,20 @@
 
     kill -USR1 <pid>; less runs/<name>/logs/stacks-node-0.txt
 
-Threads are written by the signal handler itself, so also by a process whose event loop is held up, or that waits inside
-a library. Tasks are added as soon as Python code runs again. Invariant: ``ask`` never ends who is asked, as the signal
-would do to a process that has not come to ``install`` yet.
+A thread of its own waits for the signal and writes where all threads stand, so also while the event loop is held up, or
+the main thread waits inside a library; tasks follow as soon as the main thread runs Python code again. All of it is
+done with the interpreter held: a signal handler that reads the frames of a thread while it runs, as faulthandler's
+does, has ended a node, and ends a busy process at one question in some thousands.
+
+Invariant: ``ask`` never ends who is asked, as the signal would do to a process that has not come to ``install`` yet.
 """
 
+import _thread
 import asyncio
 import faulthandler
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,13 +34,27 @@ def path_for(run_directory: Path, name: str) -> Path:
     return run_directory / "logs" / f"stacks-{name}.txt"
 
 
+def hold() -> None:
+    """Have no thread that is started from now on take SIGUSR1. Call before libraries start threads of their own."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+
+
 def install(path: Path) -> None:
-    """Take SIGUSR1 in this process from now on. Call from the main thread."""
+    """Answer SIGUSR1 in this process from now on. Call from the main thread."""
+    hold()
     path.parent.mkdir(parents=True, exist_ok=True)
     is_full = path.exists() and path.stat().st_size > MAX_FILE_BYTES
-    file = path.open("w" if is_full else "a")  # for as long as the process lives: a signal handler cannot open it
+    # For as long as the process lives, and without a buffer: two may write at once.
+    file = path.open("wb" if is_full else "ab", buffering=0)
     signal.signal(signal.SIGUSR1, lambda *_: _write_tasks(file))
-    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True, chain=True)
+    threading.Thread(target=_answer, args=(file,), name="stacks", daemon=True).start()
+
+
+def _answer(file: IO[bytes]) -> None:
+    while True:
+        signal.sigwait({signal.SIGUSR1})
+        faulthandler.dump_traceback(file, all_threads=True)
+        _thread.interrupt_main(signal.SIGUSR1)
 
 
 def ask(pid: int) -> bool:
@@ -66,13 +85,12 @@ def task_stacks(tasks: set["asyncio.Task[Any]"]) -> str:
     return "\n".join(parts)
 
 
-def _write_tasks(file: IO[str]) -> None:
+def _write_tasks(file: IO[bytes]) -> None:
     try:
         tasks = asyncio.all_tasks()
     except RuntimeError:  # no loop runs in this thread
         tasks = set()
-    file.write(f"\nprocess {os.getpid()}, {len(tasks)} tasks\n\n{task_stacks(tasks)}\n")
-    file.flush()
+    file.write(f"\nprocess {os.getpid()}, {len(tasks)} tasks\n\n{task_stacks(tasks)}\n".encode())
 
 
 def _frames(task: "asyncio.Task[Any]") -> Iterator[str]:

@@ -8,6 +8,7 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_async import stacks
 from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
@@ -33,6 +34,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError("--node-id: got none, need the node's own among those of the run")
     directory = RunDirectory(Path(arguments.run_directory))
     settings = directory.read_settings()
+    stacks.hold()
     with importing():
         module = importlib.import_module(MODULES[arguments.verb])
     module.run(settings, run_directory=directory.path, bus_url=directory.read_bus_url(), **keywords)

@@ -12,7 +12,7 @@ import pytest
 from areal_async import stacks
 
 PROGRAM = """
-import sys, time
+import ctypes, sys, time
 from pathlib import Path
 import anyio
 from areal_async import stacks
@@ -21,6 +21,8 @@ async def held_up_in_python():
     print("ready", flush=True)
     if sys.argv[2] == "blocked":
         time.sleep(60)
+    if sys.argv[2] == "in a library":
+        ctypes.CDLL(None).sleep(60)
     await waiting_for_nothing()
 
 async def waiting_for_nothing():
@@ -31,7 +33,14 @@ anyio.run(held_up_in_python, backend_options={"use_uvloop": True})
 """
 
 
-@pytest.mark.parametrize(("kind", "told"), [("blocked", "in held_up_in_python"), ("awaiting", "waiting_for_nothing")])
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("blocked", "in held_up_in_python"),
+        ("in a library", "in held_up_in_python"),
+        ("awaiting", "waiting_for_nothing"),
+    ],
+)
 def test_a_process_that_is_asked_writes_where_it_stands(tmp_path: Path, kind: str, told: str) -> None:
     path = tmp_path / "logs" / "stacks.txt"
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path), kind], stdout=subprocess.PIPE) as process:
@@ -46,6 +55,40 @@ def test_a_process_that_is_asked_writes_where_it_stands(tmp_path: Path, kind: st
             assert process.poll() is None
         finally:
             process.kill()
+
+
+BUSY = """
+import sys
+from pathlib import Path
+from areal_async import stacks
+
+def deep(n):
+    return deep(n - 1) if n else 0
+
+stacks.install(Path(sys.argv[1]))
+print("ready", flush=True)
+while True:
+    deep(60)
+"""
+NUM_ASKED = 20_000
+"""A handler that reads frames while they change has ended this process after 2,000 to 40,000."""
+
+
+def test_a_process_that_is_asked_while_it_works_lives_on(tmp_path: Path) -> None:
+    """Frames of a thread that runs meanwhile may be gone before they are read."""
+    path = tmp_path / "stacks.txt"
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(path)], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            num_asked = sum(stacks.ask(process.pid) for _ in range(NUM_ASKED))
+            assert process.poll() is None
+        finally:
+            process.kill()
+    told = path.read_text()
+    assert num_asked == NUM_ASKED
+    assert "in deep" in told
+    assert ", 0 tasks" in told
 
 
 def test_a_process_that_has_not_come_so_far_is_not_asked() -> None:
