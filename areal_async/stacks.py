@@ -18,6 +18,7 @@ import signal
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -90,7 +91,8 @@ def _write_tasks(file: IO[bytes]) -> None:
         tasks = asyncio.all_tasks()
     except RuntimeError:  # no loop runs in this thread
         tasks = set()
-    file.write(f"\nprocess {os.getpid()}, {len(tasks)} tasks\n\n{task_stacks(tasks)}\n".encode())
+    with suppress(OSError):  # of a full disk: raised from here it would end whatever the main thread does
+        file.write(f"\nprocess {os.getpid()}, {len(tasks)} tasks\n\n{task_stacks(tasks)}\n".encode())
 
 
 def _frames(task: "asyncio.Task[Any]") -> Iterator[str]:

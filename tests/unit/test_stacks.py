@@ -91,6 +91,19 @@ def test_a_process_that_is_asked_while_it_works_lives_on(tmp_path: Path) -> None
     assert ", 0 tasks" in told
 
 
+def test_a_process_that_cannot_write_where_it_stands_lives_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", BUSY, "/dev/full"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            for _ in range(100):
+                assert stacks.ask(process.pid)
+                time.sleep(0.002)
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
 def test_a_process_that_has_not_come_so_far_is_not_asked() -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)"],
                           stdout=subprocess.PIPE) as process:  # fmt: skip
