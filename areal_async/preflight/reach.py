@@ -11,10 +11,10 @@ import anyio.to_thread
 from areal_async.errors import UserError
 from areal_async.host import check_address
 from areal_async.launch.backend import Backend
+from areal_async.launch.run import EMBEDDED
 from areal_async.preflight.findings import Finding, error, good, of_mistake
 from areal_async.settings import Settings
 
-EMBEDDED = "embedded"
 DEFAULT_PORT = 4222
 CHECK = "hosts"
 
