@@ -414,7 +414,7 @@ async def connect(
                 finally:
                     last_error = last_error or connection.last_error
             await anyio.sleep(RECONNECT_WAIT_S)
-    reason = str(last_error) or repr(last_error)
+    reason = "no answer" if last_error is None else str(last_error) or repr(last_error)
     raise UnreachableError(f"broker {url}: not reachable within {deadline_s:g} s ({reason}); start it or set bus.url")
 
 

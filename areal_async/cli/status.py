@@ -23,7 +23,7 @@ from rich.text import Text
 from areal_async.bus import Bus, Message, Report, gather_reports
 from areal_async.cli.tail import decode_object, read_last_json_line
 from areal_async.cli.view import event_text
-from areal_async.errors import BusError, UnreachableError, UserError
+from areal_async.errors import BusError, UnreachableError, UserError, leaves_of
 from areal_async.inference.pool import STARTING
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit, visit_at
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -152,12 +152,19 @@ def remote_settings(arguments: argparse.Namespace) -> Settings:
 
 
 async def ask_status(directory: RunDirectory) -> Status:
-    """Return the status of a run, live or not; where its broker is away, what can be known without it."""
-    try:
-        async with visit(directory, connect_deadline_s=CONNECT_S, operation_deadline_s=OPERATION_S) as (settings, bus):
-            return await read_status(settings, bus)
-    except (UnreachableError, BusError) as exc:  # it may also go away while it is asked: a run that is ending
-        return without_broker(read_settings_of(directory), str(exc))
+    """Return the status of a run, live or not; where its broker is away, what can be known without it.
+
+    A run may end while it is asked, and its broker with it: then it is asked once more, as one that is stopped.
+    """
+    while True:
+        was_live = directory.is_live
+        try:
+            async with visit(directory, connect_deadline_s=CONNECT_S, operation_deadline_s=OPERATION_S) as visited:
+                return await read_status(*visited)
+        except* (UnreachableError, BusError) as group:
+            reason = str(leaves_of(group)[0])
+        if not was_live or directory.is_live:
+            return without_broker(read_settings_of(directory), reason)
 
 
 async def read_status(settings: Settings, bus: Bus) -> Status:

@@ -32,7 +32,7 @@ from areal_async.cli.trajectory_list import (
     select,
     untrained,
 )
-from areal_async.errors import PipelineError, UserError
+from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.fields import is_version
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -126,7 +126,7 @@ def ask_untrained(directory: RunDirectory, *, note: Callable[[str], None] = _not
     try:
         return anyio.run(ask, backend_options={"use_uvloop": True})
     except* (PipelineError, TimeoutError, OSError) as group:
-        reason = str(group.exceptions[0]) or "it does not answer"
+        reason = str(leaves_of(group)[0]) or "it does not answer"
     note(f"only what was trained is listed: the run's broker cannot be asked: {reason}\n")
     return []
 
