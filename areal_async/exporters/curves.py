@@ -1,13 +1,17 @@
 """Every step's and evaluation's numbers to TensorBoard and, on request, to Weights & Biases."""
 
 import shutil
+import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from areal_async.errors import UserError
 from areal_async.settings import Settings
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
 
 TAGS = {
     "reward_mean": "reward/mean",
@@ -84,35 +88,40 @@ class Curves:
 class _Board:
     """One file of events.
 
-    The library's own ``SummaryWriter`` writes from a thread: an error ends that silently, as on a full disk, and then
+    The library's own ``EventFileWriter`` writes from a thread: an error ends that silently, as on a full disk, and then
     whoever adds to its queue waits for ever. Here it is raised.
     """
 
     def __init__(self, directory: Path, number: int, *, purge_step: int | None = None) -> None:
         # Imported here: a command that writes no curves need not load it.
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
 
         directory.mkdir(parents=True, exist_ok=True)
-        # Numbered: the library names a file by the second, and would open the last one again.
-        self._writer = EventsWriter(str(directory / "events"), f".{number}")
+        # Its readers know the file by its name, and read a directory's in their order.
+        path = directory / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number:06d}"
+        self._writer = RecordWriter(path.open("xb"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
         if purge_step is not None:
             start = SessionLog(status=SessionLog.START)
-            self._writer.write_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
         """Write the numbers of one step."""
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
         values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
-        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
 
     def flush(self) -> None:
         self._writer.flush()
 
     def close(self) -> None:
         self._writer.close()
+
+    def _write(self, event: "Event") -> None:
+        self._writer.write(event.SerializeToString())
 
 
 def _start_wandb(settings: Settings, run_directory: Path) -> Any:

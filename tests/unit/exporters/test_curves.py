@@ -1,13 +1,15 @@
 """What TensorBoard would read, read back from its event files."""
 
 import json
-import struct
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+from tensorboard.compat.proto.event_pb2 import Event
 
 from areal_async.cli.curves import Follower
 from areal_async.errors import UserError
@@ -31,24 +33,17 @@ def _step(step: int, reward: float) -> dict[str, Any]:
     return {"step": step, "weights_version": f"1-{step}", "reward_mean": reward, "time_train_s": 1.5}
 
 
-def _events(directory: Path) -> Iterator[Event]:
-    for path in sorted(directory.glob("events.*"), key=lambda path: path.stat().st_mtime_ns):
-        data = path.read_bytes()
-        while data:
-            (length,) = struct.unpack("<Q", data[:8])
-            yield Event.FromString(data[12 : 12 + length])
-            data = data[16 + length :]
-
-
 def _curves(directory: Path) -> dict[str, dict[int, float]]:
     """Read as TensorBoard does: a start of a session takes back what was said of its step and later ones."""
-    curves: dict[str, dict[int, float]] = {}
-    for event in _events(directory):
-        if event.session_log.status == SessionLog.START:
-            curves = {tag: {s: v for s, v in curve.items() if s < event.step} for tag, curve in curves.items()}
-        for value in event.summary.value:
-            curves.setdefault(value.tag, {})[event.step] = round(value.simple_value, 6)
-    return curves
+    board = EventAccumulator(str(directory))
+    board.Reload()
+    return {tag: {event.step: round(event.value, 6) for event in board.Scalars(tag)} for tag in board.Tags()["scalars"]}
+
+
+def _num_written(directory: Path, tag: str) -> int:
+    """Return how many values of a curve stand in the files."""
+    events = (event for path in directory.iterdir() for event in RawEventFileLoader(str(path)).Load())
+    return sum(value.tag == tag for event in events for value in Event.FromString(event).summary.value)
 
 
 def test_steps_and_evaluations_become_curves_once_each(tmp_path: Path) -> None:
@@ -59,8 +54,7 @@ def test_steps_and_evaluations_become_curves_once_each(tmp_path: Path) -> None:
     _write(tmp_path / "seen" / "metrics.jsonl", _step(3, 0.3))
     _write(tmp_path / "seen" / "eval.jsonl", {"eval_id": "1-2", "workflow": "gsm8k", "accuracy": 0.5, "num_failed": 0})
     follower.close()
-    events = list(_events(tmp_path / "seen" / "tensorboard"))
-    assert sum(value.tag == "reward/mean" for event in events for value in event.summary.value) == 3
+    assert _num_written(tmp_path / "seen" / "tensorboard", "reward/mean") == 3
     curves = _curves(tmp_path / "seen" / "tensorboard")
     assert curves["reward/mean"] == {1: 0.1, 2: 0.2, 3: 0.3}
     assert curves["time/time_train_s"] == {1: 1.5, 2: 1.5, 3: 1.5}
@@ -84,8 +78,7 @@ def test_a_resumed_run_writes_its_history_once(tmp_path: Path) -> None:
     _write(tmp_path / "seen" / "metrics.jsonl", _step(1, 0.1))
     for _ in range(2):
         Follower(settings).close()
-    events = list(_events(tmp_path / "seen" / "tensorboard"))
-    assert sum(value.tag == "reward/mean" for event in events for value in event.summary.value) == 1
+    assert _num_written(tmp_path / "seen" / "tensorboard", "reward/mean") == 1
 
 
 def test_a_disk_that_is_full_ends_the_curves_and_neither_the_run_nor_its_end(
@@ -100,7 +93,7 @@ def test_a_disk_that_is_full_ends_the_curves_and_neither_the_run_nor_its_end(
     def fail(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", fail)
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", fail)
     for step in range(2, 100):
         _write(path, _step(step, 0.1))
         follower.catch_up()
@@ -128,3 +121,20 @@ def test_a_numbers_group_is_told_by_its_first_word() -> None:
     assert tag_of("time_step_s") == "time/time_step_s"
     assert tag_of("reward/gsm8k") == "reward/gsm8k"
     assert tag_of("something_new") == "other/something_new"
+
+
+def test_no_launcher_loads_torch_for_its_curves(tmp_path: Path) -> None:
+    """It takes seconds, in which its event loop stands."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from areal_async.exporters.curves import Curves\n"
+        "from areal_async.settings import Settings\n"
+        "curves = Curves(Settings(), Path(sys.argv[1]))\n"
+        "curves.add({'reward_mean': 0.5}, step=1)\n"
+        "curves.close()\n"
+        "sys.exit('torch' in sys.modules)\n"
+    )
+
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+    assert _curves(tmp_path / "tensorboard") == {"reward/mean": {1: 0.5}}
