@@ -31,9 +31,9 @@ class Mixing:
     """The first position of which nobody can have published a ticket when this controller began."""
 
 
-def first_free(record: Admitted | None, *, has_curriculum: bool) -> int:
-    """Return ``Mixing.earliest``, given the record as a controller finds it."""
-    if record is None:
+def first_free(record: Admitted, *, has_curriculum: bool) -> int:
+    """Return ``Mixing.earliest``, given the record as a controller takes it over: no other moves it from then on."""
+    if not record.num_fresh and not record.mixes:
         return 0  # a mix is on record before any ticket
     return record.num_fresh + (MAX_LOOKED_AT if has_curriculum else ADMISSION_BATCH)
 

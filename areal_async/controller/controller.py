@@ -76,7 +76,7 @@ class Controller:
         self._evaluator = evaluator
         self._accounts = accounts
         self._visits = Visits()
-        self._order = Order(settings, tasks, self._visits, record=None)
+        self._order = Order(settings, tasks, self._visits, record=accounts.admitted)
         self._admitted_revision = 0
         self._log_sequence = 0
         self._changed = anyio.Event()
@@ -101,9 +101,8 @@ class Controller:
             UserError: the broker's permissions let it not do its work.
         """
         await self._check_permissions()
-        record, self._admitted_revision = await self._bus.get(ADMITTED, Admitted)
-        self._accounts.admitted = record or Admitted()
-        self._order = Order(self._settings, self._tasks, self._visits, record=record)
+        await self._take_over()
+        self._order = Order(self._settings, self._tasks, self._visits, record=self._accounts.admitted)
         control, _ = await self._bus.get(CONTROL, Control)  # before anything is admitted: a pause outlives a controller
         self._steering.control = control or Control()
         changes, _ = await self._bus.get(CHANGES, Changes)
@@ -122,6 +121,21 @@ class Controller:
         await self._abandon_unfinished()
         await self._bus.put(RUN_STATE, RunState(state="finished"))
         log.info("run.finished", admitted=self._accounts.admitted.total, settled=self._accounts.num_settled)
+
+    async def _take_over(self) -> None:
+        """Have the record to oneself: another controller that still lives can move it no more, and must stop.
+
+        Before the first ticket, too: it could put another mix of the tasks on record from a position of which we have
+        published one.
+        """
+        while True:
+            record, revision = await self._bus.get(ADMITTED, Admitted)
+            self._accounts.admitted = record or Admitted()
+            try:
+                self._admitted_revision = await self._bus.compare_and_set(ADMITTED, self._accounts.admitted, revision)
+                return
+            except ConflictError:
+                continue  # it admitted once more
 
     async def _check_permissions(self) -> None:
         """Refuse a broker at which the servers of a lost node could not be disowned: all would wait for them for ever.
@@ -348,14 +362,7 @@ class Controller:
 
     async def _abandon_unfinished(self) -> None:
         """Record what was admitted and can never train now, after any other controller has been made to stop."""
-        while True:
-            record, revision = await self._bus.get(ADMITTED, Admitted)
-            self._accounts.admitted = record or Admitted()
-            try:
-                await self._bus.compare_and_set(ADMITTED, self._accounts.admitted, revision)
-                break
-            except ConflictError:
-                continue  # it admitted once more
+        await self._take_over()
         await self._read_existing_log()
         outcomes = left_over(
             self._accounts,

@@ -12,8 +12,8 @@ from areal_async.types import Admitted
 class Order:
     """A run's, from when a controller begins."""
 
-    def __init__(self, settings: Settings, tasks: Tasks, visits: Visits, *, record: Admitted | None) -> None:
-        """``record``: as the controller finds it; None in a run that has none yet."""
+    def __init__(self, settings: Settings, tasks: Tasks, visits: Visits, *, record: Admitted) -> None:
+        """``record``: as the controller takes it over."""
         self._tasks = tasks
         self.sampler = sampler_of(self._shares(settings), seed=settings.run.seed, admitted=record)
         self.curriculum = curriculum_of(settings, self.sampler, visits)

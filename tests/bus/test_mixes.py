@@ -9,12 +9,12 @@ import pytest
 from areal_async.bus import Bus, Role, ask_service
 from areal_async.controller.admission import ADMISSION_BATCH
 from areal_async.controller.controller import Controller
-from areal_async.errors import UserError
+from areal_async.errors import FencedError, UserError, leaves_of
 from areal_async.run_state import Change, Changes
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHANGES
 from areal_async.types import Admitted, GroupId, OutcomeKind, Ticket
-from tests.brokers import PATIENCE_S, OpenRole
+from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus import admissions
 from tests.bus.admissions import dying
 from tests.bus.test_controller import World, running
@@ -147,6 +147,36 @@ async def test_a_controller_killed_after_the_mix_was_recorded_goes_on_with_it(
         every = await world.tickets(2 * IN_FLIGHT, controller)
 
     assert of(every[IN_FLIGHT:]) == {"b": IN_FLIGHT}
+
+
+async def test_a_controller_that_begins_has_the_record_to_itself_before_it_publishes(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    """Another one that still lives would put a mix on record from a position of which there is a ticket by now."""
+    operator, ended = await open_role(Role.OPERATOR), list[BaseException]()
+    older = controller_of(await open_role(Role.CONTROLLER), settings)
+
+    async def run_older() -> None:
+        try:
+            await older.run()
+        except* FencedError as group:
+            ended.extend(leaves_of(group))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(run_older)
+        seen = await world.tickets(IN_FLIGHT, older)
+        record, _ = before = await operator.get(ADMITTED, Admitted)
+        async with running(controller_of(await open_role(Role.CONTROLLER, "1"), settings)) as newer:
+            await until(lambda: newer.waits_for.startswith("a credit"))
+            taken, revision = await operator.get(ADMITTED, Admitted)
+            assert (taken, revision > before[1]) == (record, True)
+            every = seen + await go_on(world, newer, seen)
+            await until(lambda: bool(ended))
+
+    assert [str(one) for one in ended] == [
+        "controller: another controller of this run is admitting; this one must stop"
+    ]
+    assert len({one.group_id for one in every}) == len(every) == 2 * IN_FLIGHT
 
 
 async def test_a_resumed_run_goes_by_the_mix_of_its_file_and_each_prompt_has_its_one_turn(

@@ -274,10 +274,27 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("a controller that ends the run trusts the cursor it remembers")
 def _(patch: pytest.MonkeyPatch) -> None:
-    async def take_over(self: ControllerModel) -> None:
-        self.has_taken_over = True
+    right = ControllerModel.take_over
 
-    patch.setattr(ControllerModel, "_take_over", take_over)
+    async def take_over(self: ControllerModel) -> None:
+        if not self.is_over:
+            await right(self)
+
+    patch.setattr(ControllerModel, "take_over", take_over)
+
+
+@_planted("a controller that begins leaves the record to another one")
+def _(patch: pytest.MonkeyPatch) -> None:
+    right = ControllerModel.take_over
+
+    async def take_over(self: ControllerModel) -> None:
+        if self.is_over:
+            await right(self)
+            return
+        record, self.revision = await self.bus.get(ADMITTED, Admitted)
+        self.accounts.admitted = record or Admitted()
+
+    patch.setattr(ControllerModel, "take_over", take_over)
 
 
 @_planted("the checkpoint's groups are settled before any server holds its weights")

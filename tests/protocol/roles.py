@@ -58,7 +58,7 @@ class ControllerModel:
     newest: WeightsVersion | None = None
     num_read: int = 0
     revision: int = 0
-    has_taken_over: bool = False
+    is_over: bool = False
     """The run has ended: its other loops are cancelled."""
 
     def __post_init__(self) -> None:
@@ -76,9 +76,10 @@ class ControllerModel:
         return Curriculum(settings, self.sampler, self.visits, seed=1, min_stretch=1)
 
     async def run(self) -> None:
-        record, self.revision = await self.bus.get(ADMITTED, Admitted)
-        self.accounts.admitted = record or Admitted()
-        self.first_free = record.num_fresh + self.world.config.max_groups_in_flight if record else 0
+        await self.take_over()
+        record = self.accounts.admitted
+        has_tickets = record.num_fresh or record.mixes
+        self.first_free = record.num_fresh + self.world.config.max_groups_in_flight if has_tickets else 0
         self.process.spawn(self._run_servers())
         for entry in await self.bus.read_log("", ""):
             self._read(entry)
@@ -86,25 +87,25 @@ class ControllerModel:
         self.process.spawn(self._run_admission())
         while not has_ended(self.accounts, self.newest):
             await idle()
-        await self._take_over()
+        self.is_over = True
+        await self.take_over()
+        for entry in await self.bus.read_new(self.num_read):
+            self._read(entry)
         last_step = self.world.config.steps
         for outcome in left_over(self.accounts, self.sampler, last_step=last_step, curriculum=self.curriculum):
             await self.bus.publish(NAMES.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
         await self.bus.put(RUN_STATE, RunState(state="finished"))
 
-    async def _take_over(self) -> None:
-        """Stop any other controller, and read what it has done."""
-        self.has_taken_over = True
+    async def take_over(self) -> None:
+        """Stop any other controller."""
         while True:
             record, revision = await self.bus.get(ADMITTED, Admitted)
             self.accounts.admitted = record or Admitted()
             try:
-                await self.bus.compare_and_set(ADMITTED, self.accounts.admitted, revision)
-                break
+                self.revision = await self.bus.compare_and_set(ADMITTED, self.accounts.admitted, revision)
+                return
             except ConflictError:
                 continue
-        for entry in await self.bus.read_new(self.num_read):
-            self._read(entry)
 
     def _read(self, entry: LogEntry) -> None:
         read_entry(entry, self.accounts)
@@ -113,7 +114,7 @@ class ControllerModel:
         self.world.touch()
 
     async def _run_log(self) -> None:
-        while not self.has_taken_over:
+        while not self.is_over:
             if not self.bus.has_new(self.num_read):
                 await idle()
                 continue
@@ -133,7 +134,7 @@ class ControllerModel:
 
     async def _run_admission(self) -> None:
         last_step = self.world.config.steps
-        while not self.has_taken_over:
+        while not self.is_over:
             admission = next_admission(
                 self.accounts,
                 self.sampler,

@@ -13,6 +13,7 @@ WHERE = {
     "a trainer purges without asking whether a newer one has begun": Config(min_group_size=2, steps=5, max_attempts=3),
     "a curriculum decides by what is known by now": Config(num_rows=2, steps=5, keep=0.5),
     "what was passed over is abandoned at the end": Config(num_rows=2, steps=5, keep=0.5),
+    "a controller that begins leaves the record to another one": Config(num_rows=5, num_tasks=2),
     "another mix begins at once": Config(num_rows=5, steps=5, num_tasks=2),
     "tickets are chosen by another mix before it is on record": Config(num_rows=5, steps=5, num_tasks=2),
 }

@@ -88,7 +88,7 @@ def test_whatever_mix_is_wanted_and_whenever_the_controller_is_killed_all_that_h
 ) -> None:
     """Each admission has so many credits; who follows a controller that is killed knows the record alone."""
     sampler, accounts = MixedSampler([Share(30), Share(7)], seed=1), _accounts()
-    exists, free, published = False, first_free(None, has_curriculum=False), set[GroupId]()
+    free, published = first_free(accounts.admitted, has_curriculum=False), set[GroupId]()
     for weights, num_credits, fate in admissions:
         before = accounts.admitted
         accounts.max_groups_in_flight = before.total + num_credits
@@ -99,9 +99,9 @@ def test_whatever_mix_is_wanted_and_whenever_the_controller_is_killed_all_that_h
         if fate != "killed before the tickets":
             published |= {item.group_id for item in admission.items}
         if fate == "recorded":
-            accounts.admitted, exists = admission.record, True
+            accounts.admitted = admission.record
         else:
-            free = first_free(accounts.admitted if exists else None, has_curriculum=False)
+            free = first_free(accounts.admitted, has_curriculum=False)
 
         record = accounts.admitted
         counted = set(first_groups(record, sampler, None))

@@ -14,7 +14,7 @@ SETTINGS = Settings(
 )
 
 
-def _order(record: Admitted | None) -> Order:
+def _order(record: Admitted) -> Order:
     return Order(SETTINGS, Tasks([(name, [{}] * 4) for name in ("a", "b")]), Visits(), record=record)
 
 
@@ -24,4 +24,4 @@ def test_rows_with_one_order_in_common_keep_their_mix_and_may_be_sampled_otherwi
     with pytest.raises(UserError, match=r"tasks\.1\.ratio: cannot change in this run: .* one order in common"):
         of_before.check_change("tasks.1.ratio")
     of_before.check_change("tasks.1.sampling.temperature")
-    _order(None).check_change("tasks.1.ratio")
+    _order(Admitted()).check_change("tasks.1.ratio")
