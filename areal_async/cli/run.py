@@ -4,7 +4,9 @@ Nothing is started, and nothing of an earlier run is removed, before all checks 
 """
 
 import argparse
+import functools
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -27,7 +29,7 @@ from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.plan import plan_crews
-from areal_async.launch.run import EMBEDDED, launch
+from areal_async.launch.run import EMBEDDED, hold, launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import Settings
@@ -53,7 +55,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan_crews(
         settings, directory, gpus=gpus, hosts=backend.hosts
     )  # refuses what this host cannot hold, before anything is removed
-    with directory.locked(settings.run.name):
+    with ExitStack() as stack:
+        anyio.run(functools.partial(hold, stack, directory, settings.run.name, is_visit=False))
         if arguments.fresh:
             directory.clear()
         elif directory.exists:

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -19,7 +19,7 @@ from areal_async.launch.claims import own_holder, run_beats, wait_released
 from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.presence import BROKER, PresenceKeeper
-from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
 from areal_async.rollout.sources import source_hashes
@@ -189,7 +189,11 @@ async def visit(
     """
     name = read_settings_of(directory).run.name
     async with AsyncExitStack() as stack:
-        is_ours = await _is_held(stack, directory, name)
+        is_ours = True
+        try:
+            await hold(stack, directory, name, is_visit=True)
+        except LiveError:
+            is_ours = False
         settings, url = read_settings_of(directory), directory.read_bus_url()  # it may have been resumed meanwhile
         if is_ours:
             url = await stack.enter_async_context(_broker(settings))
@@ -207,23 +211,24 @@ async def visit(
         yield settings, bus
 
 
-async def _is_held(stack: AsyncExitStack, directory: RunDirectory, name: str) -> bool:
-    """Hold a run that nobody runs, after whoever else looks into it; say whether it is so, and not a live one.
+async def hold(stack: ExitStack | AsyncExitStack, directory: RunDirectory, name: str, *, is_visit: bool) -> None:
+    """Lock a run's directory, after whoever else looks into it.
 
     Raises:
-        HeldError: they take too long.
+        LiveError: a launcher has it.
+        HeldError: others look into it for longer than ``OTHERS_S``.
     """
     ends_at_s = anyio.current_time() + OTHERS_S
     while True:
         try:
-            stack.enter_context(directory.locked(name, is_visit=True))
+            stack.enter_context(directory.locked(name, is_visit=is_visit))
+        except LiveError:
+            raise
         except HeldError:
-            if directory.is_live:
-                return False
             if anyio.current_time() > ends_at_s:
                 raise
         else:
-            return True
+            return
         await anyio.sleep(POLL_S)
 
 

@@ -1,18 +1,19 @@
 """The directory of one run: what the launcher leaves there for the roles, and who may use it.
 
-run.lock      held by the one launcher that is alive, or by a command that looks into a run which is not
-config.yaml   every setting, resolved: what the roles read
-bus/url       where the broker is
+run.lock       held by the one that uses it: its launcher, or a command that looks into a run which has none
+launcher.lock  held by its launcher as well: by that it is told from one who looks, never by what a file says
+config.yaml    every setting, resolved: what the roles read
+bus/url        where the broker is
 """
 
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import yaml
 
@@ -23,8 +24,9 @@ from areal_async.settings import DATA_DEFINING, RunSettings, Settings
 from areal_async.settings_sources import NOT_YAML, dump_settings, load_settings
 from areal_async.types import Version
 
-VISIT = " looks into it"
-"""Stands in the lock file behind the number of a process that holds it and runs nothing."""
+
+class LiveError(HeldError):
+    """A launcher runs the run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,10 @@ class RunDirectory:
     @property
     def lock(self) -> Path:
         return self.path / "run.lock"
+
+    @property
+    def launcher_lock(self) -> Path:
+        return self.path / "launcher.lock"
 
     @property
     def logs(self) -> Path:
@@ -59,14 +65,10 @@ class RunDirectory:
     @property
     def is_live(self) -> bool:
         """Whether a launcher runs this run now; a process that only looks into a stopped one makes none live."""
-        if not self.lock.exists():
+        if not self.launcher_lock.exists():
             return False
-        with open(self.lock) as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return not lock.read().endswith(VISIT)
-        return False
+        with open(self.launcher_lock) as lock:
+            return not _has_locked(lock, fcntl.LOCK_SH)
 
     @contextmanager
     def locked(self, name: str, *, is_visit: bool = False) -> Iterator[None]:
@@ -76,24 +78,29 @@ class RunDirectory:
             is_visit: only to look into a run that does not live.
 
         Raises:
-            HeldError: another process holds it.
+            LiveError: a launcher holds it.
+            HeldError: another process looks into it, or is asking at this moment whether it lives.
         """
         self.path.mkdir(parents=True, exist_ok=True)
-        with open(self.lock, "a+") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
-                lock.seek(0)
-                holder = lock.read().strip() or "unknown"
-                if holder.endswith(VISIT):
-                    raise HeldError(f"run {name}: process {holder}; try again when it has ended") from exc
-                raise HeldError(
-                    f"run {name}: already running in process {holder}; stop it, or choose another --run.name"
-                ) from exc
-            lock.truncate(0)
-            lock.write(f"{os.getpid()}{VISIT if is_visit else ''}")
-            lock.flush()
+        with ExitStack() as held:
+            lock = held.enter_context(open(self.lock, "a+"))
+            if not _has_locked(lock, fcntl.LOCK_EX):
+                raise self._error_of_holder(name)
+            _sign(lock)
+            if not is_visit:
+                launcher = held.enter_context(open(self.launcher_lock, "a+"))
+                _sign(launcher)  # before it is locked: who finds it so reads whose it is
+                if not _has_locked(launcher, fcntl.LOCK_EX):
+                    raise HeldError(f"run {name}: another process looks at it; try again")
             yield
+
+    def _error_of_holder(self, name: str) -> HeldError:
+        if self.is_live:
+            pid = self.launcher_lock.read_text() or "unknown"
+            return LiveError(f"run {name}: already running in process {pid}; stop it, or choose another --run.name")
+        return HeldError(
+            f"run {name}: process {self.lock.read_text() or 'unknown'} looks into it; try again when it has ended"
+        )
 
     def clear(self) -> None:
         """Remove all that earlier starts left. Call with the lock held.
@@ -101,7 +108,7 @@ class RunDirectory:
         Raises:
             UserError: there are files, but no run that could have left them.
         """
-        items = [item for item in self.path.iterdir() if item != self.lock]
+        items = [item for item in self.path.iterdir() if item not in (self.lock, self.launcher_lock)]
         if items and not self.exists:
             raise UserError(f"{self.path}: holds files but no run; remove it yourself, or choose another --run.name")
         for item in items:
@@ -182,6 +189,22 @@ def find_run(name: str) -> RunDirectory:
         if directory.exists:
             return directory
     raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
+
+
+def _has_locked(file: IO[str], operation: int) -> bool:
+    """Say whether a file is locked now, for as long as it is open; never wait for those who have it."""
+    try:
+        fcntl.flock(file, operation | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _sign(lock: IO[str]) -> None:
+    """Leave this process's number in a lock file, for people."""
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
 
 
 def _named(data: Any, names: Sequence[str]) -> dict[str, Any]:

@@ -1,7 +1,10 @@
-"""A stopped run is looked into by one after the other: nobody is refused who can wait a moment."""
+"""A stopped run is looked into by one after the other: nobody is refused who can wait a moment, nor is a launcher."""
 
+import fcntl
+import functools
 import subprocess
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import anyio
@@ -9,8 +12,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from areal_async.bus import EmbeddedBroker, HeldError, Role, declare, open_bus
-from areal_async.launch.run import visit
-from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.run import hold, visit
+from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
@@ -113,6 +116,25 @@ async def test_one_who_looks_for_too_long_is_named(stopped: RunDirectory, monkey
     with stopped.locked("test", is_visit=True), pytest.raises(HeldError, match="looks into it; try again when it has"):
         async with visit(stopped):
             await checkpoint()
+
+
+@pytest.mark.parametrize("lock", ["run.lock", "launcher.lock"], ids=["one who looks into it", "one who asks of it"])
+async def test_a_launcher_waits_for(stopped: RunDirectory, lock: str) -> None:
+    """A copy is made of the store, or it is seen whether a launcher is there, under a lock that is shared."""
+    with ExitStack() as launcher:
+        async with anyio.create_task_group() as tasks:
+            with (stopped.path / lock).open("w") as held:
+                fcntl.flock(held, fcntl.LOCK_SH)
+                tasks.start_soon(functools.partial(hold, launcher, stopped, "test", is_visit=False))
+                await anyio.wait_all_tasks_blocked()
+                assert not stopped.is_live
+
+        assert stopped.is_live
+
+
+async def test_a_launcher_waits_for_no_other(stopped: RunDirectory) -> None:
+    with stopped.locked("test"), ExitStack() as launcher, pytest.raises(LiveError, match="already running in process"):
+        await hold(launcher, stopped, "test", is_visit=False)
 
 
 async def test_verbs_that_read_may_be_given_at_once(stopped: RunDirectory) -> None:

@@ -1,6 +1,5 @@
 """``eval`` says what answers came to, and refuses what cannot be evaluated in one sentence each."""
 
-import fcntl
 import json
 import tempfile
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from areal_async.cli.evaluate import held_out_of, result_of, tell
 from areal_async.cli.main import main
 from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import DatasetSettings, EvalSettings, Settings, TaskSettings
 from areal_async.types import SlotStatus
 
@@ -99,9 +99,7 @@ def test_mistakes_get_one_sentence_and_leave_nothing_behind(
 
 @pytest.mark.parametrize("words", [["--limit", "3"], ["--eval.limit", "3"]])
 def test_a_live_run_takes_no_settings(words: list[str], capsys: pytest.CaptureFixture[str], place: Path) -> None:
-    with (place / "runs" / "over" / "run.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-
+    with RunDirectory(place / "runs" / "over").locked("over"):
         assert main(["eval", "--run", "over", *words]) == 2
 
     assert capsys.readouterr().err.startswith(f"{words[0]}: got it for a live run, which evaluates by its own settings")

@@ -1,7 +1,9 @@
 """``run`` chooses its settings, refuses what can be seen to be wrong, and starts nothing before that."""
 
+import fcntl
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -180,6 +182,30 @@ def test_run_that_is_alive_or_changed_is_refused(place: Path, capsys: pytest.Cap
     assert main(["run", "workflows/gsm8k.py", "--run.seed", "5"]) == 2
     assert "run g: run.seed was 1, is 5; " in capsys.readouterr().err
     assert directory.read_settings().run.seed == 1
+
+
+def test_a_resume_waits_for_one_who_looks_into_the_run(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = RunDirectory(Path("runs/g"))
+    directory.write_settings(load_run_settings(Path("configs/gsm8k_cpu.yaml"), None, []))
+    take = fcntl.flock
+
+    with ExitStack() as visitor:
+        visitor.enter_context(directory.locked("g", is_visit=True))
+
+        def leave_when_in_the_way(file: int, operation: int) -> None:
+            try:
+                take(file, operation)
+            except BlockingIOError:
+                visitor.close()
+                raise
+
+        monkeypatch.setattr("fcntl.flock", leave_when_in_the_way)
+
+        assert main(["run", "workflows/gsm8k.py", "--run.seed", "5"]) == 2
+
+    assert "run g: run.seed was 1, is 5; " in capsys.readouterr().err
 
 
 def test_a_resume_whose_broker_does_not_start_leaves_the_settings_as_they_were(place: Path) -> None:

@@ -1,13 +1,17 @@
 """One launcher at a time; a resumed run keeps its data; what is removed was a run's."""
 
+import fcntl
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
+from areal_async.bus import HeldError
 from areal_async.errors import UserError
-from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.settings import Settings
 from areal_async.settings_sources import load_settings
 
@@ -40,9 +44,80 @@ def test_a_run_is_live_while_a_launcher_has_it_and_not_for_one_who_looks_into_it
     assert not directory.is_live
     with directory.locked("a", is_visit=True):
         assert not directory.is_live
-        with pytest.raises(UserError, match=f"run a: process {os.getpid()} looks into it; try again"):
+        with pytest.raises(HeldError, match=f"run a: process {os.getpid()} looks into it; try again"):
             with directory.locked("a"):
                 pass
+
+
+@pytest.fixture
+def at_each_lock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], None]], None]:
+    """Has something done at each moment at which a lock was just taken, or refused."""
+    take = fcntl.flock
+
+    def arrange(look: Callable[[], None]) -> None:
+        def flock(file: int, operation: int) -> None:
+            with monkeypatch.context() as during:
+                during.setattr("fcntl.flock", take)
+                try:
+                    take(file, operation)
+                finally:
+                    look()
+
+        monkeypatch.setattr("fcntl.flock", flock)
+
+    return arrange
+
+
+def test_a_visitor_is_taken_for_a_launcher_at_no_moment(
+    directory: RunDirectory, at_each_lock: Callable[[Callable[[], None]], None]
+) -> None:
+    """Whoever has held the directory before."""
+    errors: list[HeldError] = []
+
+    def look() -> None:
+        assert not directory.is_live
+        try:
+            with directory.locked("a"):
+                pass
+        except HeldError as exc:
+            errors.append(exc)
+
+    with directory.locked("a"):
+        assert directory.is_live
+    at_each_lock(look)
+    with directory.locked("a", is_visit=True):
+        pass
+
+    assert errors
+    assert not any(isinstance(error, LiveError) for error in errors)
+
+
+def test_a_launcher_is_one_from_the_moment_that_it_has_both_locks(
+    directory: RunDirectory, at_each_lock: Callable[[Callable[[], None]], None]
+) -> None:
+    """Whoever has held the directory before; who finds it live is told the process."""
+    found: list[tuple[bool, str]] = []
+
+    def look() -> None:
+        error = ""
+        is_live = directory.is_live
+        with suppress(HeldError):
+            try:
+                with directory.locked("a"):
+                    pass
+            except LiveError as exc:
+                error = str(exc)
+                raise
+        found.append((is_live, error))
+
+    with directory.locked("a", is_visit=True):
+        pass
+    at_each_lock(look)
+    with directory.locked("a"):
+        pass
+
+    running = f"run a: already running in process {os.getpid()}; stop it, or choose another --run.name"
+    assert found == [(False, ""), (True, running)]
 
 
 def test_settings_and_address_are_read_as_they_were_written(
@@ -123,7 +198,7 @@ def test_a_run_that_was_started_before_a_setting_was_there_had_its_default(direc
         directory.refuse_changed_data(_settings("--rollout.curriculum.keep", "0.5"))
 
 
-def test_clear_removes_all_but_the_lock(directory: RunDirectory) -> None:
+def test_clear_removes_all_but_the_locks(directory: RunDirectory) -> None:
     with directory.locked("a"):
         directory.write_settings(_settings())
         directory.write_bus_url("x")
@@ -131,7 +206,7 @@ def test_clear_removes_all_but_the_lock(directory: RunDirectory) -> None:
 
         directory.clear()
 
-        assert [path.name for path in directory.path.iterdir()] == ["run.lock"]
+        assert sorted(path.name for path in directory.path.iterdir()) == ["launcher.lock", "run.lock"]
 
 
 def test_clear_leaves_a_directory_that_no_run_made(directory: RunDirectory) -> None:
