@@ -29,6 +29,7 @@ from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.plan import plan_crews
+from areal_async.launch.reach import place_of, refuse_loopback
 from areal_async.launch.run import EMBEDDED, hold, launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     plan_crews(
         settings, directory, gpus=gpus, hosts=backend.hosts
     )  # refuses what this host cannot hold, before anything is removed
+    check_hosts(settings, backend)
     with ExitStack() as stack:
         anyio.run(functools.partial(hold, stack, directory, settings.run.name, is_visit=False))
         if arguments.fresh:
@@ -176,6 +178,19 @@ def check(settings: Settings) -> None:
     check_listening(settings.metrics)
     if settings.bus.url == EMBEDDED and settings.bus.host:
         check_address(settings.bus.host, setting="bus.host")
+
+
+def check_hosts(settings: Settings, backend: Backend) -> None:
+    """Refuse a broker's address, where the settings say one, that the backend's other hosts would look for at home.
+
+    Raises:
+        UserError: it is the loopback, and there are others.
+    """
+    bus, others = settings.bus, backend.hosts[1:]
+    if bus.url != EMBEDDED:
+        refuse_loopback(place_of(bus.url)[0], others, is_ours=False)
+    elif bus.host:
+        refuse_loopback(bus.host, others, is_ours=True)
 
 
 def _same_workflow(left: str, right: str) -> bool:

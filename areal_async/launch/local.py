@@ -62,7 +62,7 @@ class LocalProcess:
 class LocalBackend:
     """Starts children of this process."""
 
-    hosts = (LOOPBACK,)
+    hosts: tuple[str, ...] = (LOOPBACK,)
 
     async def address(self) -> str:
         """Return that of this host for itself."""

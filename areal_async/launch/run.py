@@ -19,6 +19,7 @@ from areal_async.launch.claims import own_holder, run_beats, wait_released
 from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.presence import BROKER, PresenceKeeper
+from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
@@ -55,7 +56,7 @@ async def launch(
         watch: runs beside the processes, for showing what happens; cancelled at the end.
 
     Raises:
-        UserError: the settings, the workflow or the data are at fault.
+        UserError: the settings, the workflow or the data are at fault, or other hosts could not find the broker.
         PipelineError: the run failed.
     """
     crews = plan_crews(settings, directory, gpus=visible_gpus(), hosts=backend.hosts)
@@ -269,10 +270,15 @@ async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, B
 
 
 async def _broker_host(settings: Settings, backend: Backend, notify: Notify) -> str:
-    """Return the address at which the embedded broker is to listen, and say what comes with it."""
+    """Return the address at which the embedded broker is to listen, and say what comes with it.
+
+    Raises:
+        UserError: the backend's other hosts would not find it there.
+    """
     if settings.bus.url != EMBEDDED:
         return LOOPBACK
     host = settings.bus.host or await backend.address()
+    refuse_loopback(host, backend.hosts[1:], is_ours=True)
     if host != LOOPBACK:
         notify(f"the broker listens at {host}: it asks for keys, and encrypts nothing; bus.url takes one with TLS")
     return host

@@ -1,21 +1,20 @@
 """Whether the hosts that a run would have find its broker."""
 
-import ipaddress
+import functools
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from urllib.parse import urlsplit
 
 import anyio.to_thread
 
 from areal_async.errors import UserError
 from areal_async.host import check_address
 from areal_async.launch.backend import Backend
+from areal_async.launch.reach import cure_for, is_loopback, place_of, refuse_loopback
 from areal_async.launch.run import EMBEDDED
 from areal_async.preflight.findings import Finding, error, good, of_mistake
 from areal_async.settings import Settings
 
-DEFAULT_PORT = 4222
 CHECK = "hosts"
 
 
@@ -35,51 +34,27 @@ async def _look(settings: Settings, backend: Backend) -> Finding:
             check_address(bus.host, setting="bus.host")
         address, wanted_port = bus.host or await backend.address(), bus.port
     else:
-        address, wanted_port = _place(bus.url)
-    is_loopback = await anyio.to_thread.run_sync(_is_loopback, address)
+        address, wanted_port = place_of(bus.url)
     if not others:
-        return good(CHECK, f"this one alone{_for_guests(address, is_loopback=is_loopback)}")
-    names = ", ".join(others)
-    cure = "leave bus.host out, or set it to an address of this host that they reach"
-    if not is_ours:
-        cure = "set bus.url to an address of the broker's host that they reach"
-    if is_loopback:
-        return error(CHECK, f"the broker's address {address} is the loopback, where {names} find themselves", cure)
+        is_own = await anyio.to_thread.run_sync(is_loopback, address)
+        return good(CHECK, f"this one alone{_for_guests(address, is_own=is_own)}")
+    await anyio.to_thread.run_sync(functools.partial(refuse_loopback, address, others, is_ours=is_ours))
     with _listening(address, wanted_port, is_ours=is_ours) as port:
         lost = await backend.cannot_reach(address, port)
     if lost:
         told = "; ".join(f"{host}: {why}" for host, why in lost.items())
-        return error(CHECK, f"the broker's address {address}:{port} cannot be reached from {told}", cure)
-    return good(CHECK, f"{len(others)} beside this one ({names}), which reach the broker's address {address}")
+        return error(
+            CHECK, f"the broker's address {address}:{port} cannot be reached from {told}", cure_for(is_ours=is_ours)
+        )
+    return good(
+        CHECK, f"{len(others)} beside this one ({', '.join(others)}), which reach the broker's address {address}"
+    )
 
 
-def _place(url: str) -> tuple[str, int]:
-    try:
-        parts = urlsplit(url)
-        return parts.hostname or "", parts.port or DEFAULT_PORT
-    except ValueError as exc:
-        raise UserError(f"bus.url: got {url!r}: {exc}; write it like tls://host:4222") from exc
-
-
-def _for_guests(address: str, *, is_loopback: bool) -> str:
-    if is_loopback:
+def _for_guests(address: str, *, is_own: bool) -> str:
+    if is_own:
         return f"; nodes of others cannot join, as the broker's address is {address}: set bus.host where some are to"
     return f"; nodes of others join at the broker's address {address}"
-
-
-def _is_loopback(address: str) -> bool:
-    """Whether a name or an address means this very host wherever it is looked up. Many a host calls itself 127.0.1.1.
-
-    Raises:
-        UserError: it has no address.
-    """
-    try:
-        found = socket.getaddrinfo(address, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as exc:
-        raise UserError(
-            f"bus: got the address {address!r}, which is none ({exc}); correct bus.url or bus.host"
-        ) from exc
-    return all(ipaddress.ip_address(place[0]).is_loopback for *_, place in found)
 
 
 @contextmanager

@@ -12,6 +12,8 @@ from areal_async.cli.checks import check_dataset, check_interpreter, check_model
 from areal_async.cli.main import main
 from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.errors import UserError
+from areal_async.launch.backends import BACKENDS
+from areal_async.launch.local import LocalBackend
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import DatasetSettings
 
@@ -169,6 +171,38 @@ def test_refused_run_leaves_nothing_behind(
     assert main(["run", *words, "--fresh"]) == 2
 
     assert capsys.readouterr().err.startswith(sentence)
+    assert not (place / "runs").exists()
+
+
+class _Two(LocalBackend):
+    """An allocation of two hosts."""
+
+    hosts = ("here", "there")
+
+
+@pytest.mark.parametrize(
+    ("words", "address", "cure"),
+    [
+        (["--bus.host", "127.0.0.2"], "127.0.0.2", "leave bus.host out, or set it to an address of this host that "),
+        (["--bus.url", "nats://localhost:9"], "localhost", "set bus.url to an address of the broker's host that "),
+    ],
+)
+def test_a_loopback_is_refused_where_other_hosts_are_to_find_the_broker(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    address: str,
+    cure: str,
+) -> None:
+    """Before a run of that name is removed."""
+    monkeypatch.setitem(BACKENDS, "local", _Two)
+
+    assert main(["run", "workflows/gsm8k.py", *words, "--fresh"]) == 2
+
+    assert capsys.readouterr().err == (
+        f"bus: the broker's address {address} is the loopback, where there find themselves; {cure}they reach\n"
+    )
     assert not (place / "runs").exists()
 
 

@@ -133,6 +133,19 @@ async def test_a_broker_that_other_hosts_reach_is_told_of(settings: Settings, di
     assert said[0].startswith("the broker listens at 127.0.0.2: it asks for keys, and encrypts nothing")
 
 
+async def test_an_address_that_every_host_takes_for_its_own_is_refused_before_the_broker_starts(
+    settings: Settings, directory: RunDirectory
+) -> None:
+    """Though a scheduler has given it."""
+    backend = _StandIns("pass")
+    backend.hosts = ("here", "there")
+
+    with pytest.raises(UserError, match=r"the broker's address 127\.0\.0\.1 is the loopback, where there find"):
+        await _launch(settings, backend)
+
+    assert not directory.path.exists()
+
+
 def _mixed(settings: Settings, *ratios: float) -> Settings:
     rows = DatasetSettings(path="x")
     tasks = [
