@@ -73,10 +73,10 @@ async def launch(
         bus = await stack.enter_async_context(
             _open_run(settings, directory, host=host, is_fresh=is_fresh, on_change=note)
         )
-        await _leave_settings(bus, directory, settings, notify)
         state, _ = await bus.get(RUN_STATE, RunState)
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
+        await _leave_settings(bus, directory, settings, notify)
         await bus.put(RUN_STATE, RunState())
         shared = SharedSettings(
             settings=settings.model_dump_json(),

@@ -168,6 +168,22 @@ async def test_another_mix_of_the_tasks_is_taken_at_a_resume_and_told(
     assert [task.ratio for task in directory.read_settings().tasks] == [1.0, 3.0]
 
 
+async def test_a_run_that_has_finished_keeps_the_settings_that_it_had(
+    settings: Settings, directory: RunDirectory
+) -> None:
+    """Whatever a start of it was given: nothing is made by those."""
+    directory.write_settings(_mixed(settings, 1.0, 1.0))
+    async with _bucket(settings) as bus:
+        await bus.put(RUN_STATE, RunState(state="finished"))
+    said: list[str] = []
+
+    end, _ = await _launch(_mixed(settings, 1.0, 3.0), _StandIns("pass"), notify=said.append)
+
+    assert end is RunEnd.ALREADY_FINISHED
+    assert said == []
+    assert directory.read_settings() == _mixed(settings, 1.0, 1.0)
+
+
 async def test_a_mix_whose_prompts_follow_from_its_ratios_stays_however_often_it_is_tried(
     settings: Settings, directory: RunDirectory
 ) -> None:
