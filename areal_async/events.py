@@ -88,7 +88,7 @@ class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
 
 
 class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
-    """An operator has changed a setting of the live run."""
+    """An operator has changed a setting of the live run, or resumed it with another mix of its tasks."""
 
     setting: str
     before: float | None

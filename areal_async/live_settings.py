@@ -123,6 +123,17 @@ def full_name(settings: Settings, key: str) -> str:
     return ".".join(parts)
 
 
+def changed_ratios(before: Settings, now: Settings, changes: Changes) -> dict[str, tuple[float, float]]:
+    """Return the tasks' ratios that a resumed run has otherwise than it had: what each was and is, changes included.
+
+    Args:
+        before: those of its start before this one, with as many tasks.
+    """
+    mixes = ([task.ratio for task in settings_now(settings, changes).tasks] for settings in (before, now))
+    pairs = enumerate(zip(*mixes, strict=True))
+    return {f"tasks.{index}.ratio": (was, ratio) for index, (was, ratio) in pairs if was != ratio}
+
+
 def step_numbers(settings: Settings) -> dict[str, float | None]:
     """Return what a cut says that its step is trained with."""
     return {key: value_of(settings, key) for key in STEP_NUMBERS}

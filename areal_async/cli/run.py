@@ -18,6 +18,7 @@ from areal_async.cli.checks import check_dataset, check_interpreter, check_model
 from areal_async.cli.curves import Follower
 from areal_async.cli.display import choose_display
 from areal_async.cli.export import write_best
+from areal_async.cli.orders import who
 from areal_async.cli.speech import settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
@@ -89,6 +90,7 @@ def _run_locked(
             directory,
             backend=backend,
             is_fresh=is_fresh,
+            by=who(),
             notify=display.notify,
             watch=watch,
         )

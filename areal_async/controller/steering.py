@@ -11,6 +11,7 @@ import msgspec
 import structlog
 
 from areal_async.bus import Bus, Endpoint, Report, Schema, json_object
+from areal_async.change_record import record_change
 from areal_async.errors import ConflictError, UserError
 from areal_async.events import RunOrdered, SettingChanged
 from areal_async.live_settings import check_change, full_name, held_changes, live_names, value_of
@@ -135,20 +136,10 @@ class Steering:
                 break
             except ConflictError:
                 continue  # another operator was faster: theirs first, then ours
-        await anyio.to_thread.run_sync(self._record, event)
+        await anyio.to_thread.run_sync(record_change, self._settings.run_directory, event)
         log.info(event.kind, setting=setting, before=before, after=value, by=by, reason=reason)
         await self._bus.tell(event)
         return dict(held_changes(self._settings, wanted))
-
-    def _record(self, event: SettingChanged) -> None:
-        """Add a line to the run's own record of changes; on a full disk the key and the event must do."""
-        path = self._settings.run_directory / "changes.jsonl"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with path.open("ab") as file:
-                file.write(msgspec.json.encode(event) + b"\n")
-        except OSError as exc:
-            log.warning("changes.not_written", path=str(path), cause=str(exc))
 
 
 def _text(body: Report, key: str) -> str:

@@ -7,11 +7,14 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
+import anyio.to_thread
 
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
+from areal_async.change_record import record_change
 from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
+from areal_async.events import SettingChanged
 from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
@@ -23,10 +26,11 @@ from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
+from areal_async.live_settings import changed_ratios
 from areal_async.rollout.sources import source_hashes
-from areal_async.run_state import RunState, SharedSettings
+from areal_async.run_state import Changes, RunState, SharedSettings
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.subjects import ADMITTED, CHANGES, LAUNCHER, NODES, RUN_STATE, SETTINGS
 from areal_async.types import Admitted
 
 EMBEDDED = "embedded"
@@ -36,6 +40,8 @@ LAST_WORDS_S = 5.0
 OTHERS_S = 10.0
 """For others to have looked into a run that is stopped; each starts its broker for a second or two."""
 POLL_S = 0.1
+RESUMED = "the run was resumed with it"
+"""Why a setting has changed that no order has."""
 SEE_OFF_S = 15.0
 """For joined nodes to end, while the broker still runs."""
 
@@ -46,6 +52,7 @@ async def launch(
     *,
     backend: Backend,
     is_fresh: bool,
+    by: str,
     notify: Notify,
     watch: Callable[[Bus], Coroutine[Any, Any, None]],
 ) -> RunEnd:
@@ -53,6 +60,7 @@ async def launch(
 
     Args:
         is_fresh: forget what the bus holds of an earlier run of this name.
+        by: who starts it, as the run's record of changed settings is to name them.
         watch: runs beside the processes, for showing what happens; cancelled at the end.
 
     Raises:
@@ -76,7 +84,7 @@ async def launch(
         state, _ = await bus.get(RUN_STATE, RunState)
         if state is not None and state.state == "finished":
             return RunEnd.ALREADY_FINISHED
-        await _leave_settings(bus, directory, settings, notify)
+        await _leave_settings(bus, directory, settings, by=by, notify=notify)
         await bus.put(RUN_STATE, RunState())
         shared = SharedSettings(
             settings=settings.model_dump_json(),
@@ -124,13 +132,17 @@ async def launch(
         return end
 
 
-async def _leave_settings(bus: Bus, directory: RunDirectory, settings: Settings, notify: Notify) -> None:
-    """Leave the settings for the roles, unless they mix the tasks otherwise and the run's record cannot take that.
+async def _leave_settings(bus: Bus, directory: RunDirectory, settings: Settings, *, by: str, notify: Notify) -> None:
+    """Leave the settings for the roles, and tell of another mix of the tasks as of one that the live run is given.
 
     Raises:
-        UserError: it is so.
+        UserError: the run's record cannot take another mix.
     """
-    if len(settings.tasks) > 1 and (changed := "; ".join(directory.changed_mix(settings))):
+    ratios: dict[str, tuple[float, float]] = {}
+    if len(settings.tasks) > 1 and directory.exists:
+        changes, _ = await bus.get(CHANGES, Changes)
+        ratios = changed_ratios(directory.read_settings(), settings, changes or Changes())
+    if changed := "; ".join(f"{name} was {before}, is {after}" for name, (before, after) in ratios.items()):
         record, _ = await bus.get(ADMITTED, Admitted)
         if is_without_mix(record):
             raise UserError(
@@ -140,6 +152,10 @@ async def _leave_settings(bus: Bus, directory: RunDirectory, settings: Settings,
             )
         notify(f"{changed}: for the prompts that are admitted from now on")
     directory.write_settings(settings)
+    for name, (before, after) in ratios.items():
+        event = SettingChanged(setting=name, before=before, after=after, by=by, reason=RESUMED)
+        await anyio.to_thread.run_sync(record_change, directory.path, event)
+        await bus.tell(event)
 
 
 async def forget_earlier(bus: Bus, *, with_nodes: bool) -> None:

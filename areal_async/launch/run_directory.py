@@ -121,32 +121,22 @@ class RunDirectory:
         """Check that going on with these settings continues the same run.
 
         Raises:
-            UserError: a setting that defines the data differs from the one the run was started with.
+            UserError: a setting that defines the data differs from the one the run was started with, or that cannot
+                be read.
         """
-        if changed := self._changed(settings, DATA_DEFINING):
-            raise UserError(
-                f"run {settings.run.name}: {'; '.join(changed)}; a resumed run keeps its data: put back what was, "
-                "choose another --run.name, or give --fresh to start anew"
-            )
-
-    def changed_mix(self, settings: Settings) -> list[str]:
-        """Return which ratios of tasks differ from those that the run was started with last: what each was and is.
-
-        Raises:
-            UserError: what it was started with cannot be read.
-        """
-        return self._changed(settings, ("tasks.*.ratio",)) if self.exists else []
-
-    def _changed(self, settings: Settings, names: Sequence[str]) -> list[str]:
         try:
             before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
         except (OSError, *NOT_YAML) as exc:
             raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
         # What the file has not was not there yet when the run was started: it was as it is by default.
-        was = _named(Settings().model_dump(mode="json"), names) | _named(before, names)
-        now = _named(settings.model_dump(mode="json"), names)
-        changed = [name for name in was | now if was.get(name) != now.get(name)]
-        return [f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed]
+        was = _named(Settings().model_dump(mode="json")) | _named(before)
+        now = _named(settings.model_dump(mode="json"))
+        if changed := [name for name in was | now if was.get(name) != now.get(name)]:
+            told = "; ".join(f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed)
+            raise UserError(
+                f"run {settings.run.name}: {told}; a resumed run keeps its data: put back what was, "
+                "choose another --run.name, or give --fresh to start anew"
+            )
 
     def write_settings(self, settings: Settings) -> None:
         """Leave the resolved settings for the roles."""
@@ -207,9 +197,9 @@ def _sign(lock: IO[str]) -> None:
     lock.flush()
 
 
-def _named(data: Any, names: Sequence[str]) -> dict[str, Any]:
-    """Return what ``data`` says of some settings, by name; a star stands for every item of a list."""
-    found = {place: value for name in names for place, value in _values_at(data, name.split("."))}
+def _named(data: Any) -> dict[str, Any]:
+    """Return what ``data`` says of the settings that define a run's data, by name."""
+    found = {place: value for name in DATA_DEFINING for place, value in _values_at(data, name.split("."))}
     return {name: value for name, value in found.items() if value is not None}
 
 

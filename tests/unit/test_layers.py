@@ -39,6 +39,7 @@ LAYERS = (
         "task_settings",
         "trainer_settings",
         "tuning_settings",
+        "change_record",
         "user_calls",
         "contracts",
         "stations",

@@ -1,15 +1,18 @@
 """A run from its broker to its end: streams, address and state, with the real broker and stand-ins for the roles."""
 
+import json
 import os
 import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus
+from areal_async.cli.status import read_events
 from areal_async.errors import FencedError, PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.claims import own_holder
@@ -17,9 +20,9 @@ from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd
-from areal_async.run_state import Holder, RunState
+from areal_async.run_state import Change, Changes, Holder, RunState
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.subjects import ADMITTED, LAUNCHER, RUN_STATE
+from areal_async.subjects import ADMITTED, CHANGES, LAUNCHER, RUN_STATE
 from areal_async.types import Admitted, Mix
 from tests.brokers import until
 
@@ -77,6 +80,7 @@ async def _launch(
             RunDirectory(settings.run_directory),
             backend=backend,
             is_fresh=False,
+            by="ann",
             notify=notify,
             watch=watch,
         )
@@ -166,6 +170,36 @@ async def test_another_mix_of_the_tasks_is_taken_at_a_resume_and_told(
 
     assert said[0] == "tasks.1.ratio was 1.0, is 3.0: for the prompts that are admitted from now on"
     assert [task.ratio for task in directory.read_settings().tasks] == [1.0, 3.0]
+    (event,) = await _changes_told(settings)
+    what = {"event": "setting.changed", "setting": "tasks.1.ratio", "before": 1.0, "after": 3.0}
+    assert event == what | {"by": "ann", "reason": "the run was resumed with it", "at": event["at"]}
+    assert [json.loads(line) for line in (directory.path / "changes.jsonl").read_text().splitlines()] == [event]
+
+
+async def _changes_told(settings: Settings) -> list[dict[str, Any]]:
+    """Return the events of changed settings that the broker has, without who told them."""
+    async with _bucket(settings) as bus:
+        events = await read_events(bus, limit=100)
+    changes = [event for event in events if event["event"] == "setting.changed"]
+    return [{key: value for key, value in event.items() if key != "teller"} for event in changes]
+
+
+@pytest.mark.parametrize(
+    ("was", "given", "told"),
+    [(1.0, 2.0, []), (1.0, 3.0, [(2.0, 3.0)]), (3.0, 1.0, [(3.0, 2.0)]), (1.0, 1.0, [])],
+    ids=["what an operator had set", "something else", "what makes an operator's change hold again", "as before"],
+)
+async def test_a_resume_tells_how_the_mix_changes_from_what_operators_had_made_of_it(
+    settings: Settings, directory: RunDirectory, was: float, given: float, told: list[tuple[float, float]]
+) -> None:
+    """They had changed a ratio of 1 to 2."""
+    directory.write_settings(_mixed(settings, 1.0, was))
+    async with _bucket(settings) as bus:
+        await bus.put(CHANGES, Changes(by_setting={"tasks.1.ratio": Change(value=2.0, given=1.0)}))
+
+    await _launch(_mixed(settings, 1.0, given), _StandIns("pass"))
+
+    assert [(event["before"], event["after"]) for event in await _changes_told(settings)] == told
 
 
 async def test_a_run_that_has_finished_keeps_the_settings_that_it_had(

@@ -153,16 +153,7 @@ def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory
     directory.write_settings(_settings())
 
     directory.refuse_changed_data(_settings("--run.steps", "7", "--trainer.lr", "1e-3", "--rollout.batch_groups", "3"))
-
-
-def test_the_mix_of_the_tasks_may_change_and_is_told(directory: RunDirectory) -> None:
-    assert directory.changed_mix(_settings()) == [], "the first start"
-    directory.write_settings(_settings())
-
     directory.refuse_changed_data(_settings("--tasks.0.ratio", "2"))
-
-    assert directory.changed_mix(_settings("--tasks.0.ratio", "2")) == ["tasks.0.ratio was 1.0, is 2.0"]
-    assert directory.changed_mix(_settings("--run.steps", "7")) == []
 
 
 @pytest.mark.parametrize(
