@@ -216,9 +216,9 @@ async def read_snapshot(
     async with anyio.create_task_group() as asking:
         for one in (ask_services, ask_keys, ask_streams, ask_events):
             asking.start_soon(one)
-    run_state = _first(records, RunState) or RunState()
-    control = _first(records, Control) or Control()
-    weights = _first(records, WeightsVersion)
+    run_state = record_at(records, RUN_STATE, RunState) or RunState()
+    control = record_at(records, CONTROL, Control) or Control()
+    weights = record_at(records, names.weights_key(), WeightsVersion)
     known = {key: one for key, one in records.items() if isinstance(one, CrewState)}
     members = members_of(settings, reports, known)
     line = newest_step(settings, reports)
@@ -244,15 +244,17 @@ async def read_snapshot(
         queue=queue,
         members=members,
         servers=listed,
-        changes=dict(held_changes(settings, _first(records, Changes) or Changes())),
+        changes=dict(held_changes(settings, record_at(records, CHANGES, Changes) or Changes())),
         shares=dict(books.get("shares", {})),
         events=events,
         notes=[*_notes(state, members, listed), *alarm_notes(reports.get(("trainer", "0"), {}))],
     )
 
 
-def _first(records: Mapping[str, Record], kind: type[R]) -> R | None:
-    return next((one for one in records.values() if isinstance(one, kind)), None)
+def record_at(records: Mapping[str, Record], key: str, kind: type[R]) -> R | None:
+    """Return the record at a key, where there is one of that kind."""
+    found = records.get(key)
+    return found if isinstance(found, kind) else None
 
 
 def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from areal_async.cli.status import (
     alarm_notes,
     broker_of,
     members_of,
+    record_at,
     render,
     server_of,
     state_of,
@@ -24,6 +25,7 @@ from areal_async.cli.status import (
 )
 from areal_async.run_state import Control, CrewState, RunState, ServerState
 from areal_async.settings import RunSettings, Settings, TrainerSettings
+from areal_async.types import WeightsVersion
 
 SETTINGS = Settings(trainer=TrainerSettings(num_ranks=2))
 CREWS = {
@@ -31,6 +33,15 @@ CREWS = {
     "crew.node-0": CrewState(name="node-0", state="died", reason="node-0 ended by SIGKILL", num_starts=2),
     "crew.trainer": CrewState(name="trainer", state="finished", num_starts=1),
 }
+
+
+def test_a_record_is_that_of_its_key_however_many_there_are_of_its_kind() -> None:
+    critic, policy = (WeightsVersion(version=version, path="x") for version in ("1-3", "1-4"))
+    records = {"weights.critic": critic, "weights.policy": policy, "control": Control()}
+
+    assert record_at(records, "weights.policy", WeightsVersion) is policy
+    assert record_at(records, "weights.judge", WeightsVersion) is None
+    assert record_at(records, "control", WeightsVersion) is None
 
 
 def test_every_process_that_is_to_be_there_is_listed_and_the_missing_one_with_its_cause() -> None:
