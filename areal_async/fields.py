@@ -20,6 +20,8 @@ MAX_EXACT = 1 << 53
 """Up to which a float holds every whole number."""
 INT64 = range(-(1 << 63), 1 << 63)
 """What numbers in files, tensors and generators of random numbers are held in."""
+MAX_STEP = 10**9 - 1
+"""Of the nine digits that a weights version, and what is kept by step, have for it; no run is given more steps."""
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
+from areal_async.fields import MAX_STEP
 from areal_async.health_settings import HealthSettings as HealthSettings
 from areal_async.lora_settings import LoraSettings as LoraSettings
 from areal_async.metrics_settings import MetricsSettings as MetricsSettings
@@ -48,7 +49,7 @@ class RunSettings(Section):
 
     name: str = "run"
     """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory, subjects and streams."""
-    steps: int = Field(default=200, ge=1)
+    steps: int = Field(default=200, ge=1, le=MAX_STEP)
     """Training steps in all."""
     seed: int = 1
     """Seeds the order of the data, the sampling of the servers and the optimizer's noise."""
@@ -103,7 +104,7 @@ class RolloutSettings(Section):
     """Scored siblings below which a group is not trained."""
     batch_groups: int = Field(default=32, ge=1)
     """Groups per training step."""
-    max_staleness: int = Field(default=2, ge=0)
+    max_staleness: int = Field(default=2, ge=0, le=MAX_STEP)
     """Oldest weights a trained token may come from, in versions. 0 is truly on-policy."""
     when_stale: Literal["wait", "mask", "drop"] = "wait"
     """``wait`` for due groups, ``mask`` over-age tokens out of the loss, or ``drop`` the group (favours the short)."""

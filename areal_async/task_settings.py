@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_async.fields import MAX_TEMPERATURE, MAX_TOP_K
+from areal_async.fields import MAX_STEP, MAX_TEMPERATURE, MAX_TOP_K
 from areal_async.policy_settings import check_top_k
 from areal_async.section import Section
 from areal_async.subjects import TOKEN
@@ -93,7 +93,7 @@ class TaskSettings(Section):
 class EvalSettings(Section):
     """Greedy evaluation on held-out rows, beside training and without credits."""
 
-    every_steps: int = Field(default=20, ge=0)
+    every_steps: int = Field(default=20, ge=0, le=MAX_STEP)
     """Training steps between evaluations, besides the first and the last; 0 for only these two."""
     dataset: DatasetSettings | None = None
     """Held-out rows of the first task; ``None`` for those that each task names (``tasks.0.eval``), if any."""

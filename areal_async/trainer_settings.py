@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_async.fields import MAX_STEP
 from areal_async.lora_settings import LoraSettings
 from areal_async.section import Section
 
@@ -28,7 +29,7 @@ class CriticTrainerSettings(LayoutSettings):
 
     lr: float | None = Field(default=None, gt=0)
     """Its peak learning rate; ``None`` takes ``trainer.lr``. PPO's critics usually take several times that."""
-    warmup_steps: int | None = Field(default=None, ge=0)
+    warmup_steps: int | None = Field(default=None, ge=0, le=MAX_STEP)
     """Training steps over which it rises from 0; ``None`` takes ``trainer.warmup_steps``."""
     max_grad_norm: float | None = Field(default=None, gt=0)
     """Its gradients are scaled down to this norm; ``None`` takes ``trainer.max_grad_norm``."""
@@ -54,7 +55,7 @@ class TrainerSettings(Section):
     """Copies of the model, each sharded over its own ranks (HSDP): with one per node only gradients cross nodes."""
     lr: float = Field(default=1.0e-6, gt=0)
     """Peak learning rate of AdamW."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
     """Training steps over which the rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """After the warm-up: constant, or down to 0 over ``run.steps``."""
@@ -68,11 +69,11 @@ class TrainerSettings(Section):
     """Gradients are scaled down to this norm."""
     token_budget: int = Field(default=16384, ge=8)
     """Tokens of one packed row; the longest trajectory must fit."""
-    checkpoint_every_steps: int = Field(default=10, ge=1)
+    checkpoint_every_steps: int = Field(default=10, ge=1, le=MAX_STEP)
     """Training steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest checkpoints kept on disk; a restart takes the newest of all."""
-    keep_every_steps: int | None = Field(default=None, ge=1)
+    keep_every_steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
     """Checkpoints of steps that this divides are kept for good; ``None`` keeps none so."""
     keep_best: Literal["accuracy", "reward"] | None = None
     """Keep the best checkpoint too, named by ``checkpoints/best``, and leave its weights as ``model_best/``: by the

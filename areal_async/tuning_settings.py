@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from areal_async.fields import MAX_STEP
 from areal_async.section import Section
 from areal_async.settings import DatasetSettings, ModelSettings, RunSettings, TrainerSettings
 
@@ -20,9 +21,9 @@ class TuningRunSettings(Section):
     """Where run directories are made."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the rows that are not held out; ignored when ``steps`` is set."""
-    steps: int | None = Field(default=None, ge=1)
+    steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
     """Optimizer updates in all; ``None`` follows from ``epochs``."""
-    log_every_steps: int = Field(default=10, ge=1)
+    log_every_steps: int = Field(default=10, ge=1, le=MAX_STEP)
     """A line is printed every so many steps, and after the last."""
 
     @model_validator(mode="after")
@@ -44,7 +45,7 @@ class TuningTrainerSettings(Section):
     """Copies of the model, each sharded over its own ranks."""
     lr: float = Field(default=1.0e-5, gt=0)
     """Peak learning rate of AdamW."""
-    warmup_steps: int = Field(default=0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
     """Steps over which the rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """After the warm-up: constant, or down to 0 over all steps."""

@@ -8,11 +8,13 @@ import pytest
 import yaml
 
 from areal_async.errors import UserError
+from areal_async.fields import MAX_STEP, is_version
 from areal_async.reward_model_settings import RewardModelSettings
 from areal_async.settings import Settings
 from areal_async.settings_sources import dump_settings, load_settings
 from areal_async.settings_tree import Parts, leaves, without_none
 from areal_async.sft_settings import SftSettings
+from areal_async.types import Version
 
 BASE = """
 run: {name: base, steps: 5}
@@ -267,6 +269,20 @@ def test_a_number_too_long_to_be_read_is_refused_as_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [(1 << 63) - 1, -(1 << 63)])
 def test_a_whole_number_of_64_bits_is_taken(value: int) -> None:
     assert load_settings(None, [f"--run.seed={value}"]).run.seed == value
+
+
+def test_no_step_is_beyond_what_a_version_holds() -> None:
+    """It could not be published: the step of a version has so many digits."""
+    counting = [(kind, parts) for kind, parts, _ in NUMBERS if parts[-1].endswith(("steps", "staleness"))]
+    assert is_version(str(Version(1, MAX_STEP)))
+    assert not is_version(str(Version(1, MAX_STEP + 1)))
+    assert (Settings, ("run", "steps")) in counting
+    assert load_settings(None, [f"--run.steps={MAX_STEP}"]).run.steps == MAX_STEP
+    for kind, parts in counting:
+        name, most = ".".join(parts), 1000 if parts[-1] == "equal_rewards_steps" else MAX_STEP
+        sentence = rf"{re.escape(name)}: got '?{most + 1}'?, need at most {most}; change it .*"
+        with pytest.raises(UserError, match=rf"\A{sentence}\Z"):
+            load_settings(None, [*REQUIRED[kind], f"--{name}={most + 1}"], kind)
 
 
 def _nested(folder: Path, parts: Parts, value: int) -> Path:
