@@ -15,8 +15,9 @@ def test_program_of_its_own_is_trained(tmp_path: Path) -> None:
         "agent",
         config="configs/openai_agent_cpu.yaml",
         run__steps=1,
-        eval__limit=2,
+        eval__limit=1,
         rollout__batch_groups=1,
+        rollout__group_size=2,
         rollout__max_staleness=0,
     )
 
@@ -25,5 +26,5 @@ def test_program_of_its_own_is_trained(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     (line,) = run.lines
     assert line["failed"] == 0
-    assert line["num_trajectories"] == 4
+    assert line["num_trajectories"] == 2
     assert all(row["num_tokens"] > 0 for row in run.trained if "num_tokens" in row)
