@@ -4,6 +4,7 @@ Every test starts `python -m areal_async run` as a user would. Runs live in `tmp
 """
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
+CRITIC_METRICS = ("value_loss", "explained_variance", "kl_mean")
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -158,8 +160,10 @@ def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> N
     assert "finished" in again.stdout
 
 
-def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs(tmp_path: Path) -> None:
-    run = Run(tmp_path, "on-policy", run__steps=3, rollout__max_staleness=0)
+def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs_with_a_critic_and_a_reference(tmp_path: Path) -> None:
+    """A reference whose divergence is in the loss, and no critic: the run of ``test_replay.py``."""
+    settings = {"algorithm__name": "ppo", "algorithm__kl_coef": 0.05, "algorithm__kl_in": "reward"}
+    run = Run(tmp_path, "on-policy", run__steps=3, rollout__max_staleness=0, **settings)
 
     ended = run.finish()
 
@@ -167,6 +171,8 @@ def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs(tmp_path: Path)
     assert_accounts(run, num_steps=3, max_staleness=0)
     assert all(0 < line["ratio_max_deviation"] < 1e-2 for line in run.lines)
     assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
+    assert all(math.isfinite(line[name]) for line in run.lines for name in CRITIC_METRICS), run.lines
+    assert run.lines[-1]["kl_mean"] > 0
 
 
 def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:
