@@ -1,4 +1,4 @@
-"""What a run has archived trains again to the same losses, and otherwise where it is asked to."""
+"""A run whose roles are all killed loses nothing; what it has archived trains again to the same losses, or others."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import REPOSITORY, Run, collect, role_processes
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, role_processes
 
 pytestmark = [pytest.mark.timeout(360), pytest.mark.whole_runs]
 
@@ -22,17 +22,29 @@ def _verb(verb: str, run: Run, *words: str) -> "subprocess.CompletedProcess[str]
     )  # fmt: skip
 
 
-def test_a_run_whose_trainer_was_killed_replays_to_its_own_losses_and_others_when_told_to(tmp_path: Path) -> None:
+def _kill(run: Run, role: str) -> None:
+    pids = role_processes(run, role)
+    assert pids, f"no {role} to kill"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_every_role_that_is_killed_is_replaced_and_the_archive_replays_to_its_own_losses_and_others_when_told_to(
+    tmp_path: Path,
+) -> None:
     # With a reference: it is loaded again by the second trainer, and by each replay.
-    run = Run(tmp_path, "recorded", run__steps=5, trainer__checkpoint_every_steps=2, algorithm__kl_coef=0.05)
+    run = Run(tmp_path, "recorded", run__steps=8, trainer__checkpoint_every_steps=2, algorithm__kl_coef=0.05)
     with run.start() as process:
-        run.wait_for_step(3, process)
-        for pid in role_processes(run, "trainer"):
-            os.kill(pid, signal.SIGKILL)
+        for step, role in ((1, "node"), (2, "controller"), (3, "trainer")):
+            run.wait_for_step(step, process)
+            _kill(run, role)
         listed = _verb("trajectories", run, "--json", "--limit", "0")
         ended = collect(process)
     assert ended.returncode == 0, ended.stdout
-    assert run.lines[-1]["weights_version"] == "2-5", "the trainer was to be killed before the end"
+    for name in ("node-0", "controller", "trainer-0"):
+        assert f"{name} ended by SIGKILL" in ended.stdout
+    assert_accounts(run, num_steps=8, max_staleness=2)
+    assert run.lines[-1]["weights_version"] == "2-8", "the trainer was to be killed before the end"
     assert all(math.isfinite(line["kl_mean"]) for line in run.lines)
     assert run.lines[-1]["kl_mean"] > 0, "answers differ from the reference's"
     trained = {f"{row['group_id']}.{row['sibling']}": row["reward"] for row in run.trained}

@@ -212,24 +212,6 @@ def test_weights_by_broadcast_are_those_trained_and_a_killed_server_comes_back_w
     assert run.lines[-1]["weights_version"] == "1-20"
 
 
-def test_every_role_that_is_killed_is_replaced_and_nothing_is_lost_or_trained_twice(tmp_path: Path) -> None:
-    run = Run(tmp_path, "killed", run__steps=10, trainer__checkpoint_every_steps=3)
-    with run.start() as process:
-        for step, verb in ((2, "node"), (3, "controller"), (5, "trainer")):
-            run.wait_for_step(step, process)
-            pids = role_processes(run, verb)
-            assert pids, f"no {verb} to kill"
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
-        ended = collect(process)
-
-    assert ended.returncode == 0, ended.stdout
-    for name in ("node-0", "controller", "trainer-0"):
-        assert f"{name} ended by SIGKILL" in ended.stdout
-    assert_accounts(run, num_steps=10, max_staleness=2)
-    assert run.lines[-1]["weights_version"] == "2-10"
-
-
 def _workflow(tmp_path: Path, name: str, body: str) -> str:
     path = tmp_path / f"{name}.py"
     path.write_text(f"import time\n\nfrom areal_async import reward\n\n\n{body}")
