@@ -94,8 +94,10 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     off_at = len(run.lines)
     wait_until(lambda: len(run.lines) > off_at + 3, "a few steps more")
     assert {line["groups/calculator"] for line in run.lines[off_at:]} == {0}, "a change outlives a controller"
-    _verb(run, "stop")
-    assert collect(process).returncode == 0
+    _verb(run, "stop", "--reason", "enough")
+    stopped = collect(process)
+    assert stopped.returncode == 0, stopped.stdout
+    assert "run.ordered order=stop by=" in stopped.stdout
 
     resumed = run.start("--tasks.0.ratio=6", "--rollout.batch_groups=16", "--trainer.checkpoint_every_steps=100")
     wait_until(lambda: run.lines[-1]["groups/calculator"] > 0, "the mix of the command line")

@@ -1,9 +1,11 @@
 """A live run is watched in a terminal emulator, and the README's chapters on operating it are done to it.
 
-``top`` is legible at two sizes, with nothing beyond the edge, it is drawn anew by itself, and its keys work.
-Every command of "Operating a run" is run; every line of "With plain NATS tools", by the `nats` tool itself where there
-is one on PATH, else by what makes the same requests (``nats_tool.py``); and its client, which knows nothing of this
-package.
+``top`` is legible at two sizes, with nothing beyond the edge, it is drawn anew by itself, and its keys work; it
+outlives a broker or a controller that does not answer for a while, and tells the run's end. Whoever is killed stands in
+``status`` with the reason, and its return too; the history keeps both. What is changed while the run is live outlives
+all of that. Every command of "Operating a run" is run; every line of "With plain NATS tools", by the `nats` tool itself
+where there is one on PATH, else by what makes the same requests (``nats_tool.py``); and its client, which knows nothing
+of this package.
 """
 
 import asyncio
@@ -16,8 +18,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,74 +28,79 @@ import pytest
 
 from areal_async import events, waits
 from areal_async.bus.streams import all_streams
+from areal_async.cli.status import OK
 from areal_async.subjects import Names
+from tests.e2e.scene import Scene, broker_pid, died, has, is_back, look, server_pid, stopped
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
 from tests.e2e.test_readme import REPOSITORY, blocks, commands
-from tests.e2e.test_run import DEADLINE_S, Run, collect, unhurried, wait_until
+from tests.e2e.test_run import DEADLINE_S, Run, assert_accounts, collect, role_processes, unhurried, wait_until
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
 
-COLUMNS_80, COLUMNS_200 = (80, 24), (200, 50)
+COLUMNS_80, COLUMNS_100, COLUMNS_200 = (80, 24), (100, 30), (200, 50)
 TOLD_WITHIN_S = 60.0
+VALUES = {
+    "trainer.lr": 1e-5, "rollout.max_staleness": 1, "rollout.sampling.temperature": 0.8,
+    "trainer.checkpoint_every_steps": 50,
+}  # fmt: skip
+"""What is changed while the run is live: the last of them has the trainer that is killed train steps again."""
+STEERED = [f"{setting}={value}" for setting, value in VALUES.items()]
 ORDERS = ("status", "top", "pause", "resume", "eval", "stop")
-
-
-def _has(*pieces: str) -> Callable[[str], bool]:
-    return lambda text: all(piece in text for piece in pieces)
 
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all of this file, under the README's name; the last test ends it."""
+    """One run for all of this file, whose tests are its story; under the README's name."""
     directory = tmp_path_factory.mktemp("operating") / "runs"
     directory.mkdir()
     run = Run(directory, "gsm8k", run__steps=5000)
     with run.start(workflow=unhurried(directory)) as process:
         run.wait_for_step(2, process)
         yield run
-        with suppress(subprocess.TimeoutExpired):  # stopped by the last test, it still sums up
+        with suppress(subprocess.TimeoutExpired):  # stopped by one of the tests, it still sums up
             process.wait(timeout=20)
         if process.poll() is None:
             process.send_signal(signal.SIGINT)
         ended = collect(process)
     assert ended.returncode == 0, ended.stdout
+    assert "run.ordered order=stop by=" in ended.stdout
 
 
 def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Run) -> None:
     run = live
     small = Terminal(COLUMNS_80, "--run", str(run.directory), "--by", "ann")
-    small.wait(_has("run gsm8k: running", "tokens/s generated", "controller 0", "trainer 0", "no alarm"), "the run")
+    small.wait(has("run gsm8k: running", "tokens/s generated", "controller 0", "trainer 0", "no alarm"), "the run")
     for row, name in enumerate(("reward", "speed", "a step", "staleness", "groups", "stored"), start=1):
         assert small.lines[row].startswith(name), small.text
     assert re.search(r"staleness.* █+ \d+ %", small.text), small.text
     assert small.lines[-1].startswith("q quit"), small.text
 
     small.press("2")
-    small.wait(_has("tokens/s  requests  first ms", "0-0", "serves"), "the servers")
+    small.wait(has("tokens/s  requests  first ms", "0-0", "serves"), "the servers")
     small.wait(lambda text: re.search(r"0-0 +1-\d+ +[1-9]\d* +\d+/\d+ +\d+ ", text) is not None, "its speed")
     small.press("\x1b[C")
-    small.wait(_has("who waits", "for what", "trainer"), "the waits")
+    small.wait(has("who waits", "for what", "trainer"), "the waits")
     small.press("4")
     small.wait(lambda text: "waits for" in text and re.search(r"\d-\d+-\d", text) is not None, "the leases")
     small.press("5")
-    small.wait(_has("weights.announced", "by newest"), "the events")
+    small.wait(has("weights.announced", "by newest"), "the events")
     small.press("s")
-    small.wait(_has("by oldest", "role.started"), "the events, sorted")
+    small.wait(has("by oldest", "role.started"), "the events, sorted")
     small.press("/role.st\r")
     small.wait(lambda text: "role.started" in text and "announced" not in text, "the events that are wanted")
     small.press("\x1b")
-    small.wait(_has("weights.announced"), "all of them")
+    small.wait(has("weights.announced"), "all of them")
     small.press("?")
-    small.wait(_has("leave; the run goes on"), "the help")
+    small.wait(has("leave; the run goes on"), "the help")
     small.press("?1")
     small.resize(120, 40)
-    small.wait(_has("last events", "waits for"), "the larger screen")
+    small.wait(has("last events", "waits for"), "the larger screen")
     small.resize(*COLUMNS_80)
     small.wait(lambda text: "last events" not in text and text.splitlines()[-1].startswith("q quit"), "the smaller one")
 
     small.press("p")
-    small.wait(_has("run gsm8k: paused", "by ann"), "the pause")
-    assert small.wait(_has("trainer 0", "waiting"), "the trainer's rest") < SHOWN_WITHIN_S
+    small.wait(has("run gsm8k: paused", "by ann"), "the pause")
+    assert small.wait(has("trainer 0", "waiting"), "the trainer's rest") < SHOWN_WITHIN_S
     screens = set()
     while len(screens) < 3:  # "... s ago" goes on: it is drawn anew though nothing moves
         small.wait(lambda text: text not in screens, "another screen")
@@ -105,11 +112,87 @@ def test_a_run_is_watched_paused_and_resumed_on_a_screen_of_either_size(live: Ru
         COLUMNS_200, "--run", "gsm8k", "--bus.url", (run.directory / "bus" / "url").read_text().strip(),
         "--bus.credentials", str(run.directory / "credentials" / "operator.nk"),
     )  # fmt: skip
-    wide.wait(_has("run gsm8k: paused", "/5000", "of at most 2", "last events", "run.ordered"), "the run from afar")
+    wide.wait(has("run gsm8k: paused", "/5000", "of at most 2", "last events", "run.ordered"), "the run from afar")
     wide.press("r")
-    wide.wait(_has("run gsm8k: running"), "its order")
+    wide.wait(has("run gsm8k: running"), "its order")
     wide.press("q")
     assert wide.process.wait(timeout=DEADLINE_S) == 0, wide.text
+
+
+def test_top_says_who_does_not_answer_and_goes_on_when_they_do(live: Run) -> None:
+    screen = Terminal(COLUMNS_100, "--run", str(live.directory))
+    screen.wait(has("run gsm8k: running", "in flight"), "the run")
+
+    (controller,) = role_processes(live, "controller")
+    with stopped(controller):
+        screen.wait(has("! controller 0 does not answer", "keeps the books, and does not answer"), "its absence")
+    screen.wait(has("in flight", "no alarm"), "its return")
+
+    with stopped(broker_pid(live)):
+        screen.wait(has("run gsm8k: no broker", "what stands here was said before"), "the broker's absence")
+    screen.wait(has("run gsm8k: running", "no alarm"), "the broker's return")
+    screen.press("q")
+    assert screen.process.wait(timeout=DEADLINE_S) == 0, screen.text
+
+
+async def _ask(run: Run, subject: str) -> dict[str, Any]:
+    async with _operator(run) as client:
+        answer: dict[str, Any] = json.loads((await client.request(subject, b"", timeout=20)).data)
+    return answer
+
+
+def test_a_run_is_steered_while_all_its_roles_are_killed_and_each_is_missed_with_its_cause_and_seen_to_return(
+    live: Run,
+) -> None:
+    run, scene, directory = live, Scene(live), live.directory.parents[1]
+    paused = asyncio.run(_ask(run, "areal.gsm8k.control.pause"))
+    wait_until(lambda: asyncio.run(_ask(run, "areal.gsm8k.status.trainer.0"))["state"] == "waiting", "the pause")
+    while_paused = _status(directory)
+    assert paused["is_paused"] is True
+    assert while_paused["state"] == "paused"
+    assert while_paused["notes"] == []
+
+    scene.kill(
+        "node",
+        role_processes(run, "node"),
+        lambda status: died(status, "node") and "node-0 ended by SIGKILL" in str(status.notes),
+        lambda status: is_back(status, "node") and all(one.presence == OK for one in status.members),
+    )
+
+    assert run.lines[-1]["step"] == while_paused["step"]
+    changes = [word for setting in STEERED for word in ("--set", setting)]
+    _run(directory, "-m", "areal_async", "resume", "--run", "gsm8k", "--by", "ann", *changes)
+    wait_until(lambda: [line["lr"] for line in run.lines[-2:]] == [1e-5] * 2, "two steps at the new rate")
+    wait_until(lambda: run.lines[-1]["temperature_mean"] == 0.8, "a step whose tokens were all sampled at 0.8")
+
+    scene.kill(
+        "server",
+        [server_pid(run)],
+        lambda status: any(one["failure"] == "ended by SIGKILL" for one in status.servers),
+        lambda status: not status.servers[0]["is_fenced"],
+    )
+    for role in ("broker", "controller", "trainer"):
+        pids = role_processes(run, role) if role != "broker" else [broker_pid(run)]
+        before = {line["step"]: (line["lr"], line["staleness_max"]) for line in run.lines}
+        scene.kill(role, pids, lambda status, r=role: died(status, r), lambda status, r=role: is_back(status, r))
+    status = look(run)
+
+    print(f"seconds until it stood in status: {scene.told_s}")  # of at most 3 on a free machine; no test has a clock
+    told = [one["event"] for one in status.events if one["event"].startswith("role.")]
+    assert "role.lost" in told
+    assert told[-1] == "role.returned", told
+    lost = [one for one in status.events if one["event"] == "role.lost"][-1]
+    assert (lost["crew"], lost["reason"], lost["teller"]) == ("trainer", "trainer-0 ended by SIGKILL", "operator 0")
+    _compare_after_the_trainer(run, before)
+
+
+def _compare_after_the_trainer(run: Run, before: dict[int, tuple[float, int]]) -> None:
+    """A step that is trained again after a crash is trained at the rate, and within the bound, that it was cut with."""
+    wait_until(lambda: bool(run.lines) and run.lines[-1]["weights_version"].startswith("2-"), "the second trainer")
+    wait_until(lambda: run.lines[-1]["step"] > max(before) + 1, "steps that were not trained before")
+    after = {line["step"]: (line["lr"], line["staleness_max"]) for line in run.lines}
+    assert {step: after[step] for step in before} == before
+    assert max(after[step][1] for step in after if step > max(before) + 1) <= 1
 
 
 def _chapter(title: str) -> str:
@@ -136,14 +219,14 @@ TOLD = {
     "sub 'areal.gsm8k.events.>' ": "weights.announced",
     "sub 'areal.gsm8k.events.>' --all": "role.started",
     "kv ls": r"weights\.actor",
-    "kv get": r'"version":"1-\d+"',
-    "kv watch": r"server\.0-0.*\"version\":\"1-\d+\"",
+    "kv get": r'"version":"2-\d+"',
+    "kv watch": r"server\.0-0.*\"version\":\"2-\d+\"",
     "sub areal.gsm8k.outcomes": '"group_id":"{group}","kind":"trained"',
     "sub 'areal.gsm8k.dead.>'": "nobody can read this",
     "control.pause": '"is_paused":true.*"reason":"lunch"',
     "control.resume": '"is_paused":false',
     "control.set": '"trainer.lr":1e-6',
-    "control.eval": r'"version":"1-\d+","records":\[',
+    "control.eval": r'"version":"2-\d+","records":\[',
     "control.stop": '"is_stopping":true',
 }
 """What is told, in either form, by the last of these that a line of the chapter begins with or has in it."""
@@ -206,17 +289,25 @@ def _trained_groups(run: Run) -> list[str]:
 
 
 async def _publish(run: Run, subject: str, body: bytes) -> None:
+    async with _operator(run) as client:
+        await client.publish(subject, body)
+
+
+@asynccontextmanager
+async def _operator(run: Run) -> AsyncIterator["nats.NATS"]:
     client = await nats.connect(
         (run.directory / "bus" / "url").read_text().strip(),
         nkeys_seed=str(run.directory / "credentials" / "operator.nk"),
         inbox_prefix="_INBOX_services",
     )
-    await client.publish(subject, body)
-    await client.close()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(live: Run, tmp_path: Path) -> None:
-    """A run is stopped once: here by the tool's line, by the verb of that name in ``test_operate.py``."""
+    """A run is stopped once: here by the tool's line, by the verb of that name in ``test_mixed.py``."""
     directory = live.directory.parents[1]
     own, change = _blocks("Operating a run", "console")
     (lines,) = _blocks("With plain NATS tools", "console")
@@ -232,9 +323,9 @@ def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(liv
     assert [line.split()[0] for line in told[4:6]] == ["tickets", "trajectories"]
     assert all(line.split()[1].isdecimal() for line in told[4:6])
     assert told[6:] == ["pause True", "resume False"]
-    assert _state(directory) == "running"
+    assert look(live).state == "running"
     _run(directory, *shlex.split(changing)[1:])
-    assert _status(directory)["changes"] == {"trainer.lr": 1e-6, "rollout.max_staleness": 1}
+    assert look(live).changes == VALUES | {"trainer.lr": 1e-6, "rollout.max_staleness": 1}
     for one in words[: ORDERS.index("stop")]:
         if one[2] == "top":
             terminal = Terminal(COLUMNS_80, *one[3:], directory=directory)
@@ -244,9 +335,48 @@ def test_every_command_and_the_plain_client_of_the_chapters_do_what_they_say(liv
             continue
         _run(directory, *one)
         if one[2] in ("pause", "resume"):
-            assert _state(directory) == ("paused" if one[2] == "pause" else "running")
+            assert look(live).state == ("paused" if one[2] == "pause" else "running")
+    screen = Terminal(COLUMNS_100, "--run", str(live.directory))
+    screen.wait(has("run gsm8k: running", "in flight"), "the run")
     _assert_tells(directory, _nats_tool(tmp_path), alias, stopping, TOLD["control.stop"])
-    wait_until(lambda: _state(directory) == "not running", "the run to end")
+    screen.wait(has("run gsm8k: ended", "status --run gsm8k tells how", "no alarm"), "the end")
+    screen.press("q")
+    assert screen.process.wait(timeout=DEADLINE_S) == 0, screen.text
+    wait_until(lambda: look(live).state == "not running", "the run to end")
+
+
+def test_a_run_that_was_steered_and_stopped_goes_on_from_there_as_it_was(live: Run) -> None:
+    last = live.lines[-1]["step"]
+
+    resumed = live.finish("--run.steps", str(last + 2), workflow=unhurried(live.directory.parent))
+
+    assert resumed.returncode == 0, resumed.stdout
+    assert_accounts(live, num_steps=last + 2, max_staleness=2)
+    finished = _status(live.directory.parents[1])
+    assert finished["state"] == "finished"
+    assert finished["changes"] == VALUES | {"trainer.lr": 1e-6}
+    temperatures = [line["temperature_mean"] for line in live.lines]
+    assert (temperatures[0], temperatures[-1]) == (1.0, 0.8)
+    assert all(line["logprob_gap_mean"] < 0.02 for line in live.lines)
+    rates = [line["lr"] for line in live.lines]
+    since, again = rates.index(1e-5), rates.index(1e-6)
+    assert set(rates[since:again]) == {1e-5}, "a change outlives a crash"
+    assert set(rates[again:]) == {1e-6}, "and the run's end"
+    changed = [json.loads(line) for line in (live.directory / "changes.jsonl").read_text().splitlines()]
+    told = [(one["setting"], one["after"], one["by"]) for one in changed]
+    assert told[: len(VALUES)] == [(setting, after, "ann") for setting, after in VALUES.items()]
+    assert {*told[len(VALUES) :]} <= {("trainer.lr", 1e-6, "ann"), ("rollout.max_staleness", 1, "ann")}
+    _check_order_to_a_run_that_does_not_run(live)
+
+
+def _check_order_to_a_run_that_does_not_run(run: Run) -> None:
+    """It is one sentence."""
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_async", "pause", "--run", str(run.directory)],
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S,
+    )  # fmt: skip
+
+    assert (done.returncode, done.stderr) == (2, "run gsm8k: it does not run now; start it first\n")
 
 
 def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
@@ -274,7 +404,3 @@ def _run(directory: Path, *words: str) -> str:
 def _status(directory: Path) -> dict[str, Any]:
     status: dict[str, Any] = json.loads(_run(directory, "-m", "areal_async", "status", "--run", "gsm8k", "--json"))
     return status
-
-
-def _state(directory: Path) -> str:
-    return str(_status(directory)["state"])
