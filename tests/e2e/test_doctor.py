@@ -1,6 +1,10 @@
-"""The doctor on a real run that was killed: clean as it is, and every damage done to it is found, alone and by name."""
+"""The doctor on a real run that was killed: clean as it is, and every damage done to it is found, alone and by name.
+
+The run is killed when all of it waits for a server that was stopped, and has said so.
+"""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -14,7 +18,8 @@ import pytest
 
 from areal_async.doctor.books import IN_TRAINING, SlotFate
 from areal_async.types import NOT_SAMPLED, Version
-from tests.e2e.test_run import REPOSITORY, Run, role_processes, wait_until
+from tests.e2e.scene import server_pid
+from tests.e2e.test_run import REPOSITORY, Run, events, role_processes, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -22,20 +27,26 @@ PROMISES = ("P1", "P2", "P3", "P4", "P5", "P7")
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose launcher was killed after its fifth step, with a checkpoint of its fourth."""
-    run = Run(tmp_path_factory.mktemp("doctor"), "killed", run__steps=40)
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run whose server was stopped after its seventh step, and then its launcher killed.
+
+    What the server had answered makes a step or two more, and no second checkpoint.
+    """
+    settings = {"trainer__checkpoint_every_steps": 6, "run__watchdog_s": 3}
+    run = Run(tmp_path_factory.mktemp("doctor"), "killed", run__steps=40, **settings)
     with run.start() as process:
-        run.wait_for_step(5, process)
+        run.wait_for_step(7, process)
+        os.kill(server_pid(run), signal.SIGSTOP)
+        wait_until(lambda: bool(_stalls(run)), "the server to be named")
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(role_processes(run, verb) for verb in ("controller", "node", "trainer")), "all ended")
-    return run.directory
+    return run
 
 
 @pytest.fixture
-def run_directory(killed: Path, tmp_path: Path) -> Path:
+def run_directory(killed: Run, tmp_path: Path) -> Path:
     """A copy to damage."""
-    return Path(shutil.copytree(killed, tmp_path / "killed", symlinks=True))
+    return Path(shutil.copytree(killed.directory, tmp_path / "killed", symlinks=True))
 
 
 def diagnose(directory: Path, *, status: int) -> dict[str, Any]:
@@ -49,9 +60,9 @@ def diagnose(directory: Path, *, status: int) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def undamaged(killed: Path) -> dict[str, Any]:
+def undamaged(killed: Run) -> dict[str, Any]:
     """What the doctor says of the run before anything is done to it."""
-    return diagnose(killed, status=0)
+    return diagnose(killed.directory, status=0)
 
 
 def findings(diagnosis: dict[str, Any], kind: str) -> list[str]:
@@ -60,6 +71,19 @@ def findings(diagnosis: dict[str, Any], kind: str) -> list[str]:
 
 def archive(directory: Path) -> list[Path]:
     return sorted((directory / "trajectories").glob("step-*.parquet"))
+
+
+def _stalls(run: Run) -> list[dict[str, Any]]:
+    """What was said of the server."""
+    stalls = events(run, "controller", "run.stalled")
+    return [one for one in stalls if one["culprit"] == "server 0-0"]
+
+
+def test_a_server_that_is_stopped_is_named_as_the_one_that_all_wait_for(killed: Run) -> None:
+    sentence = _stalls(killed)[0]["sentence"]
+
+    assert sentence.startswith("trainer waits for ")
+    assert ", where nothing has moved for " in sentence
 
 
 def test_a_killed_run_keeps_every_promise(undamaged: dict[str, Any]) -> None:
