@@ -1,15 +1,13 @@
 """A workflow that computes for ever: it is named within seconds, its node starts again, and the run goes on."""
 
 import json
-import subprocess
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run
+from tests.e2e.test_run import REPOSITORY, Run, said_by
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
 
@@ -84,11 +82,9 @@ def test_what_blocks_the_loop_is_named_and_its_prompt_is_dead_after_its_attempts
         assert line["place"] in places
     assert f"workflow endless, slot 0-{index}-0.0, holds up the event loop of node 0, at {workflow}:1" in output
     assert output.count("starting node-0 again") == 2
-    dead = subprocess.run(
-        [sys.executable, "-m", "areal_async", "dead", "--run", str(run.directory), "--json"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-    ).stdout  # fmt: skip
-    (letter,) = map(json.loads, dead.splitlines())
+    told = said_by("dead", run.directory, "--json")
+    assert told.returncode == 0, told.stderr
+    (letter,) = map(json.loads, told.stdout.splitlines())
     assert (letter["prompt"], letter["attempts"]) == (int(index), 2)
     assert letter["reason"].startswith("workflow endless: held up the event loop of node 0 for ")
     assert any(place in letter["reason"] for place in places)

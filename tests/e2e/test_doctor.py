@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,7 @@ import pytest
 from areal_async.doctor.books import IN_TRAINING, SlotFate
 from areal_async.types import NOT_SAMPLED, Version
 from tests.e2e.scene import server_pid
-from tests.e2e.test_run import REPOSITORY, Run, events, role_processes, wait_until
+from tests.e2e.test_run import Run, events, role_processes, said_by, wait_until
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -50,10 +48,7 @@ def run_directory(killed: Run, tmp_path: Path) -> Path:
 
 
 def diagnose(directory: Path, *, status: int) -> dict[str, Any]:
-    ended = subprocess.run(
-        [sys.executable, "-m", "areal_async", "doctor", "--run", str(directory), "--json"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+    ended = said_by("doctor", directory, "--json")
     assert ended.returncode == status, ended.stdout + ended.stderr
     diagnosis: dict[str, Any] = json.loads(ended.stdout)
     return diagnosis

@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.host import free_port
 from areal_async.receipts import read_receipts
-from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, collect, role_processes, wait_until
+from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, collect, role_processes, said_by, wait_until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_runs]
 
@@ -49,10 +49,7 @@ def test_a_node_joins_and_leaves_another_waits_for_a_killed_run_and_the_doctor_f
             process.communicate(timeout=DEADLINE_S)
             _have_the_run_come_back(run, node)
 
-    doctor = subprocess.run(
-        [sys.executable, "-m", "areal_async", "doctor", "--run", str(run.directory)],
-        cwd=REPOSITORY, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    doctor = said_by("doctor", run.directory)
     assert doctor.returncode == 0, doctor.stdout + doctor.stderr
     assert re.search(r"acknowledged to [45] producers", " ".join(doctor.stdout.split())), doctor.stdout
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,8 @@ import pytest
 
 from areal_async.trainer.keeping import versions_in
 from areal_async.types import GroupId
-from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, role_processes, wait_until
+from tests.e2e.test_doctor import diagnose
+from tests.e2e.test_run import Run, assert_accounts, collect, role_processes, said_by, wait_until
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
@@ -30,15 +29,6 @@ class Mixed(Run):
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.directory / "eval.jsonl").read_text().splitlines()]
-
-
-def examined(run: Run) -> dict[str, Any]:
-    """Return what the doctor says of a run that has ended."""
-    words = [sys.executable, "-m", "areal_async", "doctor", "--run", str(run.directory), "--json"]
-    ended = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    diagnosis: dict[str, Any] = json.loads(ended.stdout)
-    return diagnosis
 
 
 def is_mental(group_id: str) -> bool:
@@ -65,7 +55,7 @@ def test_a_mix_keeps_its_ratio_and_evaluates_each_task(tmp_path: Path) -> None:
     for one in run.evaluations:
         assert (one["oldest"], one["newest"]) == (f"1-{one['step']}",) * 2
     assert "greedy accuracy of mental" in ended.stdout
-    (covered,) = [ruling for ruling in examined(run)["rulings"] if ruling["promise"] == "P7"]
+    (covered,) = [ruling for ruling in diagnose(run.directory, status=0)["rulings"] if ruling["promise"] == "P7"]
     assert covered["verdict"] == "proved", covered
     many, few = [int(part.split(" prompts")[0].rpartition(" ")[2]) for part in covered["sentence"].split("; ")[:2]]
     assert abs(few - (many + few) / (RATIO + 1)) < 1
@@ -105,15 +95,14 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     ended = collect(resumed)
     assert ended.returncode == 0, ended.stdout
     assert "tasks.0.ratio was 3.0, is 6.0: for the prompts that are admitted from now on" in ended.stdout
-    (covered,) = [ruling for ruling in examined(run)["rulings"] if ruling["promise"] == "P7"]
+    (covered,) = [ruling for ruling in diagnose(run.directory, status=0)["rulings"] if ruling["promise"] == "P7"]
     assert covered["verdict"] == "proved", covered
 
 
 def _verb(run: Run, verb: str, *words: str) -> str:
-    command = [sys.executable, "-m", "areal_async", verb, "--run", str(run.directory), *words]
-    ended = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S)
+    ended = said_by(verb, run.directory, *words)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout
+    return str(ended.stdout)
 
 
 def _newest_checkpoint(run: Run) -> int:

@@ -1,13 +1,11 @@
 """One run whose rows are every way in which user code can go wrong: it ends with exit 0, and each is recorded."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run
+from tests.e2e.test_run import Run, said_by
 
 pytestmark = [pytest.mark.timeout(420), pytest.mark.whole_runs]
 
@@ -146,11 +144,9 @@ def test_every_cause_is_recorded_and_the_run_ends_well(tmp_path: Path) -> None:
     assert process.returncode == 0, output
     assert "again (restart" not in output
     assert len(run.lines) == NUM_GOOD // 4 + 1
-    dead = subprocess.run(
-        [sys.executable, "-m", "areal_async", "dead", "--run", str(run.directory), "--json"],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S, check=True,
-    ).stdout  # fmt: skip
-    letters = [json.loads(line) for line in dead.splitlines()]
+    told = said_by("dead", run.directory, "--json")
+    assert told.returncode == 0, told.stderr
+    letters = [json.loads(line) for line in told.stdout.splitlines()]
     reasons = {kinds[letter["prompt"]]: letter["reason"] for letter in letters}
     assert reasons.keys() == CAUSES.keys()
     assert {kind: cause for kind, cause in CAUSES.items() if cause not in reasons[kind]} == {}, reasons

@@ -33,7 +33,7 @@ from areal_async.subjects import Names
 from tests.e2e.scene import Scene, broker_pid, died, has, is_back, look, server_pid, stopped
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
 from tests.e2e.test_readme import REPOSITORY, blocks, commands
-from tests.e2e.test_run import DEADLINE_S, Run, assert_accounts, collect, role_processes, unhurried, wait_until
+from tests.e2e.test_run import DEADLINE_S, Run, assert_accounts, collect, role_processes, said_by, unhurried, wait_until
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
 
@@ -144,10 +144,10 @@ async def _ask(run: Run, subject: str) -> dict[str, Any]:
 def test_a_run_is_steered_while_all_its_roles_are_killed_and_each_is_missed_with_its_cause_and_seen_to_return(
     live: Run,
 ) -> None:
-    run, scene, directory = live, Scene(live), live.directory.parents[1]
+    run, scene = live, Scene(live)
     paused = asyncio.run(_ask(run, "areal.gsm8k.control.pause"))
     wait_until(lambda: asyncio.run(_ask(run, "areal.gsm8k.status.trainer.0"))["state"] == "waiting", "the pause")
-    while_paused = _status(directory)
+    while_paused = _status(run)
     assert paused["is_paused"] is True
     assert while_paused["state"] == "paused"
     assert while_paused["notes"] == []
@@ -161,7 +161,8 @@ def test_a_run_is_steered_while_all_its_roles_are_killed_and_each_is_missed_with
 
     assert run.lines[-1]["step"] == while_paused["step"]
     changes = [word for setting in STEERED for word in ("--set", setting)]
-    _run(directory, "-m", "areal_async", "resume", "--run", "gsm8k", "--by", "ann", *changes)
+    steered = said_by("resume", run.directory, "--by", "ann", *changes)
+    assert steered.returncode == 0, steered.stderr
     wait_until(lambda: [line["lr"] for line in run.lines[-2:]] == [1e-5] * 2, "two steps at the new rate")
     wait_until(lambda: run.lines[-1]["temperature_mean"] == 0.8, "a step whose tokens were all sampled at 0.8")
 
@@ -352,7 +353,7 @@ def test_a_run_that_was_steered_and_stopped_goes_on_from_there_as_it_was(live: R
 
     assert resumed.returncode == 0, resumed.stdout
     assert_accounts(live, num_steps=last + 2, max_staleness=2)
-    finished = _status(live.directory.parents[1])
+    finished = _status(live)
     assert finished["state"] == "finished"
     assert finished["changes"] == VALUES | {"trainer.lr": 1e-6}
     temperatures = [line["temperature_mean"] for line in live.lines]
@@ -371,10 +372,7 @@ def test_a_run_that_was_steered_and_stopped_goes_on_from_there_as_it_was(live: R
 
 def _check_order_to_a_run_that_does_not_run(run: Run) -> None:
     """It is one sentence."""
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_async", "pause", "--run", str(run.directory)],
-        cwd=REPOSITORY, capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
+    done = said_by("pause", run.directory)
 
     assert (done.returncode, done.stderr) == (2, "run gsm8k: it does not run now; start it first\n")
 
@@ -401,6 +399,6 @@ def _run(directory: Path, *words: str) -> str:
     return done.stdout
 
 
-def _status(directory: Path) -> dict[str, Any]:
-    status: dict[str, Any] = json.loads(_run(directory, "-m", "areal_async", "status", "--run", "gsm8k", "--json"))
+def _status(run: Run) -> dict[str, Any]:
+    status: dict[str, Any] = json.loads(said_by("status", run.directory, "--json").stdout)
     return status

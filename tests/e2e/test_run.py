@@ -12,10 +12,14 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from areal_async.cli.main import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
@@ -102,6 +106,14 @@ def collect(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[st
         output, _ = process.communicate(timeout=60)
         pytest.fail(f"the run did not end within {DEADLINE_S:g} s:\n{output}")
     return subprocess.CompletedProcess(process.args, process.returncode, output)
+
+
+def said_by(verb: str, directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
+    """Do what the command line does to a run, without the seconds of a processor that a new interpreter takes."""
+    output, errors = StringIO(), StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        status = main([verb, "--run", str(directory), *words])
+    return subprocess.CompletedProcess(verb, status, output.getvalue(), errors.getvalue())
 
 
 def wait_until(is_so: Callable[[], bool], what: str) -> None:
