@@ -124,11 +124,11 @@ class AlarmEvent(Event, frozen=True, kw_only=True):
     """About something in learning that a person should know."""
 
     name: str
-    """``equal_rewards``, ``logprob_gap`` or ``skipped_updates``."""
+    """``equal_rewards``, ``logprob_gap`` or ``skipped_updates``, of a step; ``no_step``, of the controller."""
     step: int
-    """The one that showed it."""
+    """The one that showed it; the last one that was cut, where none follows."""
     weights_version: str
-    """That it made."""
+    """That it made; that the servers hold, where no step follows."""
     sentence: str
     value: float
     bound: float

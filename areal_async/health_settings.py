@@ -15,3 +15,6 @@ class HealthSettings(Section):
     logprob_gap: float | None = Field(default=0.1, gt=0)
     """Mean |trainer - server| logprob, in nats, over tokens of the step's start version, above which the two no longer
     agree on what was sampled; ``None`` for no alarm. bfloat16 alone makes about a hundredth."""
+    untrained_batches: int | None = Field(default=10, ge=1)
+    """Groups that end without being trained between two cuts (filtered, rejected, failed, stale), in batches of
+    ``rollout.batch_groups``, at which a run makes trajectories and no steps; ``None`` for no alarm."""

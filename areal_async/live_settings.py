@@ -43,6 +43,7 @@ LIVE = {
     "eval.every_steps": "how often a version is evaluated",
     "health.equal_rewards_steps": "when an alarm is raised, from the next step on",
     "health.logprob_gap": "when an alarm is raised, from the next step on",
+    "health.untrained_batches": "when an alarm is raised, from the next group that ends on",
 }
 """Setting, a star for any item of a list -> what its change does."""
 STEP_NUMBERS = tuple(key for key in LIVE if key.startswith(("trainer.", "algorithm.")) and key != "trainer.lr")

@@ -140,6 +140,8 @@ def sparkline(values: Iterable[float]) -> str:
 def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
     steps, done = view.settings.run.steps, view.num_steps_done
     yield "step", _beside(Text(f"{done}/{steps}"), ProgressBar(total=steps, completed=done, width=40))
+    if view.alarms:
+        yield "alarms", Text(", ".join(view.alarms).replace("_", " "), style="bold red")
     if view.steps:
         yield from _step_rows(view)
     yield "groups", Text(_groups_text(view))
@@ -156,8 +158,6 @@ def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
 
 def _step_rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
     line = view.steps[-1]
-    if view.alarms:
-        yield "alarms", Text(", ".join(view.alarms).replace("_", " "), style="bold red")
     num_recent = min(NUM_RECENT_STEPS, len(view.steps))
     curve = sparkline(number(step, "reward_mean") for step in view.steps[-SPARKLINE_STEPS:])
     yield (

@@ -247,7 +247,7 @@ async def read_snapshot(
         changes=dict(held_changes(settings, record_at(records, CHANGES, Changes) or Changes())),
         shares=dict(books.get("shares", {})),
         events=events,
-        notes=[*_notes(state, members, listed), *alarm_notes(reports.get(("trainer", "0"), {}))],
+        notes=[*_notes(state, members, listed), *alarm_notes(reports)],
     )
 
 
@@ -440,10 +440,10 @@ def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str,
             yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}{failure}"
 
 
-def alarm_notes(trainer: Report) -> list[str]:
-    """Return what the trainer says to be wrong with learning. Pure."""
-    raised = trainer.get("alarms")
-    return [f"alarm: {sentence}" for sentence in raised] if isinstance(raised, list) else []
+def alarm_notes(reports: Mapping[tuple[str, str], Report]) -> list[str]:
+    """Return what trainer and controller say to be wrong with learning. Pure."""
+    raised = [reports.get((role, "0"), {}).get("alarms") for role in ("trainer", "controller")]
+    return [f"alarm: {sentence}" for one in raised if isinstance(one, list) for sentence in one]
 
 
 def _load(node: Report, server_id: str) -> dict[str, Any]:

@@ -77,8 +77,9 @@ class RunView:
 
     @property
     def alarms(self) -> list[str]:
-        """Names of what the newest step shows to be wrong with learning."""
-        return str(self.steps[-1].get("alarm_names", "")).split() if self.steps else []
+        """Names of what the newest step, or the want of one, shows to be wrong with learning."""
+        newest = self.steps[-1] if self.steps else {}
+        return [name for said in (newest, self.controller) for name in str(said.get("alarm_names", "")).split()]
 
     @property
     def num_steps_done(self) -> int:

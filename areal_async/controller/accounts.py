@@ -5,6 +5,7 @@ unfenced server holds. A trained group settles when those servers hold the weigh
 its outcome is written; any other outcome settles its group when it is recorded.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -37,6 +38,10 @@ class Accounts:
     """Oldest version among unfenced servers; None while no server holds an announced one."""
     num_consecutive_failed: int = 0
     last_failure: str = ""
+    untrained: Counter[str] = field(default_factory=Counter)
+    """Groups that have ended otherwise than trained since the last cut, by how; not those that were only given up."""
+    last_untrained: str = ""
+    """Why the last one of them ended so."""
     readmissions: list[Readmission] = field(default_factory=list)
     """Every one ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
     again_after_death: set[GroupId] = field(default_factory=set)
@@ -49,6 +54,7 @@ class Accounts:
         groups = [one for one in without_slots(entry).groups if one.group_id not in ended]
         if self.journal.add_cut(msgspec.structs.replace(entry, groups=groups), sequence=sequence) and groups:
             self.num_consecutive_failed = 0
+            self.untrained.clear()
 
     def add_outcome(self, outcome: Outcome) -> None:
         """Read an outcome."""
@@ -59,6 +65,9 @@ class Accounts:
             return
         self.journal.remove_from_cuts(outcome.group_id)
         self._num_settled_untrained += 1
+        if outcome.kind is not OutcomeKind.ABANDONED:
+            self.untrained[outcome.kind.value] += 1
+            self.last_untrained = outcome.reason
         if outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
             self.num_consecutive_failed = 1 if outcome.num_whole_before else self.num_consecutive_failed + 1
             self.last_failure = outcome.reason

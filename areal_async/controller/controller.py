@@ -29,13 +29,15 @@ from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.curriculum import Visits
+from areal_async.controller.drought import Drought
 from areal_async.controller.evaluation import Evaluator, newest_due_step
 from areal_async.controller.order import Order
 from areal_async.controller.reports import AwakeClock, Reports
+from areal_async.controller.rights import check_permissions
 from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
-from areal_async.errors import ConflictError, DeniedError, FencedError, PipelineError, UserError, WireError
+from areal_async.errors import ConflictError, FencedError, PipelineError, UserError, WireError
 from areal_async.events import ServerFenced
 from areal_async.fault_points import reach
 from areal_async.fields import is_version
@@ -49,7 +51,6 @@ from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
-NOBODY, NO_REVISION = "nobody", 1 << 62
 """A server and a revision of its key that there will never be."""
 
 log = structlog.get_logger()
@@ -75,6 +76,7 @@ class Controller:
         self._tasks = tasks
         self._evaluator = evaluator
         self._accounts = accounts
+        self._drought = Drought(accounts)
         self._visits = Visits()
         self._order = Order(settings, tasks, self._visits, record=accounts.admitted)
         self._admitted_revision = 0
@@ -100,7 +102,7 @@ class Controller:
             PipelineError: too many groups failed one after another.
             UserError: the broker's permissions let it not do its work.
         """
-        await self._check_permissions()
+        await check_permissions(self._bus)
         await self._take_over()
         self._order = Order(self._settings, self._tasks, self._visits, record=self._accounts.admitted)
         control, _ = await self._bus.get(CONTROL, Control)  # before anything is admitted: a pause outlives a controller
@@ -113,6 +115,7 @@ class Controller:
             loops.start_soon(self.run_steering)
             loops.start_soon(self.run_changes)
             await self._read_existing_log()
+            self._drought.restore(self._now)
             self._accounts.num_consecutive_failed = 0  # of an earlier start: whoever resumes has mended the cause
             loops.start_soon(self.run_log)
             loops.start_soon(self.run_admission)
@@ -137,22 +140,6 @@ class Controller:
             except ConflictError:
                 continue  # it admitted once more
 
-    async def _check_permissions(self) -> None:
-        """Refuse a broker at which the servers of a lost node could not be disowned: all would wait for them for ever.
-
-        The write that tries it is one that cannot succeed where it is allowed.
-        """
-        nobody = ServerState(server_id=NOBODY, node_id=NOBODY, url="", version="", fenced=True)
-        try:
-            await self._bus.compare_and_set(self._bus.names.server_key(NOBODY), nobody, NO_REVISION)
-        except ConflictError:
-            return
-        except DeniedError as exc:
-            raise UserError(
-                f"bus: {exc}, need it to take back the servers of a node that is lost; give the broker's users the "
-                "permissions of this version"
-            ) from exc
-
     # readers
 
     async def _read_existing_log(self) -> None:
@@ -169,6 +156,9 @@ class Controller:
             await self._read(message)
             self._move()
             self._stop_after_failures()
+            if alarm := self._drought.look(self._now):
+                log.warning(alarm.kind, name=alarm.name, sentence=alarm.sentence)
+                await self._bus.tell(alarm)
 
     async def _read(self, message: Message) -> None:
         entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
@@ -425,6 +415,7 @@ class Controller:
             "state": "paused" if control.is_paused else self._state,
             "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
             "waits": waits.report(waits.CONTROLLER),
+            **self._drought.report(),
         }
 
     @property

@@ -37,6 +37,7 @@ CONTROLLER = (
     Field("settled", "areal_groups_settled", GAUGE, "Groups settled in the newest lineage."),
     Field("in_flight", "areal_groups_in_flight", GAUGE, "Groups admitted and not settled."),
     Field("credits", "areal_credits", GAUGE, "Groups that may still be admitted."),
+    Field("untrained", "areal_groups_untrained", GAUGE, "Groups that have ended untrained since the last cut."),
     Field("is_paused", "areal_run_paused", GAUGE, "1 while an operator has paused the run."),
     Field("quiet_s", "areal_quiet_seconds", GAUGE, "Time since anything in the run made progress."),
     Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),

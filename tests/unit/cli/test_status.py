@@ -162,8 +162,12 @@ def test_a_broker_that_was_started_again_tells_why() -> None:
     assert broker_of(crew, is_live=False).presence == ENDED
 
 
-def test_alarms_of_the_trainer_are_notes() -> None:
-    assert alarm_notes({"alarms": ["all rewards are equal for 5 steps"]}) == [
-        "alarm: all rewards are equal for 5 steps"
+def test_alarms_of_trainer_and_controller_are_notes() -> None:
+    equal, dry = "all rewards are equal for 5 steps", "20 groups in a row ended untrained"
+
+    assert alarm_notes({("controller", "0"): {"alarms": [dry]}, ("trainer", "0"): {"alarms": [equal]}}) == [
+        f"alarm: {equal}",
+        f"alarm: {dry}",
     ]
-    assert alarm_notes({"alarms": []}) == alarm_notes({}) == alarm_notes({"alarms": "no list"}) == []
+    for none in ({"alarms": []}, {}, {"alarms": "no list"}):
+        assert alarm_notes({("trainer", "0"): none}) == []

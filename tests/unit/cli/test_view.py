@@ -199,6 +199,12 @@ def test_panel_shows_the_alarms_of_the_newest_step_alone(view: RunView) -> None:
     assert "alarms" not in _drawn(view)
 
 
+def test_panel_shows_the_alarm_of_a_run_without_a_step(view: RunView) -> None:
+    view.on_metrics("areal.g.metrics.controller.0", b'{"state": "admitting", "alarm_names": "no_step"}')
+
+    assert "no step" in _drawn(view)
+
+
 def test_panel_shows_steps_servers_groups_and_who_waits(view: RunView) -> None:
     _append(view.settings.run_directory / "metrics.jsonl", _step(11, 0.25), _step(12, 0.75))
     _append(view.settings.run_directory / "eval.jsonl", {"step": 0, "accuracy": 0.31})
