@@ -22,6 +22,8 @@ trace of its own: ``step`` and, below it, ``cut``, ``fetch``, the calls of its g
     |  +- publish result
     +- await result                the controller: from the result's storage to when it has it
 
+Of a row that ``eval`` answers by itself there is ``invoke_workflow`` alone, and the calls below it.
+
 Names and attributes are OpenTelemetry's (``gen_ai.*``, ``messaging.*``)
 where it has some, else ``areal.*``.
 """
@@ -313,6 +315,21 @@ def answer(ticket: EvalTicket) -> Span:
             **_of_row(ticket),
             "gen_ai.operation.name": "invoke_workflow",
             "gen_ai.workflow.name": ticket.workflow,
+        },
+    )
+
+
+def tried(workflow: str, *, eval_id: str, index: int) -> Span:
+    """The first span of a row that no ticket asks for: the one call of a workflow that answers it."""
+    return tracing.first_span(
+        f"invoke_workflow {workflow}",
+        tracing.of_row(eval_id, index),
+        attributes={
+            "areal.eval_id": eval_id,
+            "areal.eval.index": index,
+            "areal.workflow": workflow,
+            "gen_ai.operation.name": "invoke_workflow",
+            "gen_ai.workflow.name": workflow,
         },
     )
 

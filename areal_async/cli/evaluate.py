@@ -6,6 +6,7 @@ its own nodes, under the weights that its servers hold now; the controller is as
 
 import argparse
 import logging
+import secrets
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -30,9 +31,11 @@ from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.data import load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
+from areal_async.exporters.traces import recording
 from areal_async.host import visible_gpus
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.metrics_settings import TO_FILES
 from areal_async.rollout.trial import Attempt
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.settings_sources import load_settings
@@ -169,7 +172,7 @@ def _of_model(arguments: argparse.Namespace, overrides: Sequence[str]) -> list[R
     settings = load_run_settings(config, arguments.file, overrides)
     tasks = held_out_of(settings, task=task_of(settings, arguments.file), limit=arguments.limit)
     with TemporaryFolder("eval") as folder:
-        return _evaluate(settings, tasks, urls=arguments.server, logs=folder)
+        return _evaluate(_without_files(settings), tasks, urls=arguments.server, logs=folder, traced_in=folder)
 
 
 def _of_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: Sequence[str]) -> list[Result]:
@@ -178,7 +181,7 @@ def _of_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: S
     with TemporaryFolder("eval") as folder:
         model = _model_of(directory, settings, arguments.version or "", folder)
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(model)})})
-        results = _evaluate(named, tasks, urls=(), logs=folder)
+        results = _evaluate(named, tasks, urls=(), logs=folder, traced_in=directory.path)
     shown = f"{directory.path.name}/{model.name}"
     return [Result(**asdict(result) | {"model": shown}) for result in results]
 
@@ -199,7 +202,9 @@ def _evaluate(
     *,
     urls: Sequence[str],
     logs: Path,
+    traced_in: Path,
 ) -> list[Result]:
+    """Evaluate one task after the other; ``traced_in`` is where traces are written that go to files."""
     log.configure("eval", logs)
     for task, dataset, _ in tasks:
         check(settings, task, has_row=True, has_server=bool(urls))
@@ -208,7 +213,16 @@ def _evaluate(
     async def run() -> list[Result]:
         return [await _run(settings, *one, urls=urls, logs=logs) for one in tasks]
 
-    return anyio.run(run, backend_options={"use_uvloop": True})
+    with recording(settings, traced_in, role="eval"):
+        return anyio.run(run, backend_options={"use_uvloop": True})
+
+
+def _without_files(settings: Settings) -> Settings:
+    """Leave out traces in files, which lie in a run's directory: there is no run."""
+    if settings.metrics.traces != TO_FILES:
+        return settings
+    _warn("metrics.traces: got file without a run, which has the directory for them; nothing is traced")
+    return settings.model_copy(update={"metrics": settings.metrics.model_copy(update={"traces": None})})
 
 
 async def _run(
@@ -219,6 +233,7 @@ async def _run(
     if not prompts:
         raise UserError(f"eval.dataset: {dataset.path} has no row, need at least one")
     attempts: list[Attempt] = []
+    eval_id = f"{Path(settings.model.path).name}.{secrets.token_hex(4)}"  # another one in every evaluation's traces
     async with opened_trial(
         settings,
         task,
@@ -226,7 +241,7 @@ async def _run(
         logs=logs,
         max_streams=len(prompts) + SPARE_STREAMS,
         tell=_warn,
-        is_evaluation=True,
+        eval_id=eval_id,
     ) as (trial, _):
         await trial.run(prompts, num_siblings=1, tell=attempts.append)
     return result_of(attempts, workflow=task.name, model=", ".join(urls) or settings.model.path)

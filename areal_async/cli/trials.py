@@ -35,7 +35,7 @@ async def opened_trial(
     logs: Path,
     max_streams: int,
     tell: Callable[[str], None],
-    is_evaluation: bool = False,
+    eval_id: str | None = None,
 ) -> AsyncIterator[tuple[Trial, TextCodec]]:
     """Have a trial of the task's workflow, and what its tokens are read with.
 
@@ -45,7 +45,7 @@ async def opened_trial(
         urls: servers that run already; none for one that is started here.
         logs: folder of the logs of servers that are started here.
         tell: takes what the user should know.
-        is_evaluation: as rows are evaluated: greedy, one sibling at a time.
+        eval_id: as rows are evaluated, greedy, one sibling at a time; named so in traces. None does as in training.
 
     Raises:
         UserError: the workflow cannot be loaded, or a server is not there or cannot start.
@@ -72,7 +72,7 @@ async def opened_trial(
             workflow = with_policies(plain, taken, own, frozen)
             trial = Trial(
                 settings,
-                for_one_sibling(workflow) if is_evaluation else workflow,
+                workflow if eval_id is None else for_one_sibling(workflow),
                 name=task.name,
                 generator=client,
                 codec=codec,
@@ -80,7 +80,8 @@ async def opened_trial(
                 call_parser=client.call_parser,
                 user_code=user_code,
                 version=facts[0].version if facts else NO_VERSION,
-                sampling=own.rollout.sampling.greedy if is_evaluation else None,
+                sampling=None if eval_id is None else own.rollout.sampling.greedy,
+                eval_id=eval_id or "",
             )
             async with _watched(user_code, deadline_s=settings.run.watchdog_s):
                 yield trial, codec

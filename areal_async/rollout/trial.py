@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 import structlog
 
-from areal_async import waits
+from areal_async import stations, waits
 from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.endpoint.server import Endpoint
@@ -75,8 +75,13 @@ class Trial:
         user_code: UserCode,
         version: str,
         sampling: SamplingSettings | None = None,
+        eval_id: str = "",
     ) -> None:
-        """Take as ``version`` what stands for the tokens' where no model was called; no ``sampling`` is the task's."""
+        """Take as ``version`` what stands for the tokens' where no model was called; no ``sampling`` is the task's.
+
+        Args:
+            eval_id: names the evaluation in its traces, where these are recorded.
+        """
         self._settings = settings
         self._workflow = workflow
         self._name = name
@@ -87,6 +92,7 @@ class Trial:
         self._user_code = user_code
         self._version = version
         self._sampling = sampling or settings.rollout_of(name).sampling
+        self._eval_id = eval_id
         self._places = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
 
     async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, tell: Callable[[Attempt], None]) -> None:
@@ -138,8 +144,10 @@ class Trial:
             waits.doing(waits.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
             waits.keeping() as ended,
             structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
+            stations.tried(self._name, eval_id=self._eval_id, index=prompt.index) as span,
         ):
             trajectories = await self._trajectories(noted, given, policies, slots)
+            stations.note_trajectories(span, trajectories)
         total_s = time.monotonic() - started
         return [
             Attempt(
