@@ -13,7 +13,7 @@ when the broker refuses, it raises ``BusError``.
 from areal_async.bus.broker_config import credentials_for, credentials_path
 from areal_async.bus.connection import Connection, connect
 from areal_async.bus.inbox import Delivery, Inbox
-from areal_async.bus.inspection import HeldError, copied_broker
+from areal_async.bus.inspection import OTHERS_S, HeldError, copied_broker, is_locked
 from areal_async.bus.jetstream import Bus, Published, StreamState, Subscription, open_bus
 from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
@@ -32,6 +32,7 @@ from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer
 from areal_async.bus.sweep import Sweep
 
 __all__ = [
+    "OTHERS_S",
     "Bus",
     "Connection",
     "Delivery",
@@ -56,6 +57,7 @@ __all__ = [
     "delete_run",
     "gather_reports",
     "hearing_reports",
+    "is_locked",
     "json_object",
     "list_runs",
     "open_bus",

@@ -23,6 +23,9 @@ from areal_async.bus.server import EmbeddedBroker, stale_broker_pid
 from areal_async.errors import BusError, UserError
 from areal_async.settings import Settings
 
+OTHERS_S = 10.0
+"""For others to have looked into a run that is stopped; each starts its broker for a second or two."""
+POLL_S = 0.1
 MARGIN_BYTES = 512 << 20
 """Disk that is left beside the copy, for the broker's own needs."""
 
@@ -32,6 +35,10 @@ log = structlog.get_logger()
 
 class HeldError(UserError):
     """Another process holds the run."""
+
+
+class VisitedError(HeldError):
+    """Another process looks into the run, and will soon have."""
 
 
 class StoreCopy(NamedTuple):
@@ -47,7 +54,7 @@ async def copied_broker(settings: Settings, run_directory: Path) -> AsyncIterato
     """Serve a copy of a dead run's store.
 
     Raises:
-        HeldError: the run is not dead.
+        HeldError: the run is not dead, or others look into it for longer than ``OTHERS_S``.
         UserError: there is no store, or no room for a copy.
         BusError: the broker does not come up even without the streams on which it hangs.
     """
@@ -58,7 +65,7 @@ async def copied_broker(settings: Settings, run_directory: Path) -> AsyncIterato
                 "bus": settings.bus.model_copy(update={"url": "embedded", "port": 0, "http_port": 0}),
             }
         )
-        await anyio.to_thread.run_sync(_copy_store, run_directory / "bus", copy.run_directory / "bus")
+        await _copy_after_others(run_directory / "bus", copy.run_directory / "bus")
         served = await _serve(copy)
         try:
             yield served
@@ -111,9 +118,23 @@ def _damaged_streams(run_directory: Path) -> tuple[list[Path], list[Path]]:
     )
 
 
+async def _copy_after_others(bus: Path, to: Path) -> None:
+    ends_at_s = anyio.current_time() + OTHERS_S
+    while True:
+        try:
+            return await anyio.to_thread.run_sync(_copy_store, bus, to)
+        except VisitedError:
+            if anyio.current_time() > ends_at_s:
+                raise
+        await anyio.sleep(POLL_S)
+
+
 def _copy_store(bus: Path, to: Path) -> None:
     with ExitStack() as held:
-        held.enter_context(shared_lock(bus.parent / "run.lock"))
+        try:
+            held.enter_context(shared_lock(bus.parent / "run.lock"))
+        except HeldError as exc:
+            raise exc if is_locked(bus.parent / "launcher.lock") else VisitedError(str(exc)) from exc
         held.enter_context(shared_lock(bus / "lock"))
         pid = stale_broker_pid(bus)
         if pid is not None:
@@ -130,6 +151,15 @@ def _copy_store(bus: Path, to: Path) -> None:
                 "set TMPDIR to a larger disk"
             )
         shutil.copytree(store, to / "jetstream")
+
+
+def is_locked(path: Path) -> bool:
+    """Say whether a process holds a lock file for itself."""
+    try:
+        with shared_lock(path):
+            return False
+    except HeldError:
+        return True
 
 
 @contextmanager

@@ -10,7 +10,17 @@ import anyio
 import anyio.to_thread
 
 import areal_async
-from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, credentials_for, declare, delete_run, open_bus
+from areal_async.bus import (
+    OTHERS_S,
+    Bus,
+    EmbeddedBroker,
+    HeldError,
+    Role,
+    credentials_for,
+    declare,
+    delete_run,
+    open_bus,
+)
 from areal_async.change_record import record_change
 from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
@@ -37,8 +47,6 @@ EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0
 LAST_WORDS_S = 5.0
 """For the bus to take how the processes have ended."""
-OTHERS_S = 10.0
-"""For others to have looked into a run that is stopped; each starts its broker for a second or two."""
 POLL_S = 0.1
 RESUMED = "the run was resumed with it"
 """Why a setting has changed that no order has."""

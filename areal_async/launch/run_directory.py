@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import yaml
 
-from areal_async.bus import HeldError
+from areal_async.bus import HeldError, is_locked
 from areal_async.errors import UserError
 from areal_async.fields import is_version
 from areal_async.settings import DATA_DEFINING, RunSettings, Settings
@@ -65,10 +65,7 @@ class RunDirectory:
     @property
     def is_live(self) -> bool:
         """Whether a launcher runs this run now; a process that only looks into a stopped one makes none live."""
-        if not self.launcher_lock.exists():
-            return False
-        with open(self.launcher_lock) as lock:
-            return not _has_locked(lock, fcntl.LOCK_SH)
+        return is_locked(self.launcher_lock)
 
     @contextmanager
     def locked(self, name: str, *, is_visit: bool = False) -> Iterator[None]:
@@ -84,13 +81,13 @@ class RunDirectory:
         self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
             lock = held.enter_context(open(self.lock, "a+"))
-            if not _has_locked(lock, fcntl.LOCK_EX):
+            if not _has_locked(lock):
                 raise self._error_of_holder(name)
             _sign(lock)
             if not is_visit:
                 launcher = held.enter_context(open(self.launcher_lock, "a+"))
                 _sign(launcher)  # before it is locked: who finds it so reads whose it is
-                if not _has_locked(launcher, fcntl.LOCK_EX):
+                if not _has_locked(launcher):
                     raise HeldError(f"run {name}: another process looks at it; try again")
             yield
 
@@ -181,10 +178,10 @@ def find_run(name: str) -> RunDirectory:
     raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
 
 
-def _has_locked(file: IO[str], operation: int) -> bool:
-    """Say whether a file is locked now, for as long as it is open; never wait for those who have it."""
+def _has_locked(file: IO[str]) -> bool:
+    """Say whether a file is this process's now, for as long as it is open; never wait for those who have it."""
     try:
-        fcntl.flock(file, operation | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from areal_async.bus import EmbeddedBroker, HeldError, Role, declare, open_bus
+from areal_async.bus import EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
 from areal_async.launch.run import hold, visit
 from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.run_state import RunState
@@ -130,6 +130,27 @@ async def test_a_launcher_waits_for(stopped: RunDirectory, lock: str) -> None:
                 assert not stopped.is_live
 
         assert stopped.is_live
+
+
+async def test_a_copy_of_a_stopped_runs_store_is_made_when_one_who_looks_into_it_has_ended(
+    stopped: RunDirectory, settings: Settings
+) -> None:
+    """And not where a launcher has it."""
+    copies: list[list[str]] = []
+
+    async def copy() -> None:
+        async with copied_broker(settings, stopped.path) as (_, notes):
+            copies.append(notes)
+
+    async with anyio.create_task_group() as tasks:
+        with stopped.locked("test", is_visit=True):
+            tasks.start_soon(copy)
+            await anyio.wait_all_tasks_blocked()
+            assert copies == []
+
+    assert copies == [[]]
+    with stopped.locked("test"), pytest.raises(HeldError, match="run.lock: held by process"):
+        await copy()
 
 
 async def test_a_launcher_waits_for_no_other(stopped: RunDirectory) -> None:
