@@ -148,6 +148,13 @@ def assert_accounts(run: Run, *, num_steps: int, max_staleness: int) -> None:
     assert by_step == {line["step"]: line["num_trajectories"] for line in run.lines}
 
 
+def assert_ran_well(run: Run) -> None:
+    """Nothing failed, rewards are between 0 and 1, and it was evaluated before the first step and after the last."""
+    assert all(line["failed"] == 0 and 0.0 <= line["reward_mean"] <= 1.0 for line in run.lines), run.lines
+    evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
+    assert [one["step"] for one in evaluated] == [0, len(run.lines)]
+
+
 def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> None:
     run = Run(tmp_path, "two-ranks", run__steps=9, trainer__num_ranks=2)
     with run.start() as process:
@@ -173,11 +180,16 @@ def test_two_ranks_train_stop_at_a_signal_resume_and_finish(tmp_path: Path) -> N
 
 
 def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs_with_a_critic_and_a_reference(tmp_path: Path) -> None:
-    """A reference whose divergence is in the loss, and no critic: the run of ``test_replay.py``."""
-    settings = {"algorithm__name": "ppo", "algorithm__kl_coef": 0.05, "algorithm__kl_in": "reward"}
-    run = Run(tmp_path, "on-policy", run__steps=3, rollout__max_staleness=0, **settings)
+    """With the settings of the workflow ``countdown``.
 
-    ended = run.finish()
+    A reference whose divergence is in the loss, and no critic: the run of ``test_replay.py``.
+    """
+    settings = {"algorithm__name": "ppo", "algorithm__kl_coef": 0.05, "algorithm__kl_in": "reward"}
+    run = Run(
+        tmp_path, "on-policy", config="configs/countdown_cpu.yaml", run__steps=3, rollout__max_staleness=0, **settings
+    )
+
+    ended = run.finish(workflow="workflows/countdown.py")
 
     assert ended.returncode == 0, ended.stdout
     assert_accounts(run, num_steps=3, max_staleness=0)
@@ -185,6 +197,7 @@ def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs_with_a_critic_a
     assert all(line["logprob_gap_mean"] < 0.02 for line in run.lines)
     assert all(math.isfinite(line[name]) for line in run.lines for name in CRITIC_METRICS), run.lines
     assert run.lines[-1]["kl_mean"] > 0
+    assert_ran_well(run)
 
 
 def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:

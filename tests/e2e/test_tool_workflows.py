@@ -1,11 +1,10 @@
 """The workflows with a search and with Python run to their end on a CPU, with their own settings."""
 
-import json
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import Run
+from tests.e2e.test_run import Run, assert_ran_well
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
 
@@ -18,7 +17,5 @@ def test_workflow_with_a_tool_runs_to_its_end(tmp_path: Path, name: str) -> None
 
     assert ended.returncode == 0, ended.stdout
     assert [line["step"] for line in run.lines] == [1, 2]
-    assert all(line["failed"] == 0 and 0.0 <= line["reward_mean"] <= 1.0 for line in run.lines), run.lines
+    assert_ran_well(run)
     assert all(line["info/num_tool_calls"] > 0 for line in run.lines), run.lines
-    evaluated = [json.loads(line) for line in (run.directory / "eval.jsonl").read_text().splitlines()]
-    assert [one["step"] for one in evaluated] == [0, 2]
