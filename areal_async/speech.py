@@ -1,23 +1,67 @@
-"""What a process says on stdout: line by line, for as long as somebody reads it."""
+"""What a process says on stdout, for as long as that can be written.
 
+A run goes on without its reader: whoever reads no more, as ``head``, a terminal that is closed, a full disk. What is
+said then goes nowhere, which is told once; most of it stands in the run's logs too.
+"""
+
+import io
+import logging
 import os
 import sys
+from typing import TextIO
+
+STDOUT = 1
+
+_losses: list[OSError] = []
 
 
 def say(line: str) -> None:
-    """Write one line, now: a pipe sees it as soon as a terminal would. Who reads no more, as ``head``, misses the rest.
+    """Write one line, now: a pipe sees it as soon as a terminal would."""
+    _write(sys.stdout, line + "\n")
 
-    A run goes on without its reader: what it says stands in its logs too.
-    """
+
+class Voice(io.TextIOBase):
+    """A stream that is stdout, for who draws on it: as with ``say``, writing never fails."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self._stream.encoding
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def write(self, text: str) -> int:
+        _write(self._stream, text)
+        return len(text)
+
+
+def loss() -> OSError | None:
+    """Return what first kept stdout from being written; None where all that was said is written."""
+    _write(sys.stdout, "")
+    return _losses[0] if _losses else None
+
+
+def _write(stream: TextIO, text: str) -> None:
     try:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-    except BrokenPipeError:
-        fall_silent()
+        stream.write(text)
+        stream.flush()
+    except OSError as exc:
+        _fall_silent(exc)
 
 
-def fall_silent() -> None:
+def _fall_silent(cause: OSError) -> None:
     """Have what is still written to stdout go nowhere; else Python complains of it at its end."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
+    os.dup2(nowhere, STDOUT)
     os.close(nowhere)
+    _losses.append(cause)
+    level = logging.INFO if isinstance(cause, BrokenPipeError) else logging.WARNING  # a reader may have had enough
+    logging.getLogger("areal_async").log(
+        level, "stdout: got %s, need what can be written; what is said from here on goes nowhere", cause.strerror
+    )

@@ -5,7 +5,7 @@ Both only watch. They read the run's files and listen on the bus, and a display 
 
 import sys
 from collections.abc import Iterable
-from typing import Protocol
+from typing import IO, Protocol, cast
 
 import anyio
 from rich.console import Console, RenderableType
@@ -18,7 +18,7 @@ from rich.text import Text
 from areal_async.bus import Bus
 from areal_async.cli.view import RunView, by_task, evaluation_text, notice_text, number, step_text, trained_tokens_per_s
 from areal_async.launch.supervisor import Notify
-from areal_async.speech import say
+from areal_async.speech import Voice, say
 
 REFRESH_S = 0.5
 NUM_RECENT_STEPS = 10
@@ -99,7 +99,7 @@ class LiveDisplay:
 
 def choose_display(view: RunView, *, is_plain: bool) -> Display:
     """Return the live panel where stdout is a terminal and it is wanted."""
-    console = Console(file=sys.stdout)
+    console = Console(file=cast("IO[str]", Voice(sys.stdout)))
     return PlainDisplay(view) if is_plain or not console.is_terminal else LiveDisplay(view, console)
 
 

@@ -11,16 +11,17 @@ import importlib
 import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
 from areal_async.collector import importing
 from areal_async.errors import PipelineError, UserError, leaves_of
-from areal_async.speech import fall_silent
+from areal_async.speech import loss
 
 INTERRUPTED = 130
+"""Exit status of a command that the user broke off."""
 UNREAD = 141
 """Whoever read it has gone: as of a program that SIGPIPE ends."""
-"""Exit status of a command that the user broke off."""
 
 
 Argument = tuple[str, Mapping[str, Any]]
@@ -35,6 +36,8 @@ class Verb(NamedTuple):
     arguments: tuple[Argument, ...]
     takes_settings: bool = False
     """Whether ``--section.key value`` may follow."""
+    goes_on_unheard: bool = False
+    """Whether its work counts, and not what it says: it succeeds though stdout cannot be written."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -79,6 +82,7 @@ VERBS = {
             _HELP_SETTINGS,
         ),
         takes_settings=True,
+        goes_on_unheard=True,
     ),
     "try": Verb(
         "try_",
@@ -130,12 +134,14 @@ VERBS = {
         "fine-tune a model on prompts and their answers",
         (("--config", {"metavar": "FILE.yaml", "help": "settings of the fine-tuning"}), _HELP_SETTINGS),
         takes_settings=True,
+        goes_on_unheard=True,
     ),
     "reward-model": Verb(
         "reward_model",
         "train a model that scores answers, on pairs of which one is preferred",
         (("--config", {"metavar": "FILE.yaml", "help": "settings of the training"}), _HELP_SETTINGS),
         takes_settings=True,
+        goes_on_unheard=True,
     ),
     "status": Verb(
         "status",
@@ -237,6 +243,7 @@ VERBS = {
             _HELP_SETTINGS,
         ),
         takes_settings=True,
+        goes_on_unheard=True,
     ),
     "controller": Verb("roles", "one process of a run: admits groups and keeps the accounts", (_RUN_DIRECTORY,)),
     "node": Verb(
@@ -256,6 +263,7 @@ VERBS = {
             ("--run-directory", {"metavar": "DIR", "help": "without --join: where run left config.yaml and bus/url"}),
         ),
         takes_settings=True,
+        goes_on_unheard=True,
     ),
     "trainer": Verb("roles", "one process of a run: a rank of the trainer, as torchrun starts it", (_RUN_DIRECTORY,)),
 }
@@ -264,26 +272,34 @@ VERBS = {
 def main(arguments: Sequence[str]) -> int:
     """Run one verb and return the exit status."""
     try:
-        status = _dispatch(arguments)
-        sys.stdout.flush()
-        return status
+        return _dispatch(arguments)
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        fall_silent()
-        return UNREAD
-    except BaseExceptionGroup as group:
-        error = expected_error(group)
+    except (BaseExceptionGroup, PipelineError, OSError, SystemExit) as raised:
+        if (lost := _loss_in(raised)) is not None:
+            return _status_unheard(lost)
+        error = expected_error(raised)
         if error is None:
             raise
-        return _tell(error, group)
-    except PipelineError as error:
-        return _tell(error, error)
+        return _tell(error, raised)
 
 
-def expected_error(group: BaseExceptionGroup[BaseException]) -> PipelineError | None:
+def _loss_in(raised: BaseException) -> OSError | None:
+    """Return why stdout could not be written, where nothing else was raised; rich exits when its reader has gone."""
+    causes = [leaf.__context__ if isinstance(leaf, SystemExit) else leaf for leaf in leaves_of(raised)]
+    errors = [cause for cause in causes if isinstance(cause, OSError)]
+    if len(errors) < len(causes):
+        return None
+    return loss() or next((error for error in errors if isinstance(error, BrokenPipeError)), None)
+
+
+def _status_unheard(lost: OSError) -> int:
+    return UNREAD if isinstance(lost, BrokenPipeError) else UserError.exit_code
+
+
+def expected_error(raised: BaseException) -> PipelineError | None:
     """Return the error that explains a group of nothing but errors raised on purpose, a user's mistake first."""
-    leaves = leaves_of(group)
+    leaves = leaves_of(raised)
     errors = [leaf for leaf in leaves if isinstance(leaf, PipelineError)]
     if len(errors) < len(leaves):
         return None
@@ -294,18 +310,19 @@ def _tell(error: PipelineError, whole: BaseException) -> int:
     """Say what went wrong in one line, and keep the traceback in the log file when there is one."""
     if "areal_async.log" in sys.modules:
         importlib.import_module("areal_async.log").record_failure(whole)
-    sys.stderr.write(" ".join(str(error).split()) + "\n")
+    with suppress(OSError):  # its terminal has gone, or its disk is full
+        sys.stderr.write(" ".join(str(error).split()) + "\n")
     return error.exit_code if isinstance(error, UserError) else 1
 
 
 def _dispatch(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         _top_parser().print_help()
-        return 0 if arguments else UserError.exit_code
+        return _if_heard(0 if arguments else UserError.exit_code)
     name, *rest = arguments
     if name == "--version":
         sys.stdout.write(f"areal_async {importlib.import_module('areal_async').__version__}\n")
-        return 0
+        return _if_heard(0)
     verb = VERBS.get(name)
     if verb is None:
         near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
@@ -322,7 +339,13 @@ def _dispatch(arguments: Sequence[str]) -> int:
     with importing():
         module = importlib.import_module(f"areal_async.cli.{verb.module}")
     status: int = module.run(parsed, overrides)
-    return status
+    return status if verb.goes_on_unheard else _if_heard(status)
+
+
+def _if_heard(status: int) -> int:
+    """Return the status of what answers: another one where the answer could not be written."""
+    lost = loss()
+    return status if lost is None else _status_unheard(lost)
 
 
 def _top_parser() -> argparse.ArgumentParser:

@@ -65,6 +65,10 @@ class Terminal:
         self._screen.resize(rows, columns)
         fcntl.ioctl(self._file, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
 
+    def close(self) -> None:
+        """As a user closes the window; the program is not told, as one that `nohup` has started."""
+        os.close(self._file)
+
     def press(self, keys: str) -> None:
         os.write(self._file, keys.encode())
 
