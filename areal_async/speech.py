@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TextIO
 
-STDOUT = 1
+STDIN, STDOUT, STDERR = 0, 1, 2
 
 _losses: list[OSError] = []
 
@@ -45,6 +45,23 @@ def loss() -> OSError | None:
     """Return what first kept stdout from being written; None where all that was said is written."""
     _write(sys.stdout, "")
     return _losses[0] if _losses else None
+
+
+def open_missing_streams() -> None:
+    """Open those of stdin, stdout and stderr that whoever started this process has closed: onto nothing.
+
+    Call before anything else is opened. A socket would get the number of the first that is missing, and then be what
+    children take for theirs; libuv aborts over it.
+    """
+    for number in (STDIN, STDOUT, STDERR):
+        try:
+            os.fstat(number)
+        except OSError:
+            nowhere = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free: this one
+            os.set_inheritable(nowhere, True)
+    sys.stdin = sys.stdin or open(STDIN, closefd=False)
+    sys.stdout = sys.stdout or open(STDOUT, "w", closefd=False)
+    sys.stderr = sys.stderr or open(STDERR, "w", closefd=False)
 
 
 def _write(stream: TextIO, text: str) -> None:

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +17,16 @@ for line in ("1", "2", "3"):
     {say}
 print("still here", file=sys.stderr)
 sys.exit(loss() is None)
+"""
+STREAMS = """
+import os, sys
+from areal_async.speech import open_missing_streams, say
+open_missing_streams()
+say("heard")
+pair = os.pipe()
+import subprocess
+child = subprocess.run([sys.executable, "-c", "import os; [os.fstat(number) for number in (0, 1, 2)]"], close_fds=False)
+open(sys.argv[1], "w").write(f"{min(pair) > 2} {sys.stdin.read()!r} {sys.stderr.write('')} {child.returncode}")
 """
 
 
@@ -63,3 +74,28 @@ def test_who_says_something_goes_on_though_it_cannot_be_written_and_tells_so_onc
     assert done.returncode == 0, done.stderr
     assert [line.startswith(start) for line, start in zip(lines, told, strict=False)] == [True] * len(told)
     assert lines[len(told) :] == ["still here"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_were_closed_lead_nowhere_here_and_in_children(closed: str, tmp_path: Path) -> None:
+    found = tmp_path / "found"
+
+    subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-c", STREAMS, str(found)],
+        stdin=subprocess.DEVNULL, check=True,
+    )  # fmt: skip
+
+    assert found.read_text() == "True '' 0 0"
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_verb_opens_the_streams_that_were_closed(closed: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        ["sh", "-c", f'"$@" {closed}', "sh", sys.executable, "-m", "areal_async", "status", "--run", "none"],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )  # fmt: skip
+
+    assert done.returncode == 2
+    if "2>" not in closed:
+        assert done.stderr.startswith("--run: got none, need the name of a run in")
