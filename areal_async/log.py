@@ -13,6 +13,8 @@ from typing import Any, TextIO
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
+from areal_async.errors import UserError
+
 CHATTY = ("aiohttp", "asyncio", "httpcore", "httpx", "matplotlib", "nats", "urllib3", "uvicorn.access")
 """Loggers of dependencies that write a line per request or connection; only their warnings are kept."""
 
@@ -23,6 +25,9 @@ def configure(role: str, directory: Path | None) -> None:
     Args:
         role: names the file and goes into every line.
         directory: made when missing; ``None`` for stderr alone.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
@@ -100,8 +105,13 @@ def _stderr_handler(shared: list[Processor]) -> logging.Handler:
 
 
 def _file_handler(path: Path, shared: list[Processor]) -> logging.Handler:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(path, encoding="utf-8")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as exc:
+        raise UserError(
+            f"log: got {path}, need what can be written: {exc.strerror}; choose another run.directory"
+        ) from exc
     handler.setFormatter(
         _formatter(
             shared,

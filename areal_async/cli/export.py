@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_async.cli.output import check_place
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
 from areal_async.settings import Settings
@@ -17,7 +18,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Export one checkpoint and say where it is.
 
     Raises:
-        UserError: there is no such run or checkpoint.
+        UserError: there is no such run or checkpoint, or the folder cannot be made.
     """
     directory = find_run(arguments.run).path
     settings = find_run(arguments.run).read_settings()
@@ -25,6 +26,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     output = Path(arguments.output) if arguments.output else directory / f"model_{version}"
     if output.exists():
         raise UserError(f"export: {output} is there already; remove it, or name another --output")
+    check_place("--output", output)
     write(directory, settings, version, output)
     say(f"{output}: the model of checkpoint {version}, a Hugging Face folder")
     return 0

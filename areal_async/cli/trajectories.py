@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.cli.output import check_place
 from areal_async.cli.recorded_text import draw
 from areal_async.cli.speech import json_text
 from areal_async.cli.token_text import Decoder, visible
@@ -57,6 +58,10 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     if arguments.export is not None and Path(arguments.export).suffix not in SUFFIXES:
         raise UserError(f"--export: got {arguments.export}, need a name that ends in {', '.join(SUFFIXES)}")
+    if arguments.export is not None:
+        check_place("--export", Path(arguments.export))
+    if arguments.limit is not None and arguments.limit < 0:
+        raise UserError(f"--limit: got {arguments.limit}, need how many to list; 0 lists all")
     filters = filters_of(arguments)
     limit = arguments.limit if arguments.limit is not None else 0 if arguments.export else 50
     entries = select(

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from areal_async.cli.output import replacing
 from areal_async.cli.speech import json_text
 from areal_async.cli.token_text import Decoder
 from areal_async.cli.trajectory_list import Entry
@@ -19,24 +20,25 @@ def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded
     """Write entries, with the tokens of those that were trained; return how many.
 
     The file's name ends in one of ``SUFFIXES``. It appears whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
     """
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".csv":
-        with temporary.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.writer(file)
-            writer.writerow(Entry._fields)
-            writer.writerows(entries)
-    else:
-        rows = []
-        for entry in entries:
-            own = recorded.get(entry.id)
-            rows.append(describe(entry, own, own.trajectory if own else None, decoder))
-        if path.suffix == ".jsonl":
-            temporary.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
+    with replacing("--export", path) as temporary:
+        if path.suffix == ".csv":
+            with temporary.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow(Entry._fields)
+                writer.writerows(entries)
         else:
-            _write_parquet(temporary, rows)
-    temporary.replace(path)
+            rows = []
+            for entry in entries:
+                own = recorded.get(entry.id)
+                rows.append(describe(entry, own, own.trajectory if own else None, decoder))
+            if path.suffix == ".jsonl":
+                temporary.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
+            else:
+                _write_parquet(temporary, rows)
     return len(entries)
 
 

@@ -77,10 +77,17 @@ class RunDirectory:
         Raises:
             LiveError: a launcher holds it.
             HeldError: another process looks into it, or is asking at this moment whether it lives.
+            UserError: it cannot be made, or not be written.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
         with ExitStack() as held:
-            lock = held.enter_context(open(self.lock, "a+"))
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+                lock = held.enter_context(open(self.lock, "a+"))
+            except OSError as exc:
+                raise UserError(
+                    f"run {name}: got the directory {self.path}, need one that can be written: {exc.strerror}; "
+                    "choose another --run.directory"
+                ) from exc
             if not _has_locked(lock):
                 raise self._error_of_holder(name)
             _sign(lock)

@@ -11,6 +11,7 @@ import pytest
 import structlog
 
 from areal_async import log
+from areal_async.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -129,3 +130,8 @@ def test_without_a_directory_only_stderr_is_written(tmp_path: Path, capsys: pyte
     structlog.get_logger().warning("something.odd")
 
     assert "something.odd" in capsys.readouterr().err
+
+
+def test_a_log_that_cannot_be_written_is_one_sentence() -> None:
+    with pytest.raises(UserError, match="log: got /proc/no/node.jsonl, need what can be written: No such file or dir"):
+        log.configure("node", Path("/proc/no"))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from areal_async.cli.output import check_place, replacing
 from areal_async.cli.report.data import StepLines, read_report
 from areal_async.cli.report.page import render
 from areal_async.cli.trajectories import ask_untrained, load_decoder
@@ -28,7 +29,11 @@ def write_report(
 
     Args:
         pause: called between two looks with how long to wait, in seconds.
+
+    Raises:
+        UserError: it cannot be written.
     """
+    check_place("--html", path)
     settings, decoder = directory.read_settings(), load_decoder(directory)
     untrained, steps = _Untrained(directory), StepLines(directory.path)
     seen: tuple[int, ...] | None = None
@@ -39,7 +44,8 @@ def write_report(
             data = read_report(
                 settings, directory.path, lines=steps.read(), decoder=decoder, untrained=untrained.entries, now=at
             )
-            _replace(path, render(data, refresh_s=REFRESH_S if is_watched else None))
+            with replacing("--html", path) as temporary:
+                temporary.write_text(render(data, refresh_s=REFRESH_S if is_watched else None), encoding="utf-8")
             if seen is None:
                 say(f"report of {len(data.lines)} steps written to {path}, {path.stat().st_size / 1e3:.0f} kB")
             seen = now
@@ -99,11 +105,3 @@ def _look(run_directory: Path) -> tuple[int, ...]:
             state = path.stat()
             found += [state.st_ino, state.st_size]
     return tuple(found)
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write under another name and rename: a browser never reads half a page."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -14,11 +14,13 @@ import pytest
 
 from areal_async.bus import declare
 from areal_async.cli.main import main
+from areal_async.cli.output import replacing
 from areal_async.cli.report.charts import Series, bars, line_chart, number, stacked_bars, step_ticks, ticks
 from areal_async.cli.report.data import Sample, choose_samples, count_ages
 from areal_async.cli.report.page import render
 from areal_async.cli.report.write import write_report
 from areal_async.cli.token_views import Numbers
+from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import ModelSettings, RunSettings, Settings
@@ -271,3 +273,33 @@ def test_a_watched_report_is_written_again_after_a_step(tmp_path: Path) -> None:
         write_report(directory, tmp_path / "out.html", is_watched=True, pause=wait)
 
     assert [f"step {step} of 200" in text for step, text in enumerate(seen)] == [True] * 3
+
+
+def test_a_report_that_cannot_be_written_is_one_sentence_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, folder = _run(tmp_path), tmp_path / "folder"
+    folder.mkdir()
+
+    for path, sentence in (
+        (Path("/proc/no/y.html"), "--html: got /proc/no/y.html, need what can be written: No such file or directory; "),
+        (folder, f"--html: got {folder}, a directory, need a file; name one in it"),
+    ):
+        assert main(["status", "--run", str(run.path), "--html", str(path)]) == 2
+        assert sentence in capsys.readouterr().err
+
+    assert {path.name for path in tmp_path.iterdir()} == {"made", "folder"}
+
+
+def test_what_replaces_a_file_leaves_it_as_it_was_when_the_disk_is_full(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    path.write_text("before")
+
+    with (
+        pytest.raises(UserError, match="need what can be written: No space left on device; name another place"),
+        replacing("--html", path) as temporary,
+    ):
+        temporary.symlink_to("/dev/full")
+        temporary.write_text("after")
+
+    assert [one.read_text() for one in tmp_path.iterdir()] == ["before"]

@@ -122,6 +122,9 @@ def test_what_is_archived_and_still_stored_is_listed_once_and_errors_are_found_b
         (["--sort", "size"], "--sort: got size, need one of newest, step, group, "),
         (["--step", "x"], "--step: got x, need a step like 5, or steps like 5-9"),
         (["--version", "1-x"], "--version: got 1-x, need <lineage>-<step> like 1-42, or a step alone"),
+        (["--export", "/proc/no/x.jsonl"], "--export: got /proc/no/x.jsonl, need what can be written: No such file or"),
+        (["--export", "/dev/null/x.csv"], "--export: got /dev/null/x.csv, need what can be written: "),
+        (["--limit", "-3"], "--limit: got -3, need how many to list; 0 lists all"),
         (["--export", "x.txt"], "--export: got x.txt, need a name that ends in .jsonl, .parquet, .csv"),
     ],
 )

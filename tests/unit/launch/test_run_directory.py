@@ -208,3 +208,12 @@ def test_clear_leaves_a_directory_that_no_run_made(directory: RunDirectory) -> N
             directory.clear()
 
     assert (directory.path / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize("path", ["/proc/foo/a", "/dev/null/a"])
+def test_a_directory_that_cannot_be_made_is_one_sentence(path: str) -> None:
+    with (
+        pytest.raises(UserError, match=f"run a: got the directory {path}, need one that can be written: "),
+        RunDirectory(Path(path)).locked("a"),
+    ):
+        pass

@@ -111,6 +111,16 @@ def test_the_verb_exports_the_last_one_or_the_best(
     assert (run / f"model_{exported}" / "model.safetensors").exists()
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_work(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.cli.export.write", pytest.fail)
+
+    assert main(["export", "--run", str(run), "--output", "/proc/zz"]) == 2
+
+    assert "--output: got /proc/zz, need what can be written: No such file or directory; " in capsys.readouterr().err
+
+
 def test_a_finished_run_leaves_the_best_where_it_is_asked_for(run: Path) -> None:
     settings = RunDirectory(run).read_settings()
     settings = settings.model_copy(
