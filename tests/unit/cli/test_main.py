@@ -129,6 +129,49 @@ def test_help_settings_lists_every_setting_with_its_sentence(verb: str, capsys: 
     assert "    Peak learning rate of AdamW." in text
 
 
+ANSWERS = """
+import sys
+from rich.console import Console
+from areal_async.cli import status
+from areal_async.cli.main import main
+from areal_async.speech import say
+
+
+def draw_in_a_group():
+    try:
+        Console().print("1")
+    except BaseException as exc:
+        raise BaseExceptionGroup("tasks", [exc])
+
+
+status.run = lambda *_: {how} or 0
+sys.exit(main(["status", "--run", "x"]))
+"""
+LOST = "stdout: got No space left on device, need what can be written; what is said from here on goes nowhere\n"
+
+
+@pytest.mark.parametrize("how", ["Console().print('1')", "draw_in_a_group()", "say('1')", "print('1')"])
+def test_a_verb_whose_answer_cannot_be_written_ends_so_and_says_it_unless_its_reader_has_gone(how: str) -> None:
+    command = [sys.executable, "-c", ANSWERS.format(how=how)]
+    reader, writer = os.pipe()
+    os.close(reader)  # as `head` does when it has its lines
+
+    unread = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    with open("/dev/full", "w") as full:
+        lost = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert (unread.returncode, unread.stderr) == (141, "")
+    assert (lost.returncode, lost.stderr) == (2, LOST)
+
+
+def test_an_error_of_a_file_that_is_not_stdout_is_a_bug_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.cli.status.run", _raise(OSError(28, "No space left on device")))
+
+    with pytest.raises(OSError, match="No space left"):
+        main(["status", "--run", "x"])
+
+
 @pytest.mark.parametrize(
     ("code", "status", "last"),
     [

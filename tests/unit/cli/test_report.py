@@ -295,11 +295,12 @@ def test_what_replaces_a_file_leaves_it_as_it_was_when_the_disk_is_full(tmp_path
     path = tmp_path / "page.html"
     path.write_text("before")
 
-    with (
-        pytest.raises(UserError, match="need what can be written: No space left on device; name another place"),
-        replacing("--html", path) as temporary,
-    ):
-        temporary.symlink_to("/dev/full")
-        temporary.write_text("after")
+    def write() -> None:
+        with replacing("--html", path) as temporary:
+            temporary.symlink_to("/dev/full")
+            temporary.write_text("after")
+
+    with pytest.raises(UserError, match="need what can be written: No space left on device; name another place"):
+        write()
 
     assert [one.read_text() for one in tmp_path.iterdir()] == ["before"]

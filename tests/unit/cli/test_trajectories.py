@@ -4,6 +4,9 @@ import csv
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -133,6 +136,18 @@ def test_mistakes_are_one_sentence(
 ) -> None:
     assert main(["trajectories", "--run", str(run_directory), *words]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_list_whose_reader_has_gone_ends_as_of_a_broken_pipe(run_directory: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    done = subprocess.run(
+        [sys.executable, "-m", "areal_async", "trajectories", "--run", str(run_directory)], stdout=writer
+    )
+
+    os.close(writer)
+    assert done.returncode == 141
 
 
 def test_what_is_no_number_is_null_in_json(tmp_path: Path) -> None:
