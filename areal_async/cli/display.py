@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
+from areal_async.cli.token_text import visible
 from areal_async.cli.view import RunView, by_task, evaluation_text, notice_text, number, step_text, trained_tokens_per_s
 from areal_async.launch.supervisor import Notify
 from areal_async.speech import Voice, say
@@ -51,7 +52,7 @@ class PlainDisplay:
         self._view = view
 
     def notify(self, text: str) -> None:
-        say(text)
+        say(visible(text, newline=" "))
 
     async def watch(self, bus: Bus) -> None:
         self._view.read_files()  # an earlier start has told these
@@ -84,7 +85,7 @@ class LiveDisplay:
 
     def notify(self, text: str) -> None:
         self._view.notices.append(text)
-        self._console.print(text, highlight=False, markup=False)
+        self._console.print(visible(text, newline=" "), highlight=False, markup=False)
 
     async def watch(self, bus: Bus) -> None:
         view = self._view

@@ -22,6 +22,7 @@ from rich.text import Text
 
 from areal_async.bus import Bus, Message, Report, gather_reports
 from areal_async.cli.tail import decode_object, read_last_json_line
+from areal_async.cli.token_text import visible
 from areal_async.cli.view import event_text
 from areal_async.errors import BusError, UnreachableError, UserError, leaves_of
 from areal_async.inference.pool import STARTING
@@ -231,7 +232,7 @@ async def read_snapshot(
     return Status(
         run=settings.run.name,
         state=state,
-        reason=_reason(state, run_state, control),
+        reason=reason_of(state, run_state, control),
         step=int(line.get("step", 0)),
         steps=int(books.get("steps", settings.run.steps)),
         weights_version=weights.version if weights is not None else "",
@@ -452,11 +453,13 @@ def _load(node: Report, server_id: str) -> dict[str, Any]:
     return {key: found[key] for key in LOAD if key in found} if isinstance(found, dict) else {}
 
 
-def _reason(state: str, run_state: RunState, control: Control) -> str:
+def reason_of(state: str, run_state: RunState, control: Control) -> str:
+    """Say who or what has brought the run there, safe to show on a terminal. Pure."""
     if state not in ("paused", "stopping"):
-        return run_state.reason
+        return visible(run_state.reason, newline=" ")
     since = f", {duration_text(seconds_since(control.at))} ago" if control.at else ""
-    return f"by {control.by or 'an operator'}{since}{f': {control.reason}' if control.reason else ''}"
+    because = f": {control.reason}" if control.reason else ""
+    return visible(f"by {control.by or 'an operator'}{since}{because}", newline=" ")
 
 
 def seconds_since(at: str) -> float:

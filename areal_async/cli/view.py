@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_async.cli.tail import JsonLines, Line, decode_object
+from areal_async.cli.token_text import visible
 from areal_async.settings import Settings
 from areal_async.types import mean
 
@@ -121,7 +122,11 @@ def notice_text(data: bytes) -> str | None:
 
 
 def event_text(event: Line) -> str:
-    """Return one line about an event; of one that is told in a sentence, that."""
+    """Return one line about an event, safe to show on a terminal; of one that is told in a sentence, that."""
+    return visible(_event_text(event), newline=" ")
+
+
+def _event_text(event: Line) -> str:
     kind = str(event.get("event", ""))
     if "sentence" in event:
         since = f" for {number(event, 'quiet_s'):.0f} s" if "quiet_s" in event else ""

@@ -17,6 +17,7 @@ from areal_async.cli.status import (
     alarm_notes,
     broker_of,
     members_of,
+    reason_of,
     record_at,
     render,
     server_of,
@@ -80,6 +81,13 @@ def test_the_state_is_one_word(run_state: str, control: Control, presence: str, 
     members = [Member(role="node", instance="0", presence=presence)]
 
     assert state_of(RunState(state=run_state), control, members) == state
+
+
+def test_what_an_operator_gave_as_name_and_reason_does_not_act_on_the_terminal() -> None:
+    control = Control(is_paused=True, by="\x1b[2Jann", reason="lunch\nrun m: finished")
+
+    assert reason_of("paused", RunState(), control) == "by ␛[2Jann: lunch run m: finished"
+    assert reason_of("failed", RunState(reason="\x1b]0;x\x07"), control) == "␛]0;x␇"
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from areal_async.cli.display import PlainDisplay, render, sparkline
+from areal_async.cli.display import LiveDisplay, PlainDisplay, render, sparkline
 from areal_async.cli.tail import JsonLines, read_json_lines
 from areal_async.cli.view import RunView, event_text, notice_text
 from areal_async.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
@@ -128,6 +128,19 @@ def test_events_are_told_in_one_line() -> None:
     assert notice_text(alarm) == "alarm.raised: all rewards are equal for 5 steps"
     lost = {"event": "role.lost", "at": "2026", "crew": "node-0", "reason": "node-0 ended by SIGKILL", "num_starts": 2}
     assert event_text(lost) == "role.lost node-0 (node-0 ended by SIGKILL)"
+
+
+def test_what_an_operator_gave_as_name_and_reason_does_not_act_on_the_terminal(
+    view: RunView, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ordered = {"event": "run.ordered", "order": "stop", "by": "\x1b[2Jann", "reason": "late\nrun g finished"}
+    told = "run.ordered order=stop by=␛[2Jann reason=late run g finished"
+    terminal = io.StringIO()
+
+    assert notice_text(json.dumps(ordered).encode()) == event_text(ordered) == told
+    for display in (PlainDisplay(view), LiveDisplay(view, Console(file=terminal))):
+        display.notify("still paused by \x1b[2Jann\n: nothing is admitted")
+    assert capsys.readouterr().out == terminal.getvalue() == "still paused by ␛[2Jann : nothing is admitted\n"
 
 
 def test_plain_display_writes_one_line_per_step_and_evaluation(
