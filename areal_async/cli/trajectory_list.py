@@ -12,11 +12,13 @@ from typing import NamedTuple
 
 from areal_async.bus import Bus
 from areal_async.errors import UserError, WireError
+from areal_async.run_state import RunState
+from areal_async.subjects import RUN_STATE
 from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
 from areal_async.types import Cut, DeadLetter, Outcome, OutcomeKind, Slot, SlotStatus, Trajectory, Version
 from areal_async.wire import decode, decode_headers, decode_trajectory
 
-TRAINED, STORED = "trained", "stored"
+TRAINED, STORED, LEFT = "trained", "stored", "left"
 
 
 class Entry(NamedTuple):
@@ -25,7 +27,7 @@ class Entry(NamedTuple):
     id: str
     """``<group>.<sibling>``, or the group's."""
     state: str
-    """``trained``, ``stored`` (not trained yet), or what became of it."""
+    """``trained``, ``stored`` (not trained yet), ``left`` (stored when its run finished), or what became of it."""
     step: int | None
     """That trained it, or in which its fate was found out."""
     group: str
@@ -152,6 +154,10 @@ async def untrained(bus: Bus) -> list[Entry]:
             )
             for slot in group.slots
         ]  # fmt: skip
+    state, _ = await bus.get(RUN_STATE, RunState)
+    if state is not None and state.state == "finished":
+        over = f"{LEFT}: its run finished before it was trained"
+        stored = [one._replace(state=LEFT, error=over) if one.state == STORED else one for one in stored]
     async for message in bus.find_messages(names.dead_stream, names.undecodable):
         try:
             settled.append(_of_letter(decode(message.data, DeadLetter), newest_step))
@@ -195,7 +201,7 @@ def select(
     entries = [*wanted_others, *chosen]
     ids_trained = {entry.id for entry in entries if entry.state == TRAINED}
     # What a checkpoint does not hold yet is archived and still stored.
-    entries = [entry for entry in entries if entry.state != STORED or entry.id not in ids_trained]
+    entries = [entry for entry in entries if entry.state not in (STORED, LEFT) or entry.id not in ids_trained]
     if sort == "newest":
         entries.sort(key=lambda entry: entry.near_step, reverse=not is_reversed)
     else:

@@ -3,8 +3,10 @@
 import pytest
 
 from areal_async.bus import Role
-from areal_async.cli.trajectory_list import Filters, find_stored, select, untrained
+from areal_async.cli.trajectory_list import TRAINED, Filters, find_stored, select, untrained
 from areal_async.errors import UserError
+from areal_async.run_state import RunState
+from areal_async.subjects import RUN_STATE
 from areal_async.types import Cut, DeadLetter, Outcome, OutcomeKind
 from tests.brokers import OpenRole
 from tests.bus.stored import store, trajectory
@@ -42,3 +44,23 @@ async def test_what_waits_and_what_failed_is_listed_with_its_reason_and_shown_wh
     assert whole.sequences[0].token_ids.tolist() == trajectory("0-3-0", 1).sequences[0].token_ids.tolist()
     with pytest.raises(UserError, match="it is not stored any more"):
         await find_stored(bus, found["0-3-0.1"]._replace(sibling=7))
+
+
+@pytest.mark.parametrize(
+    ("state", "is_over"), [("running", False), ("stopped", False), ("failed", False), ("finished", True)]
+)
+async def test_what_waits_is_left_over_once_its_run_has_finished(
+    open_role: OpenRole, state: str, is_over: bool
+) -> None:
+    bus = await open_role(Role.OPERATOR)
+    await bus.put(RUN_STATE, RunState(state=state))
+    await store(bus, "0-3-0", [0], group_size=2, version="1-2")
+    await store(bus, "0-3-0", [1], group_size=2, version="1-2", failed="KeyError: 'x'")
+
+    left, failed = await untrained(bus)
+
+    assert failed.error == "failed: KeyError: 'x'"
+    assert left.state == ("left" if is_over else "stored")
+    assert left.error == ("left: its run finished before it was trained" if is_over else "")
+    trained = left._replace(state=TRAINED, error="", step=3)
+    assert select([trained], [left], filters=Filters(), sort="newest", is_reversed=False, limit=0) == [trained]
