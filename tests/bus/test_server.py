@@ -1,5 +1,6 @@
 """The embedded broker is private to its owner, is healthy or not there, survives its death and not its launcher's."""
 
+import asyncio
 import os
 import resource
 import signal
@@ -98,6 +99,26 @@ async def test_a_killed_broker_comes_back_on_its_port_and_clients_go_on(
         await until(lambda: bool(returns))
         assert broker.url == url
         assert broker.pid != pid
+
+
+@pytest.mark.anyio
+async def test_a_connection_whose_broker_has_gone_is_closed_like_any_other(settings: Settings) -> None:
+    """With something to say that nobody will read, and its tasks ended."""
+    num_tasks = len(asyncio.all_tasks())
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    try:
+        key = broker.credentials(Role.OPERATOR)
+        connection = await connect(broker.url, name="x", role=Role.OPERATOR, credentials=key, deadline_s=PATIENCE_S)
+    finally:
+        await broker.aclose()
+    await until(lambda: not connection.is_connected)
+
+    await connection.listen(connection.new_inbox(), lambda _: None)
+    await connection.aclose()
+
+    assert connection.is_closed
+    assert len(asyncio.all_tasks()) == num_tasks
 
 
 @pytest.mark.anyio
