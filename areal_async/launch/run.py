@@ -45,6 +45,8 @@ from areal_async.types import Admitted
 
 EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0
+TRY_S = 2.0
+"""At one address of a live run's broker; then it is looked whether the run lives still, and where."""
 LAST_WORDS_S = 5.0
 """For the bus to take how the processes have ended."""
 POLL_S = 0.1
@@ -52,6 +54,10 @@ RESUMED = "the run was resumed with it"
 """Why a setting has changed that no order has."""
 SEE_OFF_S = 15.0
 """For joined nodes to end, while the broker still runs."""
+
+
+class NotLiveError(UserError):
+    """Nobody runs the run now."""
 
 
 async def launch(
@@ -214,26 +220,17 @@ async def visit(
     """
     name = read_settings_of(directory).run.name
     async with AsyncExitStack() as stack:
-        is_ours = True
-        try:
-            await hold(stack, directory, name, is_visit=True)
-        except LiveError:
-            is_ours = False
-        settings, url = read_settings_of(directory), directory.read_bus_url()  # it may have been resumed meanwhile
-        if is_ours:
-            url = await stack.enter_async_context(_broker(settings))
-        if operation_deadline_s is not None:
-            patience = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
-            settings = settings.model_copy(update={"bus": patience})
         while True:
             try:
-                bus = await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
+                await hold(stack, directory, name, is_visit=True)
+            except LiveError:
+                with suppress(NotLiveError):  # it has ended meanwhile: now it can be held
+                    found = await _reach(stack, directory, connect_deadline_s, operation_deadline_s)
+                    break
+            else:
+                found = await _open_stopped(stack, directory, connect_deadline_s, operation_deadline_s)
                 break
-            except UnreachableError:
-                before, url = url, directory.read_bus_url()
-                if is_ours or url == before:
-                    raise  # else the run is being started, and its broker has come up somewhere else meanwhile
-        yield settings, bus
+        yield found
 
 
 async def hold(stack: ExitStack | AsyncExitStack, directory: RunDirectory, name: str, *, is_visit: bool) -> None:
@@ -280,17 +277,65 @@ async def visit_at(settings: Settings, connect_deadline_s: float) -> AsyncIterat
 
 
 @asynccontextmanager
-async def visit_live(directory: RunDirectory) -> AsyncIterator[tuple[Settings, Bus]]:
+async def visit_live(
+    directory: RunDirectory, *, connect_deadline_s: float = CONNECT_DEADLINE_S
+) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that runs now, and the operator's connection to it.
 
     Raises:
-        UserError: the run was never started, or does not run.
+        UserError: the run was never started.
+        NotLiveError: it does not run, or ends before its broker was reached.
+        UnreachableError: its broker does not answer.
     """
-    settings = directory.read_settings()
+    name = read_settings_of(directory).run.name
     if not directory.is_live:
-        raise UserError(f"run {settings.run.name}: it does not run now; start it first")
-    async with _operator(settings, directory, directory.read_bus_url()) as bus:
-        yield settings, bus
+        raise NotLiveError(f"run {name}: it does not run now; start it first")
+    async with AsyncExitStack() as stack:
+        yield await _reach(stack, directory, connect_deadline_s)
+
+
+async def _reach(
+    stack: AsyncExitStack, directory: RunDirectory, deadline_s: float, operation_deadline_s: float | None = None
+) -> tuple[Settings, Bus]:
+    """Connect to a live run's broker, which comes up after its launcher, perhaps elsewhere, and goes before it.
+
+    Raises:
+        NotLiveError: the run has ended.
+        UnreachableError: it goes on, and its broker does not answer within ``deadline_s``.
+    """
+    ends_at_s = anyio.current_time() + deadline_s
+    while directory.is_live:
+        settings, url = _with_patience(read_settings_of(directory), operation_deadline_s), directory.find_bus_url()
+        if url is None:
+            await anyio.sleep(POLL_S)
+        else:
+            with suppress(UnreachableError):
+                connecting = _operator(settings, directory, url, min(TRY_S, deadline_s))
+                return settings, await stack.enter_async_context(connecting)
+        if anyio.current_time() > ends_at_s and directory.is_live and directory.find_bus_url() == url:
+            where = f"its broker at {url} does not answer" if url else "it has no broker yet"
+            raise UnreachableError(
+                f"run {settings.run.name}: {where} after {deadline_s:g} s; it starts or ends now, or its broker is "
+                f"down: try again, or see {directory.logs}"
+            )
+    raise NotLiveError(f"run {read_settings_of(directory).run.name}: has ended")
+
+
+async def _open_stopped(
+    stack: AsyncExitStack, directory: RunDirectory, connect_deadline_s: float, operation_deadline_s: float | None
+) -> tuple[Settings, Bus]:
+    """Start the broker of a run that nobody runs, and connect to it. Call with the directory held."""
+    settings = _with_patience(read_settings_of(directory), operation_deadline_s)
+    directory.read_bus_url()  # raises where there never was a broker
+    url = await stack.enter_async_context(_broker(settings))
+    return settings, await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
+
+
+def _with_patience(settings: Settings, operation_deadline_s: float | None) -> Settings:
+    if operation_deadline_s is None:
+        return settings
+    patience = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
+    return settings.model_copy(update={"bus": patience})
 
 
 async def _broker_host(settings: Settings, backend: Backend, notify: Notify) -> str:

@@ -158,6 +158,11 @@ class RunDirectory:
         """Leave the broker's address for the roles."""
         _write(self.path / "bus" / "url", url + "\n")
 
+    def find_bus_url(self) -> str | None:
+        """Return the broker's address; None before the run's first broker is up."""
+        path = self.path / "bus" / "url"
+        return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
     def read_bus_url(self) -> str:
         """Read the broker's address.
 

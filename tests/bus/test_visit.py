@@ -2,6 +2,7 @@
 
 import fcntl
 import functools
+import re
 import subprocess
 import sys
 from contextlib import ExitStack
@@ -12,13 +13,15 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from areal_async.bus import EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
-from areal_async.launch.run import hold, visit
+from areal_async.errors import UnreachableError
+from areal_async.launch.run import NotLiveError, hold, visit, visit_live
 from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
 from tests.brokers import until
 
+NOBODY = "nats://127.0.0.1:1"
 REPOSITORY = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.anyio
@@ -99,7 +102,7 @@ async def test_who_comes_before_a_resumed_runs_broker_finds_it(stopped: RunDirec
     with stopped.locked("test"):
         await broker.start()
         try:
-            stopped.write_bus_url("nats://127.0.0.1:1")  # as it was before
+            stopped.write_bus_url(NOBODY)  # as it was before
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(look)
                 await anyio.wait_all_tasks_blocked()
@@ -108,6 +111,72 @@ async def test_who_comes_before_a_resumed_runs_broker_finds_it(stopped: RunDirec
             await broker.aclose()
 
     assert states == ["stopped"]
+
+
+async def test_an_order_finds_a_run_whose_broker_is_only_about_to_come_up(
+    stopped: RunDirectory, settings: Settings
+) -> None:
+    """As one that is resumed after its launcher was killed, and one that is started for the first time."""
+    states: list[str] = []
+
+    async def order() -> None:
+        async with visit_live(stopped) as (_, bus):
+            state, _ = await bus.get(RUN_STATE, RunState)
+            states.append("" if state is None else state.state)
+
+    broker = EmbeddedBroker(settings)
+    before = stopped.path / "bus" / "url"
+    with stopped.locked("test"):
+        await broker.start()
+        try:
+            stopped.write_bus_url(NOBODY)
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(order)
+                await anyio.wait_all_tasks_blocked()
+                before.unlink()
+                tasks.start_soon(order)
+                await anyio.wait_all_tasks_blocked()
+                stopped.write_bus_url(broker.url)
+        finally:
+            await broker.aclose()
+
+    assert states == ["stopped", "stopped"]
+
+
+async def test_a_run_that_ends_without_its_broker_is_told_to_have_ended_and_looked_into(stopped: RunDirectory) -> None:
+    """Its launcher has the directory still when its broker has gone: it exports the best model, and sums up."""
+    told: list[str] = []
+
+    async def order() -> None:
+        with pytest.raises(NotLiveError) as error:
+            async with visit_live(stopped):
+                await checkpoint()
+        told.append(str(error.value))
+
+    async def look() -> None:
+        async with visit(stopped) as (_, bus):
+            state, _ = await bus.get(RUN_STATE, RunState)
+            told.append("" if state is None else state.state)
+
+    async with anyio.create_task_group() as tasks:
+        with stopped.locked("test"):
+            for one in (order, look):
+                tasks.start_soon(one)
+            await anyio.wait_all_tasks_blocked()
+            assert told == []
+
+    assert sorted(told) == ["run test: has ended", "stopped"]
+
+
+async def test_a_live_run_without_a_broker_is_told_in_one_sentence(stopped: RunDirectory) -> None:
+    sentence = (
+        f"run test: its broker at {NOBODY} does not answer after 0 s; it starts or ends now, or its broker is down"
+    )
+    stopped.write_bus_url(NOBODY)
+
+    with stopped.locked("test"), pytest.raises(UnreachableError, match=re.escape(sentence)):
+        async with visit(stopped, connect_deadline_s=0.0):
+            await checkpoint()
 
 
 async def test_one_who_looks_for_too_long_is_named(stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
