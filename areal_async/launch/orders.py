@@ -25,10 +25,9 @@ async def heed_stop(bus: Bus, *, stop: Callable[[], None], notify: Notify) -> No
     produces:     a stop
     unblocked by: cancellation alone
     """
-    is_first = True
+    before, _ = await bus.get(CONTROL, Control)
+    if before is not None and before.is_paused:
+        notify(f"still paused by {before.by or 'an operator'}: nothing is admitted before it is resumed")
     async for control in bus.watch_key(CONTROL, Control):
-        if control.is_paused and is_first:
-            notify(f"still paused by {control.by or 'an operator'}: nothing is admitted before it is resumed")
-        is_first = False
         if control.is_stopping:
             stop()
