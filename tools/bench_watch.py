@@ -36,6 +36,7 @@ from pathlib import Path
 import anyio
 
 from areal_async.bus import gather_reports
+from areal_async.cli.liveness import locked
 from areal_async.cli.status import read_snapshot
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top import REFRESH_S
@@ -142,7 +143,8 @@ def looks(run: FaultRun) -> Iterator[None]:
         async with visit_live(run.run_directory) as (settings, bus):
             while not closing.is_set():
                 ends_at = time.monotonic() + 1 / LOOKS_PER_S
-                await read_snapshot(settings, bus, gather=partial(gather_reports, bus, within_s=ANSWER_S), num_events=0)
+                gather = partial(gather_reports, bus, within_s=ANSWER_S)
+                await read_snapshot(settings, bus, gather=gather, ask_live=locked(run.run_directory), num_events=0)
                 await anyio.sleep(max(0.0, ends_at - time.monotonic()))
 
     asking = threading.Thread(target=anyio.run, args=(ask,))

@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus, Message, Report, gather_reports
+from areal_async.cli.liveness import AskLive, awaiting_beat, locked
 from areal_async.cli.tail import decode_object, read_last_json_line
 from areal_async.cli.token_text import visible
 from areal_async.cli.view import event_text
@@ -83,7 +84,7 @@ class Status:
 
     run: str
     state: str
-    """``running``, ``paused``, ``stopping``, ``no broker``, ``not running``, ``finished`` or ``failed``."""
+    """``starting``, ``running``, ``paused``, ``stopping``, ``no broker``, ``not running``, ``finished``, ``failed``."""
     reason: str
     step: int
     steps: int
@@ -128,7 +129,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     async def ask() -> Status:
         if arguments.url is not None:
             async with visit_at(remote_settings(arguments), CONNECT_S) as (settings, bus):
-                return await read_status(settings, bus)
+                return await read_status(settings, bus, ask_live=awaiting_beat(bus))
         return await ask_status(find_run(arguments.run))
 
     status = anyio.run(ask, backend_options={"use_uvloop": True})
@@ -161,16 +162,17 @@ async def ask_status(directory: RunDirectory) -> Status:
         was_live = directory.is_live
         try:
             async with visit(directory, connect_deadline_s=CONNECT_S, operation_deadline_s=OPERATION_S) as visited:
-                return await read_status(*visited)
+                return await read_status(*visited, ask_live=locked(directory))
         except* (UnreachableError, BusError) as group:
             reason = str(leaves_of(group)[0])
         if not was_live or directory.is_live:
             return without_broker(read_settings_of(directory), reason)
 
 
-async def read_status(settings: Settings, bus: Bus) -> Status:
+async def read_status(settings: Settings, bus: Bus, *, ask_live: AskLive) -> Status:
     """Ask everybody."""
-    return await read_snapshot(settings, bus, gather=functools.partial(gather_reports, bus, within_s=ANSWER_S))
+    gather = functools.partial(gather_reports, bus, within_s=ANSWER_S)
+    return await read_snapshot(settings, bus, gather=gather, ask_live=ask_live)
 
 
 async def read_snapshot(
@@ -178,12 +180,14 @@ async def read_snapshot(
     bus: Bus,
     *,
     gather: Callable[[], Awaitable[Mapping[tuple[str, str], Report]]],
+    ask_live: AskLive,
     num_events: int = NUM_EVENTS,
 ) -> Status:
     """Ask everybody.
 
     Args:
         gather: returns what each service says of itself, by role and instance.
+        ask_live: is asked where none answers and nobody has said that the run goes on no more.
         num_events: how many of the newest are read; 0 to ask for none.
     """
     names = bus.names
@@ -225,7 +229,8 @@ async def read_snapshot(
     line = newest_step(settings, reports)
     evaluation = read_last_json_line(settings.run_directory / "eval.jsonl")
     books = reports.get(("controller", "0"), {})
-    state = state_of(run_state, control, members)
+    is_live = bool(reports) or (run_state.state == "running" and await ask_live())
+    state = state_of(run_state, control, members, is_live=is_live)
     if settings.bus.url == EMBEDDED or "crew.broker" in known:
         members = [broker_of(known.get("crew.broker"), is_live=state not in OVER), *members]
     listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
@@ -367,13 +372,15 @@ def members_of(
     return members
 
 
-def state_of(run_state: RunState, control: Control, members: Sequence[Member]) -> str:
+def state_of(run_state: RunState, control: Control, members: Sequence[Member], *, is_live: bool) -> str:
     """Say in a word how the run is. Pure."""
     if run_state.state not in ("running", "stopped"):
         return run_state.state
-    if run_state.state == "stopped" or not any(member.presence == OK for member in members):
+    if run_state.state == "stopped" or not is_live:
         return "not running"
-    return "stopping" if control.is_stopping else "paused" if control.is_paused else "running"
+    if control.is_stopping or control.is_paused:
+        return "stopping" if control.is_stopping else "paused"
+    return "running" if any(member.presence == OK or member.why for member in members) else "starting"
 
 
 def render(status: Status) -> Iterable[Table | Text]:

@@ -17,6 +17,7 @@ import anyio
 import structlog
 
 from areal_async.bus import Bus, Report, ask_service, hearing_reports
+from areal_async.cli.liveness import BeatsSeen, locked
 from areal_async.cli.orders import DONE, who
 from areal_async.cli.status import CONNECT_S, NUM_READ, event_in, read_snapshot, remote_settings
 from areal_async.cli.tail import JsonLines
@@ -74,6 +75,7 @@ class _Top:
         self._by = by
         self._directory = directory
         self._url = directory.read_bus_url() if directory is not None else ""
+        self._ask_live = locked(directory) if directory is not None else BeatsSeen(bus).is_live
         self.has_moved = False
         """The run was started again, with its broker at another address: it is to be visited there."""
         self._view = view
@@ -116,7 +118,9 @@ class _Top:
             cause = f"not within {SNAPSHOT_DEADLINE_S:g} s"
             with anyio.move_on_after(SNAPSHOT_DEADLINE_S):
                 try:
-                    self._view.status = await read_snapshot(self._settings, self._bus, gather=gather, num_events=0)
+                    self._view.status = await read_snapshot(
+                        self._settings, self._bus, gather=gather, ask_live=self._ask_live, num_events=0
+                    )
                     cause = ""
                 except* BusError as group:
                     cause = str(leaves_of(group)[0])

@@ -67,20 +67,29 @@ def test_every_process_that_is_to_be_there_is_listed_and_the_missing_one_with_it
 
 
 @pytest.mark.parametrize(
-    ("run_state", "control", "presence", "state"),
+    ("run_state", "control", "presence", "is_live", "state"),
     [
-        ("running", Control(), OK, "running"),
-        ("running", Control(is_paused=True), OK, "paused"),
-        ("running", Control(is_paused=True, is_stopping=True), OK, "stopping"),
-        ("running", Control(is_paused=True), MISSING, "not running"),
-        ("finished", Control(), MISSING, "finished"),
-        ("failed", Control(is_stopping=True), OK, "failed"),
+        ("running", Control(), OK, True, "running"),
+        ("running", Control(is_paused=True), OK, True, "paused"),
+        ("running", Control(is_paused=True, is_stopping=True), OK, True, "stopping"),
+        ("running", Control(is_paused=True), MISSING, False, "not running"),
+        ("running", Control(is_paused=True), MISSING, True, "paused"),
+        ("running", Control(), MISSING, True, "starting"),
+        ("stopped", Control(), MISSING, True, "not running"),
+        ("finished", Control(), MISSING, False, "finished"),
+        ("failed", Control(is_stopping=True), OK, True, "failed"),
     ],
 )
-def test_the_state_is_one_word(run_state: str, control: Control, presence: str, state: str) -> None:
+def test_the_state_is_one_word(run_state: str, control: Control, presence: str, *, is_live: bool, state: str) -> None:
     members = [Member(role="node", instance="0", presence=presence)]
 
-    assert state_of(RunState(state=run_state), control, members) == state
+    assert state_of(RunState(state=run_state), control, members, is_live=is_live) == state
+
+
+def test_a_live_run_whose_processes_have_died_runs() -> None:
+    dead = [Member(role="node", instance="0", presence=MISSING, why="node-0 ended by SIGKILL")]
+
+    assert state_of(RunState(), Control(), dead, is_live=True) == "running"
 
 
 def test_what_an_operator_gave_as_name_and_reason_does_not_act_on_the_terminal() -> None:

@@ -1,0 +1,77 @@
+"""A run of which nobody answers is told from one that nobody runs: by its directory, from elsewhere by its beat."""
+
+from contextlib import ExitStack
+
+import anyio
+import pytest
+
+from areal_async.bus import Bus, EmbeddedBroker, Role
+from areal_async.cli.liveness import BeatsSeen, awaiting_beat
+from areal_async.cli.status import Status, ask_status, read_status
+from areal_async.launch.claims import own_holder, run_beats
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.run_state import CrewState
+from areal_async.settings import Settings
+from areal_async.subjects import LAUNCHER
+from tests.brokers import OpenRole, until
+
+pytestmark = pytest.mark.anyio
+DEAD = CrewState(name="controller", state="died", reason="controller ended by SIGKILL", num_starts=1)
+
+
+def _told(status: Status) -> tuple[str, list[str]]:
+    return status.state, status.notes
+
+
+async def test_a_run_whose_processes_are_not_there_yet_or_all_dead_is_live_here(
+    settings: Settings, broker: EmbeddedBroker, open_role: OpenRole
+) -> None:
+    directory, bus = RunDirectory(settings.run_directory), await open_role(Role.OPERATOR)
+    directory.write_settings(settings)
+    directory.write_bus_url(broker.url)
+
+    with ExitStack() as launcher:
+        launcher.enter_context(directory.locked("test"))
+        begun = await ask_status(directory)
+        await bus.put("crew.controller", DEAD)
+        dead = await ask_status(directory)
+
+    assert _told(begun) == ("starting", ["controller 0 does not answer", "trainer 0 does not answer"])
+    assert _told(dead) == (
+        "running",
+        ["controller 0 does not answer: controller ended by SIGKILL", "trainer 0 does not answer"],
+    )
+
+
+async def test_from_elsewhere_the_launchers_beat_tells(
+    settings: Settings, open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", 0.1)
+    bus = await open_role(Role.OPERATOR)
+    seen = BeatsSeen(bus)
+
+    async def state() -> str:
+        return (await read_status(settings, bus, ask_live=awaiting_beat(bus))).state
+
+    async with anyio.create_task_group() as launcher:
+        launcher.start_soon(lambda: run_beats(bus, LAUNCHER, own_holder(), what="run test"))
+        assert await state() == "starting"
+        await until(seen.is_live)
+        launcher.cancel_scope.cancel()
+
+    assert await state() == "not running"
+    assert not await BeatsSeen(bus).is_live()
+
+
+async def test_beats_are_forgotten_when_no_newer_one_comes(
+    open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus: Bus = await open_role(Role.OPERATOR)
+    seen = BeatsSeen(bus)
+    await bus.put(LAUNCHER, own_holder())
+    assert not await seen.is_live()
+    await bus.put(LAUNCHER, own_holder())
+    assert await seen.is_live()
+
+    monkeypatch.setattr("areal_async.cli.liveness.BEAT_S", 0.0)
+    assert not await seen.is_live()
