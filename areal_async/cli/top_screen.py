@@ -44,7 +44,7 @@ def draw(view: TopView, width: int, height: int) -> list[Text]:
     if width < MIN_WIDTH or height < MIN_HEIGHT:
         lines = [Text(f"top needs {MIN_WIDTH} x {MIN_HEIGHT}")]
     elif view.status is None:
-        lines = [Text("asking ...")]
+        lines = [Text(f"asking ... ({view.trouble})" if view.trouble else "asking ...")]
     else:
         lines = list(_head(view, width))
         lines += _panes(view, width, height - len(lines) - 1)

@@ -84,6 +84,8 @@ class TopView:
     shows_help: bool = False
     notice: str = ""
     """What became of the last order."""
+    trouble: str = ""
+    """Why nothing is known yet."""
     _heard_s: dict[tuple[str, str], float] = field(default_factory=dict)
     _scored: deque[tuple[float, float]] = field(default_factory=deque)
     _sorted_waits: dict[str, Rows[Told]] = field(default_factory=dict)
@@ -114,6 +116,7 @@ class TopView:
 
     def lose_broker(self, reason: str) -> None:
         """Note that nobody can be asked; what was said last stays in sight, and is said to be old."""
+        self.trouble = reason
         if self.status is not None and self.status.state not in OVER:
             note = f"the broker does not answer ({reason}); what stands here was said before"
             self.status = replace(self.status, state=NO_BROKER, notes=[note])

@@ -19,6 +19,7 @@ from areal_async.bus import (
     credentials_for,
     declare,
     delete_run,
+    list_runs,
     open_bus,
 )
 from areal_async.change_record import record_change
@@ -270,9 +271,15 @@ async def visit_at(settings: Settings, connect_deadline_s: float) -> AsyncIterat
     """Have the operator's connection to a run whose directory is elsewhere, at ``bus.url``.
 
     Raises:
-        UserError: no broker there lets these credentials in.
+        UserError: no broker there lets these credentials in, or it has no such run.
     """
     async with _operator(settings, RunDirectory(settings.run_directory), settings.bus.url, connect_deadline_s) as bus:
+        runs = await list_runs(bus)
+        if settings.run.name not in runs:
+            raise UserError(
+                f"run {settings.run.name}: nothing is known of it at {settings.bus.url}, which has "
+                f"{', '.join(runs) or 'no run'}; check --run and --bus.url"
+            )
         yield settings, bus
 
 

@@ -13,13 +13,13 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from areal_async.bus import EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
-from areal_async.errors import UnreachableError
-from areal_async.launch.run import NotLiveError, hold, visit, visit_live
+from areal_async.errors import UnreachableError, UserError
+from areal_async.launch.run import NotLiveError, hold, visit, visit_at, visit_live
 from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
-from tests.brokers import until
+from tests.brokers import PATIENCE_S, until
 
 NOBODY = "nats://127.0.0.1:1"
 REPOSITORY = Path(__file__).parents[2]
@@ -176,6 +176,18 @@ async def test_a_live_run_without_a_broker_is_told_in_one_sentence(stopped: RunD
 
     with stopped.locked("test"), pytest.raises(UnreachableError, match=re.escape(sentence)):
         async with visit(stopped, connect_deadline_s=0.0):
+            await checkpoint()
+
+
+async def test_a_run_that_the_broker_does_not_know_is_told_with_those_that_it_has(
+    settings: Settings, broker: EmbeddedBroker
+) -> None:
+    elsewhere = settings.bus.model_copy(update={"url": broker.url, "credentials": broker.credentials(Role.OPERATOR)})
+    run = settings.run.model_copy(update={"name": "wrongname"})
+    sentence = f"run wrongname: nothing is known of it at {broker.url}, which has test; check --run and --bus.url"
+
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        async with visit_at(settings.model_copy(update={"bus": elsewhere, "run": run}), PATIENCE_S):
             await checkpoint()
 
 

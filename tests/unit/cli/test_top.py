@@ -363,3 +363,14 @@ def test_without_its_controller_the_books_are_not_said_to_be_empty(view: TopView
 )
 def test_a_key_that_has_no_meaning_here_is_not_taken_for_others(text: str, keys: list[str]) -> None:
     assert list(keys_in(text)) == keys
+
+
+def test_why_nothing_is_known_yet_is_in_sight_until_something_is() -> None:
+    view = TopView()
+    assert "asking ..." in draw(view, 80, 24)[0].plain
+
+    view.lose_broker("not within 2 s")
+    assert draw(view, 80, 24)[0].plain == "asking ... (not within 2 s)"
+
+    view.status = _status()
+    assert draw(view, 80, 24)[0].plain.startswith("run gsm8k: running")
