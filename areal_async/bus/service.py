@@ -167,7 +167,8 @@ async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadli
                     raise UserError(refusal)
                 return decode_json(answer.data, Report, what=f"answer of {subject}")
     raise UnansweredError(
-        f"run {run}: no answer at {subject} within {deadline_s:g} s; status --run {run} tells who is there"
+        f"run {run}: no answer at {subject} within {deadline_s:g} s, and it may still be obeyed; "
+        f"status --run {run} tells who is there"
     )
 
 

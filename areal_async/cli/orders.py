@@ -4,19 +4,25 @@ import argparse
 import getpass
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
 
 import anyio
 import structlog
 
-from areal_async.bus import ask_service
-from areal_async.errors import UserError
+from areal_async.bus import Bus, Report, ask_service
+from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.fields import MAX_EXACT
 from areal_async.launch.run import visit_live
-from areal_async.launch.run_directory import find_run
+from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.run_state import RunState
 from areal_async.speech import say
+from areal_async.subjects import RUN_STATE
 
 ANSWER_DEADLINE_S = 10.0
+LOOK_S = 2.0
+"""For the broker to say how the run is, where nobody has answered."""
 DONE = {
     "pause": "paused: what was admitted is finished, nothing more is admitted; resume goes on",
     "resume": "resumed",
@@ -37,13 +43,37 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
             body = {"by": arguments.by or who(), "reason": arguments.reason or ""}
             for setting, value in changes:
                 change = body | {"setting": setting, "value": value}
-                now = await ask_service(bus, bus.names.control("set"), change, deadline_s=ANSWER_DEADLINE_S)
+                now = await give(directory, bus, "set", change)
                 say(f"run {settings.run.name}: {setting} is {now.get(setting, value):.12g} now")
-            await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
+            await give(directory, bus, order, body)
             say(f"run {settings.run.name} {DONE[order]}")
 
     anyio.run(act, backend_options={"use_uvloop": True})
     return 0
+
+
+async def give(directory: RunDirectory, bus: Bus, order: str, body: Mapping[str, Any]) -> Report:
+    """Give one order to a live run, and return what the controller answers.
+
+    Raises:
+        UserError: the controller refuses; or nobody answers, or the run has ended.
+    """
+    try:
+        return await ask_service(bus, bus.names.control(order), body, deadline_s=ANSWER_DEADLINE_S)
+    except (UnansweredError, BusError) as exc:
+        if not await _has_ended(directory, bus):
+            raise
+        run = bus.names.run
+        raise UserError(f"run {run}: has ended, and takes no orders; status --run {run} tells how") from exc
+
+
+async def _has_ended(directory: RunDirectory, bus: Bus) -> bool:
+    """Say whether nobody runs the run any more, or its processes have ended and its launcher is about to."""
+    state: RunState | None = None
+    if directory.is_live:
+        with anyio.move_on_after(LOOK_S), suppress(BusError):
+            state, _ = await bus.get(RUN_STATE, RunState)
+    return not directory.is_live or (state is not None and state.state != "running")
 
 
 def change_of(text: str) -> tuple[str, float]:
