@@ -260,7 +260,7 @@ class Connection:
                 await self._raw.close()
             for _ in range(3):  # the tasks that the library cancels end within the next turns of the loop
                 await anyio.lowlevel.checkpoint()
-        self._fail_calls("the connection was closed")
+        self._fail_calls(ConnectionLostError, "the connection was closed")
 
     async def open(self, authentication: Mapping[str, Any]) -> None:
         """Connect and authenticate; for ``connect``, which also checks who answers."""
@@ -284,7 +284,12 @@ class Connection:
         self._raw.options["allow_reconnect"] = True
         self._connected.set()
         self._inbox = self.new_inbox()
-        await self.listen(f"{self._inbox}.*", self._on_answer)
+        await self.listen(self._answers, self._on_answer)
+
+    @property
+    def _answers(self) -> str:
+        """Where all answers to requests arrive."""
+        return f"{self._inbox}.*"
 
     @property
     def server_info(self) -> dict[str, Any]:
@@ -303,9 +308,9 @@ class Connection:
         if call is not None:
             call.on_answer(received)
 
-    def _fail_calls(self, reason: str) -> None:
+    def _fail_calls(self, kind: type[BusError], reason: str) -> None:
         for call in list(self._calls.values()):
-            call.on_failure(ConnectionLostError(f"request to {call.subject}: {reason}"))
+            call.on_failure(kind(f"request to {call.subject}: {reason}"))
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
@@ -314,8 +319,11 @@ class Connection:
             log.debug("bus.error_reported", connection=self.name, error=str(error) or repr(error))
             return
         action, subject = denied[1].lower(), denied[2].lower()  # the library lowers the broker's words
-        log.error("bus.permission_denied", connection=self.name, role=self.role.value, action=action, subject=subject)
         self._denied.add((action, subject))
+        if (action, subject) == ("subscription", self._answers.lower()):  # no answer will come: who asks is told
+            self._fail_calls(DeniedError, f"subscription to {self._answers}: denied to the role {self.role}")
+            return
+        log.error("bus.permission_denied", connection=self.name, role=self.role.value, action=action, subject=subject)
         for call in list(self._calls.values()):
             if action == "publish" and call.subject.lower() == subject:
                 call.on_failure(DeniedError(f"publish to {call.subject}: denied to the role {self.role}"))
@@ -326,7 +334,7 @@ class Connection:
             self._connected = anyio.Event()
         if not self._is_closing:
             log.warning("bus.disconnected", connection=self.name, url=self.url)
-        self._fail_calls(f"the connection to {self.url} was lost")
+        self._fail_calls(ConnectionLostError, f"the connection to {self.url} was lost")
 
     async def _on_reconnected(self) -> None:
         log.info("bus.reconnected", connection=self.name, url=self.url)
@@ -339,7 +347,7 @@ class Connection:
         if not self._is_closing:
             log.error("bus.connection_ended", connection=self.name, error=str(self._last_error))
         self._connected.set()  # whoever waits finds out that it is closed
-        self._fail_calls("the connection was closed")
+        self._fail_calls(ConnectionLostError, "the connection was closed")
 
 
 class Call:
@@ -361,7 +369,12 @@ class Call:
         del self._connection._calls[self._reply]
 
     async def send(self, payload: bytes = b"", headers: Mapping[str, str] | None = None) -> None:
-        """Publish the request."""
+        """Publish the request.
+
+        Raises:
+            BusError: as ``publish``; or this role may not hear the answers.
+        """
+        self._connection.check_allowed("subscription", self._connection._answers)
         await self._connection.publish(self.subject, payload, reply=self._reply, headers=headers)
 
     async def receive(self) -> Received:
@@ -415,7 +428,7 @@ async def connect(
                     await connection.open(authentication)
                     _check_greeting(connection)
                     await _check_jetstream(connection)
-                except (OSError, TimeoutError, nats.errors.Error, ConnectionLostError) as exc:
+                except (OSError, TimeoutError, nats.errors.Error, ConnectionLostError, DeniedError) as exc:
                     _check_curable(exc, url, role, credentials)
                     last_error = exc
                 else:
@@ -469,6 +482,10 @@ def _check_curable(error: Exception, url: str, role: Role, credentials: Path | N
         ) from error
     if isinstance(error, _NoTlsError):
         raise UserError(f"broker {url}: it offers no TLS; configure it there, or use nats://") from error
+    if isinstance(error, DeniedError):
+        raise UserError(
+            f"broker {url}: {credentials} is not the key of the role {role} ({error}); give that as bus.credentials"
+        ) from error
     if "authorization" in str(error).lower():
         raise UserError(
             f"broker {url}: refused the role {role} with credentials {credentials}; check bus.credentials"

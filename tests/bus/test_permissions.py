@@ -6,6 +6,7 @@ import anyio
 import msgspec
 import nats
 import pytest
+from structlog.testing import capture_logs
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_consumer
 from areal_async.bus.broker_config import ensure_key
@@ -291,6 +292,18 @@ async def test_a_plain_client_of_the_operators_reads_a_long_stream_and_the_keys_
         await client.close()
 
     assert msgspec.json.decode(entry.value or b"", type=Control).is_paused
+
+
+async def test_another_roles_key_is_told_at_once_and_once(broker: EmbeddedBroker) -> None:
+    with (
+        capture_logs() as logs,
+        pytest.raises(
+            UserError, match=r"/node\.nk is not the key of the role operator .*; give that as bus\.credentials"
+        ),
+    ):
+        await connect(broker.url, name="x", role=OPERATOR, credentials=broker.credentials(NODE), deadline_s=PATIENCE_S)
+
+    assert [one["event"] for one in logs if one["log_level"] == "error"] == []
 
 
 async def test_without_a_key_or_with_a_foreign_one_the_broker_refuses(broker: EmbeddedBroker, tmp_path: Path) -> None:
