@@ -118,7 +118,10 @@ class Status:
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the status; 0 whatever it says, as long as there is one."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    check_remote(arguments)
     if arguments.html is not None:
+        if arguments.url is not None:
+            raise UserError("--html: got --bus.url, need a run whose files are here; leave one of them out")
         from areal_async.cli.report.write import write_report  # the tokenizer's library, which takes seconds
 
         write_report(find_run(arguments.run), Path(arguments.html), is_watched=arguments.watch)
@@ -138,6 +141,17 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     else:
         Console(highlight=False).print(*render(status), sep="\n")
     return 0
+
+
+def check_remote(arguments: argparse.Namespace) -> None:
+    """Refuse what says how to reach a broker that is not named.
+
+    Raises:
+        UserError: there is some.
+    """
+    for name in ("credentials", "ca") if arguments.url is None else ():
+        if getattr(arguments, name) is not None:
+            raise UserError(f"--bus.{name}: got no --bus.url, need the broker that it is for; a run here has its own")
 
 
 def remote_settings(arguments: argparse.Namespace) -> Settings:

@@ -19,7 +19,7 @@ import structlog
 from areal_async.bus import Bus, Report, ask_service, hearing_reports
 from areal_async.cli.liveness import BeatsSeen, locked
 from areal_async.cli.orders import DONE, who
-from areal_async.cli.status import CONNECT_S, NUM_READ, event_in, read_snapshot, remote_settings
+from areal_async.cli.status import CONNECT_S, NUM_READ, check_remote, event_in, read_snapshot, remote_settings
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top_screen import draw
 from areal_async.cli.top_terminal import TopTerminal
@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(f"top: got no terminal, need one; status --run {arguments.run} prints what it shows once")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    check_remote(arguments)
     directory = find_run(arguments.run) if arguments.url is None else None
 
     def visit() -> AbstractAsyncContextManager[tuple[Settings, Bus]]:

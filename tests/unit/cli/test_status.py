@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from areal_async.cli.main import main
 from areal_async.cli.status import (
     ENDED,
     MISSING,
@@ -24,6 +25,7 @@ from areal_async.cli.status import (
     state_of,
     without_broker,
 )
+from areal_async.errors import UserError
 from areal_async.run_state import Control, CrewState, RunState, ServerState
 from areal_async.settings import RunSettings, Settings, TrainerSettings
 from areal_async.types import WeightsVersion
@@ -188,3 +190,16 @@ def test_alarms_of_trainer_and_controller_are_notes() -> None:
     ]
     for none in ({"alarms": []}, {}, {"alarms": "no list"}):
         assert alarm_notes({("trainer", "0"): none}) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--html", "x.html", "--bus.url", "nats://h:1"], "--html: got --bus.url, need a run whose files are here"),
+        (["--bus.credentials", "x.nk"], "--bus.credentials: got no --bus.url, need the broker that it is for"),
+        (["--bus.ca", "x.pem"], "--bus.ca: got no --bus.url, need the broker that it is for"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(words: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--run", "r", *words]) == UserError.exit_code
+    assert capsys.readouterr().err.startswith(sentence)
