@@ -182,12 +182,12 @@ def find_run(name: str) -> RunDirectory:
     Raises:
         UserError: no run there.
     """
-    named = RunSettings().directory / name
-    for path in (named, Path(name)):
+    runs = RunSettings().directory
+    for path in (runs / name, Path(name)):
         directory = RunDirectory(path.absolute())
         if directory.exists:
             return directory
-    raise UserError(f"--run: got {name}, need the name of a run in {named.parent}, or a run's directory")
+    raise UserError(f"--run: got {name}, need the name of a run in {runs}, or a run's directory")
 
 
 def _has_locked(file: IO[str]) -> bool:

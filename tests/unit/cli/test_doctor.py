@@ -70,8 +70,9 @@ def test_a_run_is_found_by_name_among_the_runs_here_or_by_its_directory(
 
     assert find_run("one").path == tmp_path / "runs" / "one"
     assert find_run("elsewhere").path == tmp_path / "elsewhere"
-    with pytest.raises(UserError, match="got two"):
-        find_run("two")
+    for name in ("two", "runs/one/config.yaml"):
+        with pytest.raises(UserError, match=f"got {name}, need the name of a run in runs, or a run's directory"):
+            find_run(name)
 
 
 def test_a_run_that_is_not_there_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
