@@ -8,6 +8,7 @@ import argparse
 import json
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -20,8 +21,9 @@ from areal_async.algorithms.graphs import step_graph
 from areal_async.cli import preflight
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.report import Ruling, Verdict
-from areal_async.errors import UserError
-from areal_async.launch.run_directory import find_run
+from areal_async.errors import BusError, UserError
+from areal_async.launch.run import NotLiveError, visit_live
+from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.settings_sources import load_settings
 from areal_async.speech import say
 
@@ -49,17 +51,40 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError("doctor: got neither a run nor settings; name FILE.py, --run NAME or --graph FILE.yaml")
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     directory = find_run(arguments.run)
-    settings, bus_url = directory.read_settings(), directory.read_bus_url()
-
-    async def examine_run() -> Diagnosis:
-        return await examine(settings, directory.path, bus_url)
-
-    diagnosis = anyio.run(examine_run, backend_options={"use_uvloop": True})
+    diagnosis = anyio.run(examine_now, directory, backend_options={"use_uvloop": True})
     if arguments.json:
         say(json.dumps(diagnosis.as_json(), indent=1))
     else:
         show(diagnosis, Console(highlight=False))
     return 0 if diagnosis.is_clean else 1
+
+
+async def examine_now(directory: RunDirectory) -> Diagnosis:
+    """Examine a run as it is: one that ends meanwhile, or is started, is examined anew as what it is then.
+
+    Raises:
+        UserError: it has left nothing to look at, or its broker does not answer.
+        BusError: its broker goes away while it is asked.
+    """
+    while True:
+        broker = await _find_broker(directory)
+        try:
+            return await examine(directory.read_settings(), directory.path, broker or directory.read_bus_url())
+        except* (UserError, BusError):
+            if await _find_broker(directory) == broker:
+                raise
+
+
+async def _find_broker(directory: RunDirectory) -> str | None:
+    """Return where the broker of a live run answers; None when nobody runs it.
+
+    Raises:
+        UnreachableError: it lives, and its broker does not answer.
+    """
+    with suppress(NotLiveError):
+        async with visit_live(directory) as (_, bus):
+            return bus.connection.url
+    return None
 
 
 def show(diagnosis: Diagnosis, console: Console) -> None:

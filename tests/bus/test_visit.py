@@ -13,6 +13,8 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from areal_async.bus import EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
+from areal_async.cli import doctor
+from areal_async.doctor import Diagnosis
 from areal_async.errors import UnreachableError, UserError
 from areal_async.launch.run import NotLiveError, hold, visit, visit_at, visit_live
 from areal_async.launch.run_directory import LiveError, RunDirectory
@@ -166,6 +168,38 @@ async def test_a_run_that_ends_without_its_broker_is_told_to_have_ended_and_look
             assert told == []
 
     assert sorted(told) == ["run test: has ended", "stopped"]
+
+
+@pytest.mark.parametrize("is_met_alive", [False, True], ids=["before it is asked", "while it is asked"])
+async def test_a_run_that_ends_is_examined_as_one_that_has(
+    stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch, *, is_met_alive: bool
+) -> None:
+    monkeypatch.setattr("areal_async.doctor.examination.CONNECT_DEADLINE_S", 0.2)
+    found: list[Diagnosis] = []
+    was_found: list[bool] = []
+    held = ExitStack()
+    held.enter_context(stopped.locked("test"))
+
+    async def find_broker(directory: RunDirectory) -> str | None:
+        """The broker goes right after it was found, and the launcher when it is looked for again."""
+        if was_found:
+            held.close()
+        was_found.append(True)
+        return NOBODY if directory.is_live else None
+
+    if is_met_alive:
+        monkeypatch.setattr(doctor, "_find_broker", find_broker)
+
+    async def examine() -> None:
+        found.append(await doctor.examine_now(stopped))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(examine)
+        await anyio.wait_all_tasks_blocked()
+        if not is_met_alive:
+            held.close()
+
+    assert [one.is_live for one in found] == [False]
 
 
 async def test_a_live_run_without_a_broker_is_told_in_one_sentence(stopped: RunDirectory) -> None:
