@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
-from urllib.parse import urlsplit
 
 import anyio
 import anyio.lowlevel
@@ -21,11 +20,10 @@ import nats.aio.client
 import nats.aio.msg
 import nats.aio.subscription
 import nats.errors
-import nkeys
 import structlog
 
+from areal_async.bus.access import authentication_of, check_url, trust_of
 from areal_async.bus.permissions import Role
-from areal_async.bus.private import read_private
 from areal_async.errors import BusError, DeniedError, UnreachableError, UserError
 
 MIN_SERVER_VERSION = (2, 12, 7)
@@ -416,8 +414,8 @@ async def connect(
         UserError: no address, not trusted, refused, too old, or without JetStream.
         UnreachableError: no answer within ``deadline_s``.
     """
-    _check_url(url)
-    authentication = _authentication(credentials) | _trust(url, ca)
+    check_url(url)
+    authentication = authentication_of(credentials) | trust_of(url, ca)
     last_error: Exception | None = None
     with anyio.move_on_after(deadline_s):
         while True:
@@ -439,38 +437,6 @@ async def connect(
             await anyio.sleep(RECONNECT_WAIT_S)
     reason = "no answer" if last_error is None else str(last_error) or repr(last_error)
     raise UnreachableError(f"broker {url}: not reachable within {deadline_s:g} s ({reason}); start it or set bus.url")
-
-
-def _check_url(url: str) -> None:
-    try:
-        parts = urlsplit(url)
-        is_valid = parts.scheme in ("nats", "tls") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_valid = False
-    if not is_valid:
-        raise UserError(f"bus.url: got {url!r}, need nats://host:port or tls://host:port")
-
-
-def _authentication(credentials: Path | None) -> dict[str, Any]:
-    if credentials is None:
-        return {}
-    content = read_private(credentials, what="bus.credentials")
-    if b"BEGIN NATS USER JWT" in content:
-        return {"user_credentials": str(credentials)}
-    try:
-        nkeys.from_seed(bytearray(content.strip())).wipe()
-    except (nkeys.NkeysError, ValueError) as exc:
-        raise UserError(f"bus.credentials: got {credentials}, need a user's nkey seed or a .creds file") from exc
-    return {"nkeys_seed": str(credentials)}
-
-
-def _trust(url: str, ca: Path | None) -> dict[str, Any]:
-    if ca is None and not url.startswith("tls://"):
-        return {}
-    try:
-        return {"tls": ssl.create_default_context(cafile=ca)}
-    except OSError as exc:  # ssl.SSLError is one
-        raise UserError(f"bus.ca: got {ca}, need a file of certificates in PEM form ({exc})") from exc
 
 
 def _check_curable(error: Exception, url: str, role: Role, credentials: Path | None) -> None:
