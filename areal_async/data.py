@@ -10,6 +10,8 @@ from areal_async.settings import DatasetSettings
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """File suffix -> the builder that reads it."""
+SIGNS_OF_NO_ROWS = ("corresponds to no data", "No columns to parse", "BatchSize must be greater than 0")
+"""What the library's readers say of a file without a row; that of JSON raises a bare ``StopIteration``."""
 
 
 def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
@@ -18,7 +20,7 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
     A path to a file or folder that is there is read from disk; anything else is a hub name.
 
     Raises:
-        UserError: nothing there, a format that is not read, or no such configuration or split.
+        UserError: nothing there, no row in it, a format that is not read, or no such configuration or split.
     """
     # Imported here: it takes most of a second.
     with importing():
@@ -26,20 +28,13 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
 
     if not shows_progress:
         datasets.disable_progress_bars()
-    path = Path(settings.path)
     try:
-        if path.is_file():
-            return datasets.load_dataset(_builder(path), data_files=str(path), split=settings.split)
-        if not path.is_dir():
-            _check_hub_name(settings.path)
-        return datasets.load_dataset(settings.path, settings.name, split=settings.split)
-    except datasets.exceptions.DatasetGenerationError as exc:
-        raise UserError(f"dataset: cannot read {settings.path}: {exc.__cause__ or exc}") from exc
-    except (datasets.exceptions.DatasetsError, OSError, ValueError) as exc:
-        reason = str(exc).strip().partition("\n")[0]
-        raise UserError(
-            f"dataset: cannot read {settings.path} with name={settings.name}, split={settings.split}: {reason}"
-        ) from exc
+        rows = _load(settings)
+    except (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration) as exc:
+        raise _mistake(exc, settings) from exc
+    if not len(rows):
+        raise _no_rows(settings)
+    return rows
 
 
 def check_columns(rows: Any, columns: tuple[str, ...], settings: DatasetSettings) -> None:
@@ -51,6 +46,35 @@ def check_columns(rows: Any, columns: tuple[str, ...], settings: DatasetSettings
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
         raise UserError(f"dataset: {settings.path} has columns {rows.column_names}, need {missing[0]!r}")
+
+
+def _load(settings: DatasetSettings) -> Any:
+    import datasets
+
+    path = Path(settings.path)
+    if path.is_file():
+        return datasets.load_dataset(_builder(path), data_files=str(path), split=settings.split)
+    if not path.is_dir():
+        _check_hub_name(settings.path)
+    return datasets.load_dataset(settings.path, settings.name, split=settings.split)
+
+
+def _mistake(error: Exception, settings: DatasetSettings) -> UserError:
+    import datasets
+
+    what, cause = f"{settings.path} with name={settings.name}, split={settings.split}", error
+    if isinstance(error, datasets.exceptions.DatasetGenerationError):
+        what, cause = settings.path, error.__cause__ or error
+    reason = str(cause).strip().partition("\n")[0]
+    if isinstance(cause, StopIteration) or any(sign in reason for sign in SIGNS_OF_NO_ROWS):
+        return _no_rows(settings)
+    return UserError(f"dataset: cannot read {what}: {reason}")
+
+
+def _no_rows(settings: DatasetSettings) -> UserError:
+    return UserError(
+        f"dataset: {settings.path} has no rows, need at least one; fill it, or name another split than {settings.split}"
+    )
 
 
 def _builder(path: Path) -> str:

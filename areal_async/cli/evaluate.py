@@ -230,8 +230,6 @@ async def _run(
 ) -> Result:
     rows: Any = await anyio.to_thread.run_sync(lambda: load_rows(dataset, shows_progress=False))
     prompts = [Prompt(epoch=0, index=index, row=rows[index]) for index in range(min(limit, len(rows)))]
-    if not prompts:
-        raise UserError(f"eval.dataset: {dataset.path} has no row, need at least one")
     attempts: list[Attempt] = []
     eval_id = f"{Path(settings.model.path).name}.{secrets.token_hex(4)}"  # another one in every evaluation's traces
     async with opened_trial(

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_async.data import load_rows
-from areal_async.errors import UserError, WorkflowError
+from areal_async.errors import WorkflowError
 from areal_async.hub import local_model
 from areal_async.preflight.findings import Finding, error, good, guarded
 from areal_async.preflight.memory import ModelSize
@@ -72,7 +72,5 @@ def check_workflows(settings: Settings) -> Iterator[Finding]:
 
 def _rows(check: str, dataset: DatasetSettings, limit: int | None = None) -> Iterator[Finding]:
     rows = load_rows(dataset, shows_progress=False)
-    if not len(rows):
-        raise UserError(f"{check}: {dataset.path} has no row; name another split, or fill it")
     used = f", {min(limit, len(rows)):,} of them used" if limit is not None else ""
     yield good(check, f"{Path(dataset.path)}: {len(rows):,} rows with {', '.join(rows.column_names)}{used}")

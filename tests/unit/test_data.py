@@ -63,6 +63,41 @@ def test_a_wrong_path_or_split_is_told_in_one_sentence(path: str, split: str, me
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "split"),
+    [
+        ("rows.jsonl", b"", "train"),
+        ("rows.jsonl", b"\n\n", "train"),
+        ("rows.json", b"[]", "train"),
+        ("rows.csv", b"", "train"),
+        ("rows.csv", b"question,answer\n", "train"),
+        ("rows.jsonl", b'{"question": "1+1?"}\n', "train[:0]"),
+    ],
+)
+@pytest.mark.parametrize("is_folder", [False, True])
+def test_a_data_set_without_rows_is_told_in_one_sentence(
+    name: str, content: bytes, split: str, is_folder: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    path = tmp_path if is_folder else tmp_path / name
+
+    with pytest.raises(UserError) as caught:
+        load_rows(DatasetSettings(path=str(path), split=split))
+
+    remedy = f"fill it, or name another split than {split}"
+    assert str(caught.value) == f"dataset: {path} has no rows, need at least one; {remedy}"
+
+
+def test_a_parquet_file_without_rows_is_told_in_one_sentence(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pa.table({"question": pa.array([], pa.string())}), tmp_path / "rows.parquet")
+
+    with pytest.raises(UserError, match="rows.parquet has no rows, need at least one; "):
+        load_rows(DatasetSettings(path=str(tmp_path / "rows.parquet")))
+
+
 def test_a_missing_column_is_told_with_those_that_are_there(folder: Path) -> None:
     settings = DatasetSettings(path=str(folder / "rows.jsonl"))
 

@@ -58,7 +58,10 @@ def test_the_cpu_job_may_start_and_every_check_has_spoken(tmp_path: Path) -> Non
 
 
 def test_everything_that_is_wrong_is_told_at_once_with_its_cure(tmp_path: Path) -> None:
-    """One look, not one mistake per start: a taken port, no data, a model without weights, a node's open files."""
+    """One look, not one mistake per start: a taken port, data that is not there or without a row, a model without
+    weights, a node's open files.
+    """
+    (tmp_path / "empty.jsonl").touch()
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -67,12 +70,13 @@ def test_everything_that_is_wrong_is_told_at_once_with_its_cure(tmp_path: Path) 
             *("--run.directory", str(tmp_path)),
             *("--model.path", str(tmp_path / "model")),
             *("--tasks.0.dataset.path", str(tmp_path / "no.jsonl")),
+            *("--eval.dataset.path", str(tmp_path / "empty.jsonl")),
             *("--bus.port", str(taken.getsockname()[1])),
             *("--rollout.max_trajectories_per_node", "100000000"),
         )
     wrong = {one["check"]: one for one in findings if one["level"] == "error"}
     assert status == 1
-    assert set(wrong) == {"ports", "data of gsm8k", "model actor", "limits"}
+    assert set(wrong) == {"ports", "data of gsm8k", "held-out data of gsm8k", "model actor", "limits"}
     assert all(one["cure"] for one in wrong.values())
     assert "is taken" in wrong["ports"]["saw"]
 

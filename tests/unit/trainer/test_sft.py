@@ -124,7 +124,7 @@ def test_a_mistake_is_told_in_one_sentence(
 def test_a_data_set_without_rows_is_refused(tmp_path: Path, settings: SftSettings) -> None:
     (tmp_path / "empty.csv").write_text("question,answer\n")
 
-    with pytest.raises(UserError, match="dataset: cannot read .*empty.csv.* corresponds to no data"):
+    with pytest.raises(UserError, match="dataset: .*empty.csv has no rows, need at least one"):
         sft.run_sft(changed(settings, dataset={"path": str(tmp_path / "empty.csv")}))
 
 
