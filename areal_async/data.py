@@ -20,7 +20,8 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
     A path to a file or folder that is there is read from disk; anything else is a hub name.
 
     Raises:
-        UserError: nothing there, no row in it, a format that is not read, or no such configuration or split.
+        UserError: nothing there, no row in it, a format that is not read, text that is not UTF-8, or no such
+            configuration or split.
     """
     # Imported here: it takes most of a second.
     with importing():
@@ -30,6 +31,7 @@ def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
         datasets.disable_progress_bars()
     try:
         rows = _load(settings)
+        _check_text(rows, settings)
     except (datasets.exceptions.DatasetsError, OSError, ValueError, StopIteration) as exc:
         raise _mistake(exc, settings) from exc
     if not len(rows):
@@ -57,6 +59,32 @@ def _load(settings: DatasetSettings) -> Any:
     if not path.is_dir():
         _check_hub_name(settings.path)
     return datasets.load_dataset(settings.path, settings.name, split=settings.split)
+
+
+def _check_text(rows: Any, settings: DatasetSettings) -> None:
+    """Look at all text: the reader of JSON takes any bytes, and a row of them could not be read later, in mid run.
+
+    Raises:
+        UserError: a cell is not UTF-8.
+        ValueError: the rows are broken otherwise.
+    """
+    try:
+        rows.data.validate(full=True)
+    except ValueError:
+        for column in rows.column_names:
+            _check_cells(rows.data.column(column), column, settings)
+        raise
+
+
+def _check_cells(cells: Any, column: str, settings: DatasetSettings) -> None:
+    for number, cell in enumerate(cells):
+        try:
+            cell.as_py()
+        except UnicodeDecodeError as exc:
+            raise UserError(
+                f"dataset: {settings.path} row {number}: {column} has byte {exc.object[exc.start]:#x}, need UTF-8; "
+                "convert the file"
+            ) from exc
 
 
 def _mistake(error: Exception, settings: DatasetSettings) -> UserError:

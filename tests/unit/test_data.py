@@ -98,6 +98,19 @@ def test_a_parquet_file_without_rows_is_told_in_one_sentence(tmp_path: Path) -> 
         load_rows(DatasetSettings(path=str(tmp_path / "rows.parquet")))
 
 
+@pytest.mark.parametrize("cell", ['"caf\xe9"', '[{"role": "user", "content": "caf\xe9"}]'])
+def test_text_that_is_not_utf8_is_told_by_its_row_before_any_row_is_read(cell: str, tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    rows = [cell.replace("\xe9", "e")] * 2000 + [cell]
+    file.write_bytes("".join(f'{{"id": {n}, "question": {row}}}\n' for n, row in enumerate(rows)).encode("latin-1"))
+
+    with pytest.raises(UserError) as caught:
+        load_rows(DatasetSettings(path=str(file)))
+
+    told = f"dataset: {file} row 2000: question has byte 0xe9, need UTF-8; convert the file"
+    assert str(caught.value) == told
+
+
 def test_a_missing_column_is_told_with_those_that_are_there(folder: Path) -> None:
     settings = DatasetSettings(path=str(folder / "rows.jsonl"))
 
