@@ -19,7 +19,17 @@ from areal_async.hub import local_model
 from areal_async.reward_model_settings import PairDatasetSettings, RewardModelSettings
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.pairs import Pair, PairEngine
-from areal_async.trainer.tuning import RANK_DEADLINE_S, Places, as_messages, load_tokenizer, split, tune
+from areal_async.trainer.tuning import (
+    RANK_DEADLINE_S,
+    Conversation,
+    Places,
+    conversations_of,
+    encode_conversations,
+    load_tokenizer,
+    split,
+    texts_of,
+    tune,
+)
 
 
 def run_reward_model(settings: RewardModelSettings) -> None:
@@ -121,22 +131,24 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
 
 
 def encode_pairs(tokenizer: Any, rows: Any, dataset: PairDatasetSettings) -> list[Pair]:
-    """Return the tokens of both conversations of each row."""
-    questions = [None] * len(rows) if dataset.question is None else rows[dataset.question]
+    """Return the tokens of both conversations of each row.
+
+    Raises:
+        UserError: a cell holds no conversation or no answer.
+    """
 
     def encode(column: str) -> list[list[int]]:
-        texts = [
-            tokenizer.apply_chat_template(_conversation(question, answer), tokenize=False)
-            for question, answer in zip(questions, rows[column], strict=True)
-        ]
-        # The template has already written whatever special tokens a conversation has.
-        ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
-        return ids
+        return encode_conversations(tokenizer, _answered(rows, column, dataset), dataset, for_reply=False)
 
     return [Pair(*both) for both in zip(encode(dataset.chosen), encode(dataset.rejected), strict=True)]
 
 
-def _conversation(question: Any, answer: Any) -> list[Mapping[str, Any]]:
-    if question is None:
-        return as_messages(answer)
-    return [*as_messages(question), {"role": "assistant", "content": answer}]
+def _answered(rows: Any, column: str, dataset: PairDatasetSettings) -> list[Conversation]:
+    """Return the conversations that the answers of a column end, or that it holds whole."""
+    if dataset.question is None:
+        return conversations_of(rows, column, dataset)
+    questions = conversations_of(rows, dataset.question, dataset)
+    return [
+        [*question, {"role": "assistant", "content": answer}]
+        for question, answer in zip(questions, texts_of(rows, column, dataset), strict=True)
+    ]

@@ -19,7 +19,16 @@ from areal_async.sft_settings import SftDatasetSettings, SftSettings
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.engine import FsdpEngine
 from areal_async.trainer.rows import TrainRow
-from areal_async.trainer.tuning import RANK_DEADLINE_S, Places, as_messages, load_tokenizer, split, tune
+from areal_async.trainer.tuning import (
+    RANK_DEADLINE_S,
+    Places,
+    conversations_of,
+    encode_conversations,
+    load_tokenizer,
+    split,
+    texts_of,
+    tune,
+)
 
 
 def run_sft(settings: SftSettings) -> None:
@@ -95,15 +104,16 @@ def load_examples(settings: SftSettings) -> list[TrainRow]:
 
 
 def encode_examples(tokenizer: Any, rows: Any, dataset: SftDatasetSettings) -> list[TrainRow]:
-    """Return prompt, answer and end of turn as tokens, the prompt out of the loss."""
-    prompts = [
-        tokenizer.apply_chat_template(as_messages(question), add_generation_prompt=True, tokenize=False)
-        for question in rows[dataset.question]
-    ]
-    # The template has already written whatever special tokens a prompt starts with.
-    prompt_ids = tokenizer(prompts, add_special_tokens=False)["input_ids"]
+    """Return prompt, answer and end of turn as tokens, the prompt out of the loss.
+
+    Raises:
+        UserError: a cell holds no conversation or no answer.
+    """
+    prompts = conversations_of(rows, dataset.question, dataset)
+    answers = texts_of(rows, dataset.answer, dataset)
+    prompt_ids = encode_conversations(tokenizer, prompts, dataset, for_reply=True)
     # On its own, as a server continues a prompt: no token spans the border.
-    answer_ids = tokenizer(list(rows[dataset.answer]), add_special_tokens=False)["input_ids"]
+    answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
     return [
         _example(prompt, [*answer, tokenizer.eos_token_id])
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True)

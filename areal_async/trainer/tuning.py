@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import yaml
+from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from areal_async.errors import UserError
+from areal_async.settings import DatasetSettings
 from areal_async.speech import say
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.pack import balance
@@ -22,6 +24,9 @@ from areal_async.tuning_settings import TuningSettings
 
 RANK_DEADLINE_S = 1800.0
 """How long one rank waits for another: long enough for rank 0 to write a large model."""
+
+Conversation = list[Mapping[str, Any]]
+"""Messages, as a chat template takes them."""
 
 Places = NDArray[np.int64]
 """Positions of examples in the data set."""
@@ -131,9 +136,66 @@ def load_tokenizer(folder: Path, name: str) -> Any:
     return tokenizer
 
 
-def as_messages(question: str | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return a conversation: a column may hold one, or the user's only message."""
-    return [{"role": "user", "content": question}] if isinstance(question, str) else list(question)
+def conversations_of(rows: Any, column: str, dataset: DatasetSettings) -> list[Conversation]:
+    """Return a column's conversations: a cell holds one, or the user's only message.
+
+    Raises:
+        UserError: a cell holds neither.
+    """
+    found: list[Conversation] = []
+    for place, cell in enumerate(rows[column]):
+        if isinstance(cell, str):
+            found.append([{"role": "user", "content": cell}])
+        elif isinstance(cell, Sequence) and len(cell) and all(map(_is_message, cell)):
+            found.append(list(cell))
+        else:
+            raise _wrong_cell(cell, place, column, dataset, need="text or messages")
+    return found
+
+
+def texts_of(rows: Any, column: str, dataset: DatasetSettings) -> list[str]:
+    """Return a column's texts.
+
+    Raises:
+        UserError: a cell holds none.
+    """
+    texts = list(rows[column])
+    for place, cell in enumerate(texts):
+        if not isinstance(cell, str):
+            raise _wrong_cell(cell, place, column, dataset, need="text")
+    return texts
+
+
+def encode_conversations(
+    tokenizer: Any, conversations: Sequence[Conversation], dataset: DatasetSettings, *, for_reply: bool
+) -> list[list[int]]:
+    """Return the tokens of conversations as the model's template writes them; ``for_reply``: up to where it answers.
+
+    Raises:
+        UserError: the template refuses one.
+    """
+    texts: list[str] = []
+    for place, one in enumerate(conversations):
+        try:
+            texts.append(tokenizer.apply_chat_template(one, add_generation_prompt=for_reply, tokenize=False))
+        except TemplateError as exc:
+            raise UserError(
+                f"dataset: {dataset.path} row {place}: the model's chat template refuses it: {exc}"
+            ) from exc
+    # The template has already written whatever special tokens a conversation has.
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return value.get("content") is not None or bool(value.get("tool_calls"))
+
+
+def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings, *, need: str) -> UserError:
+    got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
+    return UserError(f"dataset: {dataset.path} row {place}: {column} is {got}, need {need}")
 
 
 def _share(places: Places, lessons: Lessons) -> Places:

@@ -103,6 +103,24 @@ def test_columns_may_hold_whole_conversations(settings: RewardModelSettings, tmp
 
 
 @pytest.mark.parametrize(
+    ("column", "question", "sentence"),
+    [
+        ("question", "question", "row 2: question is null, need text or messages"),
+        ("rejected", "question", "row 2: rejected is null, need text"),
+        ("chosen", None, "row 2: chosen is null, need text or messages"),
+    ],
+)
+def test_a_cell_that_cannot_be_learned_is_told_by_its_row(
+    column: str, question: str | None, sentence: str, settings: RewardModelSettings, tmp_path: Path
+) -> None:
+    rows = [*ROWS[:2], ROWS[2] | {column: None}]
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    with pytest.raises(UserError, match=f"^dataset: .*odd.jsonl {sentence}$"):
+        reward_model.load_pairs(changed(settings, dataset={"path": str(tmp_path / "odd.jsonl"), "question": question}))
+
+
+@pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"dataset": {"chosen": "better"}}, r"has columns \['question', 'chosen', 'rejected'\], need 'better'"),

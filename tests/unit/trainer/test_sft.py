@@ -128,6 +128,37 @@ def test_a_data_set_without_rows_is_refused(tmp_path: Path, settings: SftSetting
         sft.run_sft(changed(settings, dataset={"path": str(tmp_path / "empty.csv")}))
 
 
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([*ROWS[:2], {"question": None, "answer": "4"}], "row 2: question is null, need text or messages"),
+        ([*ROWS[:2], {"question": "2+2?", "answer": None}], "row 2: answer is null, need text"),
+        ([{"question": "2+2?", "answer": 4}], "row 0: answer is int 4, need text"),
+        ([{"question": [], "answer": "4"}], r"row 0: question is list \[\], need text or messages"),
+        (
+            [{"question": [{"role": "user", "content": None}], "answer": "4"}],
+            r"row 0: question is list \[\{'role': 'user', 'content': None\}\], need text or messages",
+        ),
+    ],
+)
+def test_a_cell_that_cannot_be_learned_is_told_by_its_row(
+    rows: list[dict[str, Any]], sentence: str, settings: SftSettings, tmp_path: Path
+) -> None:
+    (tmp_path / "odd.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    with pytest.raises(UserError, match=f"^dataset: .*odd.jsonl {sentence}$"):
+        sft.load_examples(changed(settings, dataset={"path": str(tmp_path / "odd.jsonl")}))
+
+
+def test_a_conversation_that_the_template_refuses_is_told_by_its_row(settings: SftSettings) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    tokenizer.chat_template = "{{ raise_exception('no second question') if messages | length > 1 }}x"
+    talks = [[{"role": "user", "content": "1+1?"}] * number for number in (1, 2)]
+
+    with pytest.raises(UserError, match=r"rows.jsonl row 1: the model's chat template refuses it: no second question$"):
+        tuning.encode_conversations(tokenizer, talks, settings.dataset, for_reply=True)
+
+
 def test_prompt_may_be_a_conversation_and_only_the_answer_is_learned(settings: SftSettings, tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "What is 2+2?"},
