@@ -103,6 +103,12 @@ class Reject(Exception):
 
 def leaves_of(error: BaseException) -> list[BaseException]:
     """Return the errors that task groups have wrapped, in their order; the error itself when it is no group."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for inner in error.exceptions for leaf in leaves_of(inner)]
-    return [error]
+    leaves: list[BaseException] = []
+    left = [error]  # no recursion: whoever nests them may be a user's code
+    while left:
+        one = left.pop()
+        if isinstance(one, BaseExceptionGroup):
+            left += reversed(one.exceptions)
+        else:
+            leaves.append(one)
+    return leaves

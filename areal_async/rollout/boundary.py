@@ -4,7 +4,7 @@ import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from areal_async.errors import ArealError, Reject
+from areal_async.errors import ArealError, PipelineError, Reject, leaves_of
 
 MAX_MESSAGE_CHARACTERS = 1500
 """A model's output may be inside a message; a reason has to stay readable."""
@@ -21,30 +21,33 @@ def attributed_to(error: type[ArealError], what: str) -> Iterator[None]:
     """Turn whatever user code raises into ``error``, keeping the cause.
 
     An error of ours raised deeper passes through (the inner boundary knew more), and so does ``Reject``.
-    Cancellation is a BaseException and is never touched.
+    Of the errors that a task group has wrapped, one that ends the process goes before the others, then the first that
+    is no ``Reject``. Cancellation is a BaseException and is never touched.
     """
     try:
         yield
     except (ArealError, Reject):
         raise
     except Exception as exc:
-        cause = _only_leaf(exc)
+        causes = _causes_in(exc)
+        cause = next((one for one in causes if isinstance(one, PipelineError)), causes[0])
         if isinstance(cause, (ArealError, Reject)):
             raise cause from exc
-        raise error(describe(what, cause)) from exc
+        raise error(describe(what, exc)) from exc
 
 
-def _only_leaf(exc: Exception) -> Exception:
-    """Look into the groups that user code's own task groups wrap around a single error."""
-    while isinstance(exc, ExceptionGroup) and len(exc.exceptions) == 1:
-        exc = exc.exceptions[0]
-    return exc
+def _causes_in(exc: BaseException) -> list[BaseException]:
+    """Return the errors that task groups have wrapped; those that withdraw a sibling only where all do."""
+    leaves = leaves_of(exc)
+    return [leaf for leaf in leaves if not isinstance(leaf, Reject)] or leaves
 
 
 def describe(what: str, exc: BaseException) -> str:
-    """Return ``what: Type: message`` on one line, shortened."""
-    message = text_of(exc)
-    return f"{what}: {type(exc).__name__}: {message}" if message else f"{what}: {type(exc).__name__}"
+    """Return ``what: Type: message`` on one line, shortened; of a group, its first error's, and how many more."""
+    first, *others = _causes_in(exc)
+    message = text_of(first)
+    told = f"{what}: {type(first).__name__}: {message}" if message else f"{what}: {type(first).__name__}"
+    return f"{told} (and {len(others)} more error{'s' if len(others) > 1 else ''})" if others else told
 
 
 def text_of(exc: BaseException) -> str:

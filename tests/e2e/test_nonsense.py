@@ -89,7 +89,7 @@ CAUSES = {
     "panics": "workflow nonsense: Panic: in Rust",
     "exits": "workflow nonsense: called sys.exit(3)",
     "interrupts": "workflow nonsense: KeyboardInterrupt",
-    "raises a group": "workflow nonsense: BaseExceptionGroup: all (2 sub-exceptions)",
+    "raises a group": "workflow nonsense: KeyboardInterrupt (and 1 more error)",
     "recurses": "workflow nonsense: RecursionError",
     "hangs": "workflow nonsense: ran past rollout.episode_deadline_s = 5 s",
     "swallows": "workflow nonsense: ran past rollout.episode_deadline_s = 5 s",

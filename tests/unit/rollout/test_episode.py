@@ -76,6 +76,11 @@ async def test_number_is_the_reward(returned: float, reward: float) -> None:
         (KeyError("answer"), "workflow w: KeyError: 'answer'"),
         (RewardError("reward r: raised: no"), "reward r: raised: no"),
         (ExceptionGroup("g", [ValueError("inside")]), "workflow w: ValueError: inside"),
+        (
+            ExceptionGroup("g", [Reject("why"), ExceptionGroup("h", [ValueError("x"), OSError("y")]), KeyError("z")]),
+            "workflow w: ValueError: x (and 2 more errors)",
+        ),
+        (ExceptionGroup("g", [Reject("why"), RewardError("reward r: raised: no")]), "reward r: raised: no"),
         (None, "workflow w: returned None, need a float"),
         (math.nan, "workflow w: returned nan, need a finite number"),
         (math.inf, "workflow w: returned inf, need a finite number"),
@@ -110,7 +115,10 @@ async def test_a_cancellation_that_escapes_from_user_code_is_its_failure_and_sto
     assert "CancelledError" in trajectory.slot.reason
 
 
-@pytest.mark.parametrize("reject", [Reject("why"), ExceptionGroup("g", [Reject("why")])])
+@pytest.mark.parametrize(
+    "reject",
+    [Reject("why"), ExceptionGroup("g", [Reject("why")]), ExceptionGroup("g", [Reject("why"), Reject("too")])],
+)
 async def test_reject_withdraws_the_sibling(reject: Exception) -> None:
     trajectory = await play(ending(reject))
 
@@ -170,9 +178,12 @@ async def test_trajectory_of_64_megabytes_is_refused_before_anything_is_made_of_
     assert peak_bytes < 1 << 20
 
 
-async def test_error_that_ends_the_process_is_not_swallowed() -> None:
+@pytest.mark.parametrize(
+    "error", [FencedError("gone"), ExceptionGroup("g", [RewardError("no"), ValueError("x"), FencedError("gone")])]
+)
+async def test_error_that_ends_the_process_is_not_swallowed(error: Exception) -> None:
     with pytest.raises(FencedError):
-        await play(ending(FencedError("gone")))
+        await play(ending(error))
 
 
 async def test_cancellation_is_not_swallowed() -> None:
