@@ -4,8 +4,6 @@ The value of a reply is that reply's return: its tokens are trained with it (``a
 not named are read and never trained.
 """
 
-import math
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -14,6 +12,7 @@ import msgspec
 from areal_async.errors import WorkflowError
 from areal_async.fields import MAX_CREDITS, is_role
 from areal_async.rollout.boundary import shown
+from areal_async.rollout.number import finite_number
 from areal_async.types import Credit, Turn, mean
 
 
@@ -37,7 +36,7 @@ def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Sco
         WorkflowError: not a finite number, or rewards for replies that the trajectory does not have, or for too many.
     """
     if not isinstance(returned, Mapping):
-        return Scores(finite_number(returned, name))
+        return Scores(given_number(returned, name))
     if not returned or not set(returned) <= set(reply_ids):
         unknown = [key for key in returned if key not in reply_ids]
         raise WorkflowError(
@@ -48,9 +47,9 @@ def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Sco
             f"workflow {name}: got rewards for {len(returned)} replies, need at most {MAX_CREDITS}; "
             "name fewer, or return one number for all of them"
         )
-    values = {key: finite_number(value, name) for key, value in returned.items()}
+    values = {key: given_number(value, name) for key, value in returned.items()}
     by_turn = {place: values[reply_id] for place, reply_id in enumerate(reply_ids) if reply_id in values}
-    return Scores(finite_number(mean(list(by_turn.values())), name), by_turn)
+    return Scores(given_number(mean(list(by_turn.values())), name), by_turn)
 
 
 def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: int) -> list[Credit]:
@@ -84,7 +83,7 @@ def credit_bytes(credits: Sequence[Credit]) -> int:
     return len(msgspec.json.encode(credits)) if credits else 0
 
 
-def finite_number(value: object, name: str, what: str = "") -> float:
+def given_number(value: object, name: str, what: str = "") -> float:
     """Return a number that a workflow gave.
 
     Args:
@@ -94,13 +93,9 @@ def finite_number(value: object, name: str, what: str = "") -> float:
     Raises:
         WorkflowError: it is none, or not finite.
     """
-    got = f"workflow {name}: got {what} {shown(value)}" if what else f"workflow {name}: returned {shown(value)}"
-    if not isinstance(value, numbers.Real):  # bool and int are
-        raise WorkflowError(f"{got}, need a {'number' if what else 'float, or {reply.id: reward}'}")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not math.isfinite(number):
-        raise WorkflowError(f"{got}, need a finite number")
-    return number
+    return finite_number(
+        value,
+        got=f"workflow {name}: got {what}" if what else f"workflow {name}: returned",
+        need="a number" if what else "a float, or {reply.id: reward}",
+        error=WorkflowError,
+    )

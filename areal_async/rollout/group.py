@@ -14,6 +14,7 @@ from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to, shown
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.episode import call_user_code
+from areal_async.rollout.number import check_awaited
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.slots import MAX_REASON_CHARACTERS, Ending, Place, failed_trajectory, fill_slot, scores_of
 from areal_async.types import Prompt, Trajectory
@@ -117,6 +118,7 @@ def _ending(outcome: object, policy: ServedPolicy, name: str) -> Ending:
 
 
 def _one_each(returned: object, num_siblings: int) -> list[object]:
+    check_awaited(returned, got="group workflow: returned", error=WorkflowError)
     if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != num_siblings:
         raise WorkflowError(
             f"group workflow: returned {shown(returned)}, need a sequence of {num_siblings}, one for each sibling: "

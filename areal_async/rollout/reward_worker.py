@@ -8,8 +8,6 @@ twice: once when the function is imported and prepared, once with its value. Imp
 
 import importlib
 import importlib.util
-import math
-import numbers
 import os
 import struct
 import sys
@@ -21,8 +19,9 @@ import msgspec
 
 from areal_async.errors import ArealError, Reject, RewardError
 from areal_async.inference.parenthood import die_with_parent
-from areal_async.rollout.boundary import attributed_to, describe, shown, text_of
+from areal_async.rollout.boundary import attributed_to, describe, text_of
 from areal_async.rollout.files import load_file
+from areal_async.rollout.number import finite_number
 
 FRAME = "<I"
 MAX_ANSWER_BYTES = 1 << 20
@@ -55,7 +54,8 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             function = _find(call)
             _send(answers, Answer())
             with attributed_to(RewardError, "raised"):
-                answer = Answer(value=_number(function(*call.args, **call.kwargs)))
+                value = function(*call.args, **call.kwargs)
+                answer = Answer(value=finite_number(value, got="returned", need="a finite number", error=RewardError))
         except (ArealError, Reject) as exc:
             answer = Answer(error=text_of(exc) or type(exc).__name__)  # empty would say that there is none
         except BaseException as exc:  # noqa: BLE001  # sys.exit too: no reason to start another worker
@@ -96,14 +96,6 @@ def _module(call: Call) -> Any:
         with attributed_to(RewardError, f"importing {call.module}"):
             return importlib.import_module(call.module)
     return load_file(Path(call.file), error=RewardError, what="worker")
-
-
-def _number(value: Any) -> float:
-    if not isinstance(value, numbers.Real):  # bool and int are
-        raise RewardError(f"returned {shown(value)} of type {type(value).__name__}, need a finite number")
-    if not math.isfinite(value):
-        raise RewardError(f"returned {shown(value)}, need a finite number")
-    return float(value)
 
 
 def main() -> None:

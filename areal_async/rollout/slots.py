@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to, shown, text_of
-from areal_async.rollout.credit import Scores, checked_scores, credits_of, finite_number
+from areal_async.rollout.credit import Scores, checked_scores, credits_of, given_number
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.settings import MAX_CREDIT_BYTES
@@ -189,7 +189,7 @@ def checked_info(info: object, name: str) -> dict[str, float]:
             f"workflow {name}: got policy.info[{shown(bad[0])}], need a name of at most 64 letters, digits and ._/-, "
             f"none of {', '.join(sorted(OWN_INFO))}"
         )
-    checked = {key: finite_number(value, name, f"policy.info[{key!r}]") for key, value in info.items()}
+    checked = {key: given_number(value, name, f"policy.info[{key!r}]") for key, value in info.items()}
     large = [key for key, value in checked.items() if abs(value) > MAX_INFO]
     if large:  # the sum over a batch has to be finite too
         raise WorkflowError(

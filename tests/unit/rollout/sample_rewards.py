@@ -104,6 +104,10 @@ def recurse(depth: int) -> int:
     return recurse(depth + 1) + 1
 
 
+async def later() -> float:
+    return 1.0
+
+
 @reward(timeout_s=2.0)
 def nonsense(kind: str) -> Any:
     match kind:
@@ -127,6 +131,8 @@ def nonsense(kind: str) -> Any:
             return 10**400
         case "text":
             return "1.0"
+        case "not awaited":
+            return later()
         case "flood":
             return "x" * 10**8
         case "no words":

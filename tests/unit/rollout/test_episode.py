@@ -6,7 +6,9 @@ import tracemalloc
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
+import torch
 
 from areal_async.contracts import Policy, Workflow
 from areal_async.errors import FencedError, Reject, RewardError
@@ -59,8 +61,21 @@ def ending(action: Any) -> Workflow:
     return workflow
 
 
-@pytest.mark.parametrize(("returned", "reward"), [(0.5, 0.5), (True, 1.0), (0, 0.0), (-2, -2.0)])
-async def test_number_is_the_reward(returned: float, reward: float) -> None:
+@pytest.mark.parametrize(
+    ("returned", "reward"),
+    [
+        (0.5, 0.5),
+        (True, 1.0),
+        (0, 0.0),
+        (-2, -2.0),
+        (np.bool_(True), 1.0),
+        (np.float32(0.5), 0.5),
+        (np.array(0.5), 0.5),
+        (torch.tensor(0.5, requires_grad=True), 0.5),
+        (torch.tensor(True), 1.0),
+    ],
+)
+async def test_number_is_the_reward(returned: Any, reward: float) -> None:
     trajectory = await play(ending(returned))
 
     assert (trajectory.slot.status, trajectory.slot.reward, trajectory.slot.reason) == ("scored", reward, "")
@@ -85,6 +100,9 @@ async def test_number_is_the_reward(returned: float, reward: float) -> None:
         (math.nan, "workflow w: returned nan, need a finite number"),
         (math.inf, "workflow w: returned inf, need a finite number"),
         ("1.0", "workflow w: returned '1.0', need a float"),
+        (np.array([0.5]), "workflow w: returned array([0.5]), need a float"),
+        (np.array("1.0"), "workflow w: returned array('1.0', dtype='<U3'), need a float"),
+        (torch.tensor(math.nan), "workflow w: returned tensor(nan), need a finite number"),
         ({"other.1": 1.0}, "workflow w: got rewards for replies ['other.1'], need ids out of ['uid.1']"),
         ({}, "workflow w: got rewards for replies [], need ids"),
         (SystemExit(3), "workflow w: called sys.exit(3)"),
@@ -97,6 +115,26 @@ async def test_what_is_no_reward_is_a_failed_slot_with_its_cause(action: Any, re
     assert trajectory.slot.reason.startswith(reason)
     assert (trajectory.slot.reward, trajectory.slot.num_tokens, trajectory.sequences) == (0.0, 0, [])
     assert trajectory.slot.oldest == "1-2"
+
+
+async def test_what_was_not_awaited_is_a_failed_slot_that_says_so() -> None:
+    """And Python has nothing left to warn of."""
+
+    async def score() -> float:
+        return 1.0
+
+    async def workflow(prompt: Prompt, policy: Policy) -> Any:
+        await policy.complete([1, 2])
+        return score()
+
+    async def noting(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        policy.info["share"] = score()  # type: ignore[assignment]
+        return 1.0
+
+    told = "score(...), which was not awaited; write await before the call"
+    assert (await play(workflow)).slot.reason == f"workflow w: returned {told}"
+    assert (await play(noting)).slot.reason == f"workflow w: got policy.info['share'] {told}"
 
 
 async def test_a_cancellation_that_escapes_from_user_code_is_its_failure_and_stops_no_sibling() -> None:

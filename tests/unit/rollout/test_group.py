@@ -97,6 +97,19 @@ async def test_what_ends_the_call_ends_every_sibling(returned: Any, status: Slot
     assert all(reason in one.slot.reason for one in trajectories)
 
 
+async def test_what_was_not_awaited_ends_every_sibling_and_is_called_that() -> None:
+    async def scores() -> list[float]:
+        return [1.0, 1.0, 1.0]
+
+    @group_workflow
+    async def workflow(prompt: Prompt, siblings: Sequence[Policy]) -> Any:
+        return scores()
+
+    reasons = {one.slot.reason for one in await play(workflow)}
+
+    assert reasons == {"group workflow: returned scores(...), which was not awaited; write await before the call"}
+
+
 @pytest.mark.parametrize(
     ("returned", "status", "reason"),
     [

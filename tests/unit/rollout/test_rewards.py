@@ -46,9 +46,9 @@ def is_running(pid: int) -> bool:
     ("call", "message"),
     [
         (lambda: sample_rewards.fail("it"), "reward fail: raised: ValueError: cannot read it"),
-        (lambda: sample_rewards.nothing(), "reward nothing: returned None of type NoneType, need a finite number"),
+        (lambda: sample_rewards.nothing(), "reward nothing: returned None, need a finite number"),
         (lambda: sample_rewards.not_a_number(), "reward not_a_number: returned nan, need a finite number"),
-        (lambda: sample_rewards.text_instead("1.0"), "reward text_instead: returned '1.0' of type str"),
+        (lambda: sample_rewards.text_instead("1.0"), "reward text_instead: returned '1.0', need a finite number"),
         (lambda: sample_rewards.die(), "reward die: its worker died with status 7"),
         (lambda: sample_rewards.length_of(object()), "reward length_of: cannot send its arguments"),  # type: ignore[arg-type]
     ],
