@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
+from areal_async import log
 from areal_async.errors import leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
@@ -111,7 +112,7 @@ def _compare_tokenizers(ours: str, facts: Sequence[Facts], tell: Callable[[str],
 
 
 class TemporaryFolder:
-    """A folder that is gone afterwards, unless an error tells the user to look into it."""
+    """A folder of logs that is gone afterwards, unless an error tells the user to look into it."""
 
     def __init__(self, verb: str) -> None:
         self._verb = verb
@@ -123,4 +124,5 @@ class TemporaryFolder:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         told = [] if error is None else leaves_of(error)
         if not any(str(self._folder) in str(leaf) for leaf in told):
+            log.configure(self._verb, None)  # what is logged from here on, as Python ends, has no file to go to
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,13 +1,17 @@
 """``try`` refuses what cannot be tried in one sentence each, before anything is started."""
 
 import argparse
+import logging
 import tempfile
 from pathlib import Path
 
 import pytest
+import structlog
 
+from areal_async import log
 from areal_async.cli.main import VERBS, main, split_overrides
 from areal_async.cli.run import load_run_settings
+from areal_async.cli.trials import TemporaryFolder
 from areal_async.cli.try_ import choose_trial_config, read_prompts, read_row, task_of
 from areal_async.errors import UserError
 from areal_async.settings import DatasetSettings, TaskSettings
@@ -108,3 +112,25 @@ def test_rows_are_those_asked_for() -> None:
 
     assert [(prompt.index, prompt["answer"]) for prompt in prompts] == [(1, "3")]
     assert read_row('{"question": "é", "n": [1]}') == {"question": "é", "n": [1]}
+
+
+def test_what_is_logged_after_the_folder_of_logs_is_gone_goes_to_stderr_alone(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with TemporaryFolder("try") as logs:
+        log.configure("try", logs)
+
+    assert not [one for one in logging.getLogger().handlers if isinstance(one, logging.FileHandler)]
+    structlog.get_logger().warning("late")
+    assert capsys.readouterr().err.endswith(" warning try: late\n")
+    assert list((place / "temporary").iterdir()) == []
+
+
+def test_a_folder_of_logs_that_an_error_names_is_kept_and_written_to(place: Path) -> None:
+    folder = TemporaryFolder("try")
+    logs = folder.__enter__()
+    log.configure("try", logs)
+    folder.__exit__(UserError, UserError(f"server: ended, see {logs}/server.log"), None)
+
+    structlog.get_logger().warning("late")
+    assert "late" in (logs / "try.jsonl").read_text()
