@@ -13,18 +13,28 @@ from areal_async.settings import DatasetSettings
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
+def check_file(spec: str) -> None:
+    """Make sure that the file of ``FILE.py[:name]`` is there.
+
+    Raises:
+        UserError: it is not.
+    """
+    file = spec.partition(":")[0]
+    if not Path(file).is_file():
+        raise UserError(
+            f"workflow: no file {file}; name a Python file, with :name when the coroutine is called otherwise"
+        )
+
+
 def check_workflow(spec: str) -> None:
     """Make sure that ``FILE.py[:name]`` is there and defines its coroutine.
 
     Raises:
         UserError: no file, no Python, or no such coroutine in it.
     """
+    check_file(spec)
     file, _, name = spec.partition(":")
     path, name = Path(file), name or Path(file).stem
-    if not path.is_file():
-        raise UserError(
-            f"workflow: no file {file}; name a Python file, with :name when the coroutine is called otherwise"
-        )
     try:
         tree = ast.parse(path.read_text(encoding="utf-8"), filename=file)
     except (SyntaxError, UnicodeDecodeError) as exc:

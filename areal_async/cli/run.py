@@ -14,7 +14,14 @@ import anyio
 from areal_async import log
 from areal_async.algorithms.graphs import step_graph
 from areal_async.bus import Bus
-from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
+from areal_async.cli.checks import (
+    check_dataset,
+    check_file,
+    check_interpreter,
+    check_model,
+    check_policies,
+    check_workflow,
+)
 from areal_async.cli.curves import Follower
 from areal_async.cli.display import choose_display
 from areal_async.cli.export import write_best
@@ -120,12 +127,13 @@ def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Pat
     """Return the settings file: the one named, else the workflow's for this kind of machine.
 
     Raises:
-        UserError: there is no telling which, or it is not there.
+        UserError: there is no telling which, or it or the workflow is not there.
     """
     if config is not None:
         return Path(config)
     if file is None:
         raise UserError("run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both")
+    check_file(file)
     stem = Path(file.partition(":")[0]).stem
     wanted = CONFIGS / (f"{stem}.yaml" if has_gpu else f"{stem}_cpu.yaml")
     if not wanted.is_file():

@@ -44,7 +44,8 @@ def test_settings_follow_the_workflow_and_the_machine(place: Path) -> None:
     assert choose_config("workflows/gsm8k.py", "mine.yaml", has_gpu=False) == Path("mine.yaml")
 
 
-def test_missing_settings_are_refused_by_name() -> None:
+def test_missing_settings_are_refused_by_name(place: Path) -> None:
+    (place / "workflows" / "coding.py").touch()
     with pytest.raises(
         UserError, match="no file configs/coding_cpu.yaml, the settings of coding where no GPU is found"
     ):
@@ -154,6 +155,7 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
         (["workflows/gsm8k.py", "--model.path", "./no"], "model.path: no folder ./no; "),
         (["workflows/gsm8k.py", "--tasks.0.dataset.path", "no.csv"], "tasks.0.dataset.path: no file no.csv; "),
         (["workflows/no.py", "--config", "configs/gsm8k_cpu.yaml"], "workflow: no file workflows/no.py; "),
+        (["workflows/no.py:name"], "workflow: no file workflows/no.py; "),
         (
             ["workflows/gsm8k.py", "--bus.host", "0.0.0.0"],
             "bus.host: got '0.0.0.0', need an IPv4 address or a name of ",
