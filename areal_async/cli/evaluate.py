@@ -27,6 +27,7 @@ from areal_async.cli.export import BEST, LAST, choose, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
 from areal_async.cli.speech import json_text, settings_help
+from areal_async.cli.trial_output import figure
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.data import load_rows
@@ -73,8 +74,10 @@ class Result:
         rows = f"{self.num_scored} rows scored, {self.num_failed} failed"
         if not self.num_scored:
             return f"{self.workflow}: no accuracy: {rows}"
-        ends = "" if self.low is None else f" (95 % interval {self.low:.3f} to {self.high:.3f})"
-        return f"{self.workflow}: accuracy {self.accuracy:.3f}{ends}, {rows}"
+        ends = ""
+        if self.low is not None and self.high is not None:
+            ends = f" (95 % interval {figure(self.low)} to {figure(self.high)})"
+        return f"{self.workflow}: accuracy {figure(self.accuracy)}{ends}, {rows}"
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

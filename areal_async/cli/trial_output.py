@@ -15,6 +15,8 @@ from areal_async.rollout.trial import Attempt
 from areal_async.speech import say
 from areal_async.types import SlotStatus, mean
 
+MANY_DIGITS = 1e6
+
 
 class Output(ABC):
     """Tells of the attempts, and counts them."""
@@ -90,4 +92,9 @@ def summary(attempts: Sequence[tuple[SlotStatus, float]]) -> str:
         return f"{attempted}: {counts}"
     spread = statistics.pstdev(rewards)
     alike = "; with rewards all alike a group trains nothing" if len(rewards) > 1 and not spread else ""
-    return f"{attempted}: reward {mean(rewards):.3f}, std {spread:.3f}; {counts}{alike}"
+    return f"{attempted}: reward {figure(mean(rewards))}, std {figure(spread)}; {counts}{alike}"
+
+
+def figure(value: float) -> str:
+    """Return a mean of rewards for people: some decimals, or a power of ten where there would be many digits."""
+    return f"{value:.3f}" if abs(value) < MANY_DIGITS else f"{value:.3e}"

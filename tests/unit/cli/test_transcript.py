@@ -215,6 +215,7 @@ def test_summary_counts_all_and_averages_the_scored() -> None:
     assert summary([(scored, 1.0), (scored, 0.0), (failed, 0.0)]) == (
         "3 attempts: reward 0.500, std 0.500; 2 scored, 1 failed, 0 rejected"
     )
+    assert summary([(scored, 1e300), (scored, -2e6)]).startswith("2 attempts: reward 5.000e+299, std 5.000e+299; ")
     assert summary([(failed, 0.0)]) == "1 attempt: 0 scored, 1 failed, 0 rejected"
     assert summary([(scored, 1.0)] * 2).endswith("; with rewards all alike a group trains nothing")
 
