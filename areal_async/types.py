@@ -42,6 +42,13 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What every message of ours starts from. Fields added later take defaults; readers skip unknown ones."""
 
 
+class ColumnError(KeyError):
+    """A row does not have a column: a mapping's error that names those it has."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError's own would be in quotes
+
+
 class Prompt(Record, frozen=True, kw_only=True):
     """One dataset row with a stable id. ``prompt["question"]`` reads a column."""
 
@@ -52,6 +59,14 @@ class Prompt(Record, frozen=True, kw_only=True):
     row: dict[str, Any]
 
     def __getitem__(self, column: str) -> Any:
+        """Return what the row has in a column.
+
+        Raises:
+            ColumnError: it has no such column.
+        """
+        if column not in self.row:
+            columns = ", ".join(self.row) or "none"
+            raise ColumnError(f"row {self.index} has no column {column!r}, its columns are {columns}")
         return self.row[column]
 
 

@@ -20,7 +20,6 @@ def attempt_json(attempt: Attempt, codec: TextCodec) -> str:
         "status": slot.status,
         "reward": slot.reward if slot.status == "scored" else None,
         "reason": slot.reason,
-        "hint": attempt.hint,
         "places": [place._asdict() for place in attempt.places],
         "row": attempt.prompt.row,
         "turns": [_turn(timed, codec) for timed in attempt.turns],

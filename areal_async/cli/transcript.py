@@ -250,8 +250,6 @@ def _failure(attempt: Attempt) -> Iterator[RenderableType]:
     if slot.status is SlotStatus.SCORED:
         return
     yield Text.assemble((f"{slot.status}: ", _style(attempt)), visible(slot.reason, newline=" "))
-    if attempt.hint:
-        yield Text(f"  {attempt.hint}")
     for place in attempt.places:
         yield Text.assemble("  ", (str(place), "bold"))
         yield Text(f"      {visible(place.source)}")

@@ -55,8 +55,6 @@ class Attempt:
     times: Times
     places: list[Place] = field(default_factory=list)
     """Where in the user's code it failed, outermost first; empty where that says nothing."""
-    hint: str = ""
-    """What else is known of why it failed."""
 
 
 class Trial:
@@ -157,7 +155,6 @@ class Trial:
                 sequences=merge_turns(policy.turns),
                 times=Times.of(total_s=total_s, calls=generator.calls, waits=ended),
                 places=self._user_code.places(noted.error) if noted.error else [],
-                hint=_hint(noted.error, prompt) if noted.error else "",
             )
             for trajectory, policy, generator in zip(trajectories, policies, generators, strict=True)
         ]
@@ -221,14 +218,3 @@ def _timed(turns: Sequence[Turn], calls: Sequence[Call]) -> list[TimedTurn]:
         first_s = call.until_s if call.first_s is None else call.first_s
         timed.append(TimedTurn(turn=turn, duration_s=call.duration_s, first_token_s=first_s - call.since_s))
     return timed
-
-
-def _hint(error: BaseException, prompt: Prompt) -> str:
-    """Explain what its message alone does not: a column that the row does not have."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    asked_prompt = trace is not None and trace.tb_frame.f_code is Prompt.__getitem__.__code__
-    if not isinstance(error, KeyError) or not asked_prompt:
-        return ""
-    return f"row {prompt.index} has no column {error.args[0]!r}, its columns are {', '.join(prompt.row) or 'none'}"

@@ -250,7 +250,7 @@ def test_a_raising_workflow_ends_the_run_with_its_cause(tmp_path: Path) -> None:
     ended = run.finish("--eval.dataset", "null", workflow=workflow)
 
     assert ended.returncode == 1
-    assert "KeyError: 'no_such_column'" in ended.stdout
+    assert "has no column 'no_such_column', its columns are" in ended.stdout
     assert "Traceback" not in ended.stdout
 
 

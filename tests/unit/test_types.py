@@ -1,10 +1,10 @@
-"""Ids and versions read back as they were written."""
+"""Ids and versions read back as they were written, and a row says what it does not have."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.types import GroupId, OutcomeKind, Version
+from areal_async.types import GroupId, OutcomeKind, Prompt, Version
 
 COUNTS = st.integers(min_value=0, max_value=10**9 - 1)
 
@@ -41,3 +41,13 @@ def test_late_duplicate_and_readmitted_settle_nothing() -> None:
 
 def test_only_failed_and_abandoned_are_tried_again() -> None:
     assert {kind for kind in OutcomeKind if kind.readmits} == {OutcomeKind.FAILED, OutcomeKind.ABANDONED}
+
+
+def test_a_column_that_a_row_does_not_have_is_told_with_those_it_has() -> None:
+    prompt = Prompt(epoch=0, index=7, row={"question": "q", "reply": "a"})
+
+    with pytest.raises(KeyError) as caught:
+        prompt["answer"]
+
+    assert str(caught.value) == "row 7 has no column 'answer', its columns are question, reply"
+    assert prompt["reply"] == "a"

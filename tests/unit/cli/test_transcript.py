@@ -163,16 +163,12 @@ def test_two_replies_to_one_question_are_two_sequences_of_their_own_turns() -> N
     assert "sequence 2 of 2" in plain(Transcript(Bytes()).draw(one))
 
 
-def test_a_failure_is_told_with_its_reason_hint_and_places() -> None:
+def test_a_failure_is_told_with_its_reason_and_places() -> None:
     place = Place("workflows/w.py", 9, "w", 'prompt["x"]')
-    text = plain(
-        Transcript(Bytes()).draw(attempt(FIRST, status=SlotStatus.FAILED, hint="row 7 has no column", places=[place]))
-    )
+    text = plain(Transcript(Bytes()).draw(attempt(FIRST, status=SlotStatus.FAILED, places=[place])))
 
     assert "row 7 sibling 0: failed" in text
-    assert text.endswith(
-        "failed: workflow w: KeyError: 'x'\n  row 7 has no column\n  workflows/w.py:9 in w\n      prompt[\"x\"]\n\n"
-    )
+    assert text.endswith("failed: workflow w: KeyError: 'x'\n  workflows/w.py:9 in w\n      prompt[\"x\"]\n\n")
 
 
 def test_table_has_a_row_per_token_with_what_is_trained_of_it() -> None:
