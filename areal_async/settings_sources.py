@@ -13,7 +13,7 @@ from typing import Any, TypeVar, get_origin, overload
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, EnvSettingsSource, YamlConfigSettingsSource
+from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from areal_async.errors import UserError
 from areal_async.fields import INT64
@@ -28,6 +28,7 @@ from areal_async.settings_tree import (
     takes_none,
     without_none,
 )
+from areal_async.settings_yaml import read_yaml
 
 ENV_PREFIX = "AREAL_ASYNC_"
 
@@ -106,30 +107,20 @@ def dump_settings(settings: BaseModel) -> str:
 # The three sources
 
 
-NOT_YAML = (yaml.YAMLError, ValueError, RecursionError)
-"""What reading YAML raises: dates that are none are a ValueError."""
-
-
-class _YamlFile(YamlConfigSettingsSource):
-    """The library's reader, with our sentences for what it cannot read."""
-
-    def _read_file(self, file_path: Any) -> dict[str, Any]:
-        try:
-            data = super()._read_file(file_path)
-        except (OSError, UnicodeDecodeError) as exc:
-            raise UserError(f"{file_path}: cannot be read: {exc}") from exc
-        except NOT_YAML as exc:
-            raise UserError(f"{file_path}: not YAML: {_one_line(str(exc))}") from exc
-        if not isinstance(data, dict):
-            raise UserError(f"{file_path}: got a {type(data).__name__}, need sections like 'run:' at the top")
-        return data
-
-
 def _from_file(path: Path) -> Iterator[Assignment]:
     if not path.is_file():
         raise UserError(f"configuration: no file {path}; name one that exists with --config")
-    for key, value in _YamlFile(BaseSettings, yaml_file=path)().items():
-        yield Assignment(parts=(str(key),), value=value, origin=f"in {path}")
+    try:
+        with path.open(encoding="utf-8") as file:
+            data = read_yaml(file)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UserError(f"{path}: cannot be read: {exc}") from exc
+    except ValueError as exc:
+        raise UserError(f"{path}: {exc}") from exc
+    if not isinstance(data, dict | None):
+        raise UserError(f"{path}: got a {type(data).__name__}, need sections like 'run:' at the top")
+    for key, value in (data or {}).items():
+        yield Assignment(parts=(key,), value=value, origin=f"in {path}")
 
 
 def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
@@ -159,9 +150,9 @@ def _parsed(parts: Parts, text: str, origin: str, kind: type[BaseModel]) -> Assi
         return Assignment(parts=parts, value=None, origin=origin)
     if annotation is not None and is_composite(without_none(annotation)):
         try:
-            return Assignment(parts=parts, value=yaml.safe_load(text), origin=origin)
-        except NOT_YAML as exc:
-            raise UserError(f"{'.'.join(parts)} {origin}: not YAML or JSON: {_one_line(str(exc))}") from exc
+            return Assignment(parts=parts, value=read_yaml(text), origin=origin)
+        except ValueError as exc:
+            raise UserError(f"{'.'.join(parts)} {origin}: {exc}") from exc
     return Assignment(parts=parts, value=text, origin=origin)
 
 

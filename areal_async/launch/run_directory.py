@@ -21,7 +21,8 @@ from areal_async.bus import HeldError, is_locked
 from areal_async.errors import UserError
 from areal_async.fields import is_version
 from areal_async.settings import DATA_DEFINING, RunSettings, Settings
-from areal_async.settings_sources import NOT_YAML, dump_settings, load_settings
+from areal_async.settings_sources import dump_settings, load_settings
+from areal_async.settings_yaml import NOT_YAML
 from areal_async.types import Version
 
 

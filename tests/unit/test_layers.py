@@ -34,6 +34,7 @@ LAYERS = (
         "settings",
         "settings_sources",
         "settings_tree",
+        "settings_yaml",
         "reward_model_settings",
         "sft_settings",
         "task_settings",

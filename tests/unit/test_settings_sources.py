@@ -204,6 +204,49 @@ def test_file_that_holds_no_settings_is_refused(tmp_path: Path, text: str, end: 
     assert "\n" not in refusal
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        (
+            "run: {}\ntrainer:\n  lr: 1.e-3\ntrainer:\n  eps: 1.e-6",
+            "line 4: got trainer again, need it once; merge it with that of line 2",
+        ),
+        ("run:\n  name: a\n  name: b", "line 3: got name again, need it once; merge it with that of line 2"),
+        ("run: {}\n1: 2", "line 2: got the key 1, need a name; write it as text, or leave it out"),
+        ("null: 3", "line 1: got the key None, need a name; write it as text, or leave it out"),
+        ("run: {on: 3}", "line 1: got the key True, need a name; write it as text, or leave it out"),
+    ],
+)
+def test_keys_that_would_be_lost_are_refused_with_their_line(tmp_path: Path, text: str, sentence: str) -> None:
+    path = _written(tmp_path, text)
+
+    assert _refusal(path) == f"{path}: {sentence}"
+
+
+@pytest.mark.parametrize("text", ["run: &a {name: *a}", "run: &a [*a]", "run: &a {name: x, more: {b: *a}}"])
+def test_a_file_that_holds_itself_is_refused(tmp_path: Path, text: str) -> None:
+    refusal = _refusal(_written(tmp_path, text))
+
+    assert "not YAML: found unconstructable recursive node" in refusal
+    assert "\n" not in refusal
+
+
+def test_a_key_given_twice_in_a_section_on_the_command_line_is_refused(config: Path) -> None:
+    assert _refusal(config, "--run", "{steps: 7, steps: 8}").startswith(
+        "run on the command line (--run): line 1: got steps again"
+    )
+
+
+def test_anchors_and_merged_keys_are_taken(tmp_path: Path) -> None:
+    """A key beside ``<<`` is written once: it goes before the merged one."""
+    path = _written(tmp_path, "run: &a {name: x, steps: 3}\neval: {limit: &n 9}\nrollout: {batch_groups: *n}")
+    (tmp_path / "m").mkdir()
+    merged = _written(tmp_path / "m", "run: {<<: {name: x, steps: 3}, steps: 4}")
+
+    assert load_settings(path).rollout.batch_groups == 9
+    assert (load_settings(merged).run.name, load_settings(merged).run.steps) == ("x", 4)
+
+
 def test_missing_file_is_refused(tmp_path: Path) -> None:
     assert _refusal(tmp_path / "no.yaml").startswith("configuration: no file ")
 
