@@ -92,6 +92,7 @@ def _resolved(data: dict[str, Any], assignments: Sequence[Assignment], kind: typ
     """Put values into a tree, one after the other, and check what comes of it."""
     for assignment in assignments:
         _refuse_unknown(assignment, kind)
+        _refuse_misfit(assignment.value, assignment.parts, assignment.origin, kind)
         _assign(data, assignment, kind)
     try:
         return kind.model_validate(data)
@@ -226,6 +227,18 @@ def _unknown(value: Any, parts: Parts, kind: type[BaseModel]) -> Iterator[Parts]
                 yield from _unknown(inner, (*parts, str(index)), kind)
 
 
+def _refuse_misfit(value: Any, parts: Parts, origin: str, kind: type[BaseModel]) -> None:
+    """Refuse what stands in the place of a section or a list, which a key of a later source would replace unseen."""
+    annotation = without_none(annotation_at(kind, parts))
+    if value is None or not is_composite(annotation):
+        return
+    is_list = get_origin(annotation) in (tuple, list)
+    if not isinstance(value, list if is_list else dict):
+        raise UserError(_misfit_text(".".join(parts), value, _NEEDS["tuple_type" if is_list else "model_type"], origin))
+    for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        _refuse_misfit(inner, (*parts, str(part)), origin, kind)
+
+
 def _place(origin: str) -> str:
     """Drop the name in brackets: the sentence has said it already."""
     return origin.partition(" (--")[0]
@@ -275,8 +288,11 @@ def _error_text(error: ErrorDetails, assignments: Sequence[Assignment]) -> str:
     if error["type"] == "missing":
         return f"{name}: got nothing, need a value; set it in the configuration or with --{name}"
     need = _NEEDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
-    remedy = f"; change it {origin}" if origin else ""
-    return f"{name}: got {_one_line(repr(error['input']))[:80]}, need {need}{remedy}"
+    return _misfit_text(name, error["input"], need, origin)
+
+
+def _misfit_text(name: str, value: Any, need: str, origin: str) -> str:
+    return f"{name}: got {_one_line(repr(value))[:80]}, need {need}" + (f"; change it {origin}" if origin else "")
 
 
 def _origin_of(parts: Parts, assignments: Sequence[Assignment]) -> str:

@@ -237,6 +237,38 @@ def test_a_key_given_twice_in_a_section_on_the_command_line_is_refused(config: P
     )
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "sentence"),
+    [
+        ("run: 3", ["--run.steps=7"], "run: got 3, need a section with keys"),
+        ("run: [1, 2]", ["--run.steps=7"], "run: got [1, 2], need a section with keys"),
+        ("run: 3", ["--run", "{steps: 7}"], "run: got 3, need a section with keys"),
+        ("policies: {judge: 3}", ["--policies.judge.path=m"], "policies.judge: got 3, need a section with keys"),
+        ("eval: {dataset: [a]}", ["--eval.dataset.path=m"], "eval.dataset: got ['a'], need a section with keys"),
+        ("inference: {flags: a}", ["--inference.flags.0=b"], "inference.flags: got 'a', need a list like [a, b]"),
+        (
+            "tasks: [3]",
+            ["--tasks.0.workflow=b.py", "--tasks.0.dataset.path=b"],
+            "tasks.0: got 3, need a section with keys",
+        ),
+    ],
+)
+def test_what_stands_in_a_sections_place_is_not_replaced_by_a_key(
+    tmp_path: Path, text: str, words: list[str], sentence: str
+) -> None:
+    path = _written(tmp_path, text)
+
+    assert _refusal(path, *words) == f"{sentence}; change it in {path}"
+
+
+def test_a_section_with_nothing_under_it_takes_keys(tmp_path: Path) -> None:
+    path = _written(tmp_path, "run:\neval: {dataset: null}\npolicies:\n")
+
+    settings = load_settings(path, ["--run.steps=7", "--eval.dataset.path=m", "--policies.judge.path=m"])
+
+    assert (settings.run.steps, settings.eval.dataset is not None, [*settings.policies]) == (7, True, ["judge"])
+
+
 def test_anchors_and_merged_keys_are_taken(tmp_path: Path) -> None:
     """A key beside ``<<`` is written once: it goes before the merged one."""
     path = _written(tmp_path, "run: &a {name: x, steps: 3}\neval: {limit: &n 9}\nrollout: {batch_groups: *n}")
