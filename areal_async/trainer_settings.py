@@ -1,12 +1,15 @@
 """The ``trainer`` section: the processes that turn batches into weights, and how they divide a model."""
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
 from areal_async.fields import MAX_STEP
 from areal_async.lora_settings import LoraSettings
 from areal_async.section import Section
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Share of what it was that an average of AdamW's keeps in a step."""
 
 
 class LayoutSettings(Section):
@@ -61,10 +64,10 @@ class TrainerSettings(Section):
     """After the warm-up: constant, or down to 0 over ``run.steps``."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled decay, on matrices only."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's averages."""
-    eps: float = Field(default=1e-8, gt=0)
-    """AdamW's epsilon."""
+    eps: float = Field(default=1e-8, ge=1e-37)
+    """AdamW's epsilon; a smaller one is 0 in float32, and a weight without a gradient then no number."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     token_budget: int = Field(default=16384, ge=8)

@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 from areal_async.fields import MAX_STEP
 from areal_async.section import Section
 from areal_async.settings import DatasetSettings, ModelSettings, RunSettings, TrainerSettings
+from areal_async.trainer_settings import Beta
 
 
 class TuningRunSettings(Section):
@@ -51,7 +52,7 @@ class TuningTrainerSettings(Section):
     """After the warm-up: constant, or down to 0 over all steps."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled decay, on matrices only."""
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's averages."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""

@@ -1,10 +1,14 @@
 """The learning rate is a function of the step alone, and weight decay touches matrices only."""
 
+from typing import Any
+
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import nn
 
 from areal_async.settings import TrainerSettings
+from areal_async.sft_settings import SftTrainerSettings
 from areal_async.trainer.optimizer import learning_rate, make_optimizer
 
 
@@ -38,3 +42,30 @@ def test_weight_decay_shrinks_matrices_and_leaves_vectors() -> None:
 
     assert matrix.detach().flatten().tolist() == pytest.approx([0.95] * 4)
     assert vector.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("kind", [TrainerSettings, SftTrainerSettings])
+@pytest.mark.parametrize("betas", [(2, 2), (0.9, 1), (-0.1, 0.95), (0.9,)])
+def test_betas_that_adamw_refuses_are_refused_with_the_settings(
+    kind: type[TrainerSettings | SftTrainerSettings], betas: tuple[float, ...]
+) -> None:
+    with pytest.raises(ValidationError, match="betas"):
+        kind.model_validate({"betas": betas})
+
+
+@pytest.mark.parametrize("edge", [{"betas": (0, 0)}, {"eps": 1e-37}, {"weight_decay": 0}, {"warmup_steps": 0}])
+def test_adamw_takes_the_outermost_settings(edge: dict[str, Any]) -> None:
+    """And a weight without a gradient stays what it is."""
+    weights = nn.Parameter(torch.ones(2, 2))
+    optimizer = make_optimizer([weights], TrainerSettings.model_validate(edge))
+    weights.grad = torch.tensor([[0.0, 1.0], [0.0, 1.0]])
+
+    optimizer.step()
+
+    assert weights[:, 0].tolist() == [1.0, 1.0]
+    assert weights.isfinite().all()
+
+
+def test_an_epsilon_that_float32_does_not_hold_is_refused() -> None:
+    with pytest.raises(ValidationError, match="eps"):
+        TrainerSettings(eps=1e-46)
