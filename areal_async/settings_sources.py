@@ -5,6 +5,7 @@ nearest one that exists; and whatever is refused says which source it came from.
 unless an index reaches into them (``tasks.0.workflow``).
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -281,9 +282,10 @@ def _sentence(error: ValidationError, assignments: Sequence[Assignment]) -> str:
 
 def _error_text(error: ErrorDetails, assignments: Sequence[Assignment]) -> str:
     parts = tuple(map(str, error["loc"]))
-    name, origin = ".".join(parts), _origin_of(parts, assignments)
+    name, origin = ".".join(parts), _origin_of([parts], assignments) if parts else ""
     if error["type"] == "value_error":
         message = _one_line(error["msg"].removeprefix("Value error, "))
+        origin = _origin_of(_places(message, parts), assignments) or origin
         return ": ".join(filter(None, [name, message])) + (f" (set {origin})" if origin else "")
     if error["type"] == "missing":
         return f"{name}: got nothing, need a value; set it in the configuration or with --{name}"
@@ -295,13 +297,24 @@ def _misfit_text(name: str, value: Any, need: str, origin: str) -> str:
     return f"{name}: got {_one_line(repr(value))[:80]}, need {need}" + (f"; change it {origin}" if origin else "")
 
 
-def _origin_of(parts: Parts, assignments: Sequence[Assignment]) -> str:
-    """Return the last source that gave this place, or anything in it, a value."""
+def _places(message: str, above: Parts) -> list[Parts]:
+    """Return the settings that a sentence about a section names; one about all names them in full."""
+    words = [word.strip(".") for word in re.findall(r"[a-z_][a-z0-9_.]*", message)]
+    names = words if above else [*words[:1], *(word for word in words if "." in word)]
+    return [(*above, *name.split(".")) for name in names]
+
+
+def _origin_of(places: Sequence[Parts], assignments: Sequence[Assignment]) -> str:
+    """Return the last source that gave one of these places, or anything in it, a value."""
     for assignment in reversed(assignments):
-        depth = min(len(parts), len(assignment.parts))
-        if assignment.parts[:depth] == parts[:depth] and _holds(assignment.value, parts[len(assignment.parts) :]):
+        if any(_gives(assignment, parts) for parts in places):
             return assignment.origin
     return ""
+
+
+def _gives(assignment: Assignment, parts: Parts) -> bool:
+    depth = min(len(parts), len(assignment.parts))
+    return assignment.parts[:depth] == parts[:depth] and _holds(assignment.value, parts[len(assignment.parts) :])
 
 
 def _holds(value: Any, parts: Parts) -> bool:

@@ -184,6 +184,19 @@ def test_contradiction_keeps_the_sentence_of_the_settings(config: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("words", "end"),
+    [
+        (["--algorithm.overlong_cache=2000", "--run.steps=3"], "(--algorithm.overlong_cache))"),
+        (["--trainer.keep_best=accuracy", "--run.steps=3"], "(--trainer.keep_best))"),
+        (["--rollout.group_size=2", "--rollout.batch_groups=3"], "(--rollout.group_size))"),
+        (["--rollout.min_group_size=9", "--rollout.group_size=8", "--run.steps=3"], "(--rollout.group_size))"),
+    ],
+)
+def test_contradiction_names_the_source_of_a_setting_it_is_about(config: Path, words: list[str], end: str) -> None:
+    assert _refusal(config, *words).endswith(end)
+
+
+@pytest.mark.parametrize(
     ("text", "end"),
     [
         ("a: [", "not YAML"),
