@@ -206,17 +206,23 @@ class AlgorithmSettings(Section):
         """Derived: the distance to the reference comes off the rewards."""
         return self.kl_coef > 0 and self.kl_in == "reward"
 
-    def check_run(self, *, group_size: int, max_new_tokens: int) -> None:
+    @property
+    def needs_siblings(self) -> str:
+        """Derived: the setting by which an answer without another to its prompt teaches nothing; empty for none."""
+        if self.calls:
+            return ""  # they make the advantages
+        if self.filter_equal_groups:
+            return "filter_equal_groups=true"
+        # Process supervision compares the steps of one answer too.
+        is_compared = self.advantage_baseline in ("group", "leave_one_out") and self.credit != "process"
+        return f"advantage_baseline={self.advantage_baseline}" if is_compared else ""
+
+    def check_run(self, *, max_new_tokens: int) -> None:
         """Hold the choices against the rest of a run's settings.
 
         Raises:
             ValueError: they do not fit.
         """
-        if group_size < 2 and (self.advantage_baseline == "leave_one_out" or self.filter_equal_groups):
-            raise ValueError(
-                f"algorithm: got name={self.name} with rollout.group_size={group_size}, need at least 2; "
-                "a sibling is compared with others"
-            )
         longest = self.overlong_max or max_new_tokens
         if self.overlong_cache is not None and self.overlong_cache > longest:
             raise ValueError(

@@ -279,7 +279,7 @@ class Settings(Section):
         check_names(self.policies)
         self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
         for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
-            self.algorithm.check_run(group_size=rollout.group_size, max_new_tokens=rollout.sampling.max_new_tokens)
+            self.algorithm.check_run(max_new_tokens=rollout.sampling.max_new_tokens)
         if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
             raise ValueError("eval.dataset: got one beside tasks.0.eval.dataset, need one of them; leave the other out")
         has_held_out = self.eval.dataset is not None or any(task.eval.dataset is not None for task in self.tasks)

@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_async.errors import UserError
 from areal_async.hub import looks_like_hub_name
 from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
-from areal_async.settings import DatasetSettings
+from areal_async.settings import DatasetSettings, Settings
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
@@ -134,3 +134,20 @@ def _other_names(tree: ast.Module) -> set[str]:
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return names
+
+
+def check_groups(settings: Settings) -> None:
+    """Refuse to train on single answers with an algorithm that compares answers: no step would move a weight.
+
+    Raises:
+        UserError: a task has groups of one.
+    """
+    algorithm = settings.algorithm
+    for index, task in enumerate(settings.tasks):
+        if algorithm.needs_siblings and settings.rollout_of(task.name).group_size < 2:
+            setting = "rollout.group_size" if task.group_size is None else f"tasks.{index}.group_size"
+            raise UserError(
+                f"{setting}: got 1 with algorithm.name={algorithm.name}, {algorithm.needs_siblings}, need at least 2; "
+                "an answer is compared with others to its prompt: raise it, or take a preset that does not, as "
+                "reinforce_pp"
+            )

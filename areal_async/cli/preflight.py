@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 from rich.text import Text
 
+from areal_async.cli.checks import check_groups
 from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.host import visible_gpus
 from areal_async.preflight import Finding, Level, look_ahead
@@ -31,6 +32,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     has_gpu = bool(visible_gpus())
     config = choose_config(arguments.file, arguments.config, has_gpu=has_gpu)
     settings = load_run_settings(config, arguments.file, overrides)
+    check_groups(settings)
     console = Console(highlight=False, soft_wrap=True)
 
     async def look() -> list[Finding]:

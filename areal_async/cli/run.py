@@ -17,6 +17,7 @@ from areal_async.bus import Bus
 from areal_async.cli.checks import (
     check_dataset,
     check_file,
+    check_groups,
     check_interpreter,
     check_model,
     check_policies,
@@ -182,6 +183,7 @@ def check(settings: Settings) -> None:
     for name, policy in settings.frozen_policies.items():
         check_model(str(policy.path), f"policies.{name}.path")
     step_graph(settings)
+    check_groups(settings)
     check_interpreter(settings.inference.python)
     check_tool_call_parser(settings)
     check_installed(settings.metrics)

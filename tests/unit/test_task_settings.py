@@ -42,11 +42,6 @@ def test_a_task_has_what_it_says_and_the_rest_of_the_run() -> None:
             {"algorithm": {"name": "dapo"}},
             "tasks.1.sampling.max_new_tokens: got 50 with algorithm.name=dapo.* set algorithm.overlong_max",
         ),
-        (
-            {"group_size": 1, "min_group_size": 1},
-            {"algorithm": {"name": "rloo"}},
-            "rollout.group_size=1, need at least 2",
-        ),
     ],
 )
 def test_what_a_task_cannot_have_is_refused(task: dict[str, Any], sections: dict[str, Any], sentence: str) -> None:

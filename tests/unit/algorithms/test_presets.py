@@ -186,12 +186,6 @@ def test_a_bad_combination_is_one_sentence(algorithm: dict[str, Any], sentence: 
         run_of(algorithm)
 
 
-@pytest.mark.parametrize("name", ["rloo", "dapo"])
-def test_a_group_of_one_is_compared_with_nobody(name: str) -> None:
-    with pytest.raises(ValueError, match=f"got name={name} with rollout.group_size=1, need at least 2"):
-        run_of({"name": name}, group_size=1)
-
-
 def test_with_a_critic_rewards_are_shaped_and_nothing_more() -> None:
     settings = run_of({"name": "ppo", "overlong_cache": 100})
 

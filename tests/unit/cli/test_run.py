@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_policies, check_workflow
+from areal_async.algorithm_settings import PRESETS
+from areal_async.algorithms.advantages import Sibling, advantage_rule, step_advantages
+from areal_async.cli.checks import (
+    check_dataset,
+    check_groups,
+    check_interpreter,
+    check_model,
+    check_policies,
+    check_workflow,
+)
 from areal_async.cli.main import main
 from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.errors import UserError
@@ -16,8 +25,10 @@ from areal_async.launch.backends import BACKENDS
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import DatasetSettings
+from areal_async.settings_sources import load_settings
 
 WORKFLOW = "async def gsm8k(prompt, policy):\n    return 1.0\n"
+ALONE = ("--rollout.group_size=1", "--rollout.min_group_size=1")
 
 
 @pytest.fixture(autouse=True)
@@ -165,6 +176,14 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
             "metrics.prometheus_host: got 192.0.2.1, need an address of this host",
         ),
         (["workflows/gsm8k.py", "--policies.judge.path", "./no"], "policies.judge: no workflow of this run takes it"),
+        (
+            ["workflows/gsm8k.py", *ALONE],
+            "rollout.group_size: got 1 with algorithm.name=grpo, advantage_baseline=group, need at least 2; ",
+        ),
+        (
+            ["workflows/gsm8k.py", "--tasks.0.group_size=1", "--tasks.0.min_group_size=1"],
+            "tasks.0.group_size: got 1 with algorithm.name=grpo, ",
+        ),
     ],
 )
 def test_refused_run_leaves_nothing_behind(
@@ -174,6 +193,41 @@ def test_refused_run_leaves_nothing_behind(
 
     assert capsys.readouterr().err.startswith(sentence)
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_that_compares_answers_is_refused_groups_of_one(place: Path, name: str) -> None:
+    """By what it does with them: alone, each advantage it makes is 0."""
+    settings = load_settings(place / "configs" / "gsm8k_cpu.yaml", [f"--algorithm.name={name}", *ALONE])
+    advantages = step_advantages([[Sibling(reward=1.0)], [Sibling(reward=0.0)]], advantage_rule(settings))
+    is_taught = name == "ppo" or any(values.any() for values in advantages)
+
+    assert is_taught == (name in ("reinforce_pp", "ppo"))
+    if is_taught:
+        check_groups(settings)
+    else:
+        with pytest.raises(UserError, match=f"rollout.group_size: got 1 with algorithm.name={name}, "):
+            check_groups(settings)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--algorithm.credit=process"],
+        ["--algorithm.calls=[calls.py:advantages]"],
+        ["--tasks.0.group_size=2"],
+    ],
+)
+def test_groups_of_one_that_may_teach_are_taken(place: Path, words: list[str]) -> None:
+    """Where the steps of one answer are compared, a call of the user's makes the advantages, or no task has them."""
+    check_groups(load_settings(place / "configs" / "gsm8k_cpu.yaml", [*words, *ALONE]))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_what_does_not_train_takes_groups_of_one(place: Path, name: str) -> None:
+    words = [f"--algorithm.name={name}", *ALONE]
+
+    assert load_run_settings(Path("configs/gsm8k_cpu.yaml"), None, words).rollout.group_size == 1
 
 
 class _Two(LocalBackend):
