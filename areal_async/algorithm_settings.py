@@ -16,9 +16,6 @@ from areal_async.section import Section
 ON_BEHAVIOUR = {"decoupled": False, "correction": "none"}
 """The papers that take their ratio against the policy that sampled, whatever its age."""
 
-CLIPPING_LOSSES = ("ppo_clip", "cispo")
-"""Those of ``loss`` that ``eps_clip`` and ``eps_clip_higher`` are for."""
-
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"advantage_std": "none", "aggregation": "constant"},
@@ -147,22 +144,9 @@ class AlgorithmSettings(Section):
                 f"ratio_level: got {self.ratio_level} with loss={self.loss}, need token; "
                 "ppo_clip and importance alone take a sequence's ratio"
             )
-        if self.dual_clip is not None and self.loss != "ppo_clip":
-            raise ValueError(
-                f"dual_clip: got {self.dual_clip} with loss={self.loss}, need null; it bounds ppo_clip alone"
-            )
         if self.loss == "m2po" and self.decoupled:
             raise ValueError(
                 "decoupled: got true with loss=m2po, need false; its ratio is taken against the behaviour policy"
-            )
-        if self.decoupled is False and self.correction not in ("none", "truncate"):
-            raise ValueError(
-                f"correction: got {self.correction} with decoupled=false, need decoupled=true; "
-                "it weighs the proximal policy against the behaviour policy"
-            )
-        if self.decoupled is False and self.proximal == "loglinear":
-            raise ValueError(
-                "proximal: got loglinear with decoupled=false, need decoupled=true; nothing else looks at it"
             )
         if self.advantage_baseline == "critic" and self.advantage_std not in ("batch", "none"):
             raise ValueError(
@@ -181,11 +165,6 @@ class AlgorithmSettings(Section):
             raise ValueError(
                 f"behave_weight_floor: got {self.behave_weight_floor}, need at most "
                 f"behave_weight_cap={self.behave_weight_cap}; else no token would pass"
-            )
-        if self.aggregation_constant is not None and self.aggregation != "constant":
-            raise ValueError(
-                f"aggregation_constant: got {self.aggregation_constant} with aggregation={self.aggregation}, "
-                "need aggregation=constant; no other divides by it"
             )
         return self
 

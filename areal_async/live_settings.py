@@ -14,11 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from areal_async.algorithm_settings import CLIPPING_LOSSES
 from areal_async.errors import UserError
 from areal_async.fields import MAX_EXACT
 from areal_async.run_state import Changes
 from areal_async.settings import DATA_DEFINING, Settings
+from areal_async.settings_effects import missing
 
 TASK = re.compile(r"\Atasks\.[0-9]+\.")
 LIVE = {
@@ -217,12 +217,9 @@ def _value_in_use(settings: Settings, key: str) -> float:
 def _idle(settings: Settings, key: str) -> str:
     """Return why nothing in this run goes by a live setting; empty where something does."""
     algorithm = settings.algorithm
+    if why := missing(settings, key):
+        return f"got {why}; leave it as it is"
     match key:
-        case "algorithm.eps_clip" | "algorithm.eps_clip_higher" if algorithm.loss not in CLIPPING_LOSSES:
-            return (
-                f"got algorithm.name={algorithm.name} with loss={algorithm.loss}, which does not clip, need one of "
-                f"{', '.join(CLIPPING_LOSSES)}; leave it as it is"
-            )
         case "algorithm.kl_coef" if "reference" not in algorithm.needs_models:
             return (
                 f"is {algorithm.kl_coef}: with a reference model and without the run must be started anew; stop it, "

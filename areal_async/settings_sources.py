@@ -19,6 +19,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource
 from areal_async.errors import UserError
 from areal_async.fields import INT64
 from areal_async.settings import Settings
+from areal_async.settings_effects import NAMES, idle
 from areal_async.settings_tree import (
     Parts,
     annotation_at,
@@ -42,6 +43,8 @@ class Assignment:
 
     parts: Parts
     value: Any
+    rank: int
+    """Of its source: the higher wins. 0 for a resolved file, in which nobody has chosen anything."""
     origin: str
     """As a sentence ends with it: ``in configs/gsm8k.yaml``."""
 
@@ -73,7 +76,7 @@ def load_settings(
     Raises:
         UserError: a file that cannot be read, an unknown name or a wrong value.
     """
-    assignments = list(_from_file(config)) if config is not None else []
+    assignments = list(_from_file(config, is_resolved=not use_environment)) if config is not None else []
     if use_environment:
         assignments += _from_environment(kind)
     return _resolved({}, [*assignments, *_from_command_line(overrides, kind)], kind)
@@ -96,9 +99,21 @@ def _resolved(data: dict[str, Any], assignments: Sequence[Assignment], kind: typ
         _refuse_misfit(assignment.value, assignment.parts, assignment.origin, kind)
         _assign(data, assignment, kind)
     try:
-        return kind.model_validate(data)
+        settings = kind.model_validate(data)
     except ValidationError as exc:
         raise UserError(_sentence(exc, assignments)) from exc
+    if isinstance(settings, Settings):
+        _refuse_idle(settings, assignments)
+    return settings
+
+
+def _refuse_idle(settings: Settings, assignments: Sequence[Assignment]) -> None:
+    """Refuse what somebody has given and nothing looks at."""
+    chosen = [given for given in assignments if given.rank]
+    rank_of = {name: given.rank for given in chosen for name in NAMES if _gives(given, tuple(name.split(".")))}
+    if found := idle(settings, rank_of):
+        key, sentence = found
+        raise UserError(f"{sentence} (set {_origin_of([tuple(key.split('.'))], assignments)})")
 
 
 def dump_settings(settings: BaseModel) -> str:
@@ -109,7 +124,7 @@ def dump_settings(settings: BaseModel) -> str:
 # The three sources
 
 
-def _from_file(path: Path) -> Iterator[Assignment]:
+def _from_file(path: Path, *, is_resolved: bool) -> Iterator[Assignment]:
     if not path.is_file():
         raise UserError(f"configuration: no file {path}; name one that exists with --config")
     try:
@@ -122,7 +137,7 @@ def _from_file(path: Path) -> Iterator[Assignment]:
     if not isinstance(data, dict | None):
         raise UserError(f"{path}: got a {type(data).__name__}, need sections like 'run:' at the top")
     for key, value in (data or {}).items():
-        yield Assignment(parts=(key,), value=value, origin=f"in {path}")
+        yield Assignment(parts=(key,), value=value, rank=0 if is_resolved else 1, origin=f"in {path}")
 
 
 def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
@@ -130,7 +145,7 @@ def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
     for name, text in EnvSettingsSource(BaseSettings, case_sensitive=False).env_vars.items():
         if name.startswith(prefix) and text is not None:
             origin = f"in the environment ({name.upper()})"
-            yield _parsed(tuple(name.removeprefix(prefix).split("__")), text, origin, kind)
+            yield _parsed(tuple(name.removeprefix(prefix).split("__")), text, 2, origin, kind)
 
 
 def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[Assignment]:
@@ -142,20 +157,20 @@ def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Itera
         value = text if equals else next(words, None)
         if value is None or (not equals and value.startswith("--")):
             raise UserError(f"command line: --{name} has no value; write --{name}=VALUE")
-        yield _parsed(tuple(name.split(".")), value, f"on the command line (--{name})", kind)
+        yield _parsed(tuple(name.split(".")), value, 3, f"on the command line (--{name})", kind)
 
 
-def _parsed(parts: Parts, text: str, origin: str, kind: type[BaseModel]) -> Assignment:
+def _parsed(parts: Parts, text: str, rank: int, origin: str, kind: type[BaseModel]) -> Assignment:
     """Keep the text of a scalar as it is, for pydantic to read; read lists, sections and null as YAML."""
     annotation = annotation_at(kind, parts)
     if takes_none(annotation) and text.strip().lower() in ("null", "none", "~"):
-        return Assignment(parts=parts, value=None, origin=origin)
+        return Assignment(parts=parts, value=None, rank=rank, origin=origin)
     if annotation is not None and is_composite(without_none(annotation)):
         try:
-            return Assignment(parts=parts, value=read_yaml(text), origin=origin)
+            return Assignment(parts=parts, value=read_yaml(text), rank=rank, origin=origin)
         except ValueError as exc:
             raise UserError(f"{'.'.join(parts)} {origin}: {exc}") from exc
-    return Assignment(parts=parts, value=text, origin=origin)
+    return Assignment(parts=parts, value=text, rank=rank, origin=origin)
 
 
 # Merging

@@ -32,6 +32,7 @@ LAYERS = (
         "lora_settings",
         "policy_settings",
         "settings",
+        "settings_effects",
         "settings_sources",
         "settings_tree",
         "settings_yaml",

@@ -266,8 +266,8 @@ def test_a_clip_range_changes_only_where_the_loss_clips(name: str) -> None:
         with pytest.raises(UserError) as refusal:
             check_change(settings, Changes(), key, 0.3)
         assert str(refusal.value) == (
-            f"{key}: got algorithm.name={preset} with loss={settings.algorithm.loss}, which does not clip, "
-            "need one of ppo_clip, cispo; leave it as it is"
+            f"{key}: got algorithm.name={preset}, algorithm.loss={settings.algorithm.loss}, "
+            "need loss=ppo_clip or cispo; leave it as it is"
         )
         assert key not in live_names(settings)
 

@@ -161,15 +161,8 @@ def test_the_yes_and_no_of_older_files_are_still_read() -> None:
     ("algorithm", "sentence"),
     [
         ({"ratio_level": "sequence", "loss": "cispo"}, "ratio_level: got sequence with loss=cispo, need token"),
-        ({"name": "sapo", "dual_clip": 3.0}, "dual_clip: got 3.0 with loss=sapo, need null"),
         ({"name": "m2po", "decoupled": True}, "decoupled: got true with loss=m2po, need false"),
-        (
-            {"correction": "icepop", "decoupled": False},
-            "correction: got icepop with decoupled=false, need decoupled=true",
-        ),
-        ({"proximal": "loglinear", "decoupled": False}, "proximal: got loglinear with decoupled=false, need"),
         ({"behave_weight_floor": 6.0}, "behave_weight_floor: got 6.0, need at most behave_weight_cap=5.0"),
-        ({"aggregation_constant": 100}, "aggregation_constant: got 100 with aggregation=token_mean, need"),
         ({"advantage_baseline": "critic"}, "advantage_std: got group with advantage_baseline=critic, need batch"),
         ({"name": "dapo", "overlong_cache": 2000}, "overlong_cache: got 2000, need at most 1000 tokens"),
         (
