@@ -230,6 +230,12 @@ def test_what_does_not_train_takes_groups_of_one(place: Path, name: str) -> None
     assert load_run_settings(Path("configs/gsm8k_cpu.yaml"), None, words).rollout.group_size == 1
 
 
+def test_the_look_before_a_run_refuses_groups_of_one_as_the_run_does(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "workflows/gsm8k.py", *ALONE]) == 2
+
+    assert capsys.readouterr().err.startswith("rollout.group_size: got 1 with algorithm.name=grpo, ")
+
+
 class _Two(LocalBackend):
     """An allocation of two hosts."""
 
