@@ -295,7 +295,7 @@ class ModelBus:
         pending = consumer.pending
         if len(pending) > 1 and self._world.has_fault("deliver out of order"):
             pending.rotate(-1)
-        return self._broker.trajectories[pending.popleft()]
+        return msgspec.structs.replace(self._broker.trajectories[pending.popleft()])  # each delivery is one of its own
 
     def has_pending(self, lineage: int) -> bool:
         consumer = self._broker.consumers.get(lineage)

@@ -324,25 +324,27 @@ class TrainerModel:
         is_purged = await self._purge(settled)
         if is_purged and has_room and len(self.held) <= self.world.config.max_held:
             return
-        rest = dict(self.held)
-        await self.bus.ack(self.number, list(rest.values()))
+        rest = list(self.held.values())
+        await self.bus.ack(self.number, rest)
         self._forget(rest)
 
     async def _purge(self, settled: dict[int, StoredMessage]) -> bool:
         if not await self.lineage.is_newest():
             return False
         newest = settled_prefix(await self.bus.list_stored(), settled)
-        older = [sequence for sequence in settled if sequence < newest]
+        older = [message for sequence, message in settled.items() if sequence < newest]
         if older:
             if not await self.bus.purge(newest - 1):
                 return False
             await self.bus.ack(self.number, [settled[newest]])
-            self._forget([*older, newest])
+            self._forget([*older, settled[newest]])
         return True
 
-    def _forget(self, sequences: Iterable[int]) -> None:
-        for sequence in sequences:
-            self.held.pop(sequence, None)
+    def _forget(self, messages: Iterable[StoredMessage]) -> None:
+        """Let go of these deliveries; one that has come again meanwhile is held on."""
+        for message in messages:
+            if self.held.get(message.sequence) is message:
+                del self.held[message.sequence]
 
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
