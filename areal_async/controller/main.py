@@ -36,8 +36,6 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     if not settings.tasks:
         raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
     tasks = Tasks([(task.name, load_rows(task.dataset)) for task in settings.tasks])
-    if 0 in tasks.num_rows:
-        raise UserError(f"tasks.{tasks.num_rows.index(0)}.dataset: got no row, need at least one; leave the task out")
     _check_sendable(tasks)
     held_out = Tasks([(task.name, _head(load_rows(dataset), limit)) for task, dataset, limit in settings.held_out])
     main = functools.partial(_run, settings, run_directory, bus_url, tasks, held_out)
