@@ -276,9 +276,8 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     right = ControllerModel.take_over
 
-    async def take_over(self: ControllerModel) -> None:
-        if not self.is_over:
-            await right(self)
+    async def take_over(self: ControllerModel) -> int:
+        return 0 if self.is_over else await right(self)
 
     patch.setattr(ControllerModel, "take_over", take_over)
 
@@ -287,12 +286,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     right = ControllerModel.take_over
 
-    async def take_over(self: ControllerModel) -> None:
+    async def take_over(self: ControllerModel) -> int:
         if self.is_over:
-            await right(self)
-            return
-        record, self.revision = await self.bus.get(ADMITTED, Admitted)
+            return await right(self)
+        record, revision = await self.bus.get(ADMITTED, Admitted)
         self.accounts.admitted = record or Admitted()
+        return revision
 
     patch.setattr(ControllerModel, "take_over", take_over)
 

@@ -76,7 +76,7 @@ class ControllerModel:
         return Curriculum(settings, self.sampler, self.visits, seed=1, min_stretch=1)
 
     async def run(self) -> None:
-        await self.take_over()
+        self.revision = await self.take_over()
         record = self.accounts.admitted
         has_tickets = record.num_fresh or record.mixes
         self.first_free = record.num_fresh + self.world.config.max_groups_in_flight if has_tickets else 0
@@ -96,14 +96,16 @@ class ControllerModel:
             await self.bus.publish(NAMES.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
         await self.bus.put(RUN_STATE, RunState(state="finished"))
 
-    async def take_over(self) -> None:
-        """Stop any other controller."""
+    async def take_over(self) -> int:
+        """Stop any other controller; return the revision by which the record is moved from here on.
+
+        At the end nobody moves it: an admission that is under way then, and cancelled, has the one of before.
+        """
         while True:
             record, revision = await self.bus.get(ADMITTED, Admitted)
             self.accounts.admitted = record or Admitted()
             try:
-                self.revision = await self.bus.compare_and_set(ADMITTED, self.accounts.admitted, revision)
-                return
+                return await self.bus.compare_and_set(ADMITTED, self.accounts.admitted, revision)
             except ConflictError:
                 continue
 
