@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
-import structlog
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.settings import BusSettings, RunSettings, Settings
 from tests.brokers import OpenRole, running_broker
 from tests.loops import on_both_loops
+from tests.quiet import logging_as_before
 
 if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
@@ -28,10 +28,8 @@ hypothesis.settings.load_profile("untimed")
 
 @pytest.fixture(autouse=True)
 def _logging_as_before() -> Iterator[None]:
-    """A command line that runs inside a test silences what later tests look for."""
-    before = structlog.get_config()
-    yield
-    structlog.configure(**before)
+    with logging_as_before():
+        yield
 
 
 @pytest.fixture

@@ -70,14 +70,19 @@ def next_admission(
     last_step: int,
     curriculum: Curriculum | None = None,
     mixing: Mixing | None = None,
+    batch: int = ADMISSION_BATCH,
 ) -> Admission | None:
     """Return what is to be admitted now, as far as credit reaches.
 
     Under a curriculum, or when the mix of the tasks changes, that may be nothing: then the record alone moves on.
+
+    Args:
+        batch: the most tickets that are published together. Credit alone is no bound: what an earlier controller
+            published and did not record may be settled by now.
     """
     if accounts.held is None or missing_for_admission(accounts, last_step=last_step):
         return None
-    count, admitted = min(accounts.num_credits, ADMISSION_BATCH), accounts.admitted
+    count, admitted = min(accounts.num_credits, batch), accounts.admitted
     mixes = _mixes(admitted, sampler, mixing)
     if mixes != admitted.mixes:
         record = msgspec.structs.replace(admitted, mixes=mixes)

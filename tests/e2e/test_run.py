@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from areal_async.cli.main import main
+from tests.quiet import logging_as_before
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEADLINE_S = 150.0
@@ -111,7 +112,7 @@ def collect(process: "subprocess.Popen[str]") -> "subprocess.CompletedProcess[st
 def said_by(verb: str, directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
     """Do what the command line does to a run, without the seconds of a processor that a new interpreter takes."""
     output, errors = StringIO(), StringIO()
-    with redirect_stdout(output), redirect_stderr(errors):
+    with logging_as_before(), redirect_stdout(output), redirect_stderr(errors):
         status = main([verb, "--run", str(directory), *words])
     return subprocess.CompletedProcess(verb, status, output.getvalue(), errors.getvalue())
 

@@ -143,6 +143,7 @@ class ControllerModel:
                 last_step=last_step,
                 curriculum=self.curriculum,
                 mixing=Mixing(weights=self._wanted_weights(), earliest=self.first_free),
+                batch=self.world.config.max_groups_in_flight,
             )
             if admission is None:
                 await idle()
