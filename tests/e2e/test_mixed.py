@@ -94,7 +94,7 @@ def test_the_mix_of_a_live_run_changes_and_outlives_its_controller(tmp_path: Pat
     _verb(run, "stop")
     ended = collect(resumed)
     assert ended.returncode == 0, ended.stdout
-    assert "tasks.0.ratio was 3.0, is 6.0: for the prompts that are admitted from now on" in ended.stdout
+    assert "tasks.0.ratio was 0.0, is 6.0: for the prompts that are admitted from now on" in ended.stdout
     (covered,) = [ruling for ruling in diagnose(run.directory, status=0)["rulings"] if ruling["promise"] == "P7"]
     assert covered["verdict"] == "proved", covered
 
