@@ -235,9 +235,11 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
         takings.append(directory.lock.stat().st_mtime_ns)
         if len(takings) == 3:
             held.enter_context(directory.locked("made"))
-            (directory.path / "bus" / "url").unlink()  # it cannot be asked now
+            (directory.path / "bus" / "url").unlink()  # it cannot be asked now, however long
+            monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 0.2)
         if len(takings) == 6:
             held.close()
+            monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 20.0)
             directory.write_bus_url("nats://127.0.0.1:1")
         if len(takings) == 10:
             raise KeyboardInterrupt
