@@ -51,7 +51,6 @@ from areal_async.wire import decode_json
 
 SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
-"""A server and a revision of its key that there will never be."""
 
 log = structlog.get_logger()
 

@@ -5,6 +5,7 @@ from areal_async.errors import ConflictError, DeniedError, UserError
 from areal_async.run_state import ServerState
 
 NOBODY, NO_REVISION = "nobody", 1 << 62
+"""A server and a revision of its key that there will never be."""
 
 
 async def check_permissions(bus: Bus) -> None:
