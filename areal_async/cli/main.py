@@ -1,4 +1,4 @@
-"""The one door: ``python -m areal_async VERB``.
+"""The one door: ``python -m areal_async VERB``, or ``areal-async VERB``.
 
 Nothing heavy is imported before the command line is understood. What ends a verb is told once: a user's
 mistake or a failed run as one sentence on stderr (status 2 or 1, the traceback in the log file), a bug of
@@ -12,6 +12,7 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from areal_async.collector import importing
@@ -22,6 +23,8 @@ INTERRUPTED = 130
 """Exit status of a command that the user broke off."""
 UNREAD = 141
 """Whoever read it has gone: as of a program that SIGPIPE ends."""
+SCRIPT = "areal-async"
+"""The command that an installation puts beside ``python``."""
 
 
 Argument = tuple[str, Mapping[str, Any]]
@@ -328,7 +331,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
         remedy = f"did you mean {near[0]}" if near else f"need one of {', '.join(VERBS)}"
         raise UserError(f"unknown verb {name}; {remedy}")
-    parser = _Parser(prog=f"python -m areal_async {name}", description=verb.sentence, allow_abbrev=False)
+    parser = _Parser(prog=f"{_program()} {name}", description=verb.sentence, allow_abbrev=False)
     for argument, keywords in verb.arguments:
         parser.add_argument(argument, **keywords)
     if verb.takes_settings:
@@ -348,10 +351,15 @@ def _if_heard(status: int) -> int:
     return status if lost is None else _status_unheard(lost)
 
 
+def _program() -> str:
+    """Return how this program was called."""
+    return SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m areal_async"
+
+
 def _top_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="python -m areal_async",
-        usage="python -m areal_async VERB [-h] ...",
+        prog=_program(),
+        usage=f"{_program()} VERB [-h] ...",
         description="Asynchronous reinforcement learning for language models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="verbs:\n" + "\n".join(f"  {name:<14}{verb.sentence}" for name, verb in VERBS.items()),

@@ -1,0 +1,40 @@
+"""What an installation offers: a cheap package whose names can be listed, its types, and a command."""
+
+import importlib
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import areal_async
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_dir_shows_every_public_name_before_any_of_them_is_loaded() -> None:
+    code = "import sys, areal_async as a; print(set(a.__all__) <= {*dir(a)}, 'areal_async.contracts' in sys.modules)"
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout.split() == ["True", "False"]
+    assert all(getattr(areal_async, name) is not None for name in areal_async.__all__)
+
+
+def test_types_are_shipped() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+    assert project["tool"]["setuptools"]["package-data"]["areal_async"] == ["py.typed"]
+    assert (ROOT / "areal_async" / "py.typed").is_file()
+
+
+def test_the_installed_command_is_the_door_and_names_itself(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    module, _, function = project["project"]["scripts"]["areal-async"].partition(":")
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/areal-async", "--help"])
+
+    assert getattr(importlib.import_module(module), function)() == 0
+    assert capsys.readouterr().out.startswith("usage: areal-async VERB")
