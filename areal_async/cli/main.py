@@ -228,6 +228,7 @@ VERBS = {
             ("--max-tokens", {"metavar": "N", "type": int, "help": "of at most so many tokens"}),
             ("--version", {"metavar": "V", "help": "sampled by these weights: 1-42, or a step alone"}),
             ("--error", {"metavar": "TEXT", "help": "never trained, for a reason that contains this; '' for any"}),
+            ("--failed", {"action": "store_true", "help": "failed, and why: workflows, rewards, whole groups"}),
             ("--sort", {"metavar": "COLUMN", "default": "newest", "help": "largest first; newest when left out"}),
             ("--reverse", {"action": "store_true", "help": "the other way round"}),
             ("--limit", {"metavar": "N", "type": int, "help": "list so many (50); 0 for all"}),

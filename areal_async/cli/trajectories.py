@@ -104,6 +104,7 @@ def filters_of(arguments: argparse.Namespace) -> Filters:
         max_tokens=arguments.max_tokens,
         version=version,
         error=arguments.error,
+        failed=arguments.failed,
     )
 
 

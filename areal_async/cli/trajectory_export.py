@@ -1,4 +1,4 @@
-"""Trajectories as a file for other programs: JSON lines and Parquet with all tokens, CSV with a line of facts each."""
+"""Trajectories as a file for other programs: JSON lines and Parquet with all tokens, CSV with facts and texts."""
 
 import csv
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,8 @@ from areal_async.trainer.recorded import Recorded
 from areal_async.types import Trajectory
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")
+TEXTS = ("prompt", "answer")
+"""Columns of CSV besides the facts: what was given up to the first sampled token, and all from there on."""
 
 
 def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded], decoder: Decoder) -> int:
@@ -28,8 +30,8 @@ def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded
         if path.suffix == ".csv":
             with temporary.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
-                writer.writerow(Entry._fields)
-                writer.writerows(entries)
+                writer.writerow((*Entry._fields, *TEXTS))
+                writer.writerows((*entry, *_texts(recorded.get(entry.id), decoder)) for entry in entries)
         else:
             rows = []
             for entry in entries:
@@ -40,6 +42,16 @@ def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded
             else:
                 _write_parquet(temporary, rows)
     return len(entries)
+
+
+def _texts(recorded: Recorded | None, decoder: Decoder) -> tuple[str, str]:
+    """Return prompt and answer; those of several sequences one below the other, nothing without tokens."""
+    parts = []
+    for sequence in recorded.trajectory.sequences if recorded is not None else ():
+        tokens, first = sequence.token_ids.tolist(), int(sequence.loss_mask.argmax())
+        parts.append(tuple(decoder.decode(one, skip_special_tokens=False) for one in (tokens[:first], tokens[first:])))
+    prompts, answers = zip(*parts, strict=True) if parts else ((), ())
+    return "\n\n".join(prompts), "\n\n".join(answers)
 
 
 def describe(

@@ -54,6 +54,9 @@ class Entry(NamedTuple):
         return self.oldest if self.oldest == self.newest else f"{self.oldest}..{self.newest}"
 
 
+UNDECODABLE = "undecodable"
+FAILED = (SlotStatus.FAILED, OutcomeKind.FAILED, OutcomeKind.DEAD, UNDECODABLE)
+"""States of what was to be trained and broke, against what was withdrawn, filtered or came too late."""
 COLUMNS = ("step", "group", "sibling", "workflow", "state", "reward", "advantage", "tokens", "turns", "truncated")
 """By which a list can be sorted, besides ``newest``."""
 
@@ -72,6 +75,8 @@ class Filters:
     """``1-42``, or a step of any lineage."""
     error: str | None = None
     """Has an error that contains this, in any case of letters."""
+    failed: bool = False
+    """Only those that failed (``FAILED``)."""
 
     def admit(self, entry: Entry) -> bool:
         """Say whether an entry is wanted. One without a reward or tokens has none of a wanted size."""
@@ -84,6 +89,7 @@ class Filters:
                 _is_within(entry.tokens, self.min_tokens, self.max_tokens),
                 self.version is None or _holds_version(entry, self.version),
                 self.error is None or bool(entry.error and self.error.lower() in entry.error.lower()),
+                not self.failed or entry.state in FAILED,
             )
         )
 
@@ -251,7 +257,7 @@ def _of_outcome(outcome: Outcome, newest_step: int) -> Entry:
 def _of_letter(letter: DeadLetter, newest_step: int) -> Entry:
     *_, workflow, group = letter.subject.split(".")
     return _empty(
-        id=group, state="undecodable", group=group, workflow=workflow, error=f"undecodable: {letter.reason}",
+        id=group, state=UNDECODABLE, group=group, workflow=workflow, error=f"{UNDECODABLE}: {letter.reason}",
         near_step=newest_step,
     )  # fmt: skip
 

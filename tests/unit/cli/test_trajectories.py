@@ -57,6 +57,7 @@ def _listed(capsys: pytest.CaptureFixture[str], run_directory: Path, *words: str
         (["--max-tokens", "12", "--limit", "2"], ["0-3-0.0", "0-3-0.1"]),
         (["--workflow", "other"], []),
         (["--error", ""], []),
+        (["--failed"], []),
         (["--sort", "reward", "--limit", "2"], ["0-3-0.3", "0-2-0.3"]),
         (["--sort", "step", "--reverse", "--limit", "1"], ["0-1-0.0"]),
     ],
@@ -99,6 +100,9 @@ def entry_of_first() -> Entry:
     )  # fmt: skip
 
 
+WITH_A_REASON = ("dead", "undecodable", "rejected", "stale", "filtered", "abandoned")
+
+
 def test_what_is_archived_and_still_stored_is_listed_once_and_errors_are_found_by_their_reason(
     run_directory: Path,
 ) -> None:
@@ -106,6 +110,7 @@ def test_what_is_archived_and_still_stored_is_listed_once_and_errors_are_found_b
         _untrained("0-3-0.0", STORED, near_step=4),
         _untrained("0-9-0.1", STORED, near_step=4),
         _untrained("0-8-0", "failed", error="failed: RewardError: no JSON"),
+        *(_untrained(f"0-{7 - place}-0", state, error=state) for place, state in enumerate(WITH_A_REASON)),
     ]
 
     everything = select(archived(run_directory), others, filters=Filters(), sort="newest", is_reversed=False, limit=0)
@@ -113,9 +118,12 @@ def test_what_is_archived_and_still_stored_is_listed_once_and_errors_are_found_b
         archived(run_directory), others, filters=Filters(error="rewarderror"), sort="newest", is_reversed=False, limit=0
     )
 
+    broken = select([], others, filters=Filters(failed=True), sort="newest", is_reversed=False, limit=0)
+
     assert [one.id for one in everything][:2] == ["0-9-0.1", "0-3-0.0"]
-    assert len(everything) == 3 * len(REWARDS) + 2
+    assert len(everything) == 3 * len(REWARDS) + 2 + len(WITH_A_REASON)
     assert [one.id for one in failed] == ["0-8-0"]
+    assert [one.state for one in broken] == ["failed", "dead", "undecodable"]
 
 
 @pytest.mark.parametrize(
@@ -182,6 +190,8 @@ def test_every_export_holds_what_was_asked_for(run_directory: Path, capsys: pyte
             assert sequence["versions"] == [None] * PROMPT + ["1-0"] * 4 + ["1-1"] * 4
             assert sequence["text"] == "".join(f"<{one}>" for one in wanted.token_ids)
         assert (fact["id"], float(fact["reward"])) == (f"0-2-0.{place}", REWARDS[place])
+        assert fact["prompt"] == "".join(f"<{one}>" for one in wanted.token_ids[:PROMPT])
+        assert fact["prompt"] + fact["answer"] == sequence["text"]
 
 
 def test_a_token_is_given_trained_or_masked_and_marked_where_its_version_changes(tmp_path: Path) -> None:
