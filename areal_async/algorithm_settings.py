@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from areal_async.section import Section
+from areal_async.section import FunctionPath, Section
 
 ON_BEHAVIOUR = {"decoupled": False, "correction": "none"}
 """The papers that take their ratio against the policy that sampled, whatever its age."""
@@ -119,7 +119,7 @@ class AlgorithmSettings(Section):
     """How far a critic's value may move in one step before its error stops counting; ``None`` for any."""
     num_minibatches: int = Field(default=1, ge=1)
     """Optimizer updates per training step."""
-    calls: tuple[str, ...] = ()
+    calls: tuple[FunctionPath, ...] = ()
     """Calls of your own in a training step: ``FILE.py:name``, a function named like what it makes (``advantages``)."""
 
     @model_validator(mode="before")

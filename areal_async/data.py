@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_async.collector import importing
 from areal_async.errors import UserError
-from areal_async.hub import fetch, looks_like_hub_name
+from areal_async.hub import fetch, is_local
 from areal_async.settings import DatasetSettings
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -113,7 +113,7 @@ def _builder(path: Path) -> str:
 
 
 def _check_hub_name(name: str) -> None:
-    if not looks_like_hub_name(name) or name.endswith(tuple(BUILDERS)):
+    if is_local(name):
         raise UserError(f"dataset: file {name} is not there; give a file, a folder or a hub name")
     # Asked first because the data set library retries for half a minute where there is no network.
     fetch("dataset", name, files=("README.md",))

@@ -1,5 +1,6 @@
 """Find what the Hugging Face hub holds, on disk or over the network, and say plainly when it is not to be had."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -8,6 +9,8 @@ from areal_async.errors import UserError
 
 REACH_DEADLINE_S = 10
 """The longest wait for a hub that does not answer."""
+DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+"""Of files of rows."""
 MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 
@@ -33,7 +36,12 @@ def local_model(path: str) -> Path:
 
 def looks_like_hub_name(path: str) -> bool:
     """Say whether this could be ``owner/name`` or ``name``, and not only a path."""
-    return not Path(path).is_absolute() and not path.startswith((".", "~")) and path.count("/") <= 1
+    return not path.startswith(("/", ".", "~")) and not path.endswith(("/", *DATA_SUFFIXES)) and path.count("/") <= 1
+
+
+def is_local(name: str, folder: Path | None = None) -> bool:
+    """Say whether this is a path, no hub name: it is there from a folder (None: this one), or can be nothing else."""
+    return not looks_like_hub_name(name) or os.path.exists((folder or Path()) / name)
 
 
 def fetch(kind: Literal["model", "dataset"], name: str, *, files: Sequence[str]) -> Path:

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_serializer, field_validator, model_validator
 
 from areal_async.fields import MAX_TEMPERATURE, MAX_TOP_K
-from areal_async.section import Section
+from areal_async.section import HubPath, Section
 
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
@@ -56,7 +56,7 @@ class PolicySettings(Section):
     kind: Literal["policy", "reward"] = "policy"
     """``policy`` speaks; ``reward`` scores: a frozen sequence classifier of one label, as ``reward-model`` trains it,
     which the workflow asks with ``await NAME.score(messages)``."""
-    path: str | None = None
+    path: HubPath | None = None
     """Hugging Face folder or hub name of a model that stays as it is, with servers of its own on every node; ``None``
     for the weights under training in another role, whose turns are trained too."""
     sampling: SamplingSettings = SamplingSettings()

@@ -1,11 +1,36 @@
 """What every section of the settings is."""
 
-from typing import Any
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, field_validator
 from pydantic_core import PydanticKnownError
 
 from areal_async.fields import INT64
+
+
+class PathKind(Enum):
+    """What a setting names on this machine, and how it is told from other things."""
+
+    FILE = "file"
+    """A file."""
+    FUNCTION = "function"
+    """``FILE.py[:name]``."""
+    HUB = "hub"
+    """A file or a folder, unless it is a hub name."""
+    PROGRAM = "program"
+    """A program; without a slash it is searched for."""
+    OUTPUT = "output"
+    """Where something is made: relative to the working directory, wherever it is given."""
+
+
+LocalPath = Annotated[Path, PathKind.FILE]
+FunctionPath = Annotated[str, PathKind.FUNCTION]
+HubPath = Annotated[str, PathKind.HUB]
+ProgramPath = Annotated[Path, PathKind.PROGRAM]
+OutputPath = Annotated[Path, PathKind.OUTPUT]
+"""Types of settings that hold paths (``settings_paths``): every new one is one of these."""
 
 
 class Section(BaseModel):

@@ -18,6 +18,7 @@ from areal_async.metrics_settings import MetricsSettings as MetricsSettings
 from areal_async.policy_settings import PolicySettings as PolicySettings
 from areal_async.policy_settings import SamplingSettings as SamplingSettings
 from areal_async.policy_settings import check_names
+from areal_async.section import HubPath, LocalPath, OutputPath, ProgramPath
 from areal_async.section import Section as Section
 from areal_async.staleness import max_groups_in_flight
 from areal_async.subjects import RUN_NAME, Names
@@ -57,8 +58,8 @@ class RunSettings(Section):
     """Seconds without any progress after which the run says who waits for whom; a step may not take longer."""
     on_stall: Literal["report", "restart", "end"] = "report"
     """What follows then: nothing more, the culprit's process is started again, or the run ends with that cause."""
-    directory: Path = Path("runs")
-    """Where run directories are made."""
+    directory: OutputPath = Path("runs")
+    """Where run directories are made; relative to the working directory, in a YAML file too."""
     max_failed_groups: int = Field(default=20, ge=1)
     """This many failed groups, one after another with no other outcome between, end the run with their cause."""
 
@@ -73,14 +74,14 @@ class RunSettings(Section):
 class OtherModelSettings(Section):
     """A model beside the one that is served; there is one where ``algorithm`` asks for it."""
 
-    path: str | None = None
+    path: HubPath | None = None
     """Hugging Face folder or hub name; ``None`` takes ``model.path``, as it is before training."""
 
 
 class ModelSettings(Section):
     """The model that is trained and served, and those beside it."""
 
-    path: str = "Qwen/Qwen2.5-1.5B-Instruct"
+    path: HubPath = "Qwen/Qwen2.5-1.5B-Instruct"
     """Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Of the forward and backward pass and of the served weights; parameters, gradients and optimizer are float32."""
@@ -172,7 +173,7 @@ class InferenceSettings(Section):
 
     backend: Literal["auto", "sglang", "embedded"] = "auto"
     """``auto`` takes SGLang where ``python`` is set or a GPU and SGLang are found, else the embedded engine."""
-    python: Path | None = None
+    python: ProgramPath | None = None
     """Interpreter of the environment SGLang is installed in; ``None`` for the one that runs this."""
     num_servers: int = Field(default=1, ge=1)
     """Servers per node."""
@@ -230,9 +231,9 @@ class BusSettings(Section):
 
     url: str = "embedded"
     """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``."""
-    credentials: Path | None = None
+    credentials: LocalPath | None = None
     """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; ``None`` for none."""
-    ca: Path | None = None
+    ca: LocalPath | None = None
     """PEM file of the authority that signed an external broker's certificate; ``None`` trusts the system's."""
     monitor_url: str | None = None
     """An external broker's monitoring page: ``doctor`` sees there how it syncs; ``None`` tries port 8222."""

@@ -2,12 +2,13 @@
 
 Invariant: a later source wins leaf by leaf; a name that no setting has is refused in each of them, with the
 nearest one that exists; and whatever is refused says which source it came from. Lists are replaced whole,
-unless an index reaches into them (``tasks.0.workflow``).
+unless an index reaches into them (``tasks.0.workflow``). Paths of a file are relative to its folder
+(``settings_paths``).
 """
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, overload
 
@@ -20,6 +21,7 @@ from areal_async.errors import UserError
 from areal_async.fields import INT64
 from areal_async.settings import Settings
 from areal_async.settings_effects import NAMES, idle
+from areal_async.settings_paths import placed, with_absolute_paths
 from areal_async.settings_tree import (
     Parts,
     annotation_at,
@@ -47,6 +49,8 @@ class Assignment:
     """Of its source: the higher wins. 0 for a resolved file, in which nobody has chosen anything."""
     origin: str
     """As a sentence ends with it: ``in configs/gsm8k.yaml``."""
+    folder: Path = Path()
+    """That its paths are relative to; else the working directory."""
 
 
 @overload
@@ -94,10 +98,17 @@ def override_settings(settings: S, overrides: Sequence[str]) -> S:
 
 def _resolved(data: dict[str, Any], assignments: Sequence[Assignment], kind: type[S]) -> S:
     """Put values into a tree, one after the other, and check what comes of it."""
+    misplaced: dict[Parts, str] = {}
     for assignment in assignments:
         _refuse_unknown(assignment, kind)
         _refuse_misfit(assignment.value, assignment.parts, assignment.origin, kind)
-        _assign(data, assignment, kind)
+        annotation = annotation_at(kind, assignment.parts)
+        value, found = placed(assignment.value, annotation, parts=assignment.parts, folder=assignment.folder)
+        misplaced = {parts: one for parts, one in misplaced.items() if not _gives(assignment, parts)}
+        misplaced |= {parts: f"{'.'.join(parts)}: {one} {assignment.origin}" for parts, one in found.items()}
+        _assign(data, replace(assignment, value=value), kind)
+    if misplaced:
+        raise UserError(next(iter(misplaced.values())))
     try:
         settings = kind.model_validate(data)
     except ValidationError as exc:
@@ -117,8 +128,9 @@ def _refuse_idle(settings: Settings, assignments: Sequence[Assignment]) -> None:
 
 
 def dump_settings(settings: BaseModel) -> str:
-    """Return the YAML from which ``load_settings`` makes the same settings again."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Return the YAML, its paths absolute, from which ``load_settings`` makes the same settings again, resolved."""
+    data = with_absolute_paths(settings.model_dump(mode="json"), type(settings))
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
 # The three sources
@@ -136,8 +148,10 @@ def _from_file(path: Path, *, is_resolved: bool) -> Iterator[Assignment]:
         raise UserError(f"{path}: {exc}") from exc
     if not isinstance(data, dict | None):
         raise UserError(f"{path}: got a {type(data).__name__}, need sections like 'run:' at the top")
+    # What a run recorded before it recorded absolute paths is relative to where the run was started.
+    folder = Path() if is_resolved else path.parent
     for key, value in (data or {}).items():
-        yield Assignment(parts=(key,), value=value, rank=0 if is_resolved else 1, origin=f"in {path}")
+        yield Assignment(parts=(key,), value=value, rank=0 if is_resolved else 1, origin=f"in {path}", folder=folder)
 
 
 def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
@@ -163,14 +177,15 @@ def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Itera
 def _parsed(parts: Parts, text: str, rank: int, origin: str, kind: type[BaseModel]) -> Assignment:
     """Keep the text of a scalar as it is, for pydantic to read; read lists, sections and null as YAML."""
     annotation = annotation_at(kind, parts)
+    value: Any = text
     if takes_none(annotation) and text.strip().lower() in ("null", "none", "~"):
-        return Assignment(parts=parts, value=None, rank=rank, origin=origin)
-    if annotation is not None and is_composite(without_none(annotation)):
+        value = None
+    elif annotation is not None and is_composite(without_none(annotation)):
         try:
-            return Assignment(parts=parts, value=read_yaml(text), rank=rank, origin=origin)
+            value = read_yaml(text)
         except ValueError as exc:
             raise UserError(f"{'.'.join(parts)} {origin}: {exc}") from exc
-    return Assignment(parts=parts, value=text, rank=rank, origin=origin)
+    return Assignment(parts=parts, value=value, rank=rank, origin=origin)
 
 
 # Merging

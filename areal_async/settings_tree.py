@@ -7,9 +7,11 @@ section, key and, in a list of sections, index.
 import difflib
 from collections.abc import Iterator, Sequence
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
 from pydantic import BaseModel
+
+from areal_async.section import PathKind
 
 Parts = tuple[str, ...]
 """A setting's place."""
@@ -53,7 +55,10 @@ def step_into(annotation: Any, part: Any) -> Any:
     """Return the type of one key or index inside, ``None`` when there is no such."""
     if is_section(annotation):
         field = annotation.model_fields.get(part)
-        return field.annotation if field else None
+        if field is None:
+            return None
+        kind = next((one for one in field.metadata if isinstance(one, PathKind)), None)
+        return field.annotation if kind is None else Annotated[field.annotation, kind]
     if get_origin(annotation) is dict:
         return get_args(annotation)[1]
     if get_origin(annotation) in (tuple, list) and str(part).isdecimal():
@@ -69,6 +74,12 @@ def is_section(annotation: Any) -> bool:
 def is_composite(annotation: Any) -> bool:
     """Whether its text is YAML rather than the value itself."""
     return is_section(annotation) or get_origin(annotation) in (tuple, list, dict)
+
+
+def path_kind(annotation: Any) -> PathKind | None:
+    """Return which kind of path it holds; ``None`` for other values."""
+    metadata = getattr(annotation, "__metadata__", ())
+    return next((one for one in metadata if isinstance(one, PathKind)), None)
 
 
 def takes_none(annotation: Any) -> bool:

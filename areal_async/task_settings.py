@@ -9,14 +9,14 @@ from pydantic import Field, field_validator, model_validator
 
 from areal_async.fields import MAX_STEP, MAX_TEMPERATURE, MAX_TOP_K
 from areal_async.policy_settings import check_top_k
-from areal_async.section import Section
+from areal_async.section import FunctionPath, HubPath, Section
 from areal_async.subjects import TOKEN
 
 
 class DatasetSettings(Section):
     """Where rows come from, as ``datasets.load_dataset`` takes it."""
 
-    path: str
+    path: HubPath
     """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory."""
     name: str | None = None
     """Configuration of a hub data set; ``None`` takes its default."""
@@ -55,7 +55,7 @@ class TaskEvalSettings(Section):
 class TaskSettings(Section):
     """A workflow and the rows it is given, with what is otherwise for it than for the run; ``None`` is the run's."""
 
-    workflow: str = "workflows/gsm8k.py"
+    workflow: FunctionPath = "workflows/gsm8k.py"
     """Python file, with ``:name`` when the coroutine is not named like the file."""
     dataset: DatasetSettings
     ratio: float = Field(default=1.0, ge=0, le=1e6)

@@ -6,7 +6,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from areal_async.fields import MAX_STEP
-from areal_async.section import Section
+from areal_async.section import OutputPath, Section
 from areal_async.settings import DatasetSettings, ModelSettings, RunSettings, TrainerSettings
 from areal_async.trainer_settings import Beta
 
@@ -18,8 +18,8 @@ class TuningRunSettings(Section):
     """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory."""
     seed: int = 1
     """Seeds the order of the rows, and which of them are held out."""
-    directory: Path = Path("runs")
-    """Where run directories are made."""
+    directory: OutputPath = Path("runs")
+    """Where run directories are made; relative to the working directory, in a YAML file too."""
     epochs: float = Field(default=1.0, gt=0)
     """Passes over the rows that are not held out; ignored when ``steps`` is set."""
     steps: int | None = Field(default=None, ge=1, le=MAX_STEP)

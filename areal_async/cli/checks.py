@@ -6,11 +6,9 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from areal_async.errors import UserError
-from areal_async.hub import looks_like_hub_name
+from areal_async.hub import is_local
 from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
 from areal_async.settings import DatasetSettings, Settings
-
-DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
 def check_file(spec: str) -> None:
@@ -77,8 +75,7 @@ def check_dataset(dataset: DatasetSettings, setting: str) -> None:
         UserError: a path that is not there.
     """
     path = dataset.path
-    is_file_name = path.endswith(DATA_SUFFIXES) or not looks_like_hub_name(path)
-    if is_file_name and not Path(path).exists():
+    if is_local(path) and not Path(path).exists():
         raise UserError(f"{setting}.path: no file {path}; give a file, a folder or a hub name")
 
 
@@ -90,7 +87,7 @@ def check_model(path: str, setting: str = "model.path") -> None:
     """
     folder = Path(path)
     if not folder.exists():
-        if not looks_like_hub_name(path):
+        if is_local(path):
             raise UserError(f"{setting}: no folder {path}; give a model's folder or a hub name")
     elif not (folder / "config.json").is_file():
         raise UserError(f"{setting}: no config.json in {path}; give a model's folder or a hub name")

@@ -43,6 +43,7 @@ from areal_async.launch.run import EMBEDDED, hold, launch
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
 from areal_async.settings import Settings
+from areal_async.settings_paths import is_same_function
 from areal_async.settings_sources import load_settings
 from areal_async.speech import say
 
@@ -150,7 +151,7 @@ def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) 
         UserError: the settings are wrong, have no task, or have several of which none is this workflow.
     """
     settings = load_settings(config, overrides)
-    if file is not None and not any(_same_workflow(task.workflow, file) for task in settings.tasks):
+    if file is not None and not any(is_same_function(task.workflow, file) for task in settings.tasks):
         if len(settings.tasks) > 1:
             names = ", ".join(task.workflow for task in settings.tasks)
             raise UserError(f"run: got {file}, but {config} has the tasks {names}; leave the workflow out, or take one")
@@ -203,11 +204,3 @@ def check_hosts(settings: Settings, backend: Backend) -> None:
         refuse_loopback(place_of(bus.url)[0], others, is_ours=False)
     elif bus.host:
         refuse_loopback(bus.host, others, is_ours=True)
-
-
-def _same_workflow(left: str, right: str) -> bool:
-    def normal(spec: str) -> tuple[Path, str]:
-        path, _, name = spec.partition(":")
-        return Path(path).absolute(), name or Path(path).stem
-
-    return normal(left) == normal(right)

@@ -23,6 +23,7 @@ from areal_async.errors import UserError
 from areal_async.host import visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.settings import Settings, TaskSettings
+from areal_async.settings_paths import is_same_function
 from areal_async.speech import say
 from areal_async.types import Prompt, SlotStatus
 
@@ -84,14 +85,7 @@ def choose_trial_config(file: str, config: str | None, *, has_gpu: bool) -> Path
 
 def task_of(settings: Settings, file: str) -> TaskSettings:
     """Return the task whose workflow this is."""
-    path, _, name = file.partition(":")
-    name = name or Path(path).stem
-    return next(
-        task
-        for task in settings.tasks
-        if Path(task.workflow.partition(":")[0]).absolute() == Path(path).absolute()
-        and (task.workflow.partition(":")[2] or Path(path).stem) == name
-    )
+    return next(task for task in settings.tasks if is_same_function(task.workflow, file))
 
 
 def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: bool) -> None:

@@ -21,6 +21,7 @@ from areal_async.bus import HeldError, is_locked
 from areal_async.errors import UserError
 from areal_async.fields import is_version
 from areal_async.settings import DATA_DEFINING, RunSettings, Settings
+from areal_async.settings_paths import with_real_paths
 from areal_async.settings_sources import dump_settings, load_settings
 from areal_async.settings_yaml import NOT_YAML
 from areal_async.types import Version
@@ -134,8 +135,10 @@ class RunDirectory:
         except (OSError, *NOT_YAML) as exc:
             raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
         # What the file has not was not there yet when the run was started: it was as it is by default.
-        was = _named(Settings().model_dump(mode="json")) | _named(before)
-        now = _named(settings.model_dump(mode="json"))
+        was = _named(with_real_paths(Settings().model_dump(mode="json"), Settings)) | _named(
+            with_real_paths(before, Settings)
+        )
+        now = _named(with_real_paths(settings.model_dump(mode="json"), Settings))
         if changed := [name for name in was | now if was.get(name) != now.get(name)]:
             told = "; ".join(f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed)
             raise UserError(

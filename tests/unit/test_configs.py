@@ -21,7 +21,7 @@ NUM_GPUS = 8
 
 
 def settings_of(path: Path) -> Settings:
-    return load_settings(path, [], Settings, use_environment=False)
+    return load_settings(path)
 
 
 def with_what_other_verbs_make(settings: Settings) -> Settings:

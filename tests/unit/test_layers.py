@@ -33,6 +33,7 @@ LAYERS = (
         "policy_settings",
         "settings",
         "settings_effects",
+        "settings_paths",
         "settings_sources",
         "settings_tree",
         "settings_yaml",

@@ -13,6 +13,7 @@ from areal_async.cli.main import main
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import DatasetSettings, EvalSettings, Settings, TaskSettings
+from areal_async.settings_sources import dump_settings, load_settings
 from areal_async.types import SlotStatus
 
 
@@ -27,10 +28,11 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "workflows" / "mine.py").write_text("async def mine(prompt, policy):\n    return 1.0\n")
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
-    common = "model: {path: ./model}\ntasks: [{workflow: workflows/mine.py, dataset: {path: rows.jsonl}}]\n"
-    (tmp_path / "configs" / "mine_cpu.yaml").write_text(common + "eval: {dataset: {path: rows.jsonl}}\n")
+    common = "model: {path: ../model}\ntasks: [{workflow: ../workflows/mine.py, dataset: {path: ../rows.jsonl}}]\n"
+    (tmp_path / "configs" / "mine_cpu.yaml").write_text(common + "eval: {dataset: {path: ../rows.jsonl}}\n")
     (tmp_path / "configs" / "nothing.yaml").write_text(common)
-    (tmp_path / "runs" / "over" / "config.yaml").write_text(common + "eval: {dataset: {path: rows.jsonl}}\n")
+    settings = load_settings(Path("configs/mine_cpu.yaml"))
+    (tmp_path / "runs" / "over" / "config.yaml").write_text(dump_settings(settings))
     return tmp_path
 
 

@@ -42,7 +42,8 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "model" / "config.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     (tmp_path / "configs" / "gsm8k_cpu.yaml").write_text(
-        "run: {name: g}\nmodel: {path: ./model}\ntasks: [{workflow: workflows/gsm8k.py, dataset: {path: rows.jsonl}}]\n"
+        "run: {name: g}\nmodel: {path: ../model}\n"
+        "tasks: [{workflow: ../workflows/gsm8k.py, dataset: {path: ../rows.jsonl}}]\n"
     )
     return tmp_path
 
