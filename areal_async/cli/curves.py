@@ -4,6 +4,7 @@ The launcher does it, which outlives every other process: boards show what the f
 that cannot be written, as on a full disk, are given up with a warning: they never end a run.
 """
 
+from array import array
 from contextlib import suppress
 
 import anyio
@@ -28,7 +29,8 @@ class Follower:
         self._curves = Curves(settings, directory)
         self._steps_file = JsonLines(directory / "metrics.jsonl")
         self._evaluations_file = JsonLines(directory / "eval.jsonl")
-        self._told: list[Line] = []
+        self._told_steps = array("q")
+        """The training step of each line that the boards were given."""
         self._is_given_up = False
 
     async def run(self) -> None:
@@ -55,15 +57,12 @@ class Follower:
 
     def _tell(self) -> None:
         news = self._steps_file.read_new()
-        lines = news.lines
-        if news.is_from_start:
-            same = _num_same(self._told, lines)
-            if same < len(self._told):
-                self._curves.rewind(to_step=_step(lines[same - 1]) if same else 0)
-            self._told, lines = self._told[:same], lines[same:]
-        for line in lines:
+        if news.num_kept < len(self._told_steps):
+            del self._told_steps[news.num_kept :]
+            self._curves.rewind(to_step=self._told_steps[-1] if self._told_steps else 0)
+        for line in news.lines:
             self._curves.add(line, step=_step(line))
-        self._told += lines
+            self._told_steps.append(_step(line))
         for line in self._evaluations_file.read_new().lines:
             self._curves.add(
                 {"accuracy": line.get("accuracy"), "num_failed": line.get("num_failed")},
@@ -75,11 +74,3 @@ class Follower:
 
 def _step(line: Line) -> int:
     return int(line.get("step", 0))
-
-
-def _num_same(before: list[Line], now: list[Line]) -> int:
-    """Return how many lines both begin with."""
-    return next(
-        (place for place, (old, new) in enumerate(zip(before, now, strict=False)) if old != new),
-        min(len(before), len(now)),
-    )

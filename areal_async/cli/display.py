@@ -160,7 +160,7 @@ def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
 def _step_rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
     line = view.steps[-1]
     num_recent = min(NUM_RECENT_STEPS, len(view.steps))
-    curve = sparkline(number(step, "reward_mean") for step in view.steps[-SPARKLINE_STEPS:])
+    curve = sparkline(number(step, "reward_mean") for step in view.newest_steps(SPARKLINE_STEPS))
     yield (
         "reward",
         Text(f"{number(line, 'reward_mean'):.3f}, last {num_recent}: {view.mean_reward(num_recent):.3f}  {curve}"),

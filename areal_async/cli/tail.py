@@ -1,10 +1,14 @@
 """Reading a file of JSON lines while another process writes it.
 
-A restored trainer replaces ``metrics.jsonl`` by the part that survives; the reader then starts over and says so.
+A restored trainer replaces ``metrics.jsonl`` by the part that survives; the reader then says how much that is. It keeps
+eight bytes of each line that it has read, and not the line.
 """
 
+import itertools
 import json
 import os
+from array import array
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,8 +22,9 @@ class News(NamedTuple):
     """What has come since the last look."""
 
     lines: list[Line]
-    is_from_start: bool
-    """``lines`` replace all earlier ones."""
+    """Those that were not there before, oldest first."""
+    num_kept: int
+    """Lines read before that the file still begins with; any others were taken back."""
 
 
 class JsonLines:
@@ -29,22 +34,43 @@ class JsonLines:
         self._path = path
         self._inode = 0
         self._read_bytes = 0
+        self._digests = array("q")
+        """Of each line that was handed out."""
 
     def read_new(self) -> News:
         """Return the whole lines that were added; a last line without its end waits for it."""
         try:
             with open(self._path, "rb") as file:
                 status = os.fstat(file.fileno())
-                is_from_start = status.st_ino != self._inode or status.st_size < self._read_bytes
+                is_replaced = status.st_ino != self._inode or status.st_size < self._read_bytes
                 self._inode = status.st_ino
-                self._read_bytes = 0 if is_from_start else self._read_bytes
+                self._read_bytes = 0 if is_replaced else self._read_bytes
                 file.seek(self._read_bytes)
                 data = file.read()
         except FileNotFoundError:
-            return News([], is_from_start=False)
+            return News([], len(self._digests))
         whole = data[: data.rfind(b"\n") + 1]
         self._read_bytes += len(whole)
-        return News(_decode(whole), is_from_start)
+        texts = iter(whole.splitlines())
+        if is_replaced:
+            texts = self._after_same(texts)
+        num_kept, lines = len(self._digests), []
+        for text, line in _decoded(texts):
+            self._digests.append(hash(text))
+            lines.append(line)
+        return News(lines, num_kept)
+
+    def _after_same(self, texts: Iterator[bytes]) -> Iterator[bytes]:
+        """Pass over the lines that were handed out before; forget those that are not there any more."""
+        num_same = 0
+        for text in texts:
+            if num_same < len(self._digests) and hash(text) == self._digests[num_same]:
+                num_same += 1
+            elif decode_object(text) is not None:
+                texts = itertools.chain([text], texts)
+                break
+        del self._digests[num_same:]
+        return texts
 
 
 def read_json_lines(path: Path) -> list[Line]:
@@ -74,12 +100,14 @@ def _whole_lines(data: bytes, *, is_from_start: bool) -> bytes:
 
 
 def _decode(data: bytes) -> list[Line]:
-    lines = []
-    for text in data.splitlines():
+    return [line for _, line in _decoded(data.splitlines())]
+
+
+def _decoded(texts: Iterable[bytes]) -> Iterator[tuple[bytes, Line]]:
+    for text in texts:
         line = decode_object(text)
         if line is not None:  # else cut short by a crash of its writer
-            lines.append(line)
-    return lines
+            yield text, line
 
 
 def decode_object(data: bytes) -> Line | None:

@@ -15,6 +15,8 @@ from areal_async.settings import Settings
 from areal_async.types import mean
 
 MAX_NOTICES = 5
+KEPT_STEPS = 200
+"""Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +35,8 @@ class RunView:
     """The state of one run's display."""
 
     settings: Settings
-    steps: list[Line] = field(default_factory=list)
-    """Lines of ``metrics.jsonl``, oldest first."""
+    steps: deque[Line] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """The newest lines of ``metrics.jsonl``, oldest first."""
     evaluations: list[Line] = field(default_factory=list)
     """Lines of ``eval.jsonl``, oldest first."""
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
@@ -44,6 +46,7 @@ class RunView:
     controller: dict[str, Any] = field(default_factory=dict)
     _steps_file: JsonLines = field(init=False)
     _evaluations_file: JsonLines = field(init=False)
+    _num_steps_read: int = 0
 
     def __post_init__(self) -> None:
         self._steps_file = JsonLines(self.settings.run_directory / "metrics.jsonl")
@@ -52,12 +55,13 @@ class RunView:
     def read_files(self) -> tuple[list[Line], list[Line]]:
         """Take in what the files have gained; return the steps and evaluations that are new."""
         news = self._steps_file.read_new()
-        before = self.steps if news.is_from_start else []
-        new_steps = [line for line in news.lines if line not in before]
-        self.steps = news.lines if news.is_from_start else self.steps + news.lines
+        for _ in range(min(len(self.steps), self._num_steps_read - news.num_kept)):
+            self.steps.pop()
+        self._num_steps_read = news.num_kept + len(news.lines)
+        self.steps.extend(news.lines)
         evaluations = self._evaluations_file.read_new().lines
         self.evaluations += evaluations
-        return new_steps, evaluations
+        return news.lines, evaluations
 
     def on_metrics(self, subject: str, data: bytes) -> None:
         """Take in one message on ``areal.<run>.metrics.<role>.<instance>``; what is no message of ours is ignored."""
@@ -101,7 +105,11 @@ class RunView:
 
     def mean_reward(self, num_steps: int) -> float:
         """Over the newest steps."""
-        return mean([number(line, "reward_mean") for line in self.steps[-num_steps:]])
+        return mean([number(line, "reward_mean") for line in self.newest_steps(num_steps)])
+
+    def newest_steps(self, num_steps: int) -> list[Line]:
+        """Return the newest lines that are held, so many at the most, oldest first."""
+        return list(self.steps)[-num_steps:]
 
 
 def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[Line]]:

@@ -73,17 +73,14 @@ class StepLines:
 
     def __init__(self, run_directory: Path) -> None:
         self._file = JsonLines(run_directory / "metrics.jsonl")
-        self._by_step: dict[int, Line] = {}
+        self._lines: list[Line] = []
 
     def read(self) -> list[Line]:
         """Return all that there are now."""
         news = self._file.read_new()
-        if news.is_from_start:
-            self._by_step.clear()
-        for line in news.lines:
-            if isinstance(line.get("step"), int):
-                self._by_step[line["step"]] = line
-        return [line for _, line in sorted(self._by_step.items())]
+        self._lines[news.num_kept :] = news.lines
+        by_step = {line["step"]: line for line in self._lines if isinstance(line.get("step"), int)}
+        return [line for _, line in sorted(by_step.items())]
 
 
 def read_report(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from areal_async.cli.display import LiveDisplay, PlainDisplay, render, sparkline
 from areal_async.cli.tail import JsonLines, read_json_lines
-from areal_async.cli.view import RunView, event_text, notice_text
+from areal_async.cli.view import KEPT_STEPS, RunView, event_text, notice_text
 from areal_async.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 
 METRICS = "areal.g.metrics."
@@ -56,22 +56,24 @@ def test_lines_are_read_once_and_only_when_whole(tmp_path: Path) -> None:
     second = tail.read_new()
 
     assert (first.lines, second.lines) == ([{"step": 1}], [{"step": 2}])
-    assert not second.is_from_start
+    assert second.num_kept == 1
 
 
 @pytest.mark.parametrize("num_surviving", [1, 5])
-def test_replaced_file_is_read_from_its_start(tmp_path: Path, num_surviving: int) -> None:
+def test_of_a_replaced_file_only_what_it_has_otherwise_is_new(tmp_path: Path, num_surviving: int) -> None:
     path = tmp_path / "m.jsonl"
     _append(path, _step(1), _step(2), _step(3))
     tail = JsonLines(path)
     tail.read_new()
 
-    _append(tmp_path / "new", *(_step(step, reward=0.1) for step in range(num_surviving)))
+    surviving = [_step(1), *(_step(step, reward=0.1) for step in range(2, 2 + num_surviving))]
+    _append(tmp_path / "new", *surviving)
     (tmp_path / "new").rename(path)
     news = tail.read_new()
+    _append(path, _step(9))
 
-    assert news.is_from_start
-    assert news.lines == [_step(step, reward=0.1) for step in range(num_surviving)]
+    assert (news.lines, news.num_kept) == (surviving[1:], 1)
+    assert tail.read_new() == ([_step(9)], len(surviving))
 
 
 def test_line_cut_short_by_a_crash_is_passed_over(tmp_path: Path) -> None:
@@ -92,6 +94,19 @@ def test_rewound_run_shows_the_surviving_steps_and_tells_only_new_ones(view: Run
 
     assert [line["step"] for line in view.steps] == [1, 2]
     assert news == [_step(2, reward=0.9)]
+
+
+def test_a_long_run_is_shown_by_its_newest_steps_and_each_is_told_once(view: RunView) -> None:
+    path = view.settings.run_directory / "metrics.jsonl"
+    _append(path, *map(_step, range(1, 2 * KEPT_STEPS + 1)))
+    told, _ = view.read_files()
+    path.unlink()
+    _append(path, *map(_step, range(1, 2 * KEPT_STEPS - 4)), _step(2 * KEPT_STEPS - 4, reward=0.9))
+    news, _ = view.read_files()
+
+    assert len(told) == 2 * KEPT_STEPS
+    assert len(news) == 1
+    assert [line["step"] for line in view.steps] == list(range(KEPT_STEPS + 1, 2 * KEPT_STEPS - 3))
 
 
 def test_roles_say_what_they_do_and_for_whom_they_wait(view: RunView) -> None:
@@ -205,7 +220,7 @@ def test_panel_can_be_drawn_before_anything_is_known(view: RunView) -> None:
 
 
 def test_panel_shows_the_alarms_of_the_newest_step_alone(view: RunView) -> None:
-    view.steps = [{"step": 1, "alarms": 2, "alarm_names": "equal_rewards logprob_gap"}]
+    view.steps.append({"step": 1, "alarms": 2, "alarm_names": "equal_rewards logprob_gap"})
     assert "equal rewards, logprob gap" in _drawn(view)
 
     view.steps.append({"step": 2, "alarms": 0})
