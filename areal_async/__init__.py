@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         Workflow,
         group_workflow,
     )
-    from areal_async.errors import Reject, ToolError
+    from areal_async.errors import ContextFull, Reject, ToolError
     from areal_async.rollout.confine import shared
     from areal_async.rollout.rewards import reward
     from areal_async.rollout.tools.mcp import mcp_tools, shared_mcp_tools
@@ -30,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Act": "areal_async.contracts",
+    "ContextFull": "areal_async.errors",
     "DescribedTool": "areal_async.contracts",
     "Message": "areal_async.contracts",
     "Policy": "areal_async.contracts",
@@ -52,6 +53,7 @@ _HOMES = {
 
 __all__ = [
     "Act",
+    "ContextFull",
     "DescribedTool",
     "Message",
     "Policy",

@@ -118,8 +118,11 @@ class Act:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the model ended by itself: its last reply calls nothing. Else ``max_turns`` ended it."""
-        return not self.reply.tool_calls
+        """Whether the model ended by itself: its last reply calls nothing and is whole.
+
+        Else ``max_turns``, the longest answer or a full context has ended it.
+        """
+        return not self.reply.tool_calls and self.reply.finish_reason != "length"
 
 
 class ReplyStream(Protocol):
@@ -190,6 +193,8 @@ class Policy(Protocol):
 
         Raises:
             GenerationError: no server could finish it. Let it pass: it is recorded on the trajectory.
+            ContextFull: the conversation leaves no room for an answer. Catch it to return a reward all the same. An
+                answer for which there is some room is cut off there (``finish_reason`` is ``length``).
             WorkflowError: the template refuses the conversation, or an argument is none that can be.
         """
         ...
@@ -221,6 +226,7 @@ class Policy(Protocol):
 
         Raises:
             GenerationError: no server could finish a reply.
+            ContextFull: not even the first reply has room. When a later one has none, what there is is returned.
             WorkflowError: one of ``tools`` cannot be a tool.
             Reject: a tool raised it.
         """

@@ -3,6 +3,7 @@
     ArealError
     ├── RolloutError            data: caught in one place, recorded on the trajectory, published
     │   ├── WorkflowError       the user's workflow raised, timed out or returned nonsense
+    │   │   └── ContextFull     a conversation has no room left for an answer: an ordinary end, which it may catch
     │   ├── RewardError         a reward raised, timed out or is not a finite number
     │   ├── GenerationError     no server could finish a completion
     │   └── ToolError           a tool's call went wrong: told to the model, which may try again
@@ -33,6 +34,21 @@ class RolloutError(ArealError):
 
 class WorkflowError(RolloutError):
     """The workflow raised, ran past its deadline or returned something that is not a reward."""
+
+
+class ContextFull(WorkflowError):
+    """A prompt leaves no room for an answer, in the servers' context or in a row that can be trained.
+
+    An ordinary end of a long conversation: catch it and return the reward of what was said until then, or let it pass,
+    and the trajectory has failed. ``policy.act`` catches it once the model has said something.
+    """
+
+    def __init__(self, num_prompt_tokens: int, most: int, setting: str) -> None:
+        super().__init__(
+            f"prompt is too long: got {num_prompt_tokens} tokens, which leave no room for an answer in a maximum "
+            f"context length of {most} tokens ({setting}); shorten it, raise that, or catch ContextFull and return a "
+            "reward"
+        )
 
 
 class RewardError(RolloutError):

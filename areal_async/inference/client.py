@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from areal_async import stations, tracing, waits
-from areal_async.errors import GenerationError
+from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
@@ -100,6 +100,7 @@ class InferenceClient:
             on_tokens: called with the tokens as they come, each once, however many streams break.
 
         Raises:
+            ContextFull: the prompt leaves no room for an answer in the server's context.
             GenerationError: no server may be sent this prompt, one refused it, none got anywhere with it, or
                 ``inference.total_deadline_s`` is over; without one, the caller's episode is the only deadline of
                 the whole.
@@ -133,6 +134,9 @@ class InferenceClient:
             num_tokens_before = len(completion.output_ids)
             is_faulty = False
             try:
+                _fit(completion, server)
+                if completion.finish_reason:  # resumed where what was received has filled the context
+                    return completion.turn(), server
                 await self._stream(server, completion, sampling_params)
             except ServerFault as exc:
                 is_faulty = True
@@ -243,6 +247,21 @@ class InferenceClient:
                 await ServerApi(self.administration, url).abort(request_id, deadline_s=ABORT_DEADLINE_S)
             except ServerFault as exc:
                 log.debug("stream.abort_failed", url=url, cause=str(exc))
+
+
+def _fit(completion: Completion, server: Server) -> None:
+    """Ask for no longer an answer than there is room for in the server's context.
+
+    Raises:
+        ContextFull: there is none.
+    """
+    room_tokens = server.room_after(len(completion.input_ids))
+    if room_tokens is None:
+        return
+    if not room_tokens and not completion.output_ids:
+        assert server.context_tokens is not None
+        raise ContextFull(len(completion.prompt_ids), server.context_tokens, "inference.context_length or the model's")
+    completion.fit(room_tokens)
 
 
 def check_prompt(prompt_ids: list[int], vocab_size: int | None) -> None:

@@ -59,6 +59,12 @@ class Completion:
         """What a stream starts from: the prompt, and what was received of the answer."""
         return self.prompt_ids + self.output_ids
 
+    def fit(self, room_tokens: int) -> None:
+        """Generate at most so many more, for want of room; what ends there has ended by its length."""
+        self._max_new_tokens = min(self._max_new_tokens, len(self.output_ids) + room_tokens)
+        if self.num_tokens_left <= 0:
+            self.finish_reason = "length"
+
     def begin_stream(self, version: str) -> None:
         """Note the version that the server runs as the request is submitted."""
         self._stamp = parse_version(version)

@@ -21,6 +21,8 @@ from areal_async.types import TensorSpec, UpdateGroup
 CONNECT_S = 30.0
 KEEP_ALIVE_S = 3.0
 """Below the five seconds after which the servers close an idle connection: reusing one at that moment fails."""
+SGLANG_SPARE_TOKENS = 6
+"""Of its context, beyond what it calls the longest prompt."""
 JSON = {"content-type": "application/json"}
 
 _HEADERS = httpx.Headers({**JSON, "accept-encoding": "identity"})
@@ -149,6 +151,10 @@ class ServerApi:
         info = await self._call("GET", "/model_info", None, deadline_s)
         return str(info.get("weight_version", ""))
 
+    async def context_tokens(self, *, deadline_s: float) -> int | None:
+        """Return the longest prompt and answer together that the server takes; ``None`` where it does not say."""
+        return context_tokens_of(await self._call("GET", "/server_info", None, deadline_s))
+
     async def pause(self, mode: str, *, deadline_s: float) -> None:
         """Stop generating; ``mode`` is SGLang's: ``retract``, ``in_place`` or ``abort``."""
         await self._call("POST", "/pause_generation", {"mode": mode}, deadline_s)
@@ -254,6 +260,19 @@ def decode_answer(body: bytes) -> dict[str, Any]:
     except _NOT_JSON:
         return {}
     return answer if isinstance(answer, dict) else {}
+
+
+def context_tokens_of(info: Mapping[str, Any]) -> int | None:
+    """Return what ``/server_info`` says of the longest prompt and answer together; ``None`` where it says nothing.
+
+    SGLang names the longest prompt, which follows from the context and from the memory that it has for tokens; of the
+    tokens that draft models write beside the answer it says how many there are.
+    """
+    longest_prompt, context = info.get("max_req_input_len"), info.get("context_length")
+    tokens = longest_prompt + SGLANG_SPARE_TOKENS if isinstance(longest_prompt, int) else context
+    drafted = (info.get("speculative_eagle_topk") or 0) * (info.get("speculative_num_steps") or 0)
+    drafted = max(drafted, info.get("speculative_num_draft_tokens") or 0)
+    return tokens - drafted if isinstance(tokens, int) else None
 
 
 def read_load(answer: dict[str, Any]) -> Load:

@@ -14,6 +14,10 @@ import anyio
 from areal_async import waits
 from areal_async.errors import GenerationError
 
+MIN_ROOM_TOKENS = 7
+"""SGLang, and the embedded engine as it does, refuses a prompt that leaves less of the context than this."""
+KEPT_TOKENS = 2
+"""Of the context, which no answer gets."""
 STARTING = "starting"
 """Why nothing is sent to a server whose process is not ready yet."""
 
@@ -42,6 +46,8 @@ class Server:
     num_requests: int = 0
     limit: int = sys.maxsize
     """Requests it is sent at once."""
+    context_tokens: int | None = None
+    """Longest prompt and answer together; ``None`` where it has not said."""
     num_generated_tokens: int = 0
     num_first_tokens: int = 0
     """Streams that have given a token."""
@@ -62,6 +68,13 @@ class Server:
     @property
     def has_place(self) -> bool:
         return self.is_serviceable and not self.is_held and self.num_requests < self.limit
+
+    def room_after(self, num_tokens: int) -> int | None:
+        """Return the longest answer to a prompt of ``num_tokens`` that it takes, 0 for none; ``None`` if unknown."""
+        if self.context_tokens is None:
+            return None
+        left = self.context_tokens - num_tokens
+        return left - KEPT_TOKENS if left >= MIN_ROOM_TOKENS else 0
 
 
 @dataclass(eq=False, slots=True)

@@ -109,8 +109,17 @@ class Supervisor:
                 raise
             return str(exc)
         self._has_started = True
+        self._server.context_tokens = await self._ask_context()
         self._updater = self._new_updater()
         return await self._serve()
+
+    async def _ask_context(self) -> int | None:
+        """Return what the server says of its context; one that says nothing refuses by itself what is too long."""
+        try:
+            return await self.api.context_tokens(deadline_s=HEALTH_DEADLINE_S)
+        except ServerFault as exc:
+            log.warning("server.context_unknown", server_id=self._server.id, cause=str(exc))
+            return None
 
     async def _serve(self) -> str:
         reasons: list[str] = []

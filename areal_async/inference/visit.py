@@ -17,7 +17,7 @@ import structlog
 from areal_async.errors import UserError
 from areal_async.fields import is_version
 from areal_async.inference.commands import NO_VERSION, server_command
-from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, decode_answer, make_client
+from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, context_tokens_of, decode_answer, make_client
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
 from areal_async.settings import Settings
@@ -40,6 +40,7 @@ class Facts(NamedTuple):
     url: str
     version: str
     tokenizer_path: str
+    context_tokens: int | None
 
 
 async def ask(client: httpx.AsyncClient, url: str) -> Facts:
@@ -59,7 +60,7 @@ async def ask(client: httpx.AsyncClient, url: str) -> Facts:
             f"server {url}: was started with other flags than are needed to read its streams token by token "
             f"(weight version {version!r}); start it with {FLAGS}"
         )
-    return Facts(url, version, str(model.get("tokenizer_path", "")))
+    return Facts(url, version, str(model.get("tokenizer_path", "")), context_tokens_of(server))
 
 
 async def _get(client: httpx.AsyncClient, url: str, route: str) -> dict[str, object]:
@@ -100,6 +101,7 @@ async def visited_servers(
             facts = [await ask(client, url) for url in urls]
             for fact in facts:
                 server = pool.add(fact.url if own is None else OWN_ID)
+                server.context_tokens = fact.context_tokens
                 pool.set_limit(server, settings.inference.max_running_requests)
                 pool.admit(server, url=fact.url, version=fact.version)
                 tasks.start_soon(_clear_doubts, pool, server, ServerApi(client, fact.url))

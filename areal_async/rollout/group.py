@@ -108,12 +108,11 @@ def _endings(returned: object, policies: Sequence[ServedPolicy], name: str) -> l
 def _ending(outcome: object, policy: ServedPolicy, name: str) -> Ending:
     if isinstance(outcome, Reject):
         return outcome
-    if policy.failure is not None:
-        return policy.failure
     try:
+        policy.check_heard()
         with attributed_to(WorkflowError, f"workflow {name}"):
             return scores_of(outcome, policy, name)
-    except WorkflowError as exc:
+    except RolloutError as exc:
         return exc
 
 

@@ -13,7 +13,7 @@ import msgspec
 from pydantic import ValidationError
 
 from areal_async.contracts import Act, Message, Reply, RunnableTool, ToolCall, ToolLike, ToolResult
-from areal_async.errors import WorkflowError
+from areal_async.errors import ContextFull, WorkflowError
 from areal_async.inference.call_parser import FoundCalls
 from areal_async.inference.pool import Server
 from areal_async.rollout.confine import in_nobodys_name
@@ -58,7 +58,7 @@ class Record:
     """Calls that ``act`` was asked to run, good ones and bad ones; None where no model was given tools to act."""
     num_tool_errors: int = 0
     max_sequence_tokens: int | None = None
-    """What a trainer can pack; a prompt that leaves no room in it is refused. None where nothing is trained."""
+    """What a trainer can pack: no answer goes beyond it. None where nothing is trained."""
 
 
 class CallParser(Protocol):
@@ -193,10 +193,10 @@ class RecordingPolicy:
         opening = self._open(messages, tools)
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
-            self._check_room(opening.prompt_ids)
+            fitting = self._fitted(params, opening.prompt_ids)
             with in_nobodys_name():
                 turn, self._server = await self._generator.generate(
-                    opening.prompt_ids, params, preferred=self._server, on_tokens=on_tokens
+                    opening.prompt_ids, fitting, preferred=self._server, on_tokens=on_tokens
                 )
             return self._record(turn, opening, await self._parse(turn, opening))
 
@@ -229,7 +229,12 @@ class RecordingPolicy:
         record = self._own
         record.num_tool_calls = record.num_tool_calls or 0
         while True:
-            reply = await self.chat(said, tools=toolbox.schemas, **sampling)
+            try:
+                reply = await self.chat(said, tools=toolbox.schemas, **sampling)
+            except ContextFull:
+                if not replies:
+                    raise
+                return Act(messages=said, replies=replies, results=results)
             replies.append(reply)
             said.append(reply.message)
             if not reply.tool_calls or len(replies) == max_turns:
@@ -254,7 +259,7 @@ class RecordingPolicy:
 
     async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any], num_turns: int) -> list[Turn]:
         """Return ``num_turns`` completions of one prompt, generated side by side."""
-        self._check_room(prompt_ids)
+        params = self._fitted(params, prompt_ids)
         turns: dict[int, Turn] = {}
         preferred = self._server
 
@@ -270,14 +275,18 @@ class RecordingPolicy:
                     generating.start_soon(generate_one, number)
         return [turns[number] for number in range(num_turns)]
 
-    def _check_room(self, prompt_ids: Sequence[int]) -> None:
-        """Refuse, before a server spends anything on it, a prompt that no answer could follow in a packed row."""
+    def _fitted(self, params: Mapping[str, Any], prompt_ids: Sequence[int]) -> Mapping[str, Any]:
+        """Ask for no longer an answer than fits a packed row behind this prompt; servers have bounds of their own.
+
+        Raises:
+            ContextFull: not a token of it would fit. No server has spent anything on it.
+        """
         most = self._own.max_sequence_tokens
-        if most is not None and len(prompt_ids) >= most:
-            raise WorkflowError(
-                f"policy call: got a prompt of {len(prompt_ids)} tokens, "
-                f"need fewer than trainer.token_budget = {most}; shorten it, or raise that"
-            )
+        if most is None:
+            return params
+        if len(prompt_ids) >= most:
+            raise ContextFull(len(prompt_ids), most, "trainer.token_budget")
+        return {**params, "max_new_tokens": min(params["max_new_tokens"], most - len(prompt_ids))}
 
     async def _parse(self, turn: Turn, opening: Opening | None) -> Parsed:
         """Take a reply apart where the model was given tools."""

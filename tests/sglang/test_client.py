@@ -12,14 +12,15 @@ from typing import Any
 import anyio
 import pytest
 
+from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, Pool
 from areal_async.inference.swap import swap
 from areal_async.settings import InferenceSettings
 from areal_async.types import Turn, WeightsVersion
 from tests.sglang.scoring import assert_scored_by, assert_whole
-from tests.unit.inference.embedded_engine import Server, prompt_of
+from tests.unit.inference.embedded_engine import CONTEXT_LENGTH, Server, prompt_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]
 
@@ -131,3 +132,20 @@ async def test_streams_of_a_killed_server_go_on_elsewhere_from_what_was_received
     for prompt, turn in answers:
         assert_whole(turn, NUM_TOKENS)
         assert_scored_by(models[0], prompt, turn, 0, NUM_TOKENS)
+
+
+async def test_server_is_asked_for_no_more_than_it_takes(server: Server) -> None:
+    async with client_of(server) as client:
+        known = client.pool.servers["s0"]
+        context = await ServerApi(client.administration, known.url).context_tokens(deadline_s=ORDER_DEADLINE_S)
+        assert context == CONTEXT_LENGTH
+        known.context_tokens = context
+        params = {"max_new_tokens": NUM_TOKENS, "temperature": 1.0, "ignore_eos": True}
+        for num_tokens in (250, context - MIN_ROOM_TOKENS - 1, context - MIN_ROOM_TOKENS):
+            turn, _ = await client.generate(prompt_of(num_tokens, seed=0), params)
+            assert (turn.finish_reason, len(turn.output_ids)) == ("length", context - num_tokens - KEPT_TOKENS)
+        with pytest.raises(ContextFull):
+            await client.generate(prompt_of(context - MIN_ROOM_TOKENS + 1, seed=0), params)
+        known.context_tokens = None
+        with pytest.raises(GenerationError):  # it would refuse that itself, so none is refused that it would take
+            await client.generate(prompt_of(context - MIN_ROOM_TOKENS + 1, seed=0), {**params, "max_new_tokens": 1})

@@ -1,11 +1,12 @@
 """The policy of a trajectory, with an address: ``policy.base_url`` and ``policy.api_key``.
 
 What went wrong at the endpoint is the trajectory's, as if the workflow had called ``policy.chat`` itself: an agent that
-was denied an answer, and had none since, has not been itself, and its trajectory fails with the cause.
+was denied an answer, and had none since, has not been itself, and its trajectory fails with the cause. A full context
+is no such denial: an agent that returns a reward all the same has taken note of it.
 """
 
 from areal_async.contracts import Policy, Rewards, Workflow
-from areal_async.errors import RolloutError, WorkflowError
+from areal_async.errors import ContextFull, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.endpoint.session import Session
@@ -60,8 +61,23 @@ class ServedPolicy(RecordingPolicy):
     @property
     def failure(self) -> RolloutError | None:
         """What the agent's last request came to, where that is an error; or that of a policy beside it."""
-        own = self._session.failure if self._session else None
-        return own or next((one.failure for one in self._companions if one.failure is not None), None)
+        return next(iter(self.failures), None)
+
+    @property
+    def failures(self) -> list[RolloutError]:
+        """That of this policy and of each beside it."""
+        own = [self._session.failure] if self._session and self._session.failure else []
+        return own + [failure for one in self._companions for failure in one.failures]
+
+    def check_heard(self) -> None:
+        """Let a workflow that has returned keep its reward only if its agent was answered, or has outgrown the context.
+
+        Raises:
+            RolloutError: what the last request came to.
+        """
+        for failure in self.failures:
+            if not isinstance(failure, ContextFull):
+                raise failure
 
     def in_role(self, role: str, sampling: SamplingSettings) -> "ServedPolicy":
         """Return the same model under another name: in the same trajectory, with conversations of its own."""
@@ -123,8 +139,7 @@ def heeding(workflow: Workflow, policy: ServedPolicy, *, name: str) -> Workflow:
             if policy.failure is not None:
                 raise policy.failure from exc
             raise
-        if policy.failure is not None:
-            raise policy.failure
+        policy.check_heard()
         return rewards
 
     return run

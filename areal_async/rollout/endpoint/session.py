@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import structlog
 
 from areal_async.contracts import Message, Reply, ReplyStream, ToolLike
-from areal_async.errors import GenerationError, RolloutError, WorkflowError
+from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
 from areal_async.rollout.endpoint.held_text import HeldText
@@ -269,6 +269,8 @@ def ended() -> Refusal:
 
 def _kind_of(error: RolloutError) -> RefusalKind:
     text = str(error)
+    if isinstance(error, ContextFull):
+        return "too_long"
     if isinstance(error, WorkflowError):
         return "bad_request"
     if not isinstance(error, GenerationError):

@@ -9,8 +9,9 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from areal_async import tracing
-from areal_async.errors import GenerationError
+from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
+from areal_async.inference.http import context_tokens_of
 from areal_async.inference.pool import Pool
 from areal_async.settings import InferenceSettings
 from areal_async.tracing import RecordedSpan
@@ -362,3 +363,37 @@ async def test_prompt_that_would_end_a_server_is_never_sent(prompt_ids: list[int
         await client.generate([0, 99], PARAMS)
 
     assert [request["input_ids"] for request in server.requests] == [[0, 99]]
+
+
+async def test_answer_is_asked_for_as_long_as_the_server_s_context_has_room() -> None:
+    async def break_off(request: dict[str, Any], stream: EventStream) -> None:
+        await stream.send([10, 11, 12], "1-0")
+        stream.break_off()
+
+    first, second = FakeSglang(break_off), FakeSglang()
+    async with client_of(first, second) as client:
+        for server in client.pool.servers.values():
+            server.context_tokens = 16
+        one = client.pool.servers["s0"]
+        with pytest.raises(ContextFull, match="got 10 tokens"):
+            await client.generate([1] * 10, PARAMS, preferred=one)
+        turn, _ = await client.generate([1] * 9, PARAMS, preferred=one)
+
+    assert [request["sampling_params"]["max_new_tokens"] for request in first.requests] == [5]
+    assert (turn.output_ids, turn.finish_reason, second.requests) == ([10, 11, 12], "length", [])
+    assert one.num_requests == 0
+
+
+@pytest.mark.parametrize(
+    ("info", "tokens"),
+    [
+        ({"context_length": None, "max_req_input_len": 506}, 512),
+        ({"context_length": 4096, "max_req_input_len": 506}, 512),
+        ({"context_length": 512}, 512),
+        ({"context_length": 512, "speculative_eagle_topk": 4, "speculative_num_steps": 5}, 492),
+        ({"context_length": 512, "speculative_num_draft_tokens": 8, "speculative_eagle_topk": None}, 504),
+        ({}, None),
+    ],
+)
+def test_context_is_what_the_server_says_of_it(info: dict[str, Any], tokens: int | None) -> None:
+    assert context_tokens_of(info) == tokens

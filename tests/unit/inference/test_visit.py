@@ -54,13 +54,13 @@ def free() -> str:
 
 
 MODEL = {"weight_version": "3-4", "tokenizer_path": "/models/m"}
-FLAGS = {"incremental_streaming_output": True}
+FLAGS = {"incremental_streaming_output": True, "context_length": 512}
 
 
 async def test_a_server_is_known_by_what_it_says_of_itself() -> None:
     with answering({"/model_info": MODEL, "/server_info": FLAGS}) as url:
         async with make_client(max_connections=4) as client:
-            assert await ask(client, f"{url}/") == (url, "3-4", "/models/m")
+            assert await ask(client, f"{url}/") == (url, "3-4", "/models/m", 512)
 
 
 @pytest.mark.parametrize(

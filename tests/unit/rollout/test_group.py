@@ -148,8 +148,8 @@ async def test_a_call_past_its_deadline_fails_every_sibling() -> None:
 async def test_a_denied_request_of_one_siblings_agent_fails_that_sibling() -> None:
     class Denied(ServedPolicy):
         @property
-        def failure(self) -> RolloutError | None:
-            return WorkflowError("denied") if self.reply_ids[:1] == ["1.1"] else None
+        def failures(self) -> list[RolloutError]:
+            return [WorkflowError("denied")] if self.reply_ids[:1] == ["1.1"] else []
 
     policies: list[ServedPolicy] = [
         Denied(ScriptedModel([97]), codec(), SamplingSettings(), name=str(number), endpoint=Endpoint())

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from areal_async.contracts import Reply
-from areal_async.errors import GenerationError, WorkflowError
+from areal_async.errors import ContextFull, GenerationError, WorkflowError
 from areal_async.inference.call_parser import FoundCall, FoundCalls
 from areal_async.inference.pool import Server
 from areal_async.rollout.merge import merge_turns
@@ -42,21 +42,48 @@ async def test_chat_renders_the_template_and_returns_the_text_without_special_to
     assert (reply.token_ids, reply.logprobs, reply.finish_reason) == ([104, 105, END], [-1.0] * 3, "stop")
 
 
-async def test_a_prompt_that_fills_a_packed_row_is_refused_before_anything_is_generated() -> None:
-    policy = policy_of(model := ScriptedModel([98, END]))
+async def test_a_prompt_that_fills_a_packed_row_is_refused_and_one_that_nearly_does_is_answered_as_far() -> None:
+    policy = policy_of(model := ScriptedModel([98, END], [98], [99, END]))
     prompt_ids = list(range(20))
     policy.max_sequence_tokens = 20
 
-    with pytest.raises(WorkflowError, match="got a prompt of 20 tokens, need fewer than trainer.token_budget = 20"):
+    with pytest.raises(ContextFull, match=r"got 20 tokens, .* length of 20 tokens \(trainer.token_budget\)"):
         await policy.complete(prompt_ids)
-    with pytest.raises(WorkflowError, match="need fewer than trainer.token_budget = 20"):
+    with pytest.raises(ContextFull, match="got 36 tokens"):
         await policy.chat([{"role": "user", "content": "q" * 20}])
-    with pytest.raises(WorkflowError, match="need fewer than trainer.token_budget = 20"):
+    with pytest.raises(ContextFull, match="got 36 tokens"):
         async for _ in policy.stream([{"role": "user", "content": "q" * 20}]):
             pass
     assert model.calls == []
 
     assert (await policy.complete(prompt_ids[1:])).token_ids == [98, END]
+    async for _ in policy.stream([{"role": "user", "content": "q"}]):
+        pass
+    assert (await policy.complete(prompt_ids[:4])).token_ids == [99, END]
+    assert [params["max_new_tokens"] for _, params in model.calls] == [1, 3, 8]
+
+
+async def test_act_that_outgrows_the_context_returns_what_there_is() -> None:
+    def add(left: int, right: int) -> int:
+        return left + right
+
+    call = [*b'{"name": "add", "arguments": {"left": 2, "right": 3}}', END]
+    policy = policy_of(ScriptedModel(call, call))
+    policy.max_sequence_tokens = 75
+
+    done = await policy.act(QUESTION, [add])
+    assert (done.is_finished, len(done.replies), [one.text for one in done.results]) == (False, 1, ["5"])
+    assert done.messages[-1]["role"] == "tool"
+
+    policy.max_sequence_tokens = 10
+    with pytest.raises(ContextFull):
+        await policy.act(QUESTION, [add])
+
+
+async def test_act_whose_last_reply_is_cut_off_is_not_finished() -> None:
+    policy = policy_of(ScriptedModel([*b"It is"], finish_reason="length"))
+
+    assert not (await policy.act(QUESTION, [])).is_finished
 
 
 async def test_conversation_goes_on_from_the_tokens_that_were_said() -> None:
