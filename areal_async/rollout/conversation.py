@@ -20,6 +20,7 @@ from areal_async.contracts import Message
 from areal_async.errors import WorkflowError
 from areal_async.rollout.messages import are_same, is_same
 from areal_async.rollout.text import TextCodec
+from areal_async.rollout.tools.parse import is_in_thought
 from areal_async.types import Turn
 
 _MARK = "\ue0a7{}\ue0a8"
@@ -71,6 +72,8 @@ class Opening:
     prompt_ids: list[int]
     is_break: bool
     """It goes on from something recorded, whose tokens it could not keep as its beginning."""
+    is_thinking: bool
+    """The template has begun a thought, which the model goes on with."""
 
 
 class Conversations:
@@ -99,7 +102,7 @@ class Conversations:
         is_break = (bool(replies) and not is_kept) or any(
             recorded.is_answered_otherwise(messages) for recorded in self._recorded if len(recorded.messages) > start
         )
-        return Opening([*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break)
+        return Opening([*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break, is_in_thought(text))
 
     def record(self, opening: Opening, message: Message, turn: Turn) -> None:
         """Take in a reply, as its ``message`` is given to the workflow."""

@@ -20,7 +20,7 @@ from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.conversation import Conversations, Opening
 from areal_async.rollout.stream import RecordingStream
 from areal_async.rollout.text import TextCodec
-from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found
+from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found, split_thought
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.tools.schema import describe_tool
 from areal_async.settings import SamplingSettings
@@ -253,6 +253,11 @@ class RecordingPolicy:
 
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
         schemas = [tool if isinstance(tool, Mapping) else describe_tool(tool).schema for tool in tools]
+        if schemas and self.tool_format == "unknown":
+            raise WorkflowError(
+                "policy call: got tools for a model whose chat template has it write calls in a way that is not known "
+                "here; name SGLang's parser for them, inference.tool_call_parser"
+            )
         opening = self._conversations.open(messages, schemas)
         self._own.num_breaks += opening.is_break
         return opening
@@ -294,10 +299,11 @@ class RecordingPolicy:
             return Parsed(self._codec.decode(turn.output_ids), [])
         written = self._codec.decode_reply(turn.output_ids)
         if self._call_parser is None:
-            return parse_reply(written, self._codec.tool_format)
+            return parse_reply(written, self._codec.tool_format, opening.tools, is_thinking=opening.is_thinking)
+        thought, said = split_thought(written, is_thinking=opening.is_thinking)
         with in_nobodys_name():
-            found = await self._call_parser.find(written, opening.tools, preferred=self._server)
-        return Parsed(found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
+            found = await self._call_parser.find(said, opening.tools, preferred=self._server)
+        return Parsed(thought + found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
 
     def _record(self, turn: Turn, opening: Opening | None, parsed: Parsed) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""

@@ -177,7 +177,7 @@ class Session:
         if not call.tools:
             return HeldText(tool_format=None, stop=call.stop)
         tool_format = self._policy.tool_format
-        holds_all = tool_format is None or (tool_format == "hermes" and not self._tags_are_seen)
+        holds_all = tool_format is None or (tool_format != "json" and not self._tags_are_seen)
         return HeldText(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
     def _take(self, call: Call, reply: Reply) -> Said:

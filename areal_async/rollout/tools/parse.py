@@ -1,23 +1,36 @@
 """What the model wrote -> the calls in it. Pure; the model may write anything.
 
-Two ways of writing are known: ``<tool_call>{json}</tool_call>`` anywhere in a text (Hermes, Qwen), and JSON
-that is the whole text (Llama): ``{"name": ..., "arguments" or "parameters": {...}}``, or a list of them.
+Three ways of writing are known: ``<tool_call>{json}</tool_call>`` anywhere in a text (Hermes, Qwen), the same tags
+around ``<function=NAME><parameter=KEY>value</parameter></function>`` (``xml_calls``), and JSON that is the whole text
+(Llama): ``{"name": ..., "arguments" or "parameters": {...}}``, or a list of them. What stands between ``<think>`` and
+``</think>``, or behind a ``<think>`` that was never closed, is thought about and not called.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-ToolFormat = Literal["hermes", "json"]
+from areal_async.rollout.tools.xml_calls import read_xml
+
+ToolFormat = Literal["hermes", "xml", "json", "unknown"]
 
 OPEN_TAG, CLOSE_TAG = "<tool_call>", "</tool_call>"
-_HERMES_CALL = re.compile(f"{OPEN_TAG}(.*?)(?:{CLOSE_TAG}|(?={OPEN_TAG})|\\Z)", re.DOTALL)
+THINK_TAG, THOUGHT_TAG = "<think>", "</think>"
+_CALL_OR_THOUGHT = re.compile(
+    f"{THINK_TAG}.*?(?:{THOUGHT_TAG}|\\Z)|{OPEN_TAG}(?P<call>.*?)(?:{CLOSE_TAG}|(?={OPEN_TAG})|\\Z)", re.DOTALL
+)
 _FENCE = re.compile(r"\A```(?:json)?\s*\n(.*?)\n?```\Z", re.DOTALL)
 _PYTHON_TAG = "<|python_tag|>"
+_OTHER_FORMATS = (
+    "<arg_key>", "[TOOL_CALLS]", "<|tool_call_begin|>", "<｜tool▁call", "<invoke name=", "<|channel|>", "<function=",
+)  # fmt: skip
+"""Of templates that teach calls in none of the ways that are known here."""
 _BAD_JSON = (msgspec.DecodeError, RecursionError, UnicodeError)
 _SHAPE = 'need {"name": ..., "arguments": {...}}'
+
+Schemas = Sequence[Mapping[str, Any]]
 
 
 class WrittenCall(NamedTuple):
@@ -37,13 +50,37 @@ class Parsed(NamedTuple):
     calls: list[WrittenCall]
 
 
-def parse_reply(text: str, tool_format: ToolFormat) -> Parsed:
-    """Find the calls in what the model wrote, in their order."""
-    return _PARSERS[tool_format](text)
+def parse_reply(text: str, tool_format: ToolFormat, tools: Schemas = (), *, is_thinking: bool = False) -> Parsed:
+    """Find the calls in what the model wrote, in their order.
+
+    Args:
+        tools: schemas of what may be called, by which values that are written as plain text get their types.
+        is_thinking: the prompt ended within a thought.
+    """
+    thought, said = split_thought(text, is_thinking=is_thinking)
+    parsed = _PARSERS[tool_format](said, tools)
+    return Parsed((thought + parsed.content).strip(), parsed.calls) if parsed.calls else Parsed(text, [])
+
+
+def split_thought(text: str, *, is_thinking: bool) -> tuple[str, str]:
+    """Part a reply behind the thought that it begins with; all of it is one that was never finished."""
+    if not is_thinking and not text.lstrip().startswith(THINK_TAG):
+        return "", text
+    thought, end, said = text.partition(THOUGHT_TAG)
+    return thought + end, said
+
+
+def is_in_thought(prompt: str) -> bool:
+    """Say whether a rendered prompt has the model go on with a thought."""
+    return prompt.rstrip().endswith(THINK_TAG)
 
 
 def guess_format(template: str) -> ToolFormat:
     """Return the way of writing calls that a chat template teaches its model."""
+    if "<function=" in template and "<parameter=" in template:
+        return "xml"
+    if any(mark in template for mark in _OTHER_FORMATS):
+        return "unknown"
     return "hermes" if OPEN_TAG in template else "json"
 
 
@@ -52,12 +89,28 @@ def read_found(name: str, parameters: str) -> WrittenCall:
     return _call_of({"name": name, "arguments": parameters})
 
 
-def _parse_hermes(text: str) -> Parsed:
-    calls = [_read_call(found) for found in _HERMES_CALL.findall(text)]
-    return Parsed(_HERMES_CALL.sub("", text).strip() if calls else text, calls)
+def _parse_tagged(text: str, read: Callable[[str], WrittenCall]) -> Parsed:
+    calls: list[WrittenCall] = []
+
+    def without(found: re.Match[str]) -> str:
+        if found["call"] is None:
+            return found[0]
+        calls.append(read(found["call"]))
+        return ""
+
+    content = _CALL_OR_THOUGHT.sub(without, text)
+    return Parsed(content, calls)
 
 
-def _parse_json(text: str) -> Parsed:
+def _parse_hermes(text: str, tools: Schemas) -> Parsed:
+    return _parse_tagged(text, _read_call)
+
+
+def _parse_xml(text: str, tools: Schemas) -> Parsed:
+    return _parse_tagged(text, lambda body: WrittenCall(*read_xml(body, tools)))
+
+
+def _parse_json(text: str, tools: Schemas) -> Parsed:
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     fenced = _FENCE.match(body)
     body = fenced[1].strip() if fenced else body
@@ -69,6 +122,10 @@ def _parse_json(text: str) -> Parsed:
         parts = [part.strip() for part in re.split(r";|\n(?=\s*\{)", body) if part.strip()]
         return Parsed("", [_read_call(part) for part in (parts if len(parts) > 1 and _are_json(parts) else [body])])
     return Parsed("", [_call_of(item) for item in (value if isinstance(value, list) else [value])])
+
+
+def _parse_nothing(text: str, tools: Schemas) -> Parsed:
+    return Parsed(text, [])
 
 
 def _are_json(parts: Iterable[str]) -> bool:
@@ -97,4 +154,6 @@ def _call_of(value: Any) -> WrittenCall:
     return WrittenCall(name, arguments, "")
 
 
-_PARSERS: dict[ToolFormat, Callable[[str], Parsed]] = {"hermes": _parse_hermes, "json": _parse_json}
+_PARSERS: dict[ToolFormat, Callable[[str, Schemas], Parsed]] = {
+    "hermes": _parse_hermes, "xml": _parse_xml, "json": _parse_json, "unknown": _parse_nothing,
+}  # fmt: skip

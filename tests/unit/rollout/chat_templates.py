@@ -91,7 +91,23 @@ MOVING_SYSTEM = """
     {%- endif %}
 {%- endfor %}"""
 
-TEMPLATES = {"hermes": HERMES, "json": JSON_CALLS, "reasoning": REASONING, "moving": MOVING_SYSTEM}
+THINKING = HERMES.replace("{{- '<|im_start|>assistant\\n' }}", "{{- '<|im_start|>assistant\\n<think>' }}")
+"""Begins the thought itself, as those of models that always think do; what it writes of the past has it too."""
+THINKING = THINKING.replace(
+    "{{- '<|im_start|>' + message.role + '\\n' + message.content }}",
+    "{{- '<|im_start|>' + message.role + '\\n' + ('<think>' if message.role == 'assistant' else '')"
+    " + message.content }}",
+)
+GLM = HERMES + "{#- <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> -#}"
+
+TEMPLATES = {
+    "glm": GLM,
+    "thinking": THINKING,
+    "hermes": HERMES,
+    "json": JSON_CALLS,
+    "reasoning": REASONING,
+    "moving": MOVING_SYSTEM,
+}
 
 
 @lru_cache

@@ -80,6 +80,39 @@ async def test_act_that_outgrows_the_context_returns_what_there_is() -> None:
         await policy.act(QUESTION, [add])
 
 
+async def test_call_within_a_thought_that_the_template_began_is_not_run() -> None:
+    ran: list[int] = []
+
+    def note(number: int) -> None:
+        ran.append(number)
+
+    call = '<tool_call>{"name": "note", "arguments": {"number": %d}}</tool_call>'
+    codec = codec_with("thinking")
+    end = codec.stop_token_ids[0]
+    answers = [codec.encode(f"First {call % 1}? No.</think>{call % 2}"), codec.encode("That was it.</think>Done.")]
+    policy = RecordingPolicy(
+        ScriptedModel(*[[*ids, end] for ids in answers]), codec, SamplingSettings(max_new_tokens=8), name="uid"
+    )
+
+    done = await policy.act(QUESTION, [note])
+
+    assert (ran, done.text) == ([2], "That was it.</think>Done.")
+    assert done.replies[0].message["content"] == f"First {call % 1}? No.</think>"
+    assert len(merge_turns(policy.turns)) == 1
+
+
+async def test_tools_for_a_template_whose_calls_are_unknown_are_refused_at_once() -> None:
+    policy = RecordingPolicy(model := ScriptedModel(), codec_with("glm"), SamplingSettings(), name="uid")
+
+    with pytest.raises(WorkflowError, match="inference.tool_call_parser"):
+        await policy.act(QUESTION, [print_nothing])
+    assert model.calls == []
+
+
+def print_nothing() -> None:
+    """Do nothing."""
+
+
 async def test_act_whose_last_reply_is_cut_off_is_not_finished() -> None:
     policy = policy_of(ScriptedModel([*b"It is"], finish_reason="length"))
 

@@ -33,6 +33,12 @@ pytestmark = pytest.mark.anyio
 ADD = WrittenCall("add", {"a": 2, "b": 3}, "")
 
 
+PIECES = [
+    "<tool_call>", "</tool_call>", '{"name"', ': "a"', "}", "[", "\n", ";", "<think>", "</think>", "<function=a>",
+    "</function>", "<parameter=b>", "</parameter>",
+]  # fmt: skip
+
+
 # What the model writes
 
 
@@ -69,6 +75,87 @@ def test_calls_that_are_the_whole_text_are_found(text: str, calls: list[WrittenC
     assert parse_reply(text, "json") == ("", calls)
 
 
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
+JSON_CALL = '{"name": "add", "arguments": {"a": 2, "b": 3}}'
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "is_thinking", "text", "content"),
+    [
+        ("hermes", False, f"<think>I could {CALL}</think>5", None),
+        ("hermes", False, f"<think>I could {CALL}", None),
+        ("hermes", False, f"Well. <think>{CALL}</think> 5", None),
+        ("hermes", True, f"I could {CALL}</think>5", None),
+        ("hermes", True, f"I could {CALL}", None),
+        ("hermes", False, f"<think>No {CALL}.</think>\n\n{CALL}", f"<think>No {CALL}.</think>"),
+        ("hermes", True, f"No {CALL}.</think>So.\n{CALL}", f"No {CALL}.</think>So."),
+        ("hermes", False, f"{CALL}<think>{CALL}</think>", f"<think>{CALL}</think>"),
+        ("hermes", False, f"I </think> {CALL}", "I </think>"),
+        ("xml", False, f"<think>{CALL}</think>5", None),
+        ("json", False, f"<think>{JSON_CALL}</think>", None),
+        ("json", True, JSON_CALL, None),
+        ("json", False, f"<think>Hm.</think>\n{JSON_CALL}", "<think>Hm.</think>"),
+        ("json", True, f"Hm.</think>\n{JSON_CALL}", "Hm.</think>"),
+    ],
+)
+def test_call_that_is_only_thought_about_is_none(
+    tool_format: ToolFormat, is_thinking: bool, text: str, content: str | None
+) -> None:
+    calls = [] if content is None else [ADD]
+    assert parse_reply(text, tool_format, is_thinking=is_thinking) == (text if content is None else content, calls)
+
+
+def xml(*parameters: str, name: str = "find") -> str:
+    return f"<tool_call>\n<function={name}>\n{''.join(parameters)}</function>\n</tool_call>"
+
+
+def parameter(key: str, value: str) -> str:
+    return f"<parameter={key}>\n{value}\n</parameter>\n"
+
+
+async def find(
+    words: str, most: int = 3, exact: bool = False, places: list[int] | None = None, near: str | None = None
+) -> None:
+    """Find words."""
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        (parameter("words", "5"), {"words": "5"}),
+        (parameter("words", "<a>\n  b\n</a>"), {"words": "<a>\n  b\n</a>"}),
+        (parameter("words", "null") + parameter("near", "null"), {"words": "null", "near": None}),
+        (
+            parameter("most", "7") + parameter("exact", "True") + parameter("places", "[1, 2]"),
+            {"most": 7, "exact": True, "places": [1, 2]},
+        ),
+        (parameter("most", "seven"), {"most": "seven"}),
+        (parameter("other", "7"), {"other": "7"}),
+        ("<parameter=words>a<parameter=most>7", {"words": "a", "most": 7}),
+        ("", {}),
+    ],
+)
+def test_call_in_xml_has_values_of_the_types_that_the_schema_says(written: str, arguments: dict[str, Any]) -> None:
+    tools = [describe_tool(find).schema]
+
+    assert parse_reply(f"I look.\n{xml(written)}", "xml", tools) == ("I look.", [WrittenCall("find", arguments, "")])
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "fault"),
+    [
+        (CALL, "", "not a whole call"),
+        ("<tool_call><function=find><parameter=words>rm -r /tm", "", "not a whole call"),
+        (xml("words: a"), "find", "the arguments of 'find' are not all parameters"),
+    ],
+)
+def test_call_that_is_not_written_as_the_xml_template_teaches_is_a_fault(text: str, name: str, fault: str) -> None:
+    (call,) = parse_reply(text, "xml").calls
+
+    assert (call.name, call.arguments) == (name, {})
+    assert call.error.startswith(fault)
+
+
 @pytest.mark.parametrize("text", ["5", "", "{1, 2}", '{"answer": 5}', 'Say {"name": "add"}', "[1, 2]"])
 def test_text_that_calls_nothing_stays_a_text(text: str) -> None:
     assert parse_reply(text, "json") == (text, [])
@@ -97,9 +184,8 @@ def test_call_with_a_fault_says_which(tool_format: ToolFormat, body: str, name: 
 
 
 @given(
-    st.text()
-    | st.lists(st.sampled_from(["<tool_call>", "</tool_call>", '{"name"', ': "a"', "}", "[", "\n", ";"])).map("".join),
-    st.sampled_from(["hermes", "json"]),
+    st.text() | st.lists(st.sampled_from(PIECES)).map("".join),
+    st.sampled_from(["hermes", "xml", "json", "unknown"]),
 )
 def test_whatever_is_written_ends_in_calls_or_text(text: str, tool_format: ToolFormat) -> None:
     parsed = parse_reply(text, tool_format)
@@ -110,6 +196,9 @@ def test_whatever_is_written_ends_in_calls_or_text(text: str, tool_format: ToolF
 
 def test_format_is_the_one_that_the_template_teaches() -> None:
     assert guess_format("... <tool_call> ...") == "hermes"
+    assert guess_format("<tool_call><function=example><parameter=one>") == "xml"
+    for other in ("<tool_call>{name}<arg_key>", "[TOOL_CALLS]", "<｜tool▁calls▁begin｜>", "<function=name>{json}"):
+        assert guess_format(other) == "unknown", other
     assert guess_format("{{ message.content }}") == "json"
 
 

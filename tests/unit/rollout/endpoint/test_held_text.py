@@ -16,6 +16,10 @@ PARTS = [
     "<tool_call>",
     '{"name":"f","arguments":{}}',
     "</tool_call>",
+    "<think>",
+    "</think>",
+    "<function=f>",
+    "</function>",
     "```",
     "[",
     "STOP",
@@ -29,7 +33,7 @@ def cut(text: str, places: list[int]) -> list[str]:
     return [text[start:end] for start, end in zip(edges, edges[1:], strict=False)]
 
 
-@given(TEXTS, st.lists(st.integers(0, 200), max_size=8), st.sampled_from([None, "hermes", "json"]))
+@given(TEXTS, st.lists(st.integers(0, 200), max_size=8), st.sampled_from([None, "hermes", "xml", "json"]))
 def test_what_is_told_and_the_rest_are_the_content(
     text: str, places: list[int], tool_format: ToolFormat | None
 ) -> None:
