@@ -8,11 +8,12 @@ from pydantic import Field, field_serializer, field_validator, model_validator
 
 from areal_async.fields import MAX_TEMPERATURE, MAX_TOP_K
 from areal_async.section import HubPath, Section
+from areal_async.template_settings import TemplateSettings
 
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
 TAKEN_NAMES = ("prompt", "policy")
-ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "dtype")
+ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "template", "dtype")
 
 
 def check_top_k(top_k: int | None) -> int | None:
@@ -67,6 +68,8 @@ class PolicySettings(Section):
     """GPUs per server."""
     context_length: int | None = None
     """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
+    template: TemplateSettings = TemplateSettings()
+    """Its chat template, where it is to be another than its tokenizer's."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Of the served weights; ``None`` takes ``model.dtype``."""
 

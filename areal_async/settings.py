@@ -26,6 +26,7 @@ from areal_async.task_settings import CurriculumSettings as CurriculumSettings
 from areal_async.task_settings import DatasetSettings as DatasetSettings
 from areal_async.task_settings import EvalSettings as EvalSettings
 from areal_async.task_settings import TaskSettings as TaskSettings
+from areal_async.template_settings import TemplateSettings as TemplateSettings
 from areal_async.trainer_settings import CriticTrainerSettings as CriticTrainerSettings
 from areal_async.trainer_settings import TrainerSettings as TrainerSettings
 
@@ -116,6 +117,7 @@ class RolloutSettings(Section):
     loop_deadline_s: float = Field(default=20.0, ge=5)
     """Seconds one workflow may hold up its node's event loop; then the node ends itself, and that slot has failed."""
     sampling: SamplingSettings = SamplingSettings()
+    template: TemplateSettings = TemplateSettings()
     curriculum: CurriculumSettings = CurriculumSettings()
     max_trajectories_per_node: int = Field(default=512, ge=1)
     """Workflows running at once on one node."""
@@ -401,6 +403,7 @@ DATA_DEFINING = (
     "model.path",
     "rollout.group_size",
     "rollout.curriculum",
+    "rollout.template",
     "run.seed",
     "trainer.lora.rank",
     "trainer.lora.alpha",

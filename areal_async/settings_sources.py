@@ -175,12 +175,12 @@ def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Itera
 
 
 def _parsed(parts: Parts, text: str, rank: int, origin: str, kind: type[BaseModel]) -> Assignment:
-    """Keep the text of a scalar as it is, for pydantic to read; read lists, sections and null as YAML."""
+    """Keep the text of a scalar as it is, for pydantic to read; read lists, sections, null and anything as YAML."""
     annotation = annotation_at(kind, parts)
     value: Any = text
     if takes_none(annotation) and text.strip().lower() in ("null", "none", "~"):
         value = None
-    elif annotation is not None and is_composite(without_none(annotation)):
+    elif annotation is Any or (annotation is not None and is_composite(without_none(annotation))):
         try:
             value = read_yaml(text)
         except ValueError as exc:

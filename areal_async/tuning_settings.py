@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from areal_async.fields import MAX_STEP
 from areal_async.section import OutputPath, Section
-from areal_async.settings import DatasetSettings, ModelSettings, RunSettings, TrainerSettings
+from areal_async.settings import DatasetSettings, ModelSettings, RunSettings, TemplateSettings, TrainerSettings
 from areal_async.trainer_settings import Beta
 
 
@@ -90,6 +90,7 @@ class TuningSettings(Section):
 
     run: TuningRunSettings = TuningRunSettings()
     model: ModelSettings = ModelSettings()
+    template: TemplateSettings = TemplateSettings()
     dataset: DatasetSettings
     trainer: TuningTrainerSettings = TuningTrainerSettings()
     eval: TuningEvalSettings = TuningEvalSettings()

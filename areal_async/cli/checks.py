@@ -8,7 +8,9 @@ from pathlib import Path
 from areal_async.errors import UserError
 from areal_async.hub import is_local
 from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
-from areal_async.settings import DatasetSettings, Settings
+from areal_async.settings import DatasetSettings, Settings, TemplateSettings
+
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
 
 def check_file(spec: str) -> None:
@@ -91,6 +93,35 @@ def check_model(path: str, setting: str = "model.path") -> None:
             raise UserError(f"{setting}: no folder {path}; give a model's folder or a hub name")
     elif not (folder / "config.json").is_file():
         raise UserError(f"{setting}: no config.json in {path}; give a model's folder or a hub name")
+
+
+def check_tokenizer(path: str, setting: str = "model.path") -> None:
+    """Make sure that a model on this machine has a tokenizer; one of the hub is found out about later.
+
+    Raises:
+        UserError: a folder without one.
+    """
+    folder = Path(path)
+    if folder.is_dir() and not any(next(folder.glob(pattern), None) for pattern in TOKENIZER_FILES):
+        raise UserError(
+            f"{setting}: no tokenizer in {path}, need its files (tokenizer.json or the like) beside the weights; copy "
+            "them there, with the chat template"
+        )
+
+
+def check_template(settings: Settings) -> None:
+    """Make sure that the chat template that the settings give can be used; with none given, nothing is loaded.
+
+    Raises:
+        UserError: it cannot, as ``chat_template.take_template`` says.
+    """
+    template = settings.rollout.template
+    if template == TemplateSettings():
+        return
+    # Imported here: it takes seconds.
+    from areal_async.rollout.text import load_codec
+
+    load_codec(settings.model.path, template)
 
 
 def check_interpreter(python: Path | None) -> None:

@@ -21,6 +21,8 @@ from areal_async.cli.checks import (
     check_interpreter,
     check_model,
     check_policies,
+    check_template,
+    check_tokenizer,
     check_workflow,
 )
 from areal_async.cli.curves import Follower
@@ -162,12 +164,12 @@ def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) 
 
 
 def check(settings: Settings) -> None:
-    """Refuse what can be seen to be wrong without importing or fetching anything.
+    """Refuse what can be seen to be wrong without fetching anything; much is imported only where a template is given.
 
     Raises:
-        UserError: a workflow, a data set, a policy, a model, the servers' interpreter or parser is not there, or the
-            calls of a step do not fit together, an extra that is asked for is not installed, or the broker's address
-            or that of its metrics is not this host's.
+        UserError: a workflow, a data set, a policy, a model, its tokenizer or template, the servers' interpreter or
+            parser is not there, or the calls of a step do not fit together, an extra that is asked for is not
+            installed, or the broker's address or that of its metrics is not this host's.
     """
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
@@ -181,14 +183,17 @@ def check(settings: Settings) -> None:
     for setting, path in (("", model.path), ("critic.", model.critic.path), ("reference.", model.reference.path)):
         if path is not None:
             check_model(path, f"model.{setting}path")
+    check_tokenizer(model.path)
     for name, policy in settings.frozen_policies.items():
         check_model(str(policy.path), f"policies.{name}.path")
+        check_tokenizer(str(policy.path), f"policies.{name}.path")
     step_graph(settings)
     check_groups(settings)
     check_interpreter(settings.inference.python)
     check_tool_call_parser(settings)
     check_installed(settings.metrics)
     check_listening(settings.metrics)
+    check_template(settings)
     if settings.bus.url == EMBEDDED and settings.bus.host:
         check_address(settings.bus.host, setting="bus.host")
 

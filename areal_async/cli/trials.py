@@ -62,7 +62,7 @@ async def opened_trial(
     )
     own = settings.model_copy(update={"rollout": settings.rollout_of(task.name)})
     async with visited_servers(settings, urls, log_path=logs / "server.log") as (pool, facts):
-        codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
+        codec = await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template)
         if urls:
             _compare_tokenizers(settings.model.path, facts, tell)
         async with (

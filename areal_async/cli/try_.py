@@ -13,7 +13,14 @@ import anyio
 import anyio.to_thread
 
 from areal_async import log
-from areal_async.cli.checks import check_dataset, check_interpreter, check_model, check_workflow
+from areal_async.cli.checks import (
+    check_dataset,
+    check_interpreter,
+    check_model,
+    check_template,
+    check_tokenizer,
+    check_workflow,
+)
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
 from areal_async.cli.speech import settings_help
 from areal_async.cli.trial_output import JsonOutput, Output, TerminalOutput
@@ -96,10 +103,13 @@ def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: 
     """
     check_workflow(task.workflow)
     check_model(settings.model.path)
+    check_tokenizer(settings.model.path)
     if not has_row:
         check_dataset(task.dataset, "dataset")
     for name, policy in settings.frozen_policies.items():
         check_model(str(policy.path), f"policies.{name}.path")
+        check_tokenizer(str(policy.path), f"policies.{name}.path")
+    check_template(settings)
     if not has_server:
         check_interpreter(settings.inference.python)
         check_tool_call_parser(settings)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from areal_async import log
-from areal_async.cli.checks import check_dataset, check_model
+from areal_async.cli.checks import check_dataset, check_model, check_tokenizer
 from areal_async.cli.ranks import own_rank, run_ranks
 from areal_async.cli.speech import settings_help
 from areal_async.settings_sources import load_settings
@@ -31,6 +31,7 @@ def run_tuning(
     settings = load_settings(config, overrides, kind)
     check_dataset(settings.dataset, "dataset")
     check_model(settings.model.path)
+    check_tokenizer(settings.model.path)
     rank = own_rank()
     if rank is None and settings.trainer.num_ranks > 1:
         words = ["--config", arguments.config] if arguments.config else []

@@ -41,7 +41,7 @@ def check_models(settings: Settings) -> tuple[list[Finding], dict[str, ModelSize
 
 def check_template(settings: Settings) -> Iterator[Finding]:
     """Render one conversation with the model's own chat template, as every turn will be."""
-    codec = load_codec(settings.model.path)
+    codec = load_codec(settings.model.path, settings.rollout.template)
     try:
         tokens = codec.encode(codec.render([{"role": "user", "content": "one and one?"}]))
     except WorkflowError as exc:

@@ -18,7 +18,7 @@ from typing import Any
 
 from areal_async.contracts import Message
 from areal_async.errors import WorkflowError
-from areal_async.rollout.messages import are_same, is_same
+from areal_async.rollout.messages import are_same, checked_messages, is_same
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.tools.parse import is_in_thought
 from areal_async.types import Turn
@@ -87,9 +87,10 @@ class Conversations:
         """Return the prompt for a conversation.
 
         Raises:
-            WorkflowError: the chat template refuses it.
+            WorkflowError: it is none, or the chat template refuses it.
         """
-        messages, tools = list(messages), list(tools)
+        messages, tools = checked_messages(messages), list(tools)
+        self._codec.check_roles(messages, tools)
         text = self._codec.render(messages, tools)
         base, body = self._base(messages, tools, text)
         seen = base.messages if base else []

@@ -68,7 +68,7 @@ async def serve_frozen(
             )
             first_gpu += own.inference.num_gpus
             services.start_soon(fleet.run)
-            codec = await anyio.to_thread.run_sync(_load_codec, name, own.model.path)
+            codec = await anyio.to_thread.run_sync(_load_codec, name, policy)
             if policy.is_reward:
                 scorer = ScoringClient(fleet.pool, own.inference, max_requests=max_streams, vocab_size=codec.vocab_size)
                 models[name] = FrozenReward(
@@ -89,8 +89,9 @@ async def serve_frozen(
         services.cancel_scope.cancel()
 
 
-def _load_codec(name: str, path: str) -> TextCodec:
-    return load_codec(path, setting=f"policies.{name}.path")
+def _load_codec(name: str, policy: PolicySettings) -> TextCodec:
+    own = f"policies.{name}"
+    return load_codec(str(policy.path), policy.template, setting=f"{own}.path", template_setting=f"{own}.template")
 
 
 def _with_bias(settings: Settings, directory: Path) -> Settings:

@@ -1,11 +1,32 @@
 """Messages as workflows hold them and as chat templates want them. Pure."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from areal_async.contracts import Message
+from areal_async.errors import WorkflowError
+
+_SHAPE = 'a list of messages, [{"role": "user", "content": "..."}]'
+
+
+def checked_messages(messages: object) -> list[Message]:
+    """Return a conversation as a list.
+
+    Raises:
+        WorkflowError: it is none.
+    """
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        raise WorkflowError(f"messages: got a {type(messages).__name__}, need {_SHAPE}")
+    listed = list(messages)
+    if not listed:
+        raise WorkflowError(f"messages: got none, need {_SHAPE}")
+    for number, message in enumerate(listed, start=1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            got = f"a {type(message).__name__}" if not isinstance(message, Mapping) else "no role"
+            raise WorkflowError(f"messages: got {got} in place {number}, need {_SHAPE}")
+    return listed
 
 
 def are_same(messages: Sequence[Message], others: Sequence[Message]) -> bool:

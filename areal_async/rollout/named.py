@@ -17,6 +17,7 @@ from areal_async.contracts import Message, Policy, RewardModel, Workflow
 from areal_async.inference.pool import Pool
 from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.messages import checked_messages
 from areal_async.rollout.policy import Generator
 from areal_async.rollout.text import TextCodec
 from areal_async.settings import PolicySettings, SamplingSettings, Settings
@@ -50,6 +51,8 @@ class FrozenReward:
 
     async def score(self, messages: Sequence[Message]) -> float:
         """Score a whole conversation, rendered by the reward model's own chat template."""
+        messages = checked_messages(messages)
+        self.codec.check_roles(messages)
         text = self.codec.render(messages, for_reply=False)
         with in_nobodys_name():
             return await self.scorer.score(self.codec.encode(text))

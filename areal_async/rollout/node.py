@@ -102,7 +102,7 @@ class _Node:
             async with anyio.create_task_group() as services:
                 for service in (self._fleet.run, self._run_size, self._run_weights, self._run_claims):
                     services.start_soon(service)
-                codec = await anyio.to_thread.run_sync(load_codec, settings.model.path)
+                codec = await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template)
                 spare_pauses()
                 async with (
                     InferenceClient(

@@ -18,6 +18,7 @@ from areal_async.inference.call_parser import FoundCalls
 from areal_async.inference.pool import Server
 from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.conversation import Conversations, Opening
+from areal_async.rollout.messages import checked_messages
 from areal_async.rollout.stream import RecordingStream
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found, split_thought
@@ -223,7 +224,7 @@ class RecordingPolicy:
         if max_turns < 1:
             raise WorkflowError(f"policy.act: got max_turns={max_turns}, need at least 1")
         toolbox = Toolbox(tools, timeout_s=tool_timeout_s)
-        said = list(messages)
+        said = checked_messages(messages)
         replies: list[Reply] = []
         results: list[ToolResult] = []
         record = self._own

@@ -5,13 +5,19 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from areal_async.chat_template import take_template, text_of, write
 from areal_async.collector import importing
 from areal_async.contracts import Message
 from areal_async.errors import UserError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.messages import for_template
 from areal_async.rollout.tools.parse import ToolFormat, guess_format
+from areal_async.template_settings import TemplateSettings
 
+USUAL_TEMPLATE = TemplateSettings()
+USUAL_ROLES = {"system", "user", "assistant", "tool"}
+"""Every template is expected to know them; one that leaves such a message out is found out."""
+_MARK = "areal0mark0"
 ENCODE_CACHE_TEXTS = 1024
 """All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
 
@@ -19,9 +25,19 @@ ENCODE_CACHE_TEXTS = 1024
 class TextCodec:
     """A Hugging Face tokenizer, as a policy needs it."""
 
-    def __init__(self, tokenizer: Any, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Sequence[int],
+        vocab_size: int,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
-        self.tool_format: ToolFormat = guess_format(str(getattr(tokenizer, "chat_template", "")))
+        self._template = text_of(tokenizer)
+        self._template_arguments = template_arguments or {}
+        self._written_roles = {"user", "assistant"}
+        self.tool_format: ToolFormat = guess_format(self._template)
         """How the model writes calls."""
         self.vocab_size = vocab_size
         """Of the model, which may know more tokens than its tokenizer uses, or fewer."""
@@ -40,14 +56,39 @@ class TextCodec:
         Raises:
             WorkflowError: the template refuses it, or cannot write it.
         """
-        with attributed_to(WorkflowError, "chat template"):
-            text: str = self._tokenizer.apply_chat_template(
-                [for_template(message) for message in messages],
-                tools=[dict(tool) for tool in tools] or None,
-                add_generation_prompt=for_reply,
-                tokenize=False,
+        if not self._template:
+            raise WorkflowError(
+                "chat template: the model's tokenizer has none; name a Jinja file, rollout.template.path, or ask with "
+                "policy.complete"
             )
-        return text
+        with attributed_to(WorkflowError, "chat template"):
+            return write(
+                self._tokenizer,
+                [for_template(message) for message in messages],
+                self._template_arguments,
+                tools=[dict(tool) for tool in tools],
+                for_reply=for_reply,
+            )
+
+    def check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Refuse a role that the model's chat template does not write: it would leave the message out, or make one up.
+
+        Raises:
+            WorkflowError: there is one.
+        """
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role in self._written_roles:
+                continue
+            marked = [*messages[:index], {**message, "content": _MARK}, *messages[index + 1 :]]
+            is_named = role in USUAL_ROLES or f"'{role}'" in self._template or f'"{role}"' in self._template
+            if not is_named or _MARK not in self.render(marked, tools):
+                known = sorted(self._written_roles | (USUAL_ROLES - {role}))
+                raise WorkflowError(
+                    f"messages: got the role {role!r:.50}, which the model's chat template does not write, need one of "
+                    f"{', '.join(known)}"
+                )
+            self._written_roles.add(role)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokenize; a rendered conversation holds its special tokens already."""
@@ -70,11 +111,17 @@ class TextCodec:
         return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def load_codec(model_path: str, *, setting: str = "model.path") -> TextCodec:
+def load_codec(
+    model_path: str,
+    template: TemplateSettings = USUAL_TEMPLATE,
+    *,
+    setting: str = "model.path",
+    template_setting: str = "rollout.template",
+) -> TextCodec:
     """Load the tokenizer of a model that ``setting`` names. Takes seconds: the library that reads it is large.
 
     Raises:
-        UserError: there is none, or it has no chat template and no end token to stop at, or no model it is for.
+        UserError: there is none, or it has no end token to stop at, or no model it is for, or ``template`` does not do.
     """
     with importing():
         from transformers import AutoConfig, AutoTokenizer, GenerationConfig
@@ -82,6 +129,7 @@ def load_codec(model_path: str, *, setting: str = "model.path") -> TextCodec:
     model = f"{setting} {model_path}"
     with attributed_to(UserError, f"{model}: cannot load its tokenizer"):
         tokenizer = AutoTokenizer.from_pretrained(model_path)
+    take_template(tokenizer, template, setting=template_setting)
     with attributed_to(UserError, f"{model}: cannot load its configuration"):
         vocab_size = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
     ids = {tokenizer.eos_token_id}
@@ -92,4 +140,6 @@ def load_codec(model_path: str, *, setting: str = "model.path") -> TextCodec:
     ids.discard(None)
     if not ids:
         raise UserError(f"{model}: names no end-of-turn token; set eos_token_id in its configuration")
-    return TextCodec(tokenizer, stop_token_ids=sorted(ids), vocab_size=vocab_size)
+    return TextCodec(
+        tokenizer, stop_token_ids=sorted(ids), vocab_size=vocab_size, template_arguments=template.arguments
+    )

@@ -17,6 +17,7 @@ from areal_async.data import check_columns, load_rows
 from areal_async.errors import UserError
 from areal_async.hub import local_model
 from areal_async.reward_model_settings import PairDatasetSettings, RewardModelSettings
+from areal_async.settings import TemplateSettings
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.pairs import Pair, PairEngine
 from areal_async.trainer.tuning import (
@@ -120,7 +121,7 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
         dataset.question, dataset.chosen, dataset.rejected
     )  # fmt: skip
     check_columns(rows, needed, dataset)
-    pairs = encode_pairs(load_tokenizer(folder, settings.model.path), rows, dataset)
+    pairs = encode_pairs(load_tokenizer(folder, settings), rows, dataset, settings.template)
     longest = max(range(len(pairs)), key=lambda place: pairs[place].num_tokens)
     if pairs[longest].num_tokens > settings.trainer.token_budget:
         raise UserError(
@@ -130,7 +131,7 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
     return pairs
 
 
-def encode_pairs(tokenizer: Any, rows: Any, dataset: PairDatasetSettings) -> list[Pair]:
+def encode_pairs(tokenizer: Any, rows: Any, dataset: PairDatasetSettings, template: TemplateSettings) -> list[Pair]:
     """Return the tokens of both conversations of each row.
 
     Raises:
@@ -138,7 +139,8 @@ def encode_pairs(tokenizer: Any, rows: Any, dataset: PairDatasetSettings) -> lis
     """
 
     def encode(column: str) -> list[list[int]]:
-        return encode_conversations(tokenizer, _answered(rows, column, dataset), dataset, for_reply=False)
+        answered = _answered(rows, column, dataset)
+        return encode_conversations(tokenizer, answered, dataset, template=template, for_reply=False)
 
     return [Pair(*both) for both in zip(encode(dataset.chosen), encode(dataset.rejected), strict=True)]
 

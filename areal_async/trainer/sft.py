@@ -15,6 +15,7 @@ import torch.distributed as dist
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.data import check_columns, load_rows
 from areal_async.hub import local_model
+from areal_async.settings import TemplateSettings
 from areal_async.sft_settings import SftDatasetSettings, SftSettings
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.engine import FsdpEngine
@@ -100,10 +101,12 @@ def load_examples(settings: SftSettings) -> list[TrainRow]:
     folder = local_model(settings.model.path)
     rows = load_rows(settings.dataset)
     check_columns(rows, (settings.dataset.question, settings.dataset.answer), settings.dataset)
-    return encode_examples(load_tokenizer(folder, settings.model.path), rows, settings.dataset)
+    return encode_examples(load_tokenizer(folder, settings), rows, settings.dataset, settings.template)
 
 
-def encode_examples(tokenizer: Any, rows: Any, dataset: SftDatasetSettings) -> list[TrainRow]:
+def encode_examples(
+    tokenizer: Any, rows: Any, dataset: SftDatasetSettings, template: TemplateSettings
+) -> list[TrainRow]:
     """Return prompt, answer and end of turn as tokens, the prompt out of the loss.
 
     Raises:
@@ -111,7 +114,7 @@ def encode_examples(tokenizer: Any, rows: Any, dataset: SftDatasetSettings) -> l
     """
     prompts = conversations_of(rows, dataset.question, dataset)
     answers = texts_of(rows, dataset.answer, dataset)
-    prompt_ids = encode_conversations(tokenizer, prompts, dataset, for_reply=True)
+    prompt_ids = encode_conversations(tokenizer, prompts, dataset, template=template, for_reply=True)
     # On its own, as a server continues a prompt: no token spans the border.
     answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
     return [

@@ -15,8 +15,9 @@ import yaml
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from areal_async.chat_template import take_template, write
 from areal_async.errors import UserError
-from areal_async.settings import DatasetSettings
+from areal_async.settings import DatasetSettings, TemplateSettings
 from areal_async.speech import say
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.pack import balance
@@ -121,18 +122,19 @@ def endless_batches(rows: Places, *, size: int, seed: int) -> Iterator[Places]:
         waiting = waiting[size:]
 
 
-def load_tokenizer(folder: Path, name: str) -> Any:
-    """Return the tokenizer of a model that is called ``name``.
+def load_tokenizer(folder: Path, settings: TuningSettings) -> Any:
+    """Return the tokenizer of the model in ``folder``, with the chat template of the settings.
 
     Raises:
-        UserError: it has no chat template, or no token that ends a turn.
+        UserError: it has no chat template, or one that does not do, or no token that ends a turn.
     """
     # Imported here: it takes seconds.
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    take_template(tokenizer, settings.template, setting="template")
     if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
-        raise UserError(f"model: the tokenizer of {name} needs a chat template and an eos token")
+        raise UserError(f"model: the tokenizer of {settings.model.path} needs a chat template and an eos token")
     return tokenizer
 
 
@@ -167,7 +169,12 @@ def texts_of(rows: Any, column: str, dataset: DatasetSettings) -> list[str]:
 
 
 def encode_conversations(
-    tokenizer: Any, conversations: Sequence[Conversation], dataset: DatasetSettings, *, for_reply: bool
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    dataset: DatasetSettings,
+    *,
+    template: TemplateSettings,
+    for_reply: bool,
 ) -> list[list[int]]:
     """Return the tokens of conversations as the model's template writes them; ``for_reply``: up to where it answers.
 
@@ -177,7 +184,7 @@ def encode_conversations(
     texts: list[str] = []
     for place, one in enumerate(conversations):
         try:
-            texts.append(tokenizer.apply_chat_template(one, add_generation_prompt=for_reply, tokenize=False))
+            texts.append(write(tokenizer, one, template.arguments, for_reply=for_reply))
         except TemplateError as exc:
             raise UserError(
                 f"dataset: {dataset.path} row {place}: the model's chat template refuses it: {exc}"

@@ -27,6 +27,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "workflows" / "mine.py").write_text("async def mine(prompt, policy):\n    return 1.0\n")
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     common = "model: {path: ../model}\ntasks: [{workflow: ../workflows/mine.py, dataset: {path: ../rows.jsonl}}]\n"
     (tmp_path / "configs" / "mine_cpu.yaml").write_text(common + "eval: {dataset: {path: ../rows.jsonl}}\n")

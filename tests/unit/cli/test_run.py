@@ -40,6 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     (tmp_path / "workflows" / "gsm8k.py").write_text(WORKFLOW)
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n')
     (tmp_path / "configs" / "gsm8k_cpu.yaml").write_text(
         "run: {name: g}\nmodel: {path: ../model}\n"
@@ -159,6 +160,16 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
         check_model("empty")
     check_model("model")
     check_model("Qwen/Qwen2.5-1.5B-Instruct")
+
+
+def test_model_without_a_tokenizer_is_refused_before_anything_starts(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "model" / "tokenizer.json").unlink()
+    (place / "model" / "special_tokens_map.json").write_text("{}")
+
+    assert main(["run", "workflows/gsm8k.py", "--config", "configs/gsm8k_cpu.yaml"]) == 2
+    assert capsys.readouterr().err.startswith("model.path: no tokenizer in ")
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (tmp_path / name).mkdir()
     (tmp_path / "workflows" / "mine.py").write_text(WORKFLOW)
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1?", "answer": "2"}\n{"question": "1+2?", "answer": "3"}\n')
     (tmp_path / "configs" / "gsm8k_cpu.yaml").write_text(
         "model: {path: ../model}\ntasks: [{workflow: ../workflows/gsm8k.py, dataset: {path: ../rows.jsonl}}]\n"

@@ -16,6 +16,8 @@ END_TEXT = "<end>"
 class ByteTokenizer:
     """Every byte is a token, and ``<end>`` is one more."""
 
+    chat_template = "role:content<end>"
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, str]], *, tools: object, add_generation_prompt: bool, tokenize: bool
     ) -> str:

@@ -100,14 +100,17 @@ THINKING = THINKING.replace(
 )
 GLM = HERMES + "{#- <tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call> -#}"
 
-TEMPLATES = {
-    "glm": GLM,
-    "thinking": THINKING,
-    "hermes": HERMES,
-    "json": JSON_CALLS,
-    "reasoning": REASONING,
-    "moving": MOVING_SYSTEM,
-}
+SILENT = """
+{%- for message in messages %}
+    {%- if message.role in ['user', 'assistant', 'developer'] %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""Leaves out what it does not know."""
+
+TEMPLATES = {"hermes": HERMES, "json": JSON_CALLS, "reasoning": REASONING, "moving": MOVING_SYSTEM}
+ODD = {"glm": GLM, "thinking": THINKING, "silent": SILENT}
 
 
 @lru_cache
@@ -116,7 +119,7 @@ def tokenizer_with(template: str) -> Any:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TINY)
-    tokenizer.chat_template = TEMPLATES[template]
+    tokenizer.chat_template = (TEMPLATES | ODD)[template]
     return tokenizer
 
 

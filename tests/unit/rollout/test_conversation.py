@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from areal_async.rollout.conversation import Conversations, Opening
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.text import TextCodec
 from areal_async.types import Turn, VersionSpan
-from tests.unit.rollout.chat_templates import TEMPLATES, codec_with
+from tests.unit.rollout.chat_templates import TEMPLATES, codec_with, tokenizer_with
 
 END = 2
 QUESTION = {"role": "user", "content": "What is 2 and 3?"}
@@ -267,7 +268,45 @@ def test_reply_of_half_a_character_keeps_its_tokens() -> None:
 
 def test_conversation_that_the_template_refuses_is_the_workflows_fault() -> None:
     with pytest.raises(WorkflowError, match="chat template: "):
-        Talk(codec_with("hermes")).open([{"role": ["user"], "content": "x"}])
+        Talk(codec_with("hermes")).open([{"role": "user", "content": 5}])
+
+
+def test_what_is_no_conversation_is_told_in_one_sentence() -> None:
+    talk = Talk(codec_with("hermes"))
+    for messages, got in (
+        ("2 and 3?", "got a str"),
+        (QUESTION, "got a dict"),
+        (None, "got a NoneType"),
+        ([], "got none"),
+        (["2 and 3?"], "got a str in place 1"),
+        ([QUESTION, {"content": "x"}], "got no role in place 2"),
+        ([{"role": ["user"], "content": "x"}], "got no role in place 1"),
+    ):
+        with pytest.raises(WorkflowError, match=f"^messages: {got}, need a list of messages"):
+            talk.open(messages)  # type: ignore[arg-type]
+
+
+def test_role_that_the_template_does_not_write_is_refused_at_once() -> None:
+    human, developer = {"role": "human", "content": "x"}, {"role": "developer", "content": "Be brief."}
+    for template, messages, role in (
+        ("hermes", [human], "human"),
+        ("json", [QUESTION, {"role": "human", "content": "x"}], "human"),
+        ("moving", [developer, QUESTION], "developer"),
+        ("silent", [SYSTEM, QUESTION], "system"),
+        ("silent", [QUESTION, {"role": "tool", "content": "5"}], "tool"),
+    ):
+        with pytest.raises(WorkflowError, match=f"got the role '{role}', which the model's chat template does not"):
+            Talk(codec_with(template)).open(messages)
+    Talk(codec_with("silent")).open([developer, QUESTION])
+
+
+def test_model_without_a_chat_template_says_so() -> None:
+    tokenizer = copy(tokenizer_with("hermes"))
+    tokenizer.chat_template = None
+    codec = TextCodec(tokenizer, stop_token_ids=[END], vocab_size=512)
+
+    with pytest.raises(WorkflowError, match="tokenizer has none; name a Jinja file, rollout.template.path"):
+        Talk(codec).open([QUESTION])
 
 
 # Random conversations: side by side, branching, with calls, copies and changes.
