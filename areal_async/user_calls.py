@@ -9,15 +9,13 @@ What it takes and makes is read from the source, so that a run is checked before
 """
 
 import ast
-import importlib.util
-import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from areal_async.dataflow import Call, Kind
 from areal_async.errors import UserError
+from areal_async.user_files import import_file, mistakes_in
 
 
 def read_call(spec: str) -> Call:
@@ -45,26 +43,12 @@ def read_call(spec: str) -> Call:
 
 
 def load_function(spec: str) -> Callable[..., Any]:
-    """Import the file, with the working directory alone on the path, and return its function.
+    """Import the file, as a workflow's is, and return its function.
 
     Raises:
         UserError: importing it raised.
     """
     file, _, name = spec.partition(":")
-    root = str(Path.cwd())
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    # A name of its own: two files may have one stem.
-    module_name = f"areal_async_calls_{Path(file).stem}_{zlib.crc32(str(Path(file).resolve()).encode()):08x}"
-    found = importlib.util.spec_from_file_location(module_name, file)
-    if found is None or found.loader is None:
-        raise UserError(f"algorithm.calls: got {file}, need a Python file that ends in .py")
-    module = importlib.util.module_from_spec(found)
-    sys.modules[module_name] = module  # as an import does, before the file runs: its dataclasses look there
-    try:
-        found.loader.exec_module(module)
-    except Exception as exc:  # whatever a user's file raises
-        del sys.modules[module_name]
-        raise UserError(f"algorithm.calls: importing {file} raised {type(exc).__name__}: {exc}") from exc
-    function: Callable[..., Any] = getattr(module, name)
+    with mistakes_in(f"algorithm.calls: importing {file}"):
+        function: Callable[..., Any] = getattr(import_file(Path(file), what="algorithm.calls"), name)
     return function

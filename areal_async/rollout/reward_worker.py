@@ -20,8 +20,8 @@ import msgspec
 from areal_async.errors import ArealError, Reject, RewardError
 from areal_async.inference.parenthood import die_with_parent
 from areal_async.rollout.boundary import attributed_to, describe, text_of
-from areal_async.rollout.files import load_file
 from areal_async.rollout.number import finite_number
+from areal_async.user_files import add_folder, import_file
 
 FRAME = "<I"
 MAX_ANSWER_BYTES = 1 << 20
@@ -88,6 +88,8 @@ def _module(call: Call) -> Any:
     if call.module in sys.modules or call.module == "__main__":
         spec = None if call.module == "__main__" else sys.modules[call.module].__spec__
     else:
+        if (folder := _folder_of(call)) is not None:
+            add_folder(folder)  # what was beside a workflow there has to be found here
         try:
             spec = importlib.util.find_spec(call.module)
         except (ImportError, ValueError):
@@ -95,7 +97,15 @@ def _module(call: Call) -> Any:
     if spec is not None and spec.origin is not None and Path(spec.origin).resolve() == Path(call.file):
         with attributed_to(RewardError, f"importing {call.module}"):
             return importlib.import_module(call.module)
-    return load_file(Path(call.file), error=RewardError, what="worker")
+    with attributed_to(RewardError, f"worker: importing {call.file}"):
+        return import_file(Path(call.file), what="worker")
+
+
+def _folder_of(call: Call) -> Path | None:
+    """Return the folder from which a function's module was imported by name; ``None`` where it was not."""
+    parts = call.module.split(".")
+    place = Path(call.file).parent if Path(call.file).name == "__init__.py" else Path(call.file).with_suffix("")
+    return place.parents[len(parts) - 1] if place.parts[-len(parts) :] == tuple(parts) else None
 
 
 def main() -> None:

@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class UserCode:
-    """The files below ``root`` (and the workflow's own, wherever it lies) that are no library's."""
+    """The files below ``root``, and below the workflow's own folder wherever that lies, that are no library's."""
 
     def __init__(self, workflow_file: Path, *, root: Path | None = None) -> None:
         """Take ``None`` for the working directory."""
@@ -38,7 +38,7 @@ class UserCode:
         if path == self._workflow_file:
             return True
         return (
-            path.is_relative_to(self._root)
+            (path.is_relative_to(self._root) or path.is_relative_to(self._workflow_file.parent))
             and not path.is_relative_to(PACKAGE)
             and "site-packages" not in path.parts
             and path.suffix == ".py"

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 from areal_async.contracts import Workflow
 from areal_async.errors import UserError
-from areal_async.rollout.files import load_file
+from areal_async.rollout.boundary import attributed_to
+from areal_async.user_files import import_file
 
 NUM_GIVEN = 2
 """Parameters before those of further policies: the prompt and ``policy``."""
@@ -28,7 +29,8 @@ def load_workflow(spec: str, *, root: Path | None = None, policies: Collection[s
     file, _, name = spec.partition(":")
     path = (root or Path.cwd()) / file
     name = name or path.stem
-    module = load_file(path, error=UserError, what=f"workflow {spec}", root=root)
+    with attributed_to(UserError, f"workflow {spec}: importing {path}"):
+        module = import_file(path, what=f"workflow {spec}", root=root)
     function = getattr(module, name, None)
     if function is None:
         found = ", ".join(_coroutine_names(vars(module), module.__name__)) or "none"

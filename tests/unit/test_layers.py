@@ -46,6 +46,7 @@ LAYERS = (
         "tuning_settings",
         "change_record",
         "user_calls",
+        "user_files",
         "contracts",
         "stations",
         "tracing",

@@ -1,0 +1,145 @@
+"""Import a user's Python file by its location, and what lies beside it by its name.
+
+On the import path are the root (the working directory) first and the file's own folder last: what Python and the
+installed packages have keeps its name, so that a file called ``coding.py`` or ``random.py`` shadows nothing. Two
+folders whose files would import each other's modules are refused.
+"""
+
+import ast
+import importlib.util
+import sys
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import ModuleType
+
+from areal_async.errors import ArealError, UserError
+
+MAX_MESSAGE_CHARACTERS = 1500
+_own_folders: list[Path] = []
+"""Those on the import path, in their order there."""
+
+
+def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleType:
+    """Return the module in ``path``, imported once per process.
+
+    Args:
+        what: the file is, as a sentence begins with it.
+        root: ``None`` takes the working directory.
+
+    Raises:
+        UserError: no such file, no Python file, or it would be given another folder's modules for those beside it.
+        Exception: whatever running it raises.
+    """
+    location = path.resolve()
+    if not location.is_file():
+        raise UserError(f"{what}: there is no file {path}")
+    # The name is private: a user's file must not replace a module that someone else imports by name.
+    name = f"areal_async_file_{location.stem}_{zlib.crc32(str(location).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, location)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{what}: got {path}, need a Python file that ends in .py")
+    root_entry = str((root or Path.cwd()).resolve())
+    if root_entry not in sys.path:
+        sys.path.insert(0, root_entry)
+    add_folder(location.parent)
+    _refuse_strangers(location, what)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # as an import does, before the file runs: its dataclasses look there
+    is_loaded = False
+    try:
+        spec.loader.exec_module(module)
+        is_loaded = True
+    finally:
+        if not is_loaded:
+            del sys.modules[name]
+    return module
+
+
+def add_folder(folder: Path) -> None:
+    """Let what lies in a folder be imported, after all that is importable already."""
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+        _own_folders.append(folder)
+
+
+def imported_files(path: Path, roots: Sequence[Path]) -> Iterator[Path]:
+    """Yield the files below ``roots`` that a file's imports may mean; nothing for one that is not Python.
+
+    Read and parsed, never run. What lies in the first root that has it goes before the others'.
+    """
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files_of(roots, alias.name.split("."))
+        elif isinstance(node, ast.ImportFrom):
+            parts = node.module.split(".") if node.module else []
+            bases = [path.parents[node.level - 1]] if 0 < node.level <= len(path.parents) else roots
+            for alias in node.names:
+                yield from _files_of(bases, [*parts, alias.name])
+
+
+@contextmanager
+def mistakes_in(what: str) -> Iterator[None]:
+    """Turn whatever a user's file raises while no workflow runs into a mistake of the user's, keeping the cause."""
+    try:
+        yield
+    except ArealError:
+        raise
+    except Exception as exc:
+        message = " ".join(str(exc).split())[:MAX_MESSAGE_CHARACTERS]
+        raise UserError(f"{what}: {type(exc).__name__}: {message}") from exc
+
+
+def _files_of(roots: Sequence[Path], parts: list[str]) -> Iterator[Path]:
+    """Yield the module that a dotted name leads to, and the packages on the way."""
+    for root in roots:
+        found = [
+            file
+            for count in range(1, len(parts) + 1)
+            for file in (root.joinpath(*parts[:count]).with_suffix(".py"), root.joinpath(*parts[:count], "__init__.py"))
+            if file.is_file()
+        ]
+        if found:
+            yield from found
+            return
+
+
+def _refuse_strangers(location: Path, what: str) -> None:
+    """Refuse a file that imports modules beside it, or lets them do so, by a name that has another folder's by now.
+
+    Raises:
+        UserError: there is such a module.
+    """
+    folder, waiting, seen = location.parent, [location], {location}
+    while waiting and len(_own_folders) > 1:
+        for file in imported_files(waiting.pop(), [folder]):
+            if file in seen or not file.is_relative_to(folder):
+                continue
+            seen.add(file)
+            waiting.append(file)
+            name = file.relative_to(folder).parts[0].removesuffix(".py")
+            home = _home_of(name)
+            if home != folder and home in _own_folders:
+                raise UserError(
+                    f"{what}: imports {name}, got the one in {home}, which another file has imported already, need "
+                    f"{file}; give one of them another name"
+                )
+
+
+def _home_of(name: str) -> Path | None:
+    """Return the folder in which ``import name`` finds what it means; ``None`` where it has none."""
+    with suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            return Path(next(iter(spec.submodule_search_locations))).parent
+        if spec is not None and spec.has_location and spec.origin:
+            return Path(spec.origin).parent
+    return None

@@ -1,0 +1,101 @@
+"""What lies beside a workflow imports, in every process, and never as another folder's module of that name."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_async import user_files
+from areal_async.errors import UserError
+from areal_async.rollout.sources import differing, source_hashes
+from areal_async.rollout.user_code import UserCode
+from areal_async.rollout.workflows import load_workflow
+from areal_async.user_calls import load_function
+
+SCORES = "from areal_async import reward\nfrom .units import UNIT\n\n@reward\ndef half(x):\n    return x * UNIT\n"
+PLAY = "import beside\nfrom scorers.scores import half\n\nasync def play(prompt, policy):\n    return await half(3)\n"
+
+
+@pytest.fixture(autouse=True)
+def imports(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever a test imports is forgotten after it."""
+    known = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(user_files, "_own_folders", [])
+    yield
+    for name in set(sys.modules) - known:
+        del sys.modules[name]
+
+
+def _write(folder: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = folder / f"{name.replace('__in__', '/')}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder
+
+
+@pytest.mark.anyio
+async def test_modules_and_packages_beside_a_workflow_are_found_and_their_rewards_in_workers_too(
+    tmp_path: Path,
+) -> None:
+    folder = _write(tmp_path / "mine", play=PLAY, beside="NAME = 'x'\n", scorers__in__scores=SCORES)
+    _write(folder, scorers__in__units="UNIT = 0.5\n")
+
+    play = load_workflow(f"{folder}/play.py")
+
+    assert await play(None, None) == 1.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_module_of_the_same_name_in_two_folders_is_told_and_never_mixed(tmp_path: Path, lazily: bool) -> None:
+    body = "async def {}(prompt, policy):\n    return 1.0\n"
+    within = "def later():\n    import through\n" if lazily else "import through\n"
+    for name in ("first", "second"):
+        _write(
+            tmp_path / name,
+            beside=f"NAME = '{name}'\n",
+            through="import beside\n",
+            **{name: within + body.format(name)},
+        )
+    _write(tmp_path / "third", beside="", third=body.format("third"))
+    if lazily:
+        (tmp_path / "first" / "first.py").write_text("import beside\n" + body.format("first"))
+
+    assert load_workflow(f"{tmp_path}/first/first.py")
+    assert load_workflow(f"{tmp_path}/third/third.py")
+    wrong = rf"second.py: imports (beside|through), got the one in {tmp_path}/first, which .* need {tmp_path}/second/"
+    with pytest.raises(UserError, match=wrong):
+        load_workflow(f"{tmp_path}/second/second.py")
+
+
+def test_the_root_goes_before_a_files_own_folder(tmp_path: Path) -> None:
+    _write(tmp_path, common="NAME = 'root'\n")
+    _write(tmp_path / "a", common="NAME = 'a'\n", play="import common\nasync def play(p, q): return common.NAME\n")
+
+    play = load_workflow("a/play.py", root=tmp_path)
+
+    assert play.__globals__["common"].NAME == "root"  # type: ignore[attr-defined]
+
+
+def test_a_step_finds_what_is_beside_its_call(tmp_path: Path) -> None:
+    folder = _write(tmp_path / "calls", clip="from bounds_beside import TOP\ndef advantages(rows): return TOP\n")
+    _write(folder, bounds_beside="TOP = 3.0\n", broken="raise KeyError('no')\n")
+
+    assert load_function(f"{folder}/clip.py:advantages")([]) == 3.0
+    with pytest.raises(UserError, match=r"^algorithm.calls: importing .*broken.py: KeyError: 'no'$"):
+        load_function(f"{folder}/broken.py:advantages")
+
+
+def test_what_is_beside_a_workflow_is_hashed_with_it_and_its_lines_are_the_users(tmp_path: Path) -> None:
+    root, folder = tmp_path / "root", tmp_path / "elsewhere"
+    _write(root)
+    _write(folder, play="import beside\n", beside="import deeper.down\n", deeper__in__down="", other="")
+
+    before = source_hashes([f"{folder}/play.py"], root=root)
+    (folder / "deeper" / "down.py").write_text("changed = True\n")
+
+    assert [Path(name).name for name in before] == ["beside.py", "down.py", "play.py"]
+    assert differing(before, source_hashes([f"{folder}/play.py"], root=root)) == [f"{folder}/deeper/down.py"]
+    assert UserCode(folder / "play.py", root=root).owns(str(folder / "deeper" / "down.py"))
