@@ -20,7 +20,7 @@ Rewards = float | Mapping[str, float]
 
 The value of a reply is its *return*: what it led to, with whatever later rewards and discount the workflow means by it.
 Its tokens are trained with the advantage of that value over those of all credited replies of the group (of its role,
-where several policies speak). Replies that are not named are not trained; ``info/num_uncredited`` counts them.
+where several policies speak). Replies that are not named are not trained; ``rollout/num_uncredited`` counts them.
 """
 
 
@@ -152,7 +152,7 @@ class Policy(Protocol):
 
     info: dict[str, float]
     """Numbers of the workflow's own: each key is averaged over a step's trajectories as ``info/<key>`` in
-    ``metrics.jsonl``."""
+    ``metrics.jsonl``. Those that every trajectory has (``rollout/num_turns`` and the like) stand beside them."""
 
     @property
     def base_url(self) -> str:
@@ -183,7 +183,7 @@ class Policy(Protocol):
 
         Where it goes on from a recorded reply (append ``reply.message``), the reply keeps its tokens. Where the
         template writes earlier turns otherwise than before, or the workflow changed them, a new sequence starts
-        and is counted (``info/num_breaks``).
+        and is counted (``rollout/num_breaks``).
 
         Args:
             tools: what the model may call; nothing is run, see ``reply.tool_calls``.

@@ -12,6 +12,8 @@ MAX_GROUP_SIZE = 1 << 16
 MAX_SERVERS = 1024
 MAX_CREDITS = 256
 """Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
+OWN_INFO = "rollout/"
+"""Begins the names of the numbers that every trajectory brings along by itself, beside those of its workflow."""
 MAX_TEMPERATURE = 100.0
 """Beyond which every token is about as likely as every other."""
 MAX_TOP_K = (1 << 31) - 1

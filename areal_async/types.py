@@ -199,7 +199,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
     sequences: list[Sequence]
     """Empty unless scored."""
     info: dict[str, float] = {}
-    """The workflow's own metrics."""
+    """The workflow's own metrics and, with ``fields.OWN_INFO`` before their names, those that each trajectory has."""
 
 
 class StoredMessage(Record, frozen=True, kw_only=True):

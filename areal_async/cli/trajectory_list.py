@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from areal_async.bus import Bus
 from areal_async.errors import UserError, WireError
+from areal_async.fields import OWN_INFO
 from areal_async.run_state import RunState
 from areal_async.subjects import RUN_STATE
 from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
@@ -125,10 +126,10 @@ def archived(run_directory: Path, *, steps: tuple[int, int] | None = None) -> It
 
 def entry_of(recorded: Recorded) -> Entry:
     """Return the line of a trained trajectory."""
-    step = recorded.made.step
+    step, info = recorded.made.step, recorded.trajectory.info
     return _of_slot(
         recorded.trajectory.slot, state=TRAINED, step=step, group=recorded.group_id, workflow=recorded.workflow,
-        advantage=recorded.advantage, turns=recorded.trajectory.info.get("num_turns"), near_step=step,
+        advantage=recorded.advantage, turns=info.get(f"{OWN_INFO}num_turns", info.get("num_turns")), near_step=step,
     )  # fmt: skip
 
 

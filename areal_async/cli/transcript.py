@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.cli.token_text import Decoder, token_texts, visible
+from areal_async.fields import OWN_INFO
 from areal_async.rollout.trial import Attempt, TimedTurn
 from areal_async.types import NOT_SAMPLED, Sequence, SlotStatus, Version
 
@@ -220,19 +221,19 @@ def _numbers(attempt: Attempt) -> str:
     parts.append(f"{times.total_s:.2f} s" + (f" ({known})" if known else ""))
     if times.model_s > 0 and num_sampled:
         parts.append(f"{num_sampled / times.model_s:.0f} tokens/s")
-    if num_breaks := int(attempt.trajectory.info.get("num_breaks", 0)):
+    if num_breaks := int(attempt.trajectory.info.get(f"{OWN_INFO}num_breaks", 0)):
         parts.append(f"{_count(num_breaks, 'break')} of the prefix")
     return ", ".join(parts)
 
 
 def _info(attempt: Attempt) -> Iterator[RenderableType]:
-    """Yield what will be averaged as ``info/<key>`` in the metrics."""
+    """Yield what will be averaged in the metrics, the workflow's own as ``info/<key>``."""
     own = [f"{key} {value:g}" for key, value in attempt.trajectory.info.items() if key not in _KNOWN_INFO]
     if own:
         yield Text(f"info: {', '.join(own)}")
 
 
-_KNOWN_INFO = ("num_turns", "num_sequences", "num_breaks", "duration_s")
+_KNOWN_INFO = [f"{OWN_INFO}{name}" for name in ("num_turns", "num_sequences", "num_breaks", "duration_s")]
 """Told otherwise."""
 
 

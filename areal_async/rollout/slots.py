@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal_async.errors import Reject, RolloutError, WorkflowError
+from areal_async.fields import OWN_INFO
 from areal_async.rollout.boundary import attributed_to, shown, text_of
 from areal_async.rollout.credit import Scores, checked_scores, credits_of, given_number
 from areal_async.rollout.merge import merge_turns
@@ -18,19 +19,6 @@ from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory, max_encoded_byt
 
 MAX_INFO_KEYS = 64
 MAX_INFO = 1e30
-OWN_INFO = frozenset(
-    (
-        "num_turns",
-        "num_sequences",
-        "num_breaks",
-        "num_uncredited",
-        "num_tool_calls",
-        "num_tool_errors",
-        "share_valid_tool_calls",
-        "duration_s",
-    )
-)
-"""Metrics that every trajectory brings along by itself."""
 _INFO_KEY = re.compile(r"[A-Za-z0-9._/-]{1,64}")
 
 MAX_REASON_CHARACTERS = 1000
@@ -98,8 +86,9 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration
         status, reason = SlotStatus.REJECTED, text_of(exc) or "rejected"
     except RolloutError as exc:
         status, reason = SlotStatus.FAILED, text_of(exc)
+    own = _own_info(policy, sequences) | {"duration_s": duration_s}
     if credits:
-        info = {**info, "num_uncredited": float(len(policy.turns) - len(credits))}
+        own["num_uncredited"] = float(len(policy.turns) - len(credits))
     oldest, newest = version_range(policy.turns, place.ticket_version)
     trajectory = Trajectory(
         slot=Slot(
@@ -116,7 +105,7 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration
             credits=credits,
         ),
         sequences=sequences,
-        info={**info, **_own_info(policy, sequences), "duration_s": duration_s},
+        info=info | {f"{OWN_INFO}{name}": value for name, value in own.items()},
     )
     num_bytes = max_encoded_bytes(trajectory)
     if num_bytes > place.max_bytes and (num_bytes := len(encode_trajectory(trajectory))) > place.max_bytes:
@@ -183,11 +172,11 @@ def checked_info(info: object, name: str) -> dict[str, float]:
     """
     if not isinstance(info, Mapping) or len(info) > MAX_INFO_KEYS:
         raise WorkflowError(f"workflow {name}: got policy.info {shown(info)}, need a dict of up to {MAX_INFO_KEYS}")
-    bad = [key for key in info if not isinstance(key, str) or not _INFO_KEY.fullmatch(key) or key in OWN_INFO]
+    bad = [key for key in info if not isinstance(key, str) or not _INFO_KEY.fullmatch(key) or key.startswith(OWN_INFO)]
     if bad:
         raise WorkflowError(
             f"workflow {name}: got policy.info[{shown(bad[0])}], need a name of at most 64 letters, digits and ._/-, "
-            f"none of {', '.join(sorted(OWN_INFO))}"
+            f"which does not begin with {OWN_INFO}"
         )
     checked = {key: given_number(value, name, f"policy.info[{key!r}]") for key, value in info.items()}
     large = [key for key, value in checked.items() if abs(value) > MAX_INFO]

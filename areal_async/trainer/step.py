@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from areal_async.algorithms.advantages import AdvantageRule, Sibling
 from areal_async.algorithms.credit import has_differing_replies, reply_advantages, sibling_of
+from areal_async.fields import OWN_INFO
 from areal_async.trainer.payloads import AgeStats, Placed, SlotKey
 from areal_async.trainer.stats import StepStats
 from areal_async.types import Metrics, Version
@@ -182,11 +183,15 @@ def _task_means(batch: AgreedBatch, workflows: Iterable[str]) -> dict[str, float
 
 
 def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, float]:
-    """Return ``info/<key>`` for every key, averaged over the trajectories that have it."""
+    """Return ``info/<key>`` for every key of the workflows', averaged over the trajectories that have it.
+
+    What trajectories bring along by themselves keeps its name.
+    """
     names = sorted({key for info in infos for key in info})
     found = {name: [info[name] for info in infos if name in info] for name in names}
     return {
-        f"info/{name}": sum(total for total, _ in parts) / sum(count for _, count in parts)
+        name if name.startswith(OWN_INFO) else f"info/{name}": sum(total for total, _ in parts)
+        / sum(count for _, count in parts)
         for name, parts in found.items()
     }
 

@@ -59,10 +59,10 @@ def test_a_run_of_adapters_credits_each_try_sends_them_alone_exports_both_forms_
 
 def _check_tries(run: Run) -> None:
     assert all(line["failed"] == 0 and line["uncredited_tokens"] == 0 for line in run.lines)
-    assert any(line["info/num_turns"] > 1 for line in run.lines)
+    assert any(line["rollout/num_turns"] > 1 for line in run.lines)
     for row in run.trained:
         returns = [credit["reward"] for credit in row["credits"]]
-        assert len(returns) == json.loads(row["info"])["num_turns"]
+        assert len(returns) == json.loads(row["info"])["rollout/num_turns"]
         assert returns == (
             [0.5 ** (len(returns) - 1 - place) for place in range(len(returns))] if returns[-1] else [0.0] * 3
         )

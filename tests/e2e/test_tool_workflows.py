@@ -18,4 +18,4 @@ def test_workflow_with_a_tool_runs_to_its_end(tmp_path: Path, name: str) -> None
     assert ended.returncode == 0, ended.stdout
     assert [line["step"] for line in run.lines] == [1, 2]
     assert_ran_well(run)
-    assert all(line["info/num_tool_calls"] > 0 for line in run.lines), run.lines
+    assert all(line["rollout/num_tool_calls"] > 0 for line in run.lines), run.lines

@@ -56,7 +56,7 @@ def attempt(*turns: Turn, sibling: int = 0, status: SlotStatus = SlotStatus.SCOR
     )
     return Attempt(
         prompt=Prompt(epoch=0, index=7, row={"question": "q"}),
-        trajectory=Trajectory(slot=slot, sequences=[], info={"num_breaks": 0.0, "num_words": 3.0}),
+        trajectory=Trajectory(slot=slot, sequences=[], info={"rollout/num_breaks": 0.0, "num_words": 3.0}),
         turns=[TimedTurn(turn=one, duration_s=0.5, first_token_s=0.25) for one in turns],
         sequences=merge_turns(list(turns)),
         times=Times(total_s=2.0, model_s=1.0, tools_s=0.25, rewards_s=0.5),

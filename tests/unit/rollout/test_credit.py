@@ -54,21 +54,21 @@ async def test_the_reply_that_is_named_is_credited_and_the_other_counted() -> No
     assert sequence.turns is not None
     assert sequence.turns.tolist() == [-1] * 7 + [0, 0]
     assert sequence.loss_mask.tolist() == [False, False, True, True, True, False, False, True, True]
-    assert (trajectory.info["num_uncredited"], trajectory.slot.num_output_tokens) == (1.0, 5)
+    assert (trajectory.info["rollout/num_uncredited"], trajectory.slot.num_output_tokens) == (1.0, 5)
 
 
 async def test_credits_stand_in_the_order_of_the_replies_however_they_are_named() -> None:
     trajectory = await play(lambda first, second: {second: True, first: 0.5})
 
     assert (trajectory.slot.reward, trajectory.slot.credits) == (0.75, [Credit(0.5, 3), Credit(1.0, 2)])
-    assert trajectory.info["num_uncredited"] == 0.0
+    assert trajectory.info["rollout/num_uncredited"] == 0.0
 
 
 async def test_one_number_leaves_no_trace_of_credits() -> None:
     trajectory = await play(lambda first, second: 0.5)
 
     assert (trajectory.slot.reward, trajectory.slot.credits, trajectory.sequences[0].turns) == (0.5, [], None)
-    assert "num_uncredited" not in trajectory.info
+    assert "rollout/num_uncredited" not in trajectory.info
 
 
 @pytest.mark.parametrize(

@@ -242,12 +242,14 @@ async def test_numbers_of_the_workflow_travel_beside_those_of_the_system() -> No
         await policy.complete([1, 2])
         policy.info["num_hints"] = 2
         policy.info["is_short"] = True
+        policy.info["num_turns"] = 7
         return 1.0
 
     info = (await play(workflow)).info
 
-    assert info.pop("duration_s") >= 0
-    assert info == {"num_turns": 1.0, "num_sequences": 1.0, "num_breaks": 0.0, "num_hints": 2.0, "is_short": 1.0}
+    assert info.pop("rollout/duration_s") >= 0
+    own = {"rollout/num_turns": 1.0, "rollout/num_sequences": 1.0, "rollout/num_breaks": 0.0}
+    assert info == {**own, "num_hints": 2.0, "is_short": 1.0, "num_turns": 7.0}, "no word is taken from a workflow"
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,7 @@ async def test_numbers_of_the_workflow_travel_beside_those_of_the_system() -> No
         ({"x": None}, "workflow w: got policy.info['x'] None, need a number"),
         ({3: 1.0}, "workflow w: got policy.info[3], need a name"),
         ({"a b": 1.0}, "workflow w: got policy.info['a b'], need a name"),
-        ({"num_turns": 1.0}, "workflow w: got policy.info['num_turns'], need a name"),
+        ({"rollout/num_turns": 1.0}, "workflow w: got policy.info['rollout/num_turns'], need a name"),
         ({f"x{number}": 1.0 for number in range(65)}, "workflow w: got policy.info {"),
         (None, "workflow w: got policy.info None"),
     ],

@@ -133,7 +133,7 @@ async def test_frozen_model_leaves_no_token_in_the_trajectory() -> None:
     assert (trajectory.slot.status, trajectory.slot.reward) == (SlotStatus.SCORED, 1.0)
     assert [turn.output_ids for turn in table.policy.turns] == [[97, END]]
     assert trajectory.slot.num_output_tokens == 2
-    assert (trajectory.info["marks"], trajectory.info["num_turns"]) == (3.0, 1.0)
+    assert (trajectory.info["marks"], trajectory.info["rollout/num_turns"]) == (3.0, 1.0)
     assert [params["temperature"] for _, params in table.frozen.calls] == [0.0, 0.0]
 
 

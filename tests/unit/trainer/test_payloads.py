@@ -218,8 +218,9 @@ def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None
 
 def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_on_any_rank() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
-    shares = [[{"tries": 1.0, "ok": 1.0}, {"tries": 4.0}], [{"tries": 1.0}], []]
+    shares = [[{"tries": 1.0, "ok": 1.0, "rollout/num_turns": 2.0}, {"tries": 4.0}], [{"tries": 1.0}], []]
 
     line = batch_metrics(batch, [ShareStats(ages=AgeStats(), info=add_up_info(infos)) for infos in shares])
 
-    assert {key: value for key, value in line.items() if key.startswith("info/")} == {"info/ok": 1.0, "info/tries": 2.0}
+    averaged = {key: value for key, value in line.items() if key.startswith(("info/", "rollout/"))}
+    assert averaged == {"info/ok": 1.0, "info/tries": 2.0, "rollout/num_turns": 2.0}
