@@ -1,4 +1,4 @@
-"""Rows, from the hub by name or from local files, by one call."""
+"""Rows, from the hub by name, from local files or from Python, by one call."""
 
 from pathlib import Path
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.hub import fetch, is_local
+from areal_async.made_rows import rows_of_function, rows_of_seeds
 from areal_async.settings import DatasetSettings
 
 BUILDERS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
@@ -17,7 +18,7 @@ SIGNS_OF_NO_ROWS = ("corresponds to no data", "No columns to parse", "BatchSize 
 def load_rows(settings: DatasetSettings, *, shows_progress: bool = True) -> Any:
     """Return the rows as a ``datasets.Dataset``.
 
-    A path to a file or folder that is there is read from disk; anything else is a hub name.
+    A path to a file or folder that is there is read from disk; any other is a hub name.
 
     Raises:
         UserError: nothing there, no row in it, a format that is not read, text that is not UTF-8, or no such
@@ -47,12 +48,17 @@ def check_columns(rows: Any, columns: tuple[str, ...], settings: DatasetSettings
     """
     missing = [column for column in columns if column not in rows.column_names]
     if missing:
-        raise UserError(f"dataset: {settings.path} has columns {rows.column_names}, need {missing[0]!r}")
+        raise UserError(f"dataset: {settings.source} has columns {rows.column_names}, need {missing[0]!r}")
 
 
 def _load(settings: DatasetSettings) -> Any:
     import datasets
 
+    if settings.python is not None:
+        return rows_of_function(settings.python)
+    if settings.seeds is not None:
+        return rows_of_seeds(*settings.seeds)
+    assert settings.path is not None
     path = Path(settings.path)
     if path.is_file():
         return datasets.load_dataset(_builder(path), data_files=str(path), split=settings.split)
@@ -82,7 +88,7 @@ def _check_cells(cells: Any, column: str, settings: DatasetSettings) -> None:
             cell.as_py()
         except UnicodeDecodeError as exc:
             raise UserError(
-                f"dataset: {settings.path} row {number}: {column} has byte {exc.object[exc.start]:#x}, need UTF-8; "
+                f"dataset: {settings.source} row {number}: {column} has byte {exc.object[exc.start]:#x}, need UTF-8; "
                 "convert the file"
             ) from exc
 
@@ -90,9 +96,9 @@ def _check_cells(cells: Any, column: str, settings: DatasetSettings) -> None:
 def _mistake(error: Exception, settings: DatasetSettings) -> UserError:
     import datasets
 
-    what, cause = f"{settings.path} with name={settings.name}, split={settings.split}", error
+    what, cause = f"{settings.source} with name={settings.name}, split={settings.split}", error
     if isinstance(error, datasets.exceptions.DatasetGenerationError):
-        what, cause = settings.path, error.__cause__ or error
+        what, cause = settings.source, error.__cause__ or error
     reason = str(cause).strip().partition("\n")[0]
     if isinstance(cause, StopIteration) or any(sign in reason for sign in SIGNS_OF_NO_ROWS):
         return _no_rows(settings)
@@ -100,9 +106,8 @@ def _mistake(error: Exception, settings: DatasetSettings) -> UserError:
 
 
 def _no_rows(settings: DatasetSettings) -> UserError:
-    return UserError(
-        f"dataset: {settings.path} has no rows, need at least one; fill it, or name another split than {settings.split}"
-    )
+    remedy = f"fill it, or name another split than {settings.split}" if settings.path else "return some"
+    return UserError(f"dataset: {settings.source} has no rows, need at least one; {remedy}")
 
 
 def _builder(path: Path) -> str:

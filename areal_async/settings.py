@@ -398,7 +398,11 @@ class Settings(Section):
 
 DATA_DEFINING = (
     "tasks.*.workflow",
-    "tasks.*.dataset",
+    "tasks.*.dataset.path",
+    "tasks.*.dataset.python",
+    "tasks.*.dataset.seeds",
+    "tasks.*.dataset.name",
+    "tasks.*.dataset.split",
     "tasks.*.group_size",
     "model.path",
     "rollout.group_size",

@@ -14,14 +14,37 @@ from areal_async.subjects import TOKEN
 
 
 class DatasetSettings(Section):
-    """Where rows come from, as ``datasets.load_dataset`` takes it."""
+    """Where rows come from: one of ``path``, ``python`` and ``seeds``."""
 
-    path: HubPath
-    """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory."""
+    path: HubPath | None = None
+    """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory, as
+    ``datasets.load_dataset`` takes it."""
+    python: FunctionPath | None = None
+    """Python file, with ``:name`` when its function is not called ``rows``: it takes nothing and returns rows as dicts,
+    the same ones whenever it is called."""
+    seeds: tuple[int, int] | None = None
+    """First number and the one after the last: a row ``{seed: n}`` for each, for workflows that make up their tasks."""
     name: str | None = None
     """Configuration of a hub data set; ``None`` takes its default."""
     split: str = "train"
     """Split to take; a slice (``train[:100]``) works."""
+
+    @property
+    def source(self) -> str:
+        """Where they come from, as messages call it."""
+        return self.path or self.python or f"seeds {self.seeds}"
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        given = [name for name in ("path", "python", "seeds") if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "nothing"
+            raise ValueError(f"got {got}, need one of path, python and seeds{'; set the others to null' * bool(given)}")
+        if self.path is None and (self.name is not None or self.split != "train"):
+            raise ValueError(f"got name or split with {given[0]}, need none; they are of a data set's path")
+        if self.seeds is not None and not 0 < self.seeds[1] - self.seeds[0] <= MAX_STEP:
+            raise ValueError(f"seeds: got {list(self.seeds)}, need the first and one after the last, which is larger")
+        return self
 
 
 class TaskSamplingSettings(Section):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from areal_async.errors import UserError
 from areal_async.hub import is_local
+from areal_async.made_rows import FUNCTION, place_of
 from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
 from areal_async.settings import DatasetSettings, Settings, TemplateSettings
 
@@ -35,10 +36,7 @@ def check_workflow(spec: str) -> None:
     check_file(spec)
     file, _, name = spec.partition(":")
     path, name = Path(file), name or Path(file).stem
-    try:
-        tree = ast.parse(path.read_text(encoding="utf-8"), filename=file)
-    except (SyntaxError, UnicodeDecodeError) as exc:
-        raise UserError(f"workflow: {file} is not Python: {exc}") from exc
+    tree = _parsed(path, "workflow")
     coroutines = [node.name for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
     if name in coroutines or name in _other_names(tree):
         return
@@ -74,11 +72,31 @@ def check_dataset(dataset: DatasetSettings, setting: str) -> None:
     """Make sure that a data set on this machine is there; one of the hub is found out about later.
 
     Raises:
-        UserError: a path that is not there.
+        UserError: a path, or a function that is to return the rows, that is not there.
     """
+    if dataset.python is not None:
+        _check_function(dataset.python, f"{setting}.python")
     path = dataset.path
-    if is_local(path) and not Path(path).exists():
+    if path is not None and is_local(path) and not Path(path).exists():
         raise UserError(f"{setting}.path: no file {path}; give a file, a folder or a hub name")
+
+
+def _check_function(spec: str, setting: str) -> None:
+    file, name = place_of(spec)
+    if not file.is_file():
+        raise UserError(
+            f"{setting}: no file {file}; name a Python file, with :name when its function is not {FUNCTION}"
+        )
+    tree = _parsed(file, setting)
+    if name not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} | _other_names(tree):
+        raise UserError(f"{setting}: no function {name} in {file}; write def {name}() that returns rows")
+
+
+def _parsed(file: Path, what: str) -> ast.Module:
+    try:
+        return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except (SyntaxError, UnicodeDecodeError) as exc:
+        raise UserError(f"{what}: {file} is not Python: {exc}") from exc
 
 
 def check_model(path: str, setting: str = "model.path") -> None:

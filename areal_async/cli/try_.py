@@ -139,7 +139,7 @@ def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Pr
     rows = load_rows(task.dataset, shows_progress=False)
     if index + num_prompts > len(rows):
         raise UserError(
-            f"--index {index} --prompts {num_prompts}: {task.dataset.path} has {len(rows)} rows, need some of these"
+            f"--index {index} --prompts {num_prompts}: {task.dataset.source} has {len(rows)} rows, need some of these"
         )
     return [Prompt(epoch=0, index=number, row=rows[number]) for number in range(index, index + num_prompts)]
 

@@ -22,6 +22,7 @@ from areal_async.data import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.exporters.prometheus import exporting
 from areal_async.exporters.traces import recording
+from areal_async.made_rows import refuse_other_rows
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
@@ -35,8 +36,11 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     stacks.install(stacks.path_for(run_directory, "controller"))
     if not settings.tasks:
         raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
-    tasks = Tasks([(task.name, load_rows(task.dataset)) for task in settings.tasks])
+    parts = [(task.name, load_rows(task.dataset)) for task in settings.tasks]
+    tasks = Tasks(parts)
     _check_sendable(tasks)
+    made = {task.name: rows for task, (_, rows) in zip(settings.tasks, parts, strict=True) if task.dataset.python}
+    refuse_other_rows(run_directory / "rows.json", made)
     held_out = Tasks([(task.name, _head(load_rows(dataset), limit)) for task, dataset, limit in settings.held_out])
     main = functools.partial(_run, settings, run_directory, bus_url, tasks, held_out)
     with recording(settings, run_directory, role="controller"):

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 from areal_async.data import load_rows
 from areal_async.errors import WorkflowError
@@ -73,4 +72,4 @@ def check_workflows(settings: Settings) -> Iterator[Finding]:
 def _rows(check: str, dataset: DatasetSettings, limit: int | None = None) -> Iterator[Finding]:
     rows = load_rows(dataset, shows_progress=False)
     used = f", {min(limit, len(rows)):,} of them used" if limit is not None else ""
-    yield good(check, f"{Path(dataset.path)}: {len(rows):,} rows with {', '.join(rows.column_names)}{used}")
+    yield good(check, f"{dataset.source}: {len(rows):,} rows with {', '.join(rows.column_names)}{used}")

@@ -187,7 +187,7 @@ def encode_conversations(
             texts.append(write(tokenizer, one, template.arguments, for_reply=for_reply))
         except TemplateError as exc:
             raise UserError(
-                f"dataset: {dataset.path} row {place}: the model's chat template refuses it: {exc}"
+                f"dataset: {dataset.source} row {place}: the model's chat template refuses it: {exc}"
             ) from exc
     # The template has already written whatever special tokens a conversation has.
     ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
@@ -202,7 +202,7 @@ def _is_message(value: object) -> bool:
 
 def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings, *, need: str) -> UserError:
     got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
-    return UserError(f"dataset: {dataset.path} row {place}: {column} is {got}, need {need}")
+    return UserError(f"dataset: {dataset.source} row {place}: {column} is {got}, need {need}")
 
 
 def _share(places: Places, lessons: Lessons) -> Places:

@@ -52,6 +52,7 @@ LAYERS = (
         "tracing",
         "wire",
         "live_settings",
+        "made_rows",
         "log",
         "metrics_settings",
         "data",

@@ -46,7 +46,7 @@ def test_defaults_are_described_as_they_are_written_in_a_file() -> None:
     assert defaults["inference.python"] == "null"
     assert defaults["trainer.activation_checkpointing"] == "false"
     assert defaults["trainer.betas"] == "[0.9, 0.95]"
-    assert defaults["tasks.0.dataset.path"] == "required"
+    assert defaults["tasks.0.dataset.path"] == "null"
 
 
 def test_data_defining_settings_exist() -> None:

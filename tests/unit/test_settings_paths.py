@@ -1,5 +1,6 @@
 """A path means one file, whoever reads it: relative to its YAML's folder, or to where a command was given."""
 
+import itertools
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_origin
@@ -58,17 +59,14 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return root
 
 
-def _with(name: str, value: str) -> Path:
-    """Return a file that gives a setting this value, and all others what it takes for the whole to be right."""
-    data: dict[str, Any] = {
-        "tasks": [{"dataset": {"path": HUB}}],
-        "bus": {"url": "nats://h:1"},
-        "algorithm": {"name": "ppo"},
-    }
-    place, (*above, last) = data, name.split(".")
-    for part in above:
-        place = place[int(part)] if part.isdecimal() else place.setdefault(part, {})
-    place[last] = [value] if last == "calls" else value
+def _with(values: dict[str, str]) -> Path:
+    """Return a file that gives settings these values, and others what it takes for the whole to be right."""
+    data: dict[str, Any] = {"tasks": [{"dataset": {"path": HUB}}], "algorithm": {"name": "ppo"}}
+    for name, value in values.items():
+        place, (*above, last) = data, name.split(".")
+        for part in above:
+            place = place[int(part)] if part.isdecimal() else place.setdefault(part, {})
+        place[last] = [value] if last == "calls" else value
     path = Path("configs/x.yaml")
     path.write_text(yaml.safe_dump(data))
     return path
@@ -84,28 +82,32 @@ def _value(settings: Settings, name: str) -> str:
 def test_a_path_in_a_file_is_relative_to_its_folder_and_means_the_same_file_from_everywhere(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, cases in PLACES.items():
-        for text, seen in cases.items():
-            wanted = seen.format(home=tmp_path / "home", here=project, above=tmp_path)
-            settings = load_settings(_with(name, text))
-            recorded = tmp_path / "config.yaml"
-            recorded.write_text(dump_settings(settings))
+    recorded = tmp_path / "config.yaml"
+    for cases in itertools.zip_longest(*[[(name, *case) for case in cases.items()] for name, cases in PLACES.items()]):
+        told = {name: (text, seen) for name, text, seen in filter(None, cases)}
+        settings = load_settings(_with({name: text for name, (text, _) in told.items()}))
+        recorded.write_text(dump_settings(settings))
+        again = load_settings(recorded, use_environment=False)
+        monkeypatch.chdir(tmp_path)
+        elsewhere = load_settings(recorded, use_environment=False)
 
+        assert again == settings
+        for name, (text, seen) in told.items():
+            wanted = seen.format(home=tmp_path / "home", here=project, above=tmp_path)
             assert _value(settings, name) == wanted, name
-            assert load_settings(recorded, use_environment=False) == settings
-            monkeypatch.chdir(tmp_path)
-            elsewhere = _value(load_settings(recorded, use_environment=False), name)
-            unchanged = text in (HUB, "openai/gsm8k", "python3")
-            file = elsewhere.partition(":")[0]
-            assert elsewhere == wanted if unchanged else Path(file).absolute() == project / wanted.partition(":")[0]
-            monkeypatch.chdir(project)
+            file = Path(_value(elsewhere, name).partition(":")[0])
+            is_path = text not in (HUB, "openai/gsm8k", "python3")
+            assert file.absolute() == project / wanted.partition(":")[0] if is_path else str(file) == wanted
+        monkeypatch.chdir(project)
 
 
 def test_a_path_of_a_command_is_relative_to_where_it_is_given(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AREAL_ASYNC_MODEL__PATH", "models/tiny")
-    config = _with("tasks.0.workflow", "../workflows/play.py")
+    config = _with({"tasks.0.workflow": "../workflows/play.py"})
 
-    settings = load_settings(config, ["--tasks.0.dataset.path", "configs/data/rows.jsonl", "--bus.ca=ca.pem"])
+    settings = load_settings(
+        config, ["--tasks.0.dataset.path", "configs/data/rows.jsonl", "--bus.ca=ca.pem", "--bus.url=nats://h:1"]
+    )
 
     assert settings.model.path == "./models/tiny"
     assert settings.tasks[0].dataset.path == "configs/data/rows.jsonl"
@@ -119,7 +121,7 @@ def test_a_path_that_is_there_from_the_working_directory_alone_is_refused_with_t
         ("tasks.0.dataset.path", "configs/data/rows.jsonl", "data/rows.jsonl"),
         ("model.path", "models/tiny", "../models/tiny"),
     ):
-        config = _with(name, text)
+        config = _with({name: text})
         looked = project / "configs" / text
 
         with pytest.raises(UserError, match=rf"^{name}: got {text}, need .* no {looked}; write {right} in configs/x"):
@@ -165,6 +167,11 @@ def test_every_setting_that_holds_a_path_says_of_which_kind_it_is() -> None:
             annotation = without_none(annotation_at(kind, parts))
             if get_origin(annotation) is tuple:
                 annotation = get_args(annotation)[0]
-            holds_path = Path in (annotation, *get_args(annotation)) or parts[-1] in ("path", "workflow", "calls")
+            holds_path = Path in (annotation, *get_args(annotation)) or parts[-1] in (
+                "path",
+                "python",
+                "workflow",
+                "calls",
+            )
             assert get_origin(annotation) is not UnionType
             assert (path_kind(annotation) is not None) == holds_path, parts

@@ -162,7 +162,7 @@ def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory
         (["--run.seed", "2"], "run.seed was 1, is 2"),
         (["--rollout.group_size", "16"], "rollout.group_size was 8, is 16"),
         (["--model.path", "other"], "model.path was 'Qwen/Qwen2.5-1.5B-Instruct', is 'other'"),
-        (["--tasks.0.dataset.split", "test"], "tasks.0.dataset was "),
+        (["--tasks.0.dataset.split", "test"], "tasks.0.dataset.split was "),
         (["--tasks.0.group_size", "16"], "tasks.0.group_size was None, is 16"),
         (["--rollout.curriculum.name", "pass_rate"], "rollout.curriculum was {'name': 'none'"),
     ],

@@ -1,0 +1,110 @@
+"""Rows that nobody has written down: those that a Python function returns, and numbers to seed environments with."""
+
+import hashlib
+import inspect
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_async.errors import UserError
+from areal_async.user_files import import_file, mistakes_in
+
+MAX_ROWS = 1_000_000
+"""That a function may return: an endless generator is told, and does not fill the memory."""
+FUNCTION = "rows"
+"""Of ``FILE.py`` without a name."""
+SEED = "seed"
+"""The column of rows that are numbers."""
+
+
+def place_of(spec: str) -> tuple[Path, str]:
+    """Return file and function of ``FILE.py[:name]``."""
+    file, _, name = spec.partition(":")
+    return Path(file), name or FUNCTION
+
+
+def rows_of_function(spec: str) -> Any:
+    """Call ``FILE.py[:name]`` once and return its rows as a ``datasets.Dataset``, with the columns of all of them.
+
+    Raises:
+        UserError: no such function, it raises, or what it returns are no rows of values that JSON has.
+    """
+    file, name = place_of(spec)
+    what = f"dataset: {spec}"
+    with mistakes_in(f"{what}: importing {file}"):
+        function = getattr(import_file(file, what=what), name, None)
+    if not inspect.isroutine(function) or inspect.iscoroutinefunction(function):
+        raise UserError(f"{what}: got no plain function {name} in {file}, need def {name}() that returns rows")
+    with mistakes_in(what):
+        rows = _read(function, what)
+        return _as_dataset(rows, what)
+
+
+def rows_of_seeds(first: int, end: int) -> Any:
+    """Return rows ``{"seed": n}`` for the numbers from ``first`` up to ``end``, without it."""
+    import datasets
+    import pyarrow
+
+    return datasets.Dataset(pyarrow.table({SEED: pyarrow.array(range(first, end), type=pyarrow.int64())}))
+
+
+def refuse_other_rows(file: Path, made: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
+    """Check that functions return what they returned when the run was started: its prompts are known by their place.
+
+    Args:
+        file: where their digests are kept; written at the first start.
+        made: the rows that they return now, by task.
+
+    Raises:
+        UserError: one returns others.
+    """
+    before = json.loads(file.read_text()) if file.is_file() else {}
+    digests = {task: _digest(rows) for task, rows in made.items()}
+    if changed := [task for task, digest in digests.items() if before.get(task, digest) != digest]:
+        raise UserError(
+            f"dataset of {changed[0]}: its function returns other rows than when the run was started, need the same in "
+            "the same order; seed what is random in it, or start another run"
+        )
+    if digests != before:
+        temporary = file.with_suffix(".tmp")
+        with temporary.open("w") as written:
+            json.dump(before | digests, written)
+            written.flush()
+            os.fsync(written.fileno())
+        temporary.replace(file)
+
+
+def _digest(rows: Iterable[Mapping[str, Any]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row, default=str).encode())
+    return digest.hexdigest()
+
+
+def _read(function: Callable[[], Iterable[Any]], what: str) -> list[dict[str, Any]]:
+    returned = function()
+    if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
+        raise UserError(f"{what}: returned a {type(returned).__name__}, need a list of rows like {{'question': ...}}")
+    rows = []
+    for place, row in enumerate(itertools.islice(returned, MAX_ROWS + 1)):
+        if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):
+            raise UserError(f"{what}: row {place} is a {type(row).__name__} {row!r:.60}, need a dict of named values")
+        rows.append(dict(row))
+    if len(rows) > MAX_ROWS:
+        raise UserError(f"{what}: returned more than {MAX_ROWS} rows, need at most so many; does it ever end?")
+    return rows
+
+
+def _as_dataset(rows: list[dict[str, Any]], what: str) -> Any:
+    import datasets
+    import pyarrow
+
+    columns = dict.fromkeys(key for row in rows for key in row)
+    try:
+        return datasets.Dataset.from_dict({name: [row.get(name) for row in rows] for name in columns})
+    except (pyarrow.ArrowException, TypeError, ValueError, OverflowError) as exc:
+        reason = str(exc).strip().partition("\n")[0]
+        raise UserError(f"{what}: its rows fit no table ({reason}); each column needs values of one kind") from exc

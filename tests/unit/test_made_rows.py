@@ -1,0 +1,125 @@
+"""Rows that Python returns, or that are seeds, are rows like any other; what is none of both is one sentence."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_async import made_rows, user_files
+from areal_async.cli.checks import check_dataset
+from areal_async.data import check_columns, load_rows
+from areal_async.errors import UserError
+from areal_async.made_rows import refuse_other_rows
+from areal_async.settings import DatasetSettings, Settings
+from areal_async.settings_sources import load_settings
+
+FILE = """
+from table_beside import ROWS
+
+def rows():
+    yield {"question": "1+1?", "board": [[1, 2], [3]]}
+    yield {"question": "2+2?", "board": [], "level": 3}
+
+def listed(): return ROWS
+def none(): return []
+def text(): return "rows"
+def words(): return ["a"]
+def numbered(): return [{1: 2}]
+def mixed(): return [{"a": 1}, {"a": "x"}]
+def raising(): return [{}[1]]
+def endless():
+    while True: yield {"a": 1}
+def needs(count): return []
+async def later(): return []
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(user_files, "_own_folders", [])
+    monkeypatch.setattr(made_rows, "MAX_ROWS", 1000)
+    (tmp_path / "table_beside.py").write_text("ROWS = ({'a': 1}, {'a': 2})\n")
+    (tmp_path / "made.py").write_text(FILE)
+    yield tmp_path / "made.py"
+    sys.modules.pop("table_beside", None)
+
+
+def test_a_function_gives_rows_with_the_columns_of_all(file: Path) -> None:
+    rows = load_rows(DatasetSettings(python=str(file)))
+
+    assert [rows[0], rows[1]] == [
+        {"question": "1+1?", "board": [[1, 2], [3]], "level": None},
+        {"question": "2+2?", "board": [], "level": 3},
+    ]
+    assert list(load_rows(DatasetSettings(python=f"{file}:listed")).select([1])) == [{"a": 2}]
+    with pytest.raises(UserError, match=r"made.py has columns .*, need 'answer'"):
+        check_columns(rows, ("answer",), DatasetSettings(python=str(file)))
+
+
+def test_seeds_are_rows_by_their_numbers() -> None:
+    rows = load_rows(DatasetSettings(seeds=(1000, 1003)))
+
+    assert list(rows) == [{"seed": 1000}, {"seed": 1001}, {"seed": 1002}]
+
+
+def test_what_is_no_rows_is_one_sentence(file: Path) -> None:
+    for name, says in {
+        "none": "has no rows, need at least one; return some",
+        "text": "returned a str, need a list of rows like",
+        "words": "row 0 is a str 'a', need a dict of named values",
+        "numbered": "row 0 is a dict {1: 2}, need a dict of named values",
+        "mixed": "its rows fit no table (",
+        "raising": "KeyError: 1",
+        "endless": "returned more than 1000 rows, need at most so many; does it ever end?",
+        "needs": "TypeError: needs() missing 1 required positional argument",
+        "later": "got no plain function later in ",
+        "nothing": "got no plain function nothing in ",
+    }.items():
+        with pytest.raises(UserError) as caught:
+            load_rows(DatasetSettings(python=f"{file}:{name}"))
+        assert str(caught.value).startswith(f"dataset: {file}:{name}")
+        assert says in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_a_function_that_is_not_there_is_told_without_importing_its_file(file: Path) -> None:
+    file.write_text("raise RuntimeError\ndef rows(): ...\n")
+
+    check_dataset(DatasetSettings(python=str(file)), "eval.dataset")
+    with pytest.raises(UserError, match=r"^eval.dataset.python: no function other in .*made.py; write def other\(\)"):
+        check_dataset(DatasetSettings(python=f"{file}:other"), "eval.dataset")
+    with pytest.raises(UserError, match=r"^eval.dataset.python: no file no.py; name a Python file"):
+        check_dataset(DatasetSettings(python="no.py"), "eval.dataset")
+
+
+def test_rows_come_from_one_place() -> None:
+    for words, says in (
+        ("{split: test}", "tasks.0.dataset: got nothing, need one of path, python and seeds"),
+        (
+            "{path: a/b, seeds: [0, 9]}",
+            "got path and seeds, need one of path, python and seeds; set the others to null",
+        ),
+        ("{python: a.py, split: test}", "got name or split with python, need none"),
+        ("{seeds: [5, 5]}", "seeds: got [5, 5], need the first and one after the last, which is larger"),
+        ("{seeds: [0]}", "tasks.0.dataset.seeds.1: got nothing, need a value"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_settings(None, [f"--tasks=[{{dataset: {words}}}]"])
+        assert says in str(caught.value)
+    seeds = load_settings(None, ["--tasks.0.dataset.seeds", "[0, 9]"], Settings)
+    assert seeds.tasks[0].dataset.source == "seeds (0, 9)"
+
+
+def test_a_run_that_goes_on_is_refused_other_rows_and_told_of_no_others(tmp_path: Path) -> None:
+    file, rows = tmp_path / "rows.json", [{"a": 1}, {"a": 2}]
+
+    refuse_other_rows(file, {"play": rows, "sums": rows})
+    refuse_other_rows(file, {"play": list(rows)})
+
+    for others in (rows[::-1], rows[:1], [*rows, {"a": 3}]):
+        with pytest.raises(UserError, match=r"^dataset of play: its function returns other rows"):
+            refuse_other_rows(file, {"play": others, "sums": rows})
+    refuse_other_rows(file, {})
+    assert not list(tmp_path.glob("*.tmp"))
