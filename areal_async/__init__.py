@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         ToolResult,
         Workflow,
         group_workflow,
+        per_node,
     )
     from areal_async.errors import ContextFull, Reject, ToolError
     from areal_async.rollout.confine import shared
@@ -45,6 +46,7 @@ _HOMES = {
     "Workflow": "areal_async.contracts",
     "group_workflow": "areal_async.contracts",
     "mcp_tools": "areal_async.rollout.tools.mcp",
+    "per_node": "areal_async.contracts",
     "reward": "areal_async.rollout.rewards",
     "shared": "areal_async.rollout.confine",
     "shared_mcp_tools": "areal_async.rollout.tools.mcp",
@@ -68,6 +70,7 @@ __all__ = [
     "Workflow",
     "group_workflow",
     "mcp_tools",
+    "per_node",
     "reward",
     "shared",
     "shared_mcp_tools",

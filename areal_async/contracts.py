@@ -5,11 +5,12 @@
 A workflow needs nothing else of this package, and nothing here knows where or how generation runs.
 """
 
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TypeGuard, TypeVar, overload, runtime_checkable
 
-from areal_async.errors import Reject
+from areal_async.errors import Reject, UserError
 from areal_async.types import Prompt
 
 Message = Mapping[str, Any]
@@ -269,6 +270,38 @@ def group_workflow(function: W) -> W:
     """
     function._is_group_workflow = True  # type: ignore[attr-defined]
     return function
+
+
+P = TypeVar("P", bound=Callable[[], AsyncIterator[Any]])
+
+
+def per_node(function: P) -> P:
+    """Have an environment made once on every node, before its first workflow, and ended after its last.
+
+        @per_node
+        async def browser() -> AsyncIterator[Browser]:
+            async with launch() as one:
+                yield one
+
+        async def shop(prompt: Prompt, policy: Policy, browser: Browser) -> float: ...
+
+    A workflow of the same file that has a parameter of its name is given what it yields. ``try`` and ``eval`` make it
+    too. A node that starts again makes it anew, and one that is killed has ended it in no way.
+
+    Raises:
+        UserError: it is no async function without parameters that yields.
+    """
+    name = getattr(function, "__name__", repr(function))
+    if not inspect.isasyncgenfunction(function) or inspect.signature(function).parameters:
+        got = "parameters" if inspect.isasyncgenfunction(function) else "what yields nothing"
+        raise UserError(f"per_node {name}: got {got}, need `async def {name}()` that yields its value once")
+    function._is_per_node = True  # type: ignore[attr-defined]
+    return function
+
+
+def is_per_node(value: object) -> TypeGuard[Callable[[], AsyncIterator[Any]]]:
+    """Say whether it is something to make once per node."""
+    return inspect.isasyncgenfunction(value) and getattr(value, "_is_per_node", False) is True
 
 
 def is_group_workflow(function: Workflow | GroupWorkflow) -> TypeGuard[GroupWorkflow]:

@@ -114,6 +114,8 @@ class RolloutSettings(Section):
     """Failed attempts at one prompt before it is recorded dead."""
     episode_deadline_s: float = Field(default=600.0, gt=0)
     """Seconds after which a node stores an unfinished sibling as failed."""
+    setup_deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds that what a workflow's file has made once per node (``@per_node``) may take to be made."""
     loop_deadline_s: float = Field(default=20.0, ge=5)
     """Seconds one workflow may hold up its node's event loop; then the node ends itself, and that slot has failed."""
     sampling: SamplingSettings = SamplingSettings()

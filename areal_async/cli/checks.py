@@ -57,11 +57,14 @@ def check_policies(specs: Iterable[str], policies: Collection[str]) -> None:
     for spec in specs:
         file, _, name = spec.partition(":")
         name = name or Path(file).stem
-        found = _coroutine(ast.parse(Path(file).read_text(encoding="utf-8"), filename=file), name)
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"), filename=file)
+        found = _coroutine(tree, name)
         if found is None:  # imported, made or wrapped: shows only when the file runs
             is_sure = False
             continue
         needed, optional = _policies_of(found.args)
+        perhaps_made = _made_per_node(tree) | _other_names(tree)  # the latter show only when the file runs
+        needed = [one for one in needed if one in policies or one not in perhaps_made]
         check_needed(needed, policies, name=name)
         taken.update(needed, optional)
     if is_sure:
@@ -169,6 +172,13 @@ def _policies_of(arguments: ast.arguments) -> tuple[list[str], list[str]]:
     pairs += zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     needed = [one.arg for one, default in pairs if default is None]
     return needed, [one.arg for one, default in pairs if default is not None]
+
+
+def _made_per_node(tree: ast.Module) -> set[str]:
+    """Return the names of the functions that are made once per node."""
+    marks = ("per_node", "areal_async.per_node")
+    functions = [node for node in tree.body if isinstance(node, ast.AsyncFunctionDef)]
+    return {one.name for one in functions if any(ast.unparse(mark) in marks for mark in one.decorator_list)}
 
 
 def _other_names(tree: ast.Module) -> set[str]:

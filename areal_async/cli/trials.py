@@ -19,6 +19,7 @@ from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.group import for_one_sibling
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.named import with_policies
+from areal_async.rollout.per_node import given_per_node
 from areal_async.rollout.standstill import Standstill
 from areal_async.rollout.text import TextCodec, load_codec
 from areal_async.rollout.trial import TRIAL, Trial
@@ -69,8 +70,11 @@ async def opened_trial(
             InferenceClient(pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size) as client,
             Endpoint() as endpoint,
             serve_frozen(used, node_id=TRIAL, log_directory=logs, max_streams=max_streams) as frozen,
+            given_per_node(
+                {task.name: plain}, deadline_s=settings.rollout.setup_deadline_s, waiter=TRIAL, tell=tell
+            ) as given,
         ):
-            workflow = with_policies(plain, taken, own, frozen)
+            workflow = with_policies(given[task.name], taken, own, frozen)
             trial = Trial(
                 settings,
                 workflow if eval_id is None else for_one_sibling(workflow),

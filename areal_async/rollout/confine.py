@@ -3,6 +3,7 @@
 A trajectory's workflow is one task, and what that starts (tasks, of those other tasks) is known by its ``Owner``, which
 travels with the context. So a workflow that cancels itself cancels nobody else, ``sys.exit`` in a task of its own ends
 that task and not the process, and what still runs when it has returned is cancelled, then ended, however it takes that.
+What it has ``shared`` with others is in a name of its own: as confined, and ended by nobody.
 
 Invariant: when ``run_owned`` is left, by return, error or cancellation, no task of its owner runs any more.
 """
@@ -123,10 +124,7 @@ async def run_owned(work: Callable[[], Awaitable[T]], *, name: str, deadline_s: 
     owner = Owner(name, working_on.get())
     context = contextvars.copy_context()
     context.run(_owner.set, owner)
-    loop = asyncio.get_running_loop()
-    if loop.get_task_factory() is not make_task:
-        loop.set_task_factory(make_task)  # type: ignore[arg-type]
-        loop.stop = functools.partial(_stop, loop.stop)  # type: ignore[method-assign]
+    loop = _confining_loop()
 
     async def run() -> T:
         return await work()
@@ -182,10 +180,42 @@ def in_nobodys_name() -> Iterator[None]:
 def shared() -> Iterator[None]:
     """Open in this block what all trajectories of a node share (a browser, a connection with a task of its own).
 
-    What a workflow starts elsewhere ends with its trajectory.
+    What a workflow starts elsewhere ends with its trajectory. A task that is started here and calls ``sys.exit`` ends
+    with an error for whoever awaits it, as any other error of it does.
     """
-    with in_nobodys_name():
+    opener = _owner.get()
+    with _in_name_of(Owner(f"shared by {opener.name}" if opener else "shared")):
         yield
+
+
+def start_shared(work: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
+    """Start what outlives every trajectory, and can no more end the process than they can."""
+    loop = _confining_loop()
+    with _in_name_of(Owner(name)):
+        return loop.create_task(work)
+
+
+async def end_task(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task, and end it where it does not heed that."""
+    await _end({task})
+
+
+@contextmanager
+def _in_name_of(owner: Owner) -> Iterator[None]:
+    token = _owner.set(owner)
+    try:
+        yield
+    finally:
+        _owner.reset(token)
+
+
+def _confining_loop() -> asyncio.AbstractEventLoop:
+    """Return the running loop, which from now on confines what is started in an owner's name."""
+    loop = asyncio.get_running_loop()
+    if loop.get_task_factory() is not make_task:
+        loop.set_task_factory(make_task)  # type: ignore[arg-type]
+        loop.stop = functools.partial(_stop, loop.stop)  # type: ignore[method-assign]
+    return loop
 
 
 async def _end(tasks: Collection["asyncio.Task[Any]"], owner: Owner | None = None) -> None:

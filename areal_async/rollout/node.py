@@ -13,6 +13,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
+from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.collector import spare_pauses
 from areal_async.errors import ConflictError
@@ -26,6 +27,7 @@ from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import Pace, run_metrics, server_reports
+from areal_async.rollout.per_node import given_per_node
 from areal_async.rollout.server_events import server_event
 from areal_async.rollout.server_services import run_server_services
 from areal_async.rollout.text import load_codec
@@ -116,6 +118,12 @@ class _Node:
                         settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams
                     ) as frozen,
                     Endpoint() as endpoint,
+                    given_per_node(
+                        workflows,
+                        deadline_s=settings.rollout.setup_deadline_s,
+                        waiter=waits.node(self._node_id),
+                        tell=lambda told: log.warning("per_node.left", cause=told),
+                    ) as given,
                 ):
                     place = Workplace(
                         settings=settings,
@@ -123,7 +131,7 @@ class _Node:
                         node_id=self._node_id,
                         generator=client,
                         codec=codec,
-                        workflows=workflows,
+                        workflows=given,
                         frozen=frozen,
                         endpoint=endpoint,
                         call_parser=client.call_parser,

@@ -8,6 +8,7 @@ from typing import Any, cast
 from areal_async.contracts import Workflow
 from areal_async.errors import UserError
 from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.per_node import made_for
 from areal_async.user_files import import_file
 
 NUM_GIVEN = 2
@@ -40,8 +41,9 @@ def load_workflow(spec: str, *, root: Path | None = None, policies: Collection[s
             f"workflow {spec}: got {name!r} which is not async, need `async def {name}(prompt, policy) -> float`"
         )
     try:
-        taken = policies_taken(function, policies)
-        inspect.signature(function).bind(object(), object(), **dict.fromkeys(taken))
+        signature = inspect.signature(function)
+        made = [one for one in made_for(function) if one in signature.parameters]
+        signature.bind(object(), object(), **dict.fromkeys([*policies_taken(function, policies), *made]))
     except TypeError as exc:
         raise UserError(f"workflow {spec}: cannot be called as {name}(prompt, policy): {exc}") from exc
     return cast(Workflow, function)
@@ -50,13 +52,20 @@ def load_workflow(spec: str, *, root: Path | None = None, policies: Collection[s
 def policies_taken(function: Callable[..., Any], policies: Collection[str]) -> tuple[str, ...]:
     """Return which of ``policies`` a workflow takes, by the names of its parameters after the first two.
 
+    Others are what its file has made once per node (``per_node``).
+
     Raises:
-        UserError: it needs one that is not there.
+        UserError: it needs one that is not there, or that could be either.
     """
+    made, name = made_for(function), getattr(function, "__name__", "workflow")
     parameters = list(inspect.signature(function).parameters.values())[NUM_GIVEN:]
     by_name = [one for one in parameters if one.kind in _BY_NAME]
-    needed = [one.name for one in by_name if one.default is inspect.Parameter.empty]
-    check_needed(needed, policies, name=getattr(function, "__name__", "workflow"))
+    if twice := [one.name for one in by_name if one.name in policies and one.name in made]:
+        raise UserError(
+            f"workflow {name}: policies.{twice[0]} is made once per node too; give one of both another name"
+        )
+    needed = [one.name for one in by_name if one.default is inspect.Parameter.empty and one.name not in made]
+    check_needed(needed, policies, name=name)
     return tuple(one.name for one in by_name if one.name in policies)
 
 

@@ -108,3 +108,46 @@ async def test_node_refuses_a_policy_that_nobody_takes(run: Run, settings: Setti
     (cause,) = leaves_of(caught.value)
     assert isinstance(cause, UserError)
     assert "policies.critic: no workflow of this run takes it" in str(cause)
+
+
+PER_NODE = """
+from pathlib import Path
+
+from areal_async import per_node
+
+EVENTS = Path(__file__).with_suffix(".events")
+
+
+def note(event):
+    with EVENTS.open("a") as file:
+        print(event, file=file)
+
+
+@per_node
+async def table():
+    note("up")
+    yield note
+    note("down")
+
+
+async def play(prompt, policy, table):
+    await policy.complete([5, 6, 7])
+    table("played")
+    return 1.0
+"""
+
+
+async def test_what_is_made_once_per_node_is_there_for_all_trajectories_and_ended_with_the_node(
+    run: Run, settings: Settings, tmp_path: Path
+) -> None:
+    (tmp_path / "at_table.py").write_text(PER_NODE)
+    task = settings.tasks[0].model_copy(update={"workflow": f"{tmp_path / 'at_table.py'}:play"})
+    await run.announce()
+    await run.admit()
+
+    async with run.running_node(settings.model_copy(update={"tasks": (task,), "policies": {}})):
+        slots = await run.slots(4)
+        assert (tmp_path / "at_table.events").read_text().split() == ["up", *["played"] * 4]
+
+    assert {slot.status for slot in slots} == {SlotStatus.SCORED}
+    assert (tmp_path / "at_table.events").read_text().split() == ["up", *["played"] * 4, "down"]

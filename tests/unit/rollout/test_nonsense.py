@@ -527,6 +527,32 @@ async def test_a_reward_that_leaves_threads_and_output_behind_is_scored() -> Non
     assert await sample_rewards.length_of("ok") == 2.0
 
 
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [(SystemExit(3), "called sys.exit(3)"), (KeyboardInterrupt("enough"), "KeyboardInterrupt: enough")],
+)
+async def test_shared_task_that_would_end_the_process_fails_who_awaits_it(raised: BaseException, reason: str) -> None:
+    async def helper() -> None:
+        await asyncio.sleep(0)
+        raise raised
+
+    async def workflow(prompt: Prompt, policy: Policy) -> float:
+        await policy.complete([1, 2])
+        with confine.shared():
+            task = asyncio.ensure_future(helper())
+        await task
+        return 1.0
+
+    policy = RecordingPolicy(ScriptedModel([98, END]), codec(), SamplingSettings(), name="uid")
+    place = Place(
+        workflow="w", sibling=0, sample_uid="uid", ticket_version="1-1", max_bytes=1 << 20, max_sequence_tokens=100
+    )
+    trajectory = await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=60.0)
+
+    assert trajectory.slot.status is SlotStatus.FAILED
+    assert trajectory.slot.reason == f"shared by workflow w: {reason}"
+
+
 async def test_what_all_trajectories_share_outlives_the_one_that_opened_it() -> None:
     opened: list[asyncio.Task[None]] = []
 
