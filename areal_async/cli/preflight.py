@@ -2,11 +2,13 @@
 
 import argparse
 import json
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
 import msgspec
+import structlog
 from rich.console import Console
 from rich.text import Text
 
@@ -33,6 +35,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = choose_config(arguments.file, arguments.config, has_gpu=has_gpu)
     settings = load_run_settings(config, arguments.file, overrides)
     check_groups(settings)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     console = Console(highlight=False, soft_wrap=True)
 
     async def look() -> list[Finding]:

@@ -88,7 +88,7 @@ def _numbers(entry: Entry) -> str:
     parts.append(f"{entry.tokens} tokens, {entry.output_tokens} sampled")
     parts.append(f"weights {entry.versions}")
     if entry.truncated:
-        parts.append(f"{entry.truncated} turns cut off by max_new_tokens")
+        parts.append(f"{entry.truncated} turns cut off by max_new_tokens or a full context")
     return ", ".join(parts)
 
 

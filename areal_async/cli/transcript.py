@@ -239,7 +239,7 @@ _KNOWN_INFO = [f"{OWN_INFO}{name}" for name in ("num_turns", "num_sequences", "n
 
 def _turn_text(turns: list[TimedTurn], number: int) -> str:
     timed = turns[number]
-    end = {"stop": "stopped by itself", "length": "cut off by max_new_tokens"}
+    end = {"stop": "stopped by itself", "length": "cut off by max_new_tokens or a full context"}
     return (
         f"turn {number + 1}: {_count(len(timed.turn.output_ids), 'token')} in {timed.duration_s:.2f} s "
         f"(first after {timed.first_token_s:.2f}), {end.get(timed.turn.finish_reason, timed.turn.finish_reason)}"

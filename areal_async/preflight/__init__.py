@@ -14,6 +14,7 @@ from areal_async.preflight.exports import check_traces, check_trackers
 from areal_async.preflight.findings import Finding, Level, guarded, of_mistake
 from areal_async.preflight.host import check_clock, check_disk, check_limits, check_ports, check_processes
 from areal_async.preflight.inputs import check_data, check_models, check_template, check_workflows
+from areal_async.preflight.lengths import check_lengths
 from areal_async.preflight.machine import look_at_machine
 from areal_async.preflight.memory import check_memory
 from areal_async.preflight.reach import check_hosts
@@ -55,6 +56,8 @@ async def look_ahead(settings: Settings) -> AsyncIterator[Finding]:
         yield finding
     if "actor" in sizes:
         for finding in guarded("chat template", lambda: check_template(settings)):
+            yield finding
+        for finding in await check_lengths(settings, model_context=sizes["actor"].context):
             yield finding
         for finding in guarded("memory", lambda: check_memory(settings, machine, sizes)):
             yield finding
