@@ -94,6 +94,9 @@ class Reply:
     """``stop`` or ``length``."""
     tool_calls: list[ToolCall] = field(default_factory=list)
     """What the model calls, where it was given tools."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens at each position, likeliest first, as (token id, natural log of the probability) of what was
+    sampled from before ``top_p``, ``top_k`` and ``min_p`` cut it; ``None`` where ``top_logprobs=`` did not ask."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,8 +192,10 @@ class Policy(Protocol):
         Args:
             tools: what the model may call; nothing is run, see ``reply.tool_calls``.
             n: so many replies at once, side by side, as a list.
-            sampling: overrides of ``rollout.sampling`` for this call, by the same names. Tokens are trained at the
-                temperature that they were sampled at.
+            sampling: overrides of ``rollout.sampling`` for this call, by the same names, and what a single call may
+                ask for besides: ``min_new_tokens``, ``stop_token_ids``, ``logit_bias`` ({token id: bias}), ``seed``,
+                ``top_logprobs``, and one of the grammars ``json_schema``, ``regex``, ``ebnf`` and ``structural_tag``
+                (``policy_settings.CallSampling``). Tokens are trained at the temperature that they were sampled at.
 
         Raises:
             GenerationError: no server could finish it. Let it pass: it is recorded on the trajectory.

@@ -1,8 +1,9 @@
 """How a policy speaks, and the models that a workflow takes beside the one under training."""
 
+import json
 import re
 from collections.abc import Iterable
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_serializer, field_validator, model_validator
 
@@ -13,6 +14,11 @@ from areal_async.template_settings import TemplateSettings
 POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
 TAKEN_NAMES = ("prompt", "policy")
+MAX_PENALTY = 2.0
+"""As the servers have it."""
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""What can be said of the form of an answer, one for a call."""
+TokenId = Annotated[int, Field(ge=0)]
 ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "template", "dtype")
 
 
@@ -36,6 +42,14 @@ class SamplingSettings(Section):
     """Smallest set of tokens with this probability; 1 keeps all."""
     top_k: int = Field(default=-1, ge=-1, le=MAX_TOP_K)
     """Only the k likeliest tokens; -1 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this share as likely as the likeliest; 0 keeps all."""
+    frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token for each time that the answer has it; 0 for none."""
+    presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token that the answer has; 0 for none."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_PENALTY)
+    """Divides the logit of a token that the answer has, or multiplies it where it is negative; 1 for none."""
     max_new_tokens: int = Field(default=1024, ge=1)
     """Longest completion of one turn, in tokens."""
     stop: tuple[str, ...] = ()
@@ -48,7 +62,53 @@ class SamplingSettings(Section):
     @property
     def greedy(self) -> Self:
         """Derived: the likeliest token each time, as long an answer."""
-        return self.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1})
+        return self.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})
+
+
+class CallSampling(SamplingSettings):
+    """How one call is sampled: what is said for all of them, and what makes sense for a single one only."""
+
+    min_new_tokens: int = Field(default=0, ge=0)
+    """No end of turn before so many tokens."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Tokens that end the turn, besides those of the model."""
+    logit_bias: dict[TokenId, float] = {}
+    """Token id -> what is added to its logit."""
+    seed: int | None = None
+    """Of the draws: the same prompt with the same seed is answered alike, by siblings too; ``None`` for a new one each
+    time. Of several replies to one call, each has the next."""
+    json_schema: dict[str, Any] | str | None = None
+    """The answer is JSON of this schema."""
+    regex: str | None = None
+    """The answer matches this, whole."""
+    ebnf: str | None = None
+    """The answer is of this grammar, in GBNF, whose start is ``root``."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Text whose tagged parts are of a grammar each, as XGrammar has them."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """So many of the likeliest tokens at each position are told in ``Reply.top_logprobs``."""
+
+    @property
+    def grammar(self) -> dict[str, str]:
+        """Derived: the grammar of the answer as the servers take it, under its name; empty where it is free."""
+        given = {name: getattr(self, name) for name in GRAMMARS}
+        return {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in given.items()
+            if value not in (None, "")
+        }
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if len(self.grammar) > 1:
+            raise ValueError(f"got {' and '.join(self.grammar)}, need at most one grammar")
+        if self.ignore_eos and self.stop_token_ids:
+            raise ValueError("got stop_token_ids with ignore_eos, which goes on past every such token; leave one out")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"got min_new_tokens={self.min_new_tokens}, need at most max_new_tokens={self.max_new_tokens}"
+            )
+        return self
 
 
 class PolicySettings(Section):

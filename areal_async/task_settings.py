@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from areal_async.fields import MAX_STEP, MAX_TEMPERATURE, MAX_TOP_K
-from areal_async.policy_settings import check_top_k
+from areal_async.policy_settings import MAX_PENALTY, check_top_k
 from areal_async.section import FunctionPath, HubPath, Section
 from areal_async.subjects import TOKEN
 
@@ -56,6 +56,14 @@ class TaskSamplingSettings(Section):
     """Smallest set of tokens with this probability."""
     top_k: int | None = Field(default=None, ge=-1, le=MAX_TOP_K)
     """Only the k likeliest tokens; -1 keeps all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Only tokens at least this share as likely as the likeliest."""
+    frequency_penalty: float | None = Field(default=None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token for each time that the answer has it."""
+    presence_penalty: float | None = Field(default=None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token that the answer has."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_PENALTY)
+    """Divides the logit of a token that the answer has, or multiplies it where it is negative."""
     max_new_tokens: int | None = Field(default=None, ge=1)
     """Longest completion of one turn, in tokens."""
     stop: tuple[str, ...] | None = None

@@ -117,6 +117,10 @@ class Turn(Record, frozen=True, kw_only=True):
     """Name of the policy that spoke, where the workflow has several; empty for ``policy`` itself."""
     temperature: float | None = None
     """That the server was asked for, 0 for greedy; None where nothing was said, which is the run's."""
+    is_steered: bool = False
+    """A grammar, a bias or a penalty had a say: ``logprobs`` are not of the model's own distribution."""
+    top_logprobs: list[list[tuple[int, float]]] | None = None
+    """The likeliest tokens at each position, as ``Reply.top_logprobs``; for the workflow alone, never stored."""
 
 
 class Sequence(Record, frozen=True, kw_only=True, eq=False):

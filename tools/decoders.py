@@ -131,7 +131,7 @@ def _events(*chunks: dict[str, Any]) -> bytes:
 
 def _stream(data: bytes) -> object:
     """What a client does with the bytes of one stream, in pieces of 100, up to the turn."""
-    completion = Completion([1, 2, 3], max_new_tokens=16, stop_token_ids=frozenset({18}))
+    completion = Completion([1, 2, 3], {"max_new_tokens": 16, "stop_token_ids": [18], "top_logprobs_num": 2})
     completion.begin_stream("1-1")
     splitter = EventSplitter()
     for start in range(0, len(data), 100):

@@ -1,9 +1,10 @@
 """The streaming client: one completion, whatever becomes of the servers meanwhile.
 
 A stream that breaks goes on, on the same or another server, from the tokens already received, so that no
-token is lost or repeated and none is generated twice. Deadlines are set between events; one on the whole is for
-users who ask for it: a long answer is not a slow one. A prompt that no server could take never leaves: a token id
-outside the vocabulary ends a real SGLang process, with everybody's requests.
+token is lost or repeated and none is generated twice, but for those that a server could not go on from (``asked``).
+Deadlines are set between events; one on the whole is for users who ask for it: a long answer is not a slow one. A
+prompt that no server could take never leaves: a token id outside the vocabulary ends a real SGLang process, with
+everybody's requests.
 """
 
 import asyncio
@@ -19,6 +20,7 @@ import structlog
 
 from areal_async import stations, tracing, waits
 from areal_async.errors import ContextFull, GenerationError
+from areal_async.inference.asked import check_token_ids
 from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
@@ -96,7 +98,8 @@ class InferenceClient:
         """Return one whole completion, and the server that ended it (its cache holds the prefix).
 
         Args:
-            sampling_params: SGLang's, with ``max_new_tokens``; ``stop_token_ids`` as well where there are any.
+            sampling_params: SGLang's, with ``max_new_tokens``; ``stop_token_ids`` as well where there are any, and
+                ``top_logprobs_num``, which is beside them in a request.
             on_tokens: called with the tokens as they come, each once, however many streams break.
 
         Raises:
@@ -106,16 +109,12 @@ class InferenceClient:
                 the whole.
         """
         check_prompt(prompt_ids, self._vocab_size)
-        completion = Completion(
-            prompt_ids,
-            max_new_tokens=sampling_params["max_new_tokens"],
-            stop_token_ids=frozenset(sampling_params.get("stop_token_ids") or ()),
-            temperature=sampling_params.get("temperature"),
-            on_tokens=on_tokens,
-        )
+        if self._vocab_size is not None:
+            check_token_ids(sampling_params, self._vocab_size)
+        completion = Completion(prompt_ids, sampling_params, on_tokens=on_tokens)
         with stations.completion(self._model, len(prompt_ids), sampling_params) as span:
             with anyio.move_on_after(self._settings.total_deadline_s):
-                turn, server = await self._complete(completion, sampling_params, preferred)
+                turn, server = await self._complete(completion, preferred)
                 stations.note_turn(span, turn, server_id=server.id)
                 return turn, server
             raise GenerationError(
@@ -123,21 +122,19 @@ class InferenceClient:
                 f"within inference.total_deadline_s = {self._settings.total_deadline_s:g} s"
             )
 
-    async def _complete(
-        self, completion: Completion, sampling_params: Mapping[str, Any], preferred: Server | None
-    ) -> tuple[Turn, Server]:
+    async def _complete(self, completion: Completion, preferred: Server | None) -> tuple[Turn, Server]:
         cost_tokens = len(completion.prompt_ids) + completion.num_tokens_left
         num_fruitless = 0
         cause = ""
         while num_fruitless < MAX_FRUITLESS_STREAMS:
             server = preferred = await self.pool.choose(preferred, cost_tokens=cost_tokens)
-            num_tokens_before = len(completion.output_ids)
+            num_furthest_before = completion.num_furthest
             is_faulty = False
             try:
                 _fit(completion, server)
                 if completion.finish_reason:  # resumed where what was received has filled the context
                     return completion.turn(), server
-                await self._stream(server, completion, sampling_params)
+                await self._stream(server, completion)
             except ServerFault as exc:
                 is_faulty = True
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
@@ -150,31 +147,30 @@ class InferenceClient:
             completion.end_stream()
             if completion.finish_reason:
                 return completion.turn(), server
-            if len(completion.output_ids) > num_tokens_before:
+            if completion.num_furthest > num_furthest_before:
                 num_fruitless = 0
             elif is_faulty:  # a pause in mode ``abort`` is nobody's fault, however often it comes
                 num_fruitless += 1
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_fruitless))
         raise GenerationError(f"generation: {num_fruitless} streams in a row gave no token, the last one: {cause}")
 
-    async def _stream(self, server: Server, completion: Completion, sampling_params: Mapping[str, Any]) -> None:
+    async def _stream(self, server: Server, completion: Completion) -> None:
         """Receive as much of the completion as one stream gives.
 
         Raises:
             ServerFault: it broke; what was received is kept.
             GenerationError: the request itself is at fault.
         """
+        completion.begin_stream(server.version)
         request_id = os.urandom(16).hex()
         body = {
             "rid": request_id,
             # Prefixes cached under other weights are not for this request: an update in place cannot flush them.
             "cache_salt": server.version,
-            "input_ids": completion.input_ids,
-            "sampling_params": {**sampling_params, "max_new_tokens": completion.num_tokens_left},
+            **completion.request,
             "return_logprob": True,
             "stream": True,
         }
-        completion.begin_stream(server.version)
         stations.note_stream(server.id, server.version, num_tokens=len(completion.output_ids))
         is_over = False
         try:
@@ -231,7 +227,7 @@ class InferenceClient:
         chunk = decode_chunk(event)
         if chunk.error is not None or chunk.meta_info is None:
             raise GenerationError(f"generation: {server.id} refused the request: {error_message(event)}")
-        if chunk.output_ids and not completion.output_ids:
+        if chunk.output_ids and not completion.num_furthest:
             stations.note_first_token()
         completion.add(chunk.output_ids, chunk.meta_info)
         server.num_generated_tokens += len(chunk.output_ids)
@@ -255,7 +251,7 @@ def _fit(completion: Completion, server: Server) -> None:
     Raises:
         ContextFull: there is none.
     """
-    room_tokens = server.room_after(len(completion.input_ids))
+    room_tokens = server.room_after(len(completion.prompt_ids) + len(completion.output_ids))
     if room_tokens is None:
         return
     if not room_tokens and not completion.output_ids:

@@ -1,16 +1,21 @@
 """One completion as it grows, over however many streams it takes. Pure.
 
+A new stream goes on from the tokens that the ones before it have brought, less those that have to be said again
+(``asked``). Nobody is told a token before it is certain to stay.
+
 Invariant: every token is here once, with its logprob, and stamped with a version that is never newer than
 the one that made it. The server's spans (in the last event) are exact and are used when they are there. A
 stream that broke has only the stamp of each event, which names the version at the time of *sending*; its
 tokens then get the older of that stamp and the one before.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any
 
 from areal_async.errors import GenerationError
-from areal_async.inference.events import MetaInfo
+from areal_async.inference.asked import BESIDE, is_steered, num_held_back, request_fields
+from areal_async.inference.events import IMPOSSIBLE, MetaInfo, TopLogprobs
 from areal_async.inference.faults import ServerFault
 from areal_async.types import Turn, Version, VersionSpan
 
@@ -23,25 +28,29 @@ class Completion:
     def __init__(
         self,
         prompt_ids: list[int],
+        params: Mapping[str, Any],
         *,
-        max_new_tokens: int,
-        stop_token_ids: frozenset[int],
-        temperature: float | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
     ) -> None:
-        """Take what every stream is asked for, as its turn will say it.
+        """Take what the whole of it is asked for.
 
         Args:
-            on_tokens: called with the new tokens of each event, for whoever wants them as they come.
+            params: SGLang's sampling parameters, with ``max_new_tokens``.
+            on_tokens: called with new tokens, each once, for whoever wants them as they come.
         """
+        self._params = params
+        self._num_held_back = num_held_back(params)
         self._on_tokens = on_tokens
+        self._num_told = 0
         self.prompt_ids = prompt_ids
         self.output_ids: list[int] = []
         self.logprobs: list[float] = []
+        self.top_logprobs: list[list[tuple[int, float]]] = []
+        """As ``Turn.top_logprobs``; empty where they are not asked for."""
         self.finish_reason = ""
-        self._max_new_tokens = max_new_tokens
-        self._stop_token_ids = stop_token_ids
-        self._temperature = temperature
+        self.num_furthest = 0
+        """Most tokens that it ever had: what was said again is no progress."""
+        self._stop_token_ids = frozenset(params.get("stop_token_ids") or ())
         self._spans: list[tuple[Version, int, int]] = []
         self._oldest: Version | None = None
         self._stream_start = 0
@@ -52,23 +61,28 @@ class Completion:
     @property
     def num_tokens_left(self) -> int:
         """How many more may be generated."""
-        return self._max_new_tokens - len(self.output_ids)
+        return int(self._params["max_new_tokens"]) - len(self.output_ids)
 
     @property
-    def input_ids(self) -> list[int]:
-        """What a stream starts from: the prompt, and what was received of the answer."""
-        return self.prompt_ids + self.output_ids
+    def request(self) -> dict[str, Any]:
+        """What a stream that goes on from here is asked for."""
+        fields = request_fields(self._params, num_kept=len(self.output_ids))
+        return {"input_ids": self.prompt_ids + self.output_ids, **fields}
 
     def fit(self, room_tokens: int) -> None:
         """Generate at most so many more, for want of room; what ends there has ended by its length."""
-        self._max_new_tokens = min(self._max_new_tokens, len(self.output_ids) + room_tokens)
+        most = min(self._params["max_new_tokens"], len(self.output_ids) + room_tokens)
+        self._params = {**self._params, "max_new_tokens": most}
         if self.num_tokens_left <= 0:
             self.finish_reason = "length"
+            self._tell(len(self.output_ids))
 
     def begin_stream(self, version: str) -> None:
-        """Note the version that the server runs as the request is submitted."""
+        """Note the version that the server runs as the request is submitted, and drop what has to be said again."""
+        self._keep(max(0, len(self.output_ids) - self._num_held_back))
         self._stamp = parse_version(version)
-        self._oldest = self._stamp if self._oldest is None else min(self._oldest, self._stamp)
+        is_anew = self._oldest is None or not self.output_ids
+        self._oldest = self._stamp if is_anew else min(self._oldest, self._stamp)
         self._stream_start = len(self.output_ids)
         self._stamped = []
         self._last_meta = None
@@ -91,6 +105,8 @@ class Completion:
                 f"event of {len(output_ids)} tokens has {len(logprobs)} logprobs, need one each; "
                 "start the server with --incremental-streaming-output"
             )
+        if BESIDE in self._params:
+            self.top_logprobs += _possible(meta.output_top_logprobs, len(output_ids))
         try:
             stamp = parse_version(meta.weight_version)
         except ValueError as exc:
@@ -101,8 +117,8 @@ class Completion:
             self.logprobs += [entry[0] for entry in logprobs]
             older = stamp if stamp is self._stamp else min(stamp, self._stamp)
             self._stamped.append((older, start, len(self.output_ids)))
-            if self._on_tokens is not None:
-                self._on_tokens(output_ids)
+            self.num_furthest = max(self.num_furthest, len(self.output_ids))
+            self._tell(len(self.output_ids) - self._num_held_back)
         self._stamp = stamp
         self._last_meta = meta
 
@@ -124,6 +140,8 @@ class Completion:
             self.finish_reason = "stop"
         elif self.num_tokens_left <= 0:
             self.finish_reason = "length"
+        if self.finish_reason:
+            self._tell(len(self.output_ids))
 
     def turn(self) -> Turn:
         """Return the whole turn."""
@@ -137,8 +155,22 @@ class Completion:
             spans=_joined(self._spans),
             oldest=str(min(oldest, self._oldest)),
             finish_reason=self.finish_reason,
-            temperature=self._temperature,
+            temperature=self._params.get("temperature"),
+            is_steered=is_steered(self._params),
+            top_logprobs=self.top_logprobs if BESIDE in self._params else None,
         )
+
+    def _keep(self, num_tokens: int) -> None:
+        """Forget all tokens but the first ``num_tokens``."""
+        del self.output_ids[num_tokens:], self.logprobs[num_tokens:], self.top_logprobs[num_tokens:]
+        kept = [(version, start, min(end, num_tokens)) for version, start, end in self._spans]
+        self._spans = [span for span in kept if span[1] < span[2]]
+
+    def _tell(self, num_certain: int) -> None:
+        """Pass on the tokens up to ``num_certain`` that were not passed on before."""
+        if self._on_tokens is not None and num_certain > self._num_told:
+            self._on_tokens(self.output_ids[self._num_told : num_certain])
+            self._num_told = num_certain
 
     def _exact_spans(self, *, is_finished: bool) -> list[tuple[Version, int, int]] | None:
         """Return the server's own spans, placed in the whole completion; None when it sent none."""
@@ -165,6 +197,18 @@ class Completion:
             ]
         except ValueError as exc:
             raise GenerationError(str(exc)) from exc
+
+
+def _possible(entries: TopLogprobs | None, num_tokens: int) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens at each of an event's positions, without those that could not come at all.
+
+    Raises:
+        ServerFault: there are fewer positions than tokens.
+    """
+    entries = entries or []
+    if len(entries) < num_tokens:
+        raise ServerFault(f"event of {num_tokens} tokens has {len(entries)} lists of top logprobs, need one each")
+    return [[(id, logprob) for logprob, id, _ in at if logprob > IMPOSSIBLE] for at in entries[:num_tokens]]
 
 
 def _joined(spans: list[tuple[Version, int, int]]) -> list[VersionSpan]:

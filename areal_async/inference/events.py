@@ -19,6 +19,11 @@ TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 Logprob = Annotated[float, Meta(ge=-3.5e38, le=3.5e38)]
 """Within 32 bits: SGLang writes the smallest such number for what has no probability."""
 
+IMPOSSIBLE = -3e38
+"""What has no probability is written with less."""
+TopLogprobs = list[list[tuple[Logprob, int, Any]]]
+"""The likeliest tokens at each position, likeliest first, as (logprob, id, text)."""
+
 
 class EventSplitter:
     """Cuts bytes into the data of events, wherever the chunks break."""
@@ -63,6 +68,7 @@ class MetaInfo(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
     """Output tokens of this request so far, in all events together."""
     output_token_logprobs: list[tuple[Logprob, int, Any]] | None = None
+    output_top_logprobs: TopLogprobs | None = None
 
 
 class Chunk(msgspec.Struct, gc=False):

@@ -23,8 +23,6 @@ from areal_async.rollout.text import TextCodec
 from areal_async.settings import PolicySettings, SamplingSettings, Settings
 from areal_async.types import Prompt
 
-GREEDY = {"temperature": 0.0, "top_p": 1.0, "top_k": -1}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FrozenModel:
@@ -100,4 +98,4 @@ def _served(policy: Policy) -> ServedPolicy:
 def role_sampling(own: PolicySettings, sampling: SamplingSettings) -> SamplingSettings:
     """Return how a role samples beside a ``policy`` that samples like this: greedily where it does, in evaluation."""
     own_sampling = own.sampling_over(sampling)
-    return own_sampling if sampling.temperature else own_sampling.model_copy(update=GREEDY)
+    return own_sampling if sampling.temperature else own_sampling.greedy

@@ -16,6 +16,7 @@ from areal_async.contracts import Act, Message, Reply, RunnableTool, ToolCall, T
 from areal_async.errors import ContextFull, WorkflowError
 from areal_async.inference.call_parser import FoundCalls
 from areal_async.inference.pool import Server
+from areal_async.policy_settings import GRAMMARS, CallSampling
 from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.conversation import Conversations, Opening
 from areal_async.rollout.messages import checked_messages
@@ -30,6 +31,10 @@ from areal_async.types import Turn
 MAX_REPLIES = 256
 """To one question, asked at once with ``n=``."""
 TOOL_TIMEOUT_S = 30.0
+ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos")
+"""Of the sampling, whatever it is."""
+CALL_FORMS = ("stop_token_ids", "seed", "top_logprobs", *GRAMMARS)
+"""Of the sampling of a call, what SGLang has in another form or under another name."""
 
 
 class Generator(Protocol):
@@ -270,8 +275,11 @@ class RecordingPolicy:
         preferred = self._server
 
         async def generate_one(number: int) -> None:
+            own = params
+            if number and "sampling_seed" in params:  # else all would be the same
+                own = {**params, "sampling_seed": params["sampling_seed"] + number}
             with in_nobodys_name():
-                turns[number], self._server = await self._generator.generate(prompt_ids, params, preferred=preferred)
+                turns[number], self._server = await self._generator.generate(prompt_ids, own, preferred=preferred)
 
         if num_turns == 1:
             await generate_one(0)
@@ -330,6 +338,7 @@ class RecordingPolicy:
             logprobs=list(turn.logprobs),
             finish_reason=turn.finish_reason,
             tool_calls=calls,
+            top_logprobs=turn.top_logprobs,
         )
 
     def _check_open(self) -> None:
@@ -346,20 +355,30 @@ class RecordingPolicy:
         sampling = self.sampling
         if overrides:
             try:
-                sampling = SamplingSettings.model_validate({**sampling.model_dump(), **overrides})
+                sampling = CallSampling.model_validate({**sampling.model_dump(), **overrides})
             except ValidationError as exc:
                 problems = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in exc.errors())
-                names = ", ".join(SamplingSettings.model_fields)
+                names = ", ".join(CallSampling.model_fields)
                 raise WorkflowError(f"policy call: got bad sampling ({problems}), need any of {names}") from exc
         return sampling_params(sampling, self._codec.stop_token_ids)
 
 
 def sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> dict[str, Any]:
-    """Return SGLang's form of the settings."""
-    params: dict[str, Any] = sampling.model_dump(exclude={"stop"})
-    if sampling.stop:
-        params["stop"] = list(sampling.stop)
+    """Return SGLang's form of the settings; what asks for nothing is left out, but for what every request says.
+
+    ``top_logprobs_num`` is among them, which SGLang has beside its sampling parameters.
+    """
+    params: dict[str, Any] = {name: getattr(sampling, name) for name in ALWAYS_SAID}
+    params |= sampling.model_dump(mode="json", exclude_defaults=True, exclude={*ALWAYS_SAID, *CALL_FORMS})
     params["stop_token_ids"] = [] if sampling.ignore_eos else stop_token_ids
+    if isinstance(sampling, CallSampling):
+        params |= sampling.grammar
+        if not sampling.ignore_eos:
+            params["stop_token_ids"] = sorted({*stop_token_ids, *sampling.stop_token_ids})
+        if sampling.seed is not None:
+            params["sampling_seed"] = sampling.seed
+        if sampling.top_logprobs:
+            params["top_logprobs_num"] = sampling.top_logprobs
     return params
 
 

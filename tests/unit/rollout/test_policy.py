@@ -174,6 +174,65 @@ async def test_sampling_is_overridden_by_name_for_one_call() -> None:
     assert model.calls[1][1]["temperature"] == 1.0
 
 
+async def test_what_a_single_call_may_ask_for_is_said_as_sglang_says_it_and_only_where_it_asks() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    table: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"min_p": 0.1}, {"min_p": 0.1}),
+        ({"frequency_penalty": 0.5, "presence_penalty": -1}, {"frequency_penalty": 0.5, "presence_penalty": -1.0}),
+        ({"repetition_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"logit_bias": {5: -3, 7: 2.5}}, {"logit_bias": {"5": -3.0, "7": 2.5}}),
+        ({"min_new_tokens": 2}, {"min_new_tokens": 2}),
+        ({"stop_token_ids": [3, END, 1]}, {"stop_token_ids": [1, 3, END]}),
+        ({"seed": -4}, {"sampling_seed": -4}),
+        ({"top_logprobs": 3}, {"top_logprobs_num": 3}),
+        ({"json_schema": schema}, {"json_schema": json.dumps(schema)}),
+        ({"json_schema": {}}, {"json_schema": "{}"}),
+        ({"json_schema": "$$ANY$$"}, {"json_schema": "$$ANY$$"}),
+        ({"regex": "a|b"}, {"regex": "a|b"}),
+        ({"ebnf": 'root ::= "a"'}, {"ebnf": 'root ::= "a"'}),
+        ({"structural_tag": {"format": {}}}, {"structural_tag": '{"format": {}}'}),
+        ({"regex": "", "ebnf": None, "logit_bias": {}, "min_new_tokens": 0, "top_logprobs": 0}, {}),
+    ]
+    policy = policy_of(model := ScriptedModel(*([98, END] for _ in range(len(table) + 1))))
+
+    await policy.chat(QUESTION)
+    plain = model.calls[0][1]
+    for sampling, said in table:
+        await policy.chat(QUESTION, **sampling)
+        assert model.calls[-1][1] == {**plain, **said}, sampling
+
+
+async def test_replies_to_one_call_with_a_seed_each_have_their_own() -> None:
+    policy = policy_of(model := ScriptedModel(*([98, END] for _ in range(3))))
+
+    await policy.chat(QUESTION, n=3, seed=7)
+
+    assert sorted(params["sampling_seed"] for _, params in model.calls) == [7, 8, 9]
+
+
+async def test_sampling_that_cannot_be_is_refused_with_its_name() -> None:
+    policy = policy_of(model := ScriptedModel())
+    table: list[tuple[dict[str, Any], str]] = [
+        ({"json_schema": {}, "regex": "a"}, "got json_schema and regex, need at most one grammar"),
+        ({"min_new_tokens": 9}, "got min_new_tokens=9, need at most max_new_tokens=8"),
+        ({"ignore_eos": True, "stop_token_ids": [1]}, "got stop_token_ids with ignore_eos"),
+        ({"frequency_penalty": 2.1}, "frequency_penalty: .*less than or equal to 2"),
+        ({"presence_penalty": -2.1}, "presence_penalty: .*greater than or equal to -2"),
+        ({"repetition_penalty": 0}, "repetition_penalty: .*greater than 0"),
+        ({"min_p": 1.1}, "min_p: .*less than or equal to 1"),
+        ({"logit_bias": {-1: 1}}, "logit_bias"),
+        ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"top_logprobs": 21}, "top_logprobs: .*less than or equal to 20"),
+        ({"seed": 1 << 63}, "seed: .*less than or equal to"),
+        ({"json_schema": 5}, "json_schema"),
+    ]
+
+    for sampling, problem in table:
+        with pytest.raises(WorkflowError, match=f"bad sampling .*{problem}.*need any of"):
+            await policy.chat(QUESTION, **sampling)
+    assert model.calls == []
+
+
 @pytest.mark.parametrize(
     "bad", [{"temprature": 0.5}, {"temperature": -1}, {"temperature": math.inf}, {"top_k": 0}, {"max_new_tokens": 0}]
 )
