@@ -104,6 +104,9 @@ class CallSampling(SamplingSettings):
             raise ValueError(f"got {' and '.join(self.grammar)}, need at most one grammar")
         if self.ignore_eos and self.stop_token_ids:
             raise ValueError("got stop_token_ids with ignore_eos, which goes on past every such token; leave one out")
+        if self.grammar and (self.ignore_eos or self.min_new_tokens):
+            other = "ignore_eos" if self.ignore_eos else "min_new_tokens"
+            raise ValueError(f"got {other} with a grammar, which says itself where the answer ends; leave one out")
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"got min_new_tokens={self.min_new_tokens}, need at most max_new_tokens={self.max_new_tokens}"

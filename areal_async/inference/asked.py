@@ -61,7 +61,7 @@ def check_token_ids(params: Mapping[str, Any], vocab_size: int) -> None:
         foreign = [id for id in params.get(name) or () if not 0 <= int(id) < vocab_size]
         if foreign:
             raise GenerationError(
-                f"{name}: got token id {foreign[0]}, need 0 to {vocab_size - 1}: "
+                f"{name}: refused: got token id {foreign[0]}, need 0 to {vocab_size - 1}: "
                 f"the model's vocabulary has {vocab_size}"
             )
 

@@ -22,6 +22,7 @@ from areal_async import stations, tracing, waits
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.asked import check_token_ids
 from areal_async.inference.call_parser import EngineCallParser
+from areal_async.inference.commands import DETERMINISTIC, draws_by_seed
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
@@ -71,6 +72,7 @@ class InferenceClient:
         self.pool = pool
         self._settings = settings
         self._vocab_size = vocab_size
+        self._draws_by_seed = draws_by_seed(settings)
         self._generation = StreamClient(StreamTransport(max_connections=max_streams))
         self.administration = make_client(max_connections=NUM_ADMIN_CONNECTIONS)
         parser = settings.tool_call_parser
@@ -111,6 +113,11 @@ class InferenceClient:
         check_prompt(prompt_ids, self._vocab_size)
         if self._vocab_size is not None:
             check_token_ids(sampling_params, self._vocab_size)
+        if sampling_params.get("sampling_seed") is not None and not self._draws_by_seed:
+            raise GenerationError(
+                "seed: refused: got one with servers that do not draw by it, need the embedded engine or "
+                f"{DETERMINISTIC} in inference.flags; leave it out"
+            )
         completion = Completion(prompt_ids, sampling_params, on_tokens=on_tokens)
         with stations.completion(self._model, len(prompt_ids), sampling_params) as span:
             with anyio.move_on_after(self._settings.total_deadline_s):

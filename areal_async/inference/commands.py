@@ -8,19 +8,21 @@ from dataclasses import dataclass
 from typing import Literal
 
 from areal_async.host import visible_gpus
-from areal_async.settings import Settings
+from areal_async.settings import InferenceSettings, Settings
 
 NO_VERSION = "0-0"
 """What a server that has just started calls its weights: older than anything a trainer announces."""
 SGLANG_ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
-    *("--grammar-backend", "none", "--disable-overlap-schedule", "--disable-cuda-graph"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph"),
     # Else a server without a request spins, and takes a core that others need.
     "--sleep-on-idle",
     # The default is most of the host's memory, which other servers and a trainer share here.
     *("--max-total-tokens", "65536"),
 )
 """SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
+DETERMINISTIC = "--enable-deterministic-inference"
+"""SGLang's flag without which it takes the seed of a request and does nothing with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +67,18 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
 
 def choose_backend(settings: Settings) -> Literal["sglang", "embedded"]:
     """Resolve ``auto``: SGLang where its interpreter is named or a GPU and SGLang are found."""
-    backend = settings.inference.backend
-    if backend != "auto":
-        return backend
-    if settings.inference.python is not None:
+    return _choose(settings.inference)
+
+
+def draws_by_seed(inference: InferenceSettings) -> bool:
+    """Say whether the servers go by the seed of a request: SGLang does so only where it is told to."""
+    return _choose(inference) == "embedded" or DETERMINISTIC in inference.flags
+
+
+def _choose(inference: InferenceSettings) -> Literal["sglang", "embedded"]:
+    if inference.backend != "auto":
+        return inference.backend
+    if inference.python is not None:
         return "sglang"
     has_sglang = importlib.util.find_spec("sglang") is not None
     return "sglang" if has_sglang and visible_gpus() else "embedded"

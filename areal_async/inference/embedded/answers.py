@@ -20,12 +20,14 @@ class AnswerWriter:
         prompt_ids: tuple[int, ...],
         params: SamplingParams,
         return_logprob: bool,
+        has_top_logprobs: bool,
         return_prompt_token_ids: bool,
         tokenizer: Tokenizer | None,
     ) -> None:
         self._rid = rid
         self._prompt_ids = prompt_ids
         self._return_logprob = return_logprob
+        self._has_top_logprobs = has_top_logprobs
         self._return_prompt_token_ids = return_prompt_token_ids
         self._created_at = time.monotonic()
         self._text = None
@@ -52,6 +54,11 @@ class AnswerWriter:
                 (logprob, token_id, None) for logprob, token_id in zip(logprobs, token_ids, strict=True)
             ]
             meta["output_token_logprobs_length"] = last.num_output_tokens
+        if self._has_top_logprobs:
+            meta["input_top_logprobs"] = []
+            meta["output_top_logprobs"] = [
+                [(logprob, token_id, None) for logprob, token_id in at] for piece in pieces for at in piece.top_logprobs
+            ]
         meta["reasoning_tokens"] = 0
         meta["completion_tokens"] = last.num_output_tokens
         meta["cached_tokens"] = last.cached_tokens

@@ -10,14 +10,15 @@ from collections.abc import Sequence as SequenceOf
 import numpy as np
 import torch
 
-from areal_async.inference.embedded.sampling import SamplingRows, uniforms
+from areal_async.inference.embedded.sampling import Drawn, SamplingRows, sample, uniforms
 from areal_async.inference.embedded.sequence import Sequence
+from areal_async.inference.embedded.steering import Steering
 
 
 class DecodeBatch:
     """Inputs and sampling parameters of N sequences, in the order of their slots."""
 
-    def __init__(self, sequences: SequenceOf[Sequence], device: torch.device) -> None:
+    def __init__(self, sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> None:
         params = [sequence.params for sequence in sequences]
         last_ids = [(sequence.output_ids or sequence.prompt_ids)[-1] for sequence in sequences]
         lengths = [sequence.num_tokens for sequence in sequences]
@@ -37,11 +38,21 @@ class DecodeBatch:
         self._top_k_N = self._column([p.top_k if p.top_k > 0 else 2**31 for p in params], skip=is_unfiltered)
         self._top_p_N = self._column([p.top_p for p in params], skip=is_unfiltered)
         self._min_p_N = self._column([p.min_p for p in params], skip=is_unfiltered)
+        self._num_top_logprobs = max(sequence.num_top_logprobs for sequence in sequences)
+        is_steered = any(p.is_steered for p in params)
+        self._steering = Steering(sequences, vocab_size, device) if is_steered else None
 
     def _column(self, values: SequenceOf[float], *, skip: bool) -> torch.Tensor | None:
         return None if skip else torch.tensor(values, device=self._device)
 
-    def sampling_rows(self) -> SamplingRows:
+    def sample(self, logits_NV: torch.Tensor) -> Drawn:
+        """Draw the next token of every sequence. May change the logits in place."""
+        logits_NV = logits_NV.float()
+        if self._steering is not None:
+            self._steering.apply(logits_NV, self._indexes)
+        return sample(logits_NV, self._sampling_rows(), num_top=self._num_top_logprobs)
+
+    def _sampling_rows(self) -> SamplingRows:
         """Return the parameters of the next token of every sequence."""
         uniforms_N = None
         if not self._is_all_greedy:
@@ -61,3 +72,5 @@ class DecodeBatch:
         self.positions_N += 1
         self._indexes += np.uint64(1)
         self.longest += 1
+        if self._steering is not None:
+            self._steering.advance(ids_N)

@@ -41,7 +41,7 @@ class GenerateEndpoint:
         try:
             body = parse_body(raw)
             is_stream = body.stream
-            requests = self._open(body)
+            requests = await self._open(body)
         except SchemaError as exc:
             await _send_json(send, 400, schema_error(str(exc)))
             return
@@ -60,18 +60,24 @@ class GenerateEndpoint:
             for request in requests:
                 self._service.close(request)
 
-    def _open(self, body: GenerateBody) -> list[OpenRequest]:
+    async def _open(self, body: GenerateBody) -> list[OpenRequest]:
         """Open every request of the body, or none."""
         prompts = body.prompts(self._service.tokenizer)
         if body.stream and body.is_batch:
             raise RequestError("stream: a batch of prompts cannot be streamed here; send one request per prompt")
+        params = [
+            parse_sampling(_pick(body.sampling_params, index, len(prompts)) or {}) for index in range(len(prompts))
+        ]
+        grammars = [one.grammar and await self._service.grammars.begin(*one.grammar) for one in params]
         opened: list[OpenRequest] = []
         try:
             for index, prompt_ids in enumerate(prompts):
                 opened.append(
                     self._service.open(
                         prompt_ids,
-                        parse_sampling(_pick(body.sampling_params, index, len(prompts)) or {}),
+                        params[index],
+                        grammar=grammars[index],
+                        num_top_logprobs=_pick(body.top_logprobs_num, index, len(prompts)) or 0,
                         rid=_rid(body, index),
                         is_stream=body.stream,
                         return_logprob=bool(_pick(body.return_logprob, index, len(prompts))),

@@ -60,7 +60,9 @@ def _await_death(parent: int, on_death: Callable[[], None]) -> None:
     on_death()
 
 
-async def call_in_thread(call: Callable[[], T], *, expected: tuple[type[Exception], ...] = ()) -> T:
+async def call_in_thread(
+    call: Callable[[], T], *, name: str = "weights", expected: tuple[type[Exception], ...] = ()
+) -> T:
     """Run ``call`` in a thread of its own, which the end of the process does not wait for.
 
     Args:
@@ -78,5 +80,5 @@ async def call_in_thread(call: Callable[[], T], *, expected: tuple[type[Exceptio
             answer.set_exception(exc)
             raise
 
-    threading.Thread(target=run, name="weights", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return await asyncio.wrap_future(answer)

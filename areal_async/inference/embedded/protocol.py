@@ -18,22 +18,15 @@ from areal_async.inference.embedded.text import Tokenizer
 _SAMPLING_EPS = 1e-6
 """A temperature below this is greedy decoding."""
 _MAX_STOP_STRINGS = 32
+_MAX_PENALTY = 2.0
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _RESERVED_TOKENS = 6
 """A prompt must leave this much of the context, as in SGLang."""
 
 _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_new_tokens": (0,),
     "n": (1,),
     "beam_width": (1,),
     "stop_regex": ([],),
-    "json_schema": ("",),
-    "regex": ("",),
-    "ebnf": ("",),
-    "structural_tag": ("",),
-    "logit_bias": ({},),
     "custom_params": ({},),
     "watermark": (),
 }
@@ -45,7 +38,6 @@ _NEUTRAL_REQUEST: dict[str, tuple[Any, ...]] = {
     "video_data": ([],),
     "audio_data": ([],),
     "logprob_start_len": (-1,),
-    "top_logprobs_num": (0,),
     "token_ids_logprob": ([],),
     "return_sampling_mask": (False,),
     "sampling_logprobs_mode": (),
@@ -66,6 +58,7 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     text: str | list[str] | None = None
     sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
     return_logprob: bool | list[bool] | None = None
+    top_logprobs_num: int | list[int] | None = None
     return_prompt_token_ids: bool = False
     stream: bool = False
     rid: str | list[str] | None = None
@@ -117,6 +110,15 @@ class _SamplingBody(msgspec.Struct, kw_only=True):
     top_p: float | None = 1.0
     top_k: int | None = -1
     min_p: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_new_tokens: int | None = 0
+    logit_bias: dict[int, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = False
@@ -140,6 +142,13 @@ class SamplingParams:
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    grammar: tuple[str, str] | None = None
+    """Its kind, as the request calls it, and its text."""
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     ignore_eos: bool = False
@@ -153,6 +162,16 @@ class SamplingParams:
     def has_filter(self) -> bool:
         """Whether the distribution is cut before sampling."""
         return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens that the answer has are treated otherwise."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether the logits are changed before anything is drawn."""
+        return self.has_penalty or bool(self.min_new_tokens or self.logit_bias or self.grammar)
 
 
 def parse_body(raw: bytes) -> GenerateBody:
@@ -180,7 +199,7 @@ def parse_sampling(fields: dict[str, Any]) -> SamplingParams:
     """
     _refuse_unsupported(fields, _NEUTRAL_SAMPLING)
     try:
-        body = msgspec.convert(fields, _SamplingBody)
+        body = msgspec.convert(fields, _SamplingBody, str_keys=True)
     except msgspec.ValidationError as exc:
         raise SchemaError(f"sampling_params: {exc}") from exc
     temperature = 1.0 if body.temperature is None else body.temperature
@@ -194,6 +213,12 @@ def parse_sampling(fields: dict[str, Any]) -> SamplingParams:
         top_p=1.0 if body.top_p is None else body.top_p,
         top_k=-1 if body.top_k is None else body.top_k,
         min_p=body.min_p or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        min_new_tokens=body.min_new_tokens or 0,
+        logit_bias=body.logit_bias or {},
+        grammar=_grammar(body),
         stop=tuple(text for text in stop if text),
         stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
@@ -217,10 +242,27 @@ def _check_ranges(params: SamplingParams) -> None:
         raise RequestError(f"top_k must be -1 (disable) or at least 1, got {params.top_k}.")
     if params.max_new_tokens is not None and params.max_new_tokens < 0:
         raise RequestError(f"max_new_tokens must be at least 0, got {params.max_new_tokens}.")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -_MAX_PENALTY <= getattr(params, name) <= _MAX_PENALTY:
+            raise RequestError(f"{name} must be in [-2, 2], got {getattr(params, name)}.")
+    if not 0.0 < params.repetition_penalty <= _MAX_PENALTY:
+        raise RequestError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {params.repetition_penalty}.")
+    most = math.inf if params.max_new_tokens is None else params.max_new_tokens
+    if not 0 <= params.min_new_tokens <= most:
+        raise RequestError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {params.min_new_tokens}.")
+    if params.grammar is not None and params.min_new_tokens:
+        raise RequestError("min_new_tokens: got it with a grammar, need one of them: the grammar says when to end")
     if params.sampling_seed is not None and not -(2**63) <= params.sampling_seed < 2**63:
         raise RequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {params.sampling_seed}.")
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise RequestError(f"at most {_MAX_STOP_STRINGS} stop strings are allowed, got {len(params.stop)}")
+
+
+def _grammar(body: _SamplingBody) -> tuple[str, str] | None:
+    given = [(name, text) for name in _GRAMMARS if (text := getattr(body, name))]
+    if len(given) > 1:
+        raise RequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+    return given[0] if given else None
 
 
 def _refuse_unsupported(fields: Any, neutral: dict[str, tuple[Any, ...]]) -> None:

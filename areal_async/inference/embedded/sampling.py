@@ -7,7 +7,7 @@ request's seed and the token's index. So a seeded request gives the same tokens 
 the whole batch needs one random number per row instead of one per row and vocabulary entry.
 
 Returned log-probabilities are those of softmax(logits / temperature) over the whole vocabulary, before top-k, top-p and
-min-p cut it (SGLang's default); greedy rows use temperature 1.
+min-p cut it (SGLang's default); greedy rows use temperature 1. The logits are the steered ones, where they are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 _UNIT = 2.0**-52
 """52 bits, so that a uniform number times any total stays strictly below that total."""
+
+_IMPOSSIBLE = torch.finfo(torch.float32).min
+"""How SGLang writes the log-probability of what cannot come; JSON has no infinity."""
 
 UInt64s = npt.NDArray[np.uint64]
 
@@ -41,6 +44,16 @@ class SamplingRows:
     min_p_N: torch.Tensor | None
 
 
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What came of a batch. K likeliest tokens each, where anybody asked for them."""
+
+    ids_N: torch.Tensor
+    logprobs_N: torch.Tensor
+    top_logprobs_NK: torch.Tensor | None = None
+    top_ids_NK: torch.Tensor | None = None
+
+
 def uniforms(seeds: UInt64s, indexes: UInt64s) -> npt.NDArray[np.float64]:
     """Hash (seed, token index) pairs to numbers in [0, 1) (splitmix64's finalizer, twice)."""
     with np.errstate(over="ignore"):
@@ -54,8 +67,12 @@ def _mix(values: UInt64s) -> UInt64s:
     return values ^ (values >> np.uint64(31))
 
 
-def sample(logits_NV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sampled token ids [N] and their log-probabilities [N]."""
+def sample(logits_NV: torch.Tensor, rows: SamplingRows, *, num_top: int = 0) -> Drawn:
+    """Draw one token for every row.
+
+    Args:
+        num_top: how many of the likeliest tokens to name as well.
+    """
     logits_NV = logits_NV.float()
     if rows.temperatures_N is not None:
         logits_NV = logits_NV / rows.temperatures_N[:, None]
@@ -66,7 +83,11 @@ def sample(logits_NV: torch.Tensor, rows: SamplingRows) -> tuple[torch.Tensor, t
         ids_N = _draw(logprobs_NV, rows, rows.uniforms_N)
         if rows.is_greedy_N is not None:
             ids_N = torch.where(rows.is_greedy_N, logprobs_NV.argmax(dim=-1), ids_N)
-    return ids_N, logprobs_NV.gather(1, ids_N[:, None])[:, 0]
+    logprobs_N = logprobs_NV.gather(1, ids_N[:, None])[:, 0]
+    if not num_top:
+        return Drawn(ids_N, logprobs_N)
+    top_NK = logprobs_NV.topk(min(num_top, logprobs_NV.shape[-1]), dim=-1)
+    return Drawn(ids_N, logprobs_N, top_NK.values.clamp(min=_IMPOSSIBLE), top_NK.indices)
 
 
 def _draw(logprobs_NV: torch.Tensor, rows: SamplingRows, uniforms_N: torch.Tensor) -> torch.Tensor:

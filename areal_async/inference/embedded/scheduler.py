@@ -16,12 +16,10 @@ import enum
 from collections import deque
 from collections.abc import Callable, Iterable
 
-import torch
-
 from areal_async.inference.embedded.batch import DecodeBatch
 from areal_async.inference.embedded.runner import ModelRunner
-from areal_async.inference.embedded.sampling import sample
-from areal_async.inference.embedded.sequence import Piece, Sequence, abort_reason
+from areal_async.inference.embedded.sampling import Drawn
+from areal_async.inference.embedded.sequence import Piece, Sequence, TopLogprobs, abort_reason
 from areal_async.inference.embedded.weights import StagedWeights, swap_weights
 
 Emission = tuple[Sequence, Piece]
@@ -187,23 +185,26 @@ class Scheduler:
             sequence.cached_tokens = len(sequence.prompt_ids) - 1
             self._runner.cache.copy_slot(sibling.slot, sequence.slot, sequence.cached_tokens)
         if logits is not None:
-            batch = DecodeBatch(to_prefill, self._runner.device)
-            self._take_tokens(to_prefill, *sample(logits, batch.sampling_rows()))
+            self._take_tokens(to_prefill, self._batch_of(to_prefill).sample(logits))
 
     def _decode(self) -> None:
         batch = self._batch
         if batch is None:
-            batch = self._batch = DecodeBatch(self._running, self._runner.device)
-        logits = self._runner.decode(batch.ids_N, batch.positions_N, batch.longest)
-        ids_N, logprobs_N = sample(logits, batch.sampling_rows())
-        batch.advance(ids_N)
-        self._take_tokens(self._running, ids_N, logprobs_N)
+            batch = self._batch = self._batch_of(self._running)
+        drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.longest))
+        batch.advance(drawn.ids_N)
+        self._take_tokens(self._running, drawn)
 
-    def _take_tokens(self, sequences: list[Sequence], ids_N: torch.Tensor, logprobs_N: torch.Tensor) -> None:
+    def _batch_of(self, sequences: list[Sequence]) -> DecodeBatch:
+        return DecodeBatch(sequences, self._runner.vocab_size, self._runner.device)
+
+    def _take_tokens(self, sequences: list[Sequence], drawn: Drawn) -> None:
         self.num_generated_tokens += len(sequences)
         finished = []
-        for sequence, token_id, logprob in zip(sequences, ids_N.tolist(), logprobs_N.tolist(), strict=True):
-            if sequence.append(token_id, logprob):
+        for sequence, token_id, logprob, top in zip(
+            sequences, drawn.ids_N.tolist(), drawn.logprobs_N.tolist(), _top_logprobs(drawn), strict=True
+        ):
+            if sequence.append(token_id, logprob, top):
                 self._emit(sequence)
                 if sequence.finish_reason is not None:
                     finished.append(sequence)
@@ -239,3 +240,13 @@ class Scheduler:
         for sequence in waiting:
             sequence.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
             self._emit(sequence)
+
+
+def _top_logprobs(drawn: Drawn) -> list[TopLogprobs]:
+    """Return the likeliest tokens of each sequence; none where nobody asked."""
+    if drawn.top_logprobs_NK is None or drawn.top_ids_NK is None:
+        return [[]] * len(drawn.ids_N)
+    return [
+        list(zip(logprobs, ids, strict=True))
+        for logprobs, ids in zip(drawn.top_logprobs_NK.tolist(), drawn.top_ids_NK.tolist(), strict=True)
+    ]

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_async.inference.embedded.grammar import Grammar
 from areal_async.inference.embedded.protocol import SamplingParams
 from areal_async.inference.embedded.text import StopStrings
 
 FinishReason = dict[str, Any]
+TopLogprobs = list[tuple[float, int]]
+"""The likeliest tokens at one position, likeliest first, as (logprob, id)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,8 @@ class Piece:
 
     token_ids: list[int]
     logprobs: list[float]
+    top_logprobs: list[TopLogprobs]
+    """One per token where they were asked for, else none."""
     weight_version: str
     """Of the newest token; while nothing was produced, what the engine runs."""
     num_output_tokens: int
@@ -37,7 +42,12 @@ class Sequence:
     params: SamplingParams
     max_new_tokens: int
     stop_token_ids: frozenset[int]
+    end_token_ids: frozenset[int] = frozenset()
+    """What may not come before ``min_new_tokens``, whether or not it would end the answer."""
     stop_strings: StopStrings | None
+    grammar: Grammar | None = None
+    """As far as ``output_ids`` have come in it."""
+    num_top_logprobs: int = 0
     seed: int
     """Unsigned 64 bits; with the token's index it fixes every draw."""
     stream_interval: int | None
@@ -49,6 +59,7 @@ class Sequence:
     """Makes the search for siblings cheap."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     slot: int = -1
     """Position in the batch and in the cache; -1 while waiting."""
@@ -75,13 +86,21 @@ class Sequence:
         """The length this sequence may reach."""
         return len(self.prompt_ids) + self.max_new_tokens
 
-    def append(self, token_id: int, logprob: float) -> bool:
+    def append(self, token_id: int, logprob: float, top_logprobs: TopLogprobs | None = None) -> bool:
         """Take one sampled token; decide whether it ends the answer. Returns whether text may be streamed now.
 
-        The order is SGLang's: stop string, then stop token, then length.
+        The order is SGLang's: stop string, then stop token, then length, then the end of the grammar.
         """
+        if self.grammar is not None:
+            if self.grammar.is_stuck:
+                message = "grammar: the vocabulary has no token that could go on here; choose another"
+                self.finish_reason = abort_reason(message, status_code=400, err_type="BadRequestError")
+                return True
+            self.grammar.accept(token_id)
         self.output_ids.append(token_id)
         self.logprobs.append(logprob)
+        if self.num_top_logprobs:
+            self.top_logprobs.append((top_logprobs or [])[: self.num_top_logprobs])
         matched, may_stop = (None, False)
         if self.stop_strings is not None:
             matched, may_stop = self.stop_strings.match(self.output_ids)
@@ -95,6 +114,8 @@ class Sequence:
             self.finish_reason = {"type": "stop", "matched": token_id}
         elif len(self.output_ids) >= self.max_new_tokens:
             self.finish_reason = {"type": "length", "length": self.max_new_tokens}
+        elif self.grammar is not None and self.grammar.is_over:
+            self.finish_reason = {"type": "stop", "matched": token_id}
         return self.finish_reason is not None or (not may_stop and self._is_piece_due())
 
     def _is_piece_due(self) -> bool:
@@ -109,6 +130,7 @@ class Sequence:
         return Piece(
             token_ids=self.output_ids[start:],
             logprobs=self.logprobs[start:],
+            top_logprobs=self.top_logprobs[start:],
             weight_version=spans[-1]["version"] if spans else weight_version,
             num_output_tokens=len(self.output_ids),
             num_retractions=self.num_retractions,

@@ -19,6 +19,7 @@ import structlog
 
 from areal_async.inference.embedded.answers import AnswerWriter
 from areal_async.inference.embedded.errors import RequestError, WeightsError
+from areal_async.inference.embedded.grammar import Grammar, Grammars
 from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.protocol import SamplingParams, check_length
 from areal_async.inference.embedded.runner import ModelRunner, ScoringRunner
@@ -89,6 +90,7 @@ class EngineService:
         """Where the served weights came from; updates move it."""
         self.weight_version = options.weight_version
         self._eos_token_ids = eos_token_ids
+        self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids)
         self._line = ScoreLine(runner, thread) if isinstance(runner, ScoringRunner) else None
         self._requests: dict[str, OpenRequest] = {}
         self._random = random.Random(options.random_seed)
@@ -130,6 +132,8 @@ class EngineService:
         is_stream: bool,
         return_logprob: bool,
         return_prompt_token_ids: bool,
+        grammar: Grammar | None = None,
+        num_top_logprobs: int = 0,
     ) -> OpenRequest:
         """Check and register one request; ``enter`` starts it, ``close`` must follow.
 
@@ -146,7 +150,12 @@ class EngineService:
             raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {self.runner.vocab_size - 1}]")
         if params.stop and self.tokenizer is None:
             raise RequestError("stop: the model has no tokenizer to match strings with; use stop_token_ids")
-        stop_token_ids = frozenset() if params.ignore_eos else params.stop_token_ids | self._eos_token_ids
+        foreign = [i for i in params.logit_bias if not 0 <= i < self.runner.vocab_size]
+        if foreign:
+            raise RequestError(f"logit_bias must have keys in [0, {self.runner.vocab_size - 1}], got {foreign[0]}.")
+        end_token_ids = frozenset(
+            i for i in params.stop_token_ids | self._eos_token_ids if 0 <= i < self.runner.vocab_size
+        )
         seed = self._random.getrandbits(64) if params.sampling_seed is None else params.sampling_seed % 2**64
         prompt = tuple(prompt_ids)
         writer = AnswerWriter(
@@ -154,6 +163,7 @@ class EngineService:
             prompt_ids=prompt,
             params=params,
             return_logprob=return_logprob,
+            has_top_logprobs=num_top_logprobs > 0,
             return_prompt_token_ids=return_prompt_token_ids,
             tokenizer=self.tokenizer,
         )
@@ -162,7 +172,10 @@ class EngineService:
             prompt_ids=prompt,
             params=params,
             max_new_tokens=check_length(len(prompt), params, context_length=self.context_length),
-            stop_token_ids=stop_token_ids,
+            stop_token_ids=frozenset() if params.ignore_eos else end_token_ids,
+            end_token_ids=end_token_ids,
+            grammar=grammar,
+            num_top_logprobs=num_top_logprobs,
             stop_strings=StopStrings(self.tokenizer, params.stop) if params.stop and self.tokenizer else None,
             seed=seed,
             stream_interval=(params.stream_interval or self.options.stream_interval) if is_stream else None,

@@ -27,6 +27,11 @@ class Tokenizer(Decoder, Protocol):
 
     eos_token_id: int | None
 
+    @property
+    def whole(self) -> Any:
+        """Transformers' own object, for a library that wants all of it."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
 
 
@@ -43,6 +48,10 @@ class HuggingFaceTokenizer:
         # only needed where it edits the text afterwards.
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._backend = None if getattr(tokenizer, "clean_up_tokenization_spaces", False) else backend
+
+    @property
+    def whole(self) -> Any:
+        return self._tokenizer
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text))

@@ -21,6 +21,8 @@ from areal_async.host import free_port
 
 PAD_ID, EOS_ID = 0, 1
 FIRST_BYTE_ID = 2
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+"""What the tokenizer writes for each byte, by token id from ``FIRST_BYTE_ID`` on: ASCII's own for what ASCII prints."""
 VOCAB_SIZE = 258
 CONTEXT_LENGTH = 512
 START_DEADLINE_S = 240.0
@@ -45,8 +47,7 @@ def build_model(folder: Path, *, seed: int) -> Path:
         bos_token_id=None,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {"<pad>": PAD_ID, "<eos>": EOS_ID} | {c: FIRST_BYTE_ID + i for i, c in enumerate(alphabet)}
+    vocab = {"<pad>": PAD_ID, "<eos>": EOS_ID} | {c: FIRST_BYTE_ID + i for i, c in enumerate(ALPHABET)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,10 +61,15 @@ def reference_distribution(
     folder: Path, prompt: Sequence[int], output: Sequence[int], *, temperature: float = 1.0
 ) -> torch.Tensor:
     """Return the log-probabilities [len(output), vocabulary] that one plain forward pass gives each output position."""
+    return torch.log_softmax(reference_logits(folder, prompt, output) / temperature, dim=-1)
+
+
+def reference_logits(folder: Path, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
+    """Return the logits [len(output), vocabulary] that one plain forward pass gives each output position."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
-    return torch.log_softmax(logits / temperature, dim=-1)
+        logits: torch.Tensor = model(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1]
+    return logits
 
 
 def reference_logprobs(

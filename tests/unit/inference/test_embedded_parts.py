@@ -45,7 +45,7 @@ def frequencies(logits: torch.Tensor, **filters: float) -> torch.Tensor:
             "top_p_N": torch.full((NUM_DRAWS,), filters.get("top_p", 1.0)),
             "min_p_N": torch.full((NUM_DRAWS,), filters.get("min_p", 0.0)),
         }
-    ids, _ = sample(logits.expand(NUM_DRAWS, count), rows(range(NUM_DRAWS), **columns))
+    ids = sample(logits.expand(NUM_DRAWS, count), rows(range(NUM_DRAWS), **columns)).ids_N
     return torch.bincount(ids, minlength=count) / NUM_DRAWS
 
 
@@ -82,16 +82,16 @@ def test_logprobs_are_of_the_tempered_distribution_before_filters() -> None:
         "top_p_N": torch.tensor([1.0]),
         "min_p_N": torch.tensor([0.0]),
     }
-    ids, logprobs = sample(logits, rows(range(1), **columns))
+    drawn = sample(logits, rows(range(1), **columns))
 
-    assert ids.tolist() == [2]
-    torch.testing.assert_close(logprobs, torch.log_softmax(logits / 2.0, dim=-1)[:, 2])
+    assert drawn.ids_N.tolist() == [2]
+    torch.testing.assert_close(drawn.logprobs_N, torch.log_softmax(logits / 2.0, dim=-1)[:, 2])
 
 
 def test_a_greedy_row_among_sampled_ones_takes_the_most_likely() -> None:
     logits = torch.tensor([0.0, 0.1, 0.0]).expand(50, 3)
     is_greedy = torch.arange(50) % 2 == 0
-    ids, _ = sample(logits, rows(range(50), is_greedy_N=is_greedy))
+    ids = sample(logits, rows(range(50), is_greedy_N=is_greedy)).ids_N
 
     assert set(ids[is_greedy].tolist()) == {1}
     assert len(set(ids[~is_greedy].tolist())) > 1
@@ -99,7 +99,7 @@ def test_a_greedy_row_among_sampled_ones_takes_the_most_likely() -> None:
 
 def test_a_token_of_probability_zero_is_not_drawn_even_at_the_edge() -> None:
     edge = SamplingRows(torch.zeros(1, dtype=torch.float64), None, None, None, None, None)
-    ids, _ = sample(torch.tensor([[0.0, 1.0]]).log(), edge)
+    ids = sample(torch.tensor([[0.0, 1.0]]).log(), edge).ids_N
 
     assert ids.tolist() == [1]
 
@@ -161,13 +161,13 @@ def test_temperature_zero_is_greedy_at_temperature_one() -> None:
     assert not params.has_filter
 
 
-@pytest.mark.parametrize("name", ["frequency_penalty", "regex", "n", "stop_regex", "logit_bias", "min_new_tokens"])
+@pytest.mark.parametrize("name", ["n", "stop_regex", "beam_width", "custom_params"])
 def test_an_unsupported_sampling_field_is_refused_only_when_it_asks_for_something(name: str) -> None:
-    neutral = {"n": 1, "regex": "", "stop_regex": None, "logit_bias": {}}.get(name, 0)
+    neutral = {"n": 1, "beam_width": 1, "custom_params": {}}.get(name)
     parse_sampling({name: neutral})
 
     with pytest.raises(RequestError, match=name):
-        parse_sampling({name: {"n": 2, "regex": "a+", "logit_bias": {"1": 2}}.get(name, 1)})
+        parse_sampling({name: {"n": 2, "stop_regex": "a+", "custom_params": {"a": 2}}.get(name, 3)})
 
 
 def test_a_body_that_is_not_json_is_a_schema_error() -> None:

@@ -16,8 +16,9 @@ from tests.unit.inference.embedded_engine import Server, prompt_of, reference_lo
         {"input_ids": [10_000]},  # either of these ends SGLang on a CPU
         {"input_ids": [-1]},
         {"text": "a", "input_ids": [5]},
-        {"input_ids": [5], "sampling_params": {"frequency_penalty": 0.5}},
-        {"input_ids": [5], "top_logprobs_num": 3},
+        {"input_ids": [5], "sampling_params": {"n": 2}},
+        {"input_ids": [5], "sampling_params": {"regex": "a", "min_new_tokens": 1}},
+        {"input_ids": [5], "logprob_start_len": 0},
     ],
 )
 def test_a_request_that_would_be_misunderstood_answers_400(server: Server, fields: dict[str, object]) -> None:

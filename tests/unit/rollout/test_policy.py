@@ -214,6 +214,8 @@ async def test_sampling_that_cannot_be_is_refused_with_its_name() -> None:
     policy = policy_of(model := ScriptedModel())
     table: list[tuple[dict[str, Any], str]] = [
         ({"json_schema": {}, "regex": "a"}, "got json_schema and regex, need at most one grammar"),
+        ({"regex": "a", "min_new_tokens": 1}, "got min_new_tokens with a grammar"),
+        ({"regex": "a", "ignore_eos": True}, "got ignore_eos with a grammar"),
         ({"min_new_tokens": 9}, "got min_new_tokens=9, need at most max_new_tokens=8"),
         ({"ignore_eos": True, "stop_token_ids": [1]}, "got stop_token_ids with ignore_eos"),
         ({"frequency_penalty": 2.1}, "frequency_penalty: .*less than or equal to 2"),
