@@ -70,6 +70,7 @@ REASONS = {
     "rollout": "tickets that are out, streams and consumers were made for it",
     "trainer": "every rank has read it at the start, and all must agree at every step",
     "inference": "the servers were started with it",
+    "endpoint": "nodes and their agents have read it at the start",
     "bus": "everybody is connected by it",
 }
 """The longest prefix of a setting -> why it is none of these."""

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_async.algorithm_settings import AlgorithmSettings as AlgorithmSettings
+from areal_async.endpoint_settings import EndpointSettings as EndpointSettings
 from areal_async.fields import MAX_STEP
 from areal_async.health_settings import HealthSettings as HealthSettings
 from areal_async.lora_settings import LoraSettings as LoraSettings
@@ -264,6 +265,7 @@ class Settings(Section):
     rollout: RolloutSettings = RolloutSettings()
     policies: dict[str, PolicySettings] = {}
     """Policies that workflows take beside ``policy``, by the name of the parameter."""
+    endpoint: EndpointSettings = EndpointSettings()
     inference: InferenceSettings = InferenceSettings()
     algorithm: AlgorithmSettings = AlgorithmSettings()
     trainer: TrainerSettings = TrainerSettings()

@@ -20,7 +20,7 @@ from areal_async.speech import say
 from areal_async.subjects import RUN_NAME
 
 KILLED_STATUS = 130
-OWN = ("--inference.*", "--launch.join_wait_s", "--metrics.traces", "--metrics.prometheus_host")
+OWN = ("--inference.*", "--endpoint.host", "--launch.join_wait_s", "--metrics.traces", "--metrics.prometheus_host")
 """What a host may have otherwise than the run: its interpreter, its servers' number and flags, its patience, where its
 traces go, and the address that it is scraped at."""
 

@@ -196,6 +196,8 @@ def check(settings: Settings) -> None:
     check_template(settings)
     if settings.bus.url == EMBEDDED and settings.bus.host:
         check_address(settings.bus.host, setting="bus.host")
+    if settings.endpoint.host and settings.launch.backend == "local":  # else the hosts with nodes look for themselves
+        check_address(settings.endpoint.host, setting="endpoint.host")
 
 
 def check_hosts(settings: Settings, backend: Backend) -> None:

@@ -68,7 +68,7 @@ async def opened_trial(
             _compare_tokenizers(settings.model.path, facts, tell)
         async with (
             InferenceClient(pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size) as client,
-            Endpoint() as endpoint,
+            Endpoint(settings.endpoint) as endpoint,
             serve_frozen(used, node_id=TRIAL, log_directory=logs, max_streams=max_streams) as frozen,
             given_per_node(
                 {task.name: plain}, deadline_s=settings.rollout.setup_deadline_s, waiter=TRIAL, tell=tell

@@ -117,7 +117,7 @@ class _Node:
                     serve_frozen(
                         settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams
                     ) as frozen,
-                    Endpoint() as endpoint,
+                    Endpoint(settings.endpoint) as endpoint,
                     given_per_node(
                         workflows,
                         deadline_s=settings.rollout.setup_deadline_s,

@@ -34,6 +34,8 @@ class TextCodec:
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self.model = str(getattr(tokenizer, "name_or_path", "") or "policy")
+        """Folder or hub name of the model."""
         self._template = text_of(tokenizer)
         self._template_arguments = template_arguments or {}
         self._written_roles = {"user", "assistant"}

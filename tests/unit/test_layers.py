@@ -53,6 +53,7 @@ LAYERS = (
         "wire",
         "live_settings",
         "made_rows",
+        "endpoint_settings",
         "log",
         "metrics_settings",
         "data",

@@ -1,8 +1,8 @@
 """Anthropic's Messages: a request -> a call, and a reply -> its objects and events. Pure.
 
-Hints are left out of account (``thinking``, ``metadata``, ``cache_control``, ``service_tier`` and what is not named
-here); blocks of thinking are dropped from a conversation, for the model never said any. What would change the answer
-and cannot be had is refused: forced calls, tools that the service runs itself, a beginning of the answer, images.
+The structs say which fields are honoured and which are hints; ``reading`` sees to the others. Blocks of thinking are
+dropped from a conversation, for the model never said any. Tools that the service runs itself, a beginning of the answer
+and images are refused.
 """
 
 import secrets
@@ -11,20 +11,22 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Call, Finish, Refusal, RefusalKind, Said, named_event, read
+from areal_async.rollout.endpoint.calls import Call, Choice, Finish, Form, Refusal, RefusalKind, Said, named_event
 from areal_async.rollout.endpoint.content import (
     AtLeastZero,
     Count,
     Name,
     Probability,
     StopString,
-    cannot_force,
+    choice_of,
     function_call,
     function_tool,
     refuse_if,
     text_of,
     tool_result,
 )
+from areal_async.rollout.endpoint.extras import Extras, form_of, sampling_of
+from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
 
 _STOP_REASON: dict[Finish, str] = {
     "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
@@ -45,6 +47,8 @@ _UNSAID = ("thinking", "redacted_thinking")
 class _ResultPart(msgspec.Struct):
     type: str
     text: str | None = None
+    cache_control: Hint = None
+    citations: Hint = None
 
 
 class _Block(msgspec.Struct):
@@ -55,6 +59,13 @@ class _Block(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: str | list[_ResultPart] | None = None
+    is_error: Hint = None
+    thinking: Hint = None
+    signature: Hint = None
+    data: Hint = None
+    cache_control: Hint = None
+    citations: Hint = None
+    caller: Hint = None
 
 
 class _Message(msgspec.Struct):
@@ -67,17 +78,30 @@ class _Tool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: Hint = None
+    cache_control: Hint = None
+    eager_input_streaming: Hint = None
 
 
 class _ToolChoice(msgspec.Struct):
-    type: str
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Request(msgspec.Struct, kw_only=True):
+class _Format(msgspec.Struct):
+    schema: dict[str, Any]
+    type: Literal["json_schema"] = "json_schema"
+
+
+class _OutputConfig(msgspec.Struct):
+    format: _Format | None = None
+    effort: Hint = None
+
+
+class _Request(Extras, kw_only=True):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
     max_tokens: Count
-    model: str = ""
     system: str | list[_ResultPart] | None = None
     tools: list[_Tool] | None = None
     tool_choice: _ToolChoice | None = None
@@ -85,16 +109,27 @@ class _Request(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     temperature: AtLeastZero | None = None
     top_p: Probability | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
+    model: str = ""
+    metadata: Hint = None
+    service_tier: Hint = None
+    cache_control: Hint = None
+    inference_geo: Hint = None
+    user_profile_id: Hint = None
+    workspace_id: Hint = None
+    diagnostics: Hint = None
+    speed: Hint = None
+    thinking: Hint = None
 
 
-def parse(body: bytes) -> "MessagesExchange":
+def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
     """Read a request.
 
     Raises:
         Refusal: it is malformed, or wants what cannot be had here.
     """
-    request = read(body, _Request)
+    request = read(body, _Request, unsupported)
     system = text_of(request.system, types=("text",), param="system")
     messages = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(request.messages):
@@ -104,42 +139,49 @@ def parse(body: bytes) -> "MessagesExchange":
         "messages",
         "the last one is the assistant's, but no beginning can be put into the model's mouth here: end with the user's",
     )
-    wanted = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": request.top_k,
-        "max_new_tokens": request.max_tokens,
-        "stop": tuple(request.stop_sequences) if request.stop_sequences else None,
-    }
+    tools, choice = _tools(request)
     call = Call(
         messages=messages,
-        tools=_tools(request),
-        sampling={name: value for name, value in wanted.items() if value is not None},
+        tools=tools,
+        sampling=sampling_of(
+            request,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_new_tokens=request.max_tokens,
+            stop=tuple(request.stop_sequences) if request.stop_sequences else None,
+        ),
         is_streamed=bool(request.stream),
+        choice=choice,
+        form=_form(request, choice),
     )
     return MessagesExchange(call, request.model)
 
 
-def _tools(request: _Request) -> list[dict[str, Any]]:
-    tools = request.tools or []
-    for number, tool in enumerate(tools):
+def _form(request: _Request, choice: Choice) -> Form | None:
+    config = request.output_config.format if request.output_config else None
+    refuse_if(config is not None and request.output_format is not None, "output_format", "got output_config.format too")
+    wanted = config or request.output_format
+    param = "output_format" if request.output_format else "output_config.format"
+    return form_of(request, choice, Form("json_schema", wanted.schema) if wanted else None, param)
+
+
+def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
+    """Return what the model is told of, and what it may call of that."""
+    tools = []
+    for number, tool in enumerate(request.tools or ()):
         is_custom = tool.type in (None, "custom") and tool.input_schema is not None
         refuse_if(
             not is_custom,
             f"tools[{number}]",
             f"got {tool.name!r:.80} of type {tool.type!r:.50}, need the client's own tool with an input_schema",
         )
-    choice = request.tool_choice
-    if choice is not None and choice.type not in ("auto", "none"):
-        raise cannot_force("tool_choice", choice.type)
-    refuse_if(
-        choice is not None and bool(choice.disable_parallel_tool_use) and bool(tools),
-        "tool_choice.disable_parallel_tool_use",
-        "got true, but the model says how many calls it makes; leave it out",
-    )
-    if choice is not None and choice.type == "none":
-        return []
-    return [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools]
+        tools.append(function_tool(tool.name, tool.description, tool.input_schema))
+    wanted = request.tool_choice or _ToolChoice("auto")
+    if wanted.type == "none":
+        return [], Choice()
+    kind = {"auto": "auto", "any": "required", "tool": "one"}[wanted.type]
+    names = [wanted.name] if wanted.name else []
+    return tools, choice_of(kind, names, tools, is_single=bool(wanted.disable_parallel_tool_use))
 
 
 def _add(messages: list[dict[str, Any]], message: _Message, where: str) -> None:

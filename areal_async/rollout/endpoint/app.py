@@ -18,12 +18,10 @@ from starlette.types import Receive, Scope, Send
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
 from areal_async.rollout.endpoint.calls import Dialect, Exchange, Refusal, Unexpected
-from areal_async.rollout.endpoint.session import Session, ended
+from areal_async.rollout.endpoint.session import Session, ended, find_session
 
 MAX_BODY_BYTES = 16 << 20
 """Twice the largest trajectory that is stored; more would hold up the loop while it is decoded."""
-MODEL = "policy"
-"""What the model is called where an agent asks; a request may call it as it likes."""
 _ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")
 
 log = structlog.get_logger()
@@ -37,9 +35,11 @@ class Api(NamedTuple):
 
 
 _APIS: Mapping[str, Api] = {
-    "chat/completions": Api(openai_chat, lambda body, session: openai_chat.parse(body)),
-    "responses": Api(openai_responses, lambda body, session: openai_responses.parse(body, session.history)),
-    "messages": Api(anthropic_messages, lambda body, session: anthropic_messages.parse(body)),
+    "chat/completions": Api(openai_chat, lambda body, session: openai_chat.parse(body, session.unsupported)),
+    "responses": Api(
+        openai_responses, lambda body, session: openai_responses.parse(body, session.history, session.unsupported)
+    ),
+    "messages": Api(anthropic_messages, lambda body, session: anthropic_messages.parse(body, session.unsupported)),
 }
 
 
@@ -65,23 +65,21 @@ class App:
             await _error(dialect, refusal)(scope, receive, send)
 
     async def _answer(self, api: Api | None, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        session = self._authenticated(_split(scope["path"])[0], scope)
-        if path == "models":
+        session = find_session(self._sessions, _split(scope["path"])[0], _key(scope))
+        if path == "models" or path.startswith("models/"):
             _check_method(scope, "GET")
-            await _models()(scope, receive, send)
+            asked = path.removeprefix("models").lstrip("/")
+            await _json(_model(asked, session.model) if asked else _models(session.model))(scope, receive, send)
             return
         if api is None:
             raise Refusal("not_found", f"path: got {scope['path']!r:.200}, need one of {', '.join(_APIS)}, models")
         _check_method(scope, "POST")
-        body = await _body(receive)
-        if body is not None:
-            await _Answering(session, scope, receive, send).run(api.parse(body, session))
-
-    def _authenticated(self, session_id: str, scope: Scope) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None or not session.owns(_key(scope)):
-            raise ended()
-        return session
+        with session.noting_refusal():
+            body = await _body(receive)
+            if body is None:
+                return
+            exchange = api.parse(body, session)
+        await _Answering(session, scope, receive, send).run(exchange)
 
 
 class _Answering:
@@ -176,11 +174,15 @@ async def _body(receive: Receive) -> bytes | None:
     return None
 
 
-def _models() -> Response:
-    about = {"id": MODEL, "object": "model", "created": 0, "owned_by": "areal_async"}
-    also = {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z"}
-    models = {"object": "list", "data": [{**about, **also}], "has_more": False, "first_id": MODEL, "last_id": MODEL}
-    return _json(models)
+def _model(name: str, model: str) -> dict[str, Any]:
+    """Return what both APIs say of a model; a request may call it by any name."""
+    about = {"id": name, "object": "model", "created": 0, "owned_by": "areal_async", "root": model}
+    return {**about, "type": "model", "display_name": name, "created_at": "1970-01-01T00:00:00Z"}
+
+
+def _models(model: str) -> dict[str, Any]:
+    one = _model(model, model)
+    return {"object": "list", "data": [one], "has_more": False, "first_id": model, "last_id": model}
 
 
 def _json(value: Any) -> Response:

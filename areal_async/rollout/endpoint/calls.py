@@ -2,18 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import msgspec
 
 from areal_async.errors import ArealError
 
-T = TypeVar("T")
-
 RefusalKind = Literal[
     "bad_request", "unauthorized", "not_found", "not_allowed", "too_large", "too_long", "unavailable", "internal"
 ]
 Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
+FormKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 
 MAX_REPLIES = 64
 """To one request."""
@@ -39,6 +38,27 @@ class Unexpected(Refusal):
         super().__init__("internal", message)
 
 
+class Form(NamedTuple):
+    """What an answer has to look like that calls no tool, as ``policy.chat`` takes it."""
+
+    kind: FormKind
+    value: Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """Which calls an answer may have."""
+
+    param: str = "tool_choice"
+    """The field that says so."""
+    is_required: bool = False
+    """It has to call, and says nothing else."""
+    names: tuple[str, ...] = ()
+    """Of the tools that may be called then, of all that the model is told of; empty for any."""
+    is_single: bool = False
+    """At most one call."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """What a request asks for. Messages and tools are written as OpenAI's chat API writes them."""
@@ -50,6 +70,10 @@ class Call:
     n: int = 1
     is_streamed: bool = False
     wants_logprobs: bool = False
+    num_top_logprobs: int = 0
+    """So many of the likeliest tokens at each position are told as well."""
+    choice: Choice = Choice()
+    form: Form | None = None
 
     @property
     def stop(self) -> Sequence[str]:
@@ -65,6 +89,8 @@ class TokenLogprob:
     text: str
     """As it reads alone: half a character reads as a replacement character."""
     logprob: float
+    top: Sequence["TokenLogprob"] = ()
+    """The likeliest in its place, likeliest first, where they were asked for."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,22 +161,6 @@ class Dialect(Protocol):
     def error(self, refusal: Refusal) -> Any:
         """Return the JSON object of an error."""
         ...
-
-
-def read(body: bytes, kind: type[T]) -> T:
-    """Decode a request.
-
-    Raises:
-        Refusal: it is no JSON, or not of this kind.
-    """
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except msgspec.ValidationError as exc:
-        problem, _, place = str(exc).partition(" - at `$")
-        param = place.rstrip("`").lstrip(".") or None
-        raise Refusal("bad_request", f"{param or 'request'}: {problem}", param=param) from exc
-    except (msgspec.DecodeError, RecursionError, UnicodeError) as exc:
-        raise Refusal("bad_request", f"request: not valid JSON ({exc})") from exc
 
 
 def data_event(value: Any) -> bytes:

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Refusal
+from areal_async.rollout.endpoint.calls import Choice, Refusal
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -36,9 +36,8 @@ def text_of(content: str | Sequence[Part] | None, *, types: Sequence[str], param
     for number, part in enumerate(content):
         if part.type not in types or part.text is None:
             where = f"{param}[{number}]"
-            raise Refusal(
-                "bad_request", f"{where}: got a part of type {part.type!r:.50}, this model takes text only", param=where
-            )
+            message = f"{where}: got a part of type {part.type!r:.50}, this model takes text only"
+            raise Refusal("bad_request", message, param=where, code="invalid_value")
         texts.append(part.text)
     return "\n".join(texts)
 
@@ -71,14 +70,31 @@ def refuse_if(is_wrong: bool, param: str, message: str) -> None:
         Refusal: it is wrong.
     """
     if is_wrong:
-        raise Refusal("bad_request", f"{param}: {message}", param=param)
+        raise Refusal("bad_request", f"{param}: {message}", param=param, code="invalid_value")
 
 
-def cannot_force(param: str, got: str) -> Refusal:
-    """Return the refusal of a request that would have the model call a tool."""
-    return Refusal(
-        "bad_request",
-        f"{param}: got {got!r:.80}, but no call can be forced here: what the model says has to be its own; "
-        "leave it to the model or forbid calls",
-        param=param,
-    )
+def choice_of(
+    kind: str,
+    names: Sequence[str],
+    tools: Sequence[dict[str, Any]],
+    *,
+    is_single: bool,
+    param: str = "tool_choice",
+) -> Choice:
+    """Return which calls an answer may have.
+
+    Args:
+        kind: ``auto``; ``required`` for a call of any tool, or of one of ``names`` where there are any; ``one`` for a
+            single call.
+        tools: that the model is told of.
+
+    Raises:
+        Refusal: there is no such tool, or none at all.
+    """
+    known = [tool["function"]["name"] for tool in tools]
+    for name in names:
+        refuse_if(name not in known, param, f"got the tool {name!r:.80}, need one of those in tools")
+    refuse_if(kind != "auto" and not tools, param, "got a call to be made without tools, need at least one tool")
+    refuse_if(kind == "one" and not names, param, "got no name of a tool, need one")
+    is_single = (is_single or kind == "one") and bool(tools)
+    return Choice(param=param, is_required=kind != "auto", names=tuple(names), is_single=is_single)

@@ -1,8 +1,6 @@
 """OpenAI's Chat Completions: a request -> a call, and replies -> its objects and events. Pure.
 
-Left out of account, since they are hints, or about somebody else's service: ``seed`` (siblings have to differ),
-``reasoning_effort``, ``verbosity``, ``user``, ``metadata``, ``store``, ``service_tier``, prompt caching and the rest
-that is not named here. What would change the answer and cannot be had is refused.
+The structs say which fields are honoured and which are hints; ``reading`` sees to the others.
 """
 
 import secrets
@@ -12,44 +10,69 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import MAX_REPLIES, Call, Finish, Refusal, RefusalKind, Said, data_event, read
+from areal_async.rollout.endpoint.calls import (
+    MAX_REPLIES,
+    Call,
+    Choice,
+    Finish,
+    Form,
+    Refusal,
+    RefusalKind,
+    Said,
+    TokenLogprob,
+    data_event,
+)
 from areal_async.rollout.endpoint.content import (
     AtLeastZero,
     Count,
     Name,
     Probability,
     StopString,
-    cannot_force,
+    choice_of,
     function_call,
     function_tool,
     refuse_if,
     text_of,
     tool_result,
 )
+from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
+from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 _STATUS: dict[RefusalKind, int] = {
     "bad_request": 400, "too_long": 400, "unauthorized": 401, "not_found": 404, "not_allowed": 405, "too_large": 413,
     "unavailable": 503, "internal": 500,
 }  # fmt: skip
-_CODE: dict[RefusalKind, str] = {"unauthorized": "invalid_api_key", "too_long": "context_length_exceeded"}
+_CODE: dict[RefusalKind, str] = {
+    "unauthorized": "invalid_api_key",
+    "too_long": "context_length_exceeded",
+    "not_found": "unknown_url",
+    "not_allowed": "method_not_supported",
+    "too_large": "request_too_large",
+    "unavailable": "service_unavailable",
+    "internal": "internal_error",
+}
 
 
 class _Part(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
+    cache_control: Hint = None
+    prompt_cache_breakpoint: Hint = None
 
 
 class _Function(msgspec.Struct):
     name: str
     arguments: str = ""
+    parsed_arguments: Hint = None
 
 
 class _ToolCall(msgspec.Struct):
     id: str
     type: Literal["function"] = "function"
     function: _Function = msgspec.field(default_factory=lambda: _Function(""))
+    index: Hint = None
 
 
 class _Message(msgspec.Struct):
@@ -58,32 +81,70 @@ class _Message(msgspec.Struct):
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
+    refusal: Hint = None
+    annotations: Hint = None
+    audio: Hint = None
+    parsed: Hint = None
+    reasoning: Hint = None
+    reasoning_content: Hint = None
+    cache_control: Hint = None
 
 
 class _FunctionSchema(msgspec.Struct):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Hint = None
 
 
 class _Tool(msgspec.Struct):
     function: _FunctionSchema
     type: Literal["function"] = "function"
+    cache_control: Hint = None
+
+
+class _Named(msgspec.Struct):
+    name: str
+
+
+class _ChoiceTool(msgspec.Struct):
+    function: _Named
+    type: Literal["function"] = "function"
+
+
+class _AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[_ChoiceTool]
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["function", "allowed_tools"]
+    function: _Named | None = None
+    allowed_tools: _AllowedTools | None = None
 
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    include_obfuscation: Hint = None
+
+
+class _JsonSchema(msgspec.Struct):
+    schema: dict[str, Any]
+    name: Hint = None
+    description: Hint = None
+    strict: Hint = None
 
 
 class _Format(msgspec.Struct):
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
+    json_schema: _JsonSchema | None = None
+    format: dict[str, Any] | None = None
 
 
-class _Request(msgspec.Struct, kw_only=True):
+class _Request(Extras, kw_only=True):
     messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    model: str = ""
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLIES)] | None = None
     stream: bool | None = None
@@ -94,71 +155,93 @@ class _Request(msgspec.Struct, kw_only=True):
     max_completion_tokens: Count | None = None
     stop: StopString | list[StopString] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     response_format: _Format | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    modalities: list[str] | None = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    web_search_options: Any = None
+    model: str = ""
+    user: Hint = None
+    metadata: Hint = None
+    store: Hint = None
+    service_tier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    prediction: Hint = None
+    reasoning_effort: Hint = None
+    verbosity: Hint = None
 
 
-def parse(body: bytes) -> "ChatExchange":
+def parse(body: bytes, unsupported: Unsupported) -> "ChatExchange":
     """Read a request.
 
     Raises:
         Refusal: it is malformed, or wants what cannot be had here.
     """
-    request = read(body, _Request)
-    _check(request)
+    request = read(body, _Request, unsupported)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    wanted = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "max_new_tokens": request.max_completion_tokens or request.max_tokens,
-        "stop": tuple(stop) if stop else None,
-    }
+    tools, choice = _tools(request)
+    refuse_if(bool(request.top_logprobs) and not request.logprobs, "top_logprobs", "need logprobs=true beside it")
     call = Call(
         messages=_messages(request.messages),
-        tools=_tools(request),
-        sampling={name: value for name, value in wanted.items() if value is not None},
+        tools=tools,
+        sampling=sampling_of(
+            request,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            stop=tuple(stop) if stop else None,
+        ),
         n=request.n or 1,
         is_streamed=bool(request.stream),
         wants_logprobs=bool(request.logprobs),
+        num_top_logprobs=request.top_logprobs or 0,
+        choice=choice,
+        form=form_of(request, choice, _form(request.response_format), "response_format"),
     )
     wants_usage = request.stream_options is not None and bool(request.stream_options.include_usage)
     return ChatExchange(call, request.model, wants_usage=wants_usage)
 
 
-def _check(request: _Request) -> None:
-    refuse_if(bool(request.functions) or bool(request.function_call), "functions", "no longer spoken here, use tools")
-    refuse_if(bool(request.top_logprobs), "top_logprobs", "only sampled tokens have logprobs here, need 0")
-    refuse_if(bool(request.logit_bias), "logit_bias", "cannot be had here, leave it out")
-    refuse_if(request.web_search_options is not None, "web_search_options", "cannot be had here, leave it out")
-    for name in ("frequency_penalty", "presence_penalty"):
-        refuse_if(bool(getattr(request, name)), name, "cannot be had here: need 0, the model is trained as it is")
-    format_type = request.response_format.type if request.response_format else "text"
-    refuse_if(format_type != "text", "response_format", f"got type {format_type!r:.50}, only 'text' can be had here")
-    refuse_if(any(mode != "text" for mode in request.modalities or ()), "modalities", "this model writes text only")
-    refuse_if(
-        request.parallel_tool_calls is False and bool(request.tools),
-        "parallel_tool_calls",
-        "got false, but the model says how many calls it makes; leave it out",
-    )
+def _form(wanted: _Format | None) -> Form | None:
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return ANY_OBJECT
+    if wanted.type == "json_schema":
+        refuse_if(wanted.json_schema is None, "response_format.json_schema", "missing, need the schema of the answer")
+        return Form("json_schema", wanted.json_schema.schema if wanted.json_schema else {})
+    refuse_if(wanted.format is None, "response_format.format", "missing, need the format of the answer")
+    return Form("structural_tag", {"type": "structural_tag", "format": wanted.format})
 
 
-def _tools(request: _Request) -> list[dict[str, Any]]:
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise cannot_force("tool_choice", choice if isinstance(choice, str) else str(choice.get("type", "")))
-    if choice == "none":
-        return []
-    return [
+def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
+    """Return what the model is told of, and what it may call of that."""
+    tools = [
         function_tool(tool.function.name, tool.function.description, tool.function.parameters)
         for tool in request.tools or ()
     ]
+    is_single = request.parallel_tool_calls is False
+    wanted = request.tool_choice
+    if wanted == "none":
+        return [], Choice()
+    if wanted is None or isinstance(wanted, str):
+        return tools, choice_of(wanted or "auto", (), tools, is_single=is_single)
+    if wanted.type == "function":
+        names = [wanted.function.name] if wanted.function else []
+        return tools, choice_of("one", names, tools, is_single=is_single)
+    allowed = wanted.allowed_tools
+    refuse_if(allowed is None, "tool_choice.allowed_tools", "missing, need the mode and the tools")
+    assert allowed is not None
+    return allowed_tools(tools, allowed.mode, [tool.function.name for tool in allowed.tools], is_single=is_single)
+
+
+def allowed_tools(
+    tools: list[dict[str, Any]], mode: str, names: Sequence[str], *, is_single: bool
+) -> tuple[list[dict[str, Any]], Choice]:
+    """Return the tools that are left of all, and what may be called of them: the model is not told of the others."""
+    choice = choice_of(mode, names, tools, is_single=is_single)
+    refuse_if(not names, "tool_choice", "got no tool that is allowed, need one at least; else take none")
+    return [tool for tool in tools if tool["function"]["name"] in names], choice
 
 
 def _messages(written: Sequence[_Message]) -> list[dict[str, Any]]:
@@ -168,8 +251,8 @@ def _messages(written: Sequence[_Message]) -> list[dict[str, Any]]:
         content = text_of(one.content, types=("text",), param=f"{where}.content")
         match one.role:
             case "tool":
-                if one.tool_call_id is None:
-                    refuse_if(True, f"{where}.tool_call_id", "missing, need the id of the call that this answers")
+                missing = "missing, need the id of the call that this answers"
+                refuse_if(one.tool_call_id is None, f"{where}.tool_call_id", missing)
                 messages.append(tool_result(one.tool_call_id or "", content, messages))
             case "assistant":
                 calls = [
@@ -266,9 +349,12 @@ def error(refusal: Refusal) -> dict[str, Any]:
 def logprob_items(said: Said) -> list[dict[str, Any]]:
     """Return the logprobs of the sampled tokens, as both of OpenAI's APIs write them."""
     return [
-        {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode()), "top_logprobs": []}
-        for one in said.logprobs or ()
+        {**_logprob_item(one), "top_logprobs": [_logprob_item(top) for top in one.top]} for one in said.logprobs or ()
     ]
+
+
+def _logprob_item(one: TokenLogprob) -> dict[str, Any]:
+    return {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode())}
 
 
 def _logprobs(said: Said) -> dict[str, Any] | None:

@@ -2,32 +2,34 @@
 
 A reply is one ``message`` item, where it says anything, and a ``function_call`` item per call; all have ids that end
 alike, by which they are put together again when they come back. ``previous_response_id`` goes on from what is
-remembered of this trajectory. Hints are left out of account (``reasoning``, ``truncation``, ``metadata`` and what
-is not named here); what would change the answer and cannot be had is refused.
+remembered of this trajectory. The structs say which fields are honoured and which are hints; ``reading`` sees to the
+others.
 """
 
 import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Call, Refusal, Said, named_event, read
+from areal_async.rollout.endpoint.calls import Call, Choice, Form, Refusal, Said, named_event
 from areal_async.rollout.endpoint.content import (
     AtLeastZero,
     Count,
     Name,
     Probability,
-    cannot_force,
+    choice_of,
     function_call,
     function_tool,
     refuse_if,
     text_of,
     tool_result,
 )
-from areal_async.rollout.endpoint.openai_chat import error, logprob_items, status
+from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
+from areal_async.rollout.endpoint.openai_chat import allowed_tools, error, logprob_items, status
+from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
 
 __all__ = ["History", "ResponsesExchange", "error", "parse", "status"]
 
@@ -41,6 +43,11 @@ History = dict[str, list[dict[str, Any]]]
 class _Part(msgspec.Struct):
     type: str
     text: str | None = None
+    annotations: Hint = None
+    logprobs: Hint = None
+    prompt_cache_breakpoint: Hint = None
+    cache_control: Hint = None
+    parsed: Hint = None
 
 
 class _Item(msgspec.Struct):
@@ -52,6 +59,11 @@ class _Item(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[_Part] | None = None
+    status: Hint = None
+    phase: Hint = None
+    summary: Hint = None
+    encrypted_content: Hint = None
+    parsed_arguments: Hint = None
 
 
 class _Tool(msgspec.Struct):
@@ -59,36 +71,60 @@ class _Tool(msgspec.Struct):
     name: Name | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: Hint = None
+
+
+class _ChoiceTool(msgspec.Struct):
+    name: str
+    type: Literal["function"] = "function"
+
+
+class _ToolChoice(msgspec.Struct):
+    type: Literal["function", "allowed_tools"]
+    name: str | None = None
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[_ChoiceTool] | None = None
 
 
 class _Format(msgspec.Struct):
-    type: str = "text"
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema: dict[str, Any] | None = None
+    name: Hint = None
+    description: Hint = None
+    strict: Hint = None
 
 
 class _Text(msgspec.Struct):
     format: _Format | None = None
+    verbosity: Hint = None
 
 
-class _Request(msgspec.Struct, kw_only=True):
+class _Request(Extras, kw_only=True):
     input: str | list[_Item] = msgspec.field(default_factory=list)
-    model: str = ""
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[_Tool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     temperature: AtLeastZero | None = None
     top_p: Probability | None = None
     max_output_tokens: Count | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     include: list[str] | None = None
     text: _Text | None = None
-    metadata: dict[str, Any] | None = None
     store: bool | None = None
-    background: bool | None = None
-    conversation: Any = None
-    prompt: Any = None
+    model: str = ""
+    metadata: dict[str, Any] | None = None
+    stream_options: Hint = None
+    user: Hint = None
+    service_tier: Hint = None
+    prompt_cache_key: Hint = None
+    prompt_cache_options: Hint = None
+    prompt_cache_retention: Hint = None
+    safety_identifier: Hint = None
+    max_tool_calls: Hint = None
+    reasoning: Hint = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,67 +135,78 @@ class _About:
     instructions: str | None
     previous_response_id: str | None
     tools: list[dict[str, Any]]
-    tool_choice: str
+    tool_choice: Any
+    parallel_tool_calls: bool
     temperature: float | None
     top_p: float | None
+    top_logprobs: int
     max_output_tokens: int | None
+    text_format: Any
     metadata: dict[str, Any]
     store: bool
 
 
-def parse(body: bytes, history: History) -> "ResponsesExchange":
+def parse(body: bytes, history: History, unsupported: Unsupported) -> "ResponsesExchange":
     """Read a request.
 
     Raises:
         Refusal: it is malformed, goes on from no response of this trajectory, or wants what cannot be had here.
     """
-    request = read(body, _Request)
-    _check(request)
+    request = read(body, _Request, unsupported)
     conversation = _before(request.previous_response_id, history)
     if isinstance(request.input, str):
         conversation.append({"role": "user", "content": request.input})
     else:
         _add_items(conversation, request.input)
     refuse_if(not conversation, "input", "got nothing, need at least one message")
-    wanted = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "max_new_tokens": request.max_output_tokens,
-    }
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    tools, choice = _tools(request)
+    text_format = (request.text.format if request.text else None) or _Format()
+    wants_logprobs = _LOGPROBS in (request.include or ())
+    refuse_if(bool(request.top_logprobs) and not wants_logprobs, "top_logprobs", f"need include=[{_LOGPROBS!r}] too")
     call = Call(
         messages=[*instructions, *conversation],
-        tools=_tools(request),
-        sampling={name: value for name, value in wanted.items() if value is not None},
+        tools=tools,
+        sampling=sampling_of(
+            request, temperature=request.temperature, top_p=request.top_p, max_new_tokens=request.max_output_tokens
+        ),
         is_streamed=bool(request.stream),
-        wants_logprobs=_LOGPROBS in (request.include or ()),
+        wants_logprobs=wants_logprobs,
+        num_top_logprobs=request.top_logprobs or 0,
+        choice=choice,
+        form=form_of(request, choice, _form(text_format), "text.format"),
     )
     about = _About(
         model=request.model,
         instructions=request.instructions,
         previous_response_id=request.previous_response_id,
         tools=[{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
-        tool_choice="none" if request.tool_choice == "none" else "auto",
+        tool_choice=_without_nulls(request.tool_choice) or "auto",
+        parallel_tool_calls=request.parallel_tool_calls is not False,
         temperature=request.temperature,
         top_p=request.top_p,
+        top_logprobs=request.top_logprobs or 0,
         max_output_tokens=request.max_output_tokens,
+        text_format=_without_nulls(text_format),
         metadata=request.metadata or {},
         store=request.store is not False,
     )
     return ResponsesExchange(call, conversation, about, history)
 
 
-def _check(request: _Request) -> None:
-    for name in ("background", "conversation", "prompt"):
-        refuse_if(bool(getattr(request, name)), name, "cannot be had here, leave it out")
-    refuse_if(bool(request.top_logprobs), "top_logprobs", "only sampled tokens have logprobs here, need 0")
-    format_type = request.text.format.type if request.text and request.text.format else "text"
-    refuse_if(format_type != "text", "text.format", f"got type {format_type!r:.50}, only 'text' can be had here")
-    refuse_if(
-        request.parallel_tool_calls is False and bool(request.tools),
-        "parallel_tool_calls",
-        "got false, but the model says how many calls it makes; leave it out",
-    )
+def _without_nulls(value: Any) -> Any:
+    """Return a part of a request as the answer repeats it."""
+    built = msgspec.to_builtins(value)
+    return {name: one for name, one in built.items() if one is not None} if isinstance(built, dict) else built
+
+
+def _form(wanted: _Format) -> Form | None:
+    if wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return ANY_OBJECT
+    refuse_if(wanted.schema is None, "text.format.schema", "missing, need the schema of the answer")
+    return Form("json_schema", wanted.schema)
 
 
 def _before(previous_id: str | None, history: History) -> list[dict[str, Any]]:
@@ -175,17 +222,22 @@ def _before(previous_id: str | None, history: History) -> list[dict[str, Any]]:
     return list(history[previous_id])
 
 
-def _tools(request: _Request) -> list[dict[str, Any]]:
-    choice = request.tool_choice
-    if choice not in (None, "auto", "none"):
-        raise cannot_force("tool_choice", choice if isinstance(choice, str) else str(choice.get("type", "")))
+def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
+    """Return what the model is told of, and what it may call of that."""
     tools = []
     for number, tool in enumerate(request.tools or ()):
-        if tool.type != "function" or tool.name is None:
-            where = f"tools[{number}]"
-            raise Refusal("bad_request", f"{where}: got type {tool.type!r:.50}, need a named function", param=where)
-        tools.append(function_tool(tool.name, tool.description, tool.parameters))
-    return [] if choice == "none" else tools
+        is_function = tool.type == "function" and tool.name is not None
+        refuse_if(not is_function, f"tools[{number}]", f"got type {tool.type!r:.50}, need a named function")
+        tools.append(function_tool(tool.name or "", tool.description, tool.parameters))
+    is_single = request.parallel_tool_calls is False
+    wanted = request.tool_choice
+    if wanted == "none":
+        return [], Choice()
+    if wanted is None or isinstance(wanted, str):
+        return tools, choice_of(wanted or "auto", (), tools, is_single=is_single)
+    if wanted.type == "function":
+        return tools, choice_of("one", [wanted.name] if wanted.name else [], tools, is_single=is_single)
+    return allowed_tools(tools, wanted.mode, [tool.name for tool in wanted.tools or ()], is_single=is_single)
 
 
 def _add_items(messages: list[dict[str, Any]], items: Sequence[_Item]) -> None:
@@ -277,13 +329,14 @@ class ResponsesExchange:
             "metadata": about.metadata,
             "model": about.model,
             "output": [],
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": about.parallel_tool_calls,
             "previous_response_id": about.previous_response_id,
             "store": about.store,
             "temperature": about.temperature,
-            "text": {"format": {"type": "text"}},
+            "text": {"format": about.text_format},
             "tool_choice": about.tool_choice,
             "tools": about.tools,
+            "top_logprobs": about.top_logprobs,
             "top_p": about.top_p,
             "truncation": "disabled",
             "usage": None,

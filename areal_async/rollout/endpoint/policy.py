@@ -123,7 +123,12 @@ class ServedPolicy(RecordingPolicy):
 
     def _opened(self) -> Session:
         if self._session is None:
-            self._session = Session(self, self._codec, max_new_tokens=self.sampling.max_new_tokens)
+            self._session = Session(
+                self,
+                self._codec,
+                max_new_tokens=self.sampling.max_new_tokens,
+                unsupported=self._endpoint.unsupported,
+            )
             self._base_url = self._endpoint.open(self._session)
         return self._session
 

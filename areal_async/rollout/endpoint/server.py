@@ -1,7 +1,7 @@
 """A node's endpoint: one HTTP server for all its trajectories, on the node's own event loop.
 
-It listens from the first ``open`` on, at 127.0.0.1 and a free port; a node none of whose workflows asks for it runs
-nothing. Signals are the node's own affair: the server never takes hold of them.
+It listens from the first ``open`` on, at a free port of the loopback, or of ``endpoint.host``; a node none of whose
+workflows asks for it runs nothing. Signals are the node's own affair: the server never takes hold of them.
 """
 
 import asyncio
@@ -11,8 +11,11 @@ from typing import Self
 import anyio
 import structlog
 
+from areal_async.endpoint_settings import EndpointSettings
+from areal_async.host import LOOPBACK, check_address
 from areal_async.http_server import GuestServer, serve_app
 from areal_async.rollout.endpoint.app import App
+from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.endpoint.session import Session
 
 KEEP_ALIVE_S = 120
@@ -26,18 +29,32 @@ log = structlog.get_logger()
 class Endpoint:
     """The sessions of a node and their server. An async context manager that ends both."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: EndpointSettings | None = None) -> None:
+        """Take ``None`` for the settings as they are where nothing is said."""
+        settings = settings or EndpointSettings()
+        self._host = settings.host
+        self.unsupported = Unsupported(settings.on_unsupported)
+        """What its agents ask for and cannot have."""
         self._sessions: dict[str, Session] = {}
         self._server: GuestServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._address = ""
 
     async def __aenter__(self) -> Self:
+        """Check that it could listen.
+
+        Raises:
+            UserError: its address is none of this host's.
+        """
+        if self._host is not None:
+            check_address(self._host, setting="endpoint.host")
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
         for session in list(self._sessions.values()):
             self.close(session)
+        if self.unsupported.counts:
+            log.warning("endpoint.fields_left_out", num_times=dict(self.unsupported.counts))
         if self._server is None or self._serving is None:
             return
         self._server.should_exit = True
@@ -64,8 +81,9 @@ class Endpoint:
         self._sessions.pop(session.id, None)
 
     def _start(self) -> None:
-        listening = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-        self._address = f"http://127.0.0.1:{listening.getsockname()[1]}"
+        host = self._host or LOOPBACK
+        listening = socket.create_server((host, 0), backlog=BACKLOG)
+        self._address = f"http://{host}:{listening.getsockname()[1]}"
         self._server, self._serving = serve_app(
             App(self._sessions),
             listening,

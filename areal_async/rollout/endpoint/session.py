@@ -9,8 +9,9 @@ import asyncio
 import contextvars
 import hmac
 import secrets
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, Protocol
 
 import structlog
@@ -19,15 +20,19 @@ from areal_async.contracts import Message, Reply, ReplyStream, ToolLike
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
+from areal_async.rollout.endpoint.forms import THINK_TAG, THOUGHT_TAG, grammar_of
 from areal_async.rollout.endpoint.held_text import HeldText
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
+from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.text import TextCodec
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, ToolFormat
 from areal_async.types import Turn
 
 MAX_RUNNING = 256
 """Requests of one trajectory at once."""
+_KEY_BYTES = 32
+_NOBODYS_KEY = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
 
 log = structlog.get_logger()
 
@@ -60,11 +65,20 @@ class Recorder(Protocol):
 class Session:
     """What the endpoint knows of one trajectory."""
 
-    def __init__(self, policy: Recorder, codec: TextCodec, *, max_new_tokens: int) -> None:
-        """Take the run's own bound on a reply: agents ask for less than it, or get it."""
+    def __init__(
+        self, policy: Recorder, codec: TextCodec, *, max_new_tokens: int, unsupported: Unsupported | None = None
+    ) -> None:
+        """Take the run's own bound on a reply: agents ask for less than it, or get it.
+
+        Args:
+            unsupported: what becomes of fields that cannot be had; ``None`` refuses them.
+        """
         self.id = secrets.token_hex(8)
-        self.key = f"sk-{secrets.token_urlsafe(32)}"
+        self.key = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
+        self.model = codec.model
+        """What it is called where an agent asks."""
         self.history: History = {}
+        self.unsupported = unsupported or Unsupported()
         self.failure: RolloutError | None = None
         """Of the last request, where it failed; one that is answered after it makes it good."""
         self._policy = policy
@@ -73,13 +87,10 @@ class Session:
         self._memory = Memory()
         self._context = contextvars.copy_context()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._is_closed = False
+        self.is_closed = False
+        """Its key is good for nothing any more."""
         tag = f"{OPEN_TAG}{CLOSE_TAG}"
         self._tags_are_seen = codec.decode(codec.encode(tag)) == tag
-
-    def owns(self, key: str) -> bool:
-        """Say whether this is the session's key, in a time that tells nothing; none is, once closed."""
-        return hmac.compare_digest(key.encode(), self.key.encode()) and not self._is_closed
 
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run a request in the name of the workflow.
@@ -87,9 +98,9 @@ class Session:
         Raises:
             Refusal: too many run already, or the trajectory has ended.
         """
-        if self._is_closed or len(self._tasks) >= MAX_RUNNING:
+        if self.is_closed or len(self._tasks) >= MAX_RUNNING:
             work.close()
-            if self._is_closed:
+            if self.is_closed:
                 raise ended()
             raise Refusal("unavailable", f"requests: {MAX_RUNNING} of this trajectory run already; wait for one")
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
@@ -99,9 +110,18 @@ class Session:
 
     def close(self) -> None:
         """End the key, and cancel what still runs."""
-        self._is_closed = True
+        self.is_closed = True
         for task in self._tasks:
             task.cancel()
+
+    @contextmanager
+    def noting_refusal(self) -> Iterator[None]:
+        """Note a request that is refused before the policy hears of it: its agent was denied an answer as well."""
+        try:
+            yield
+        except Refusal as refusal:
+            self.failure = WorkflowError(f"endpoint: refused a request of the agent: {refusal.message}")
+            raise
 
     async def answer(self, exchange: Exchange) -> list[Said]:
         """Answer a request whole.
@@ -171,11 +191,23 @@ class Session:
 
     def _sampling(self, call: Call) -> dict[str, Any]:
         wanted = call.sampling.get("max_new_tokens", self._max_new_tokens)
-        return {**call.sampling, "max_new_tokens": min(wanted, self._max_new_tokens)}
+        more = {"top_logprobs": call.num_top_logprobs} if call.num_top_logprobs else {}
+        return {
+            **call.sampling,
+            **more,
+            **grammar_of(call, self._policy.tool_format, is_thinking=self._begins_thought),
+            "max_new_tokens": min(wanted, self._max_new_tokens),
+        }
+
+    @cached_property
+    def _begins_thought(self) -> bool:
+        """Whether the template has the model begin with a thought."""
+        return self._codec.render([{"role": "user", "content": "?"}]).rstrip().endswith(THINK_TAG)
 
     def _held_text(self, call: Call) -> HeldText:
         if not call.tools:
-            return HeldText(tool_format=None, stop=call.stop)
+            holds_all = call.form is not None and self._begins_thought
+            return HeldText(tool_format=None, stop=call.stop, holds_all=holds_all)
         tool_format = self._policy.tool_format
         holds_all = tool_format is None or (tool_format != "json" and not self._tags_are_seen)
         return HeldText(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
@@ -190,6 +222,8 @@ class Session:
     def _said(self, call: Call, reply: Reply, num_prompt_tokens: int) -> Said:
         content: str = reply.message["content"]
         tool_calls = reply.message.get("tool_calls", [])
+        if call.form is not None and self._begins_thought:
+            content = content.partition(THOUGHT_TAG)[2].lstrip()  # what has the form comes after it
         stops = [(at, stop) for stop in call.stop if (at := content.find(stop)) >= 0]
         stop_sequence = None
         finish: Finish = "length" if reply.finish_reason == "length" else "tool_calls" if tool_calls else "stop"
@@ -197,12 +231,6 @@ class Session:
             at, stop_sequence = min(stops)
             content = content[:at]
             finish = finish if tool_calls else "stop_sequence"
-        logprobs = None
-        if call.wants_logprobs:
-            logprobs = [
-                TokenLogprob(self._codec.decode([token], skip_special_tokens=False), logprob)
-                for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True)
-            ]
         return Said(
             content=content,
             tool_calls=tool_calls,
@@ -210,8 +238,16 @@ class Session:
             stop_sequence=stop_sequence,
             num_prompt_tokens=num_prompt_tokens,
             num_output_tokens=len(reply.token_ids),
-            logprobs=logprobs,
+            logprobs=self._logprobs(reply) if call.wants_logprobs else None,
         )
+
+    def _logprobs(self, reply: Reply) -> list[TokenLogprob]:
+        def told(token: int, logprob: float, top: Sequence[tuple[int, float]] = ()) -> TokenLogprob:
+            text = self._codec.decode([token], skip_special_tokens=False)
+            return TokenLogprob(text, logprob, [told(*one) for one in top])
+
+        tops = reply.top_logprobs or [[]] * len(reply.token_ids)
+        return [told(*one) for one in zip(reply.token_ids, reply.logprobs, tops, strict=True)]
 
 
 class _Speaker:
@@ -260,6 +296,19 @@ class _Speaker:
             said = take(self._stream.reply)
         ready.put_nowait(writer.end(self._index, said, self._held.rest(said.content)))
         return said
+
+
+def find_session(sessions: Mapping[str, Session], session_id: str, key: str) -> Session:
+    """Return the session whose key this is. How long that takes says nothing of what was wrong, nor how far.
+
+    Raises:
+        Refusal: it is none, or that of another session or of one that is closed.
+    """
+    session = sessions.get(session_id)
+    is_key = hmac.compare_digest(key.encode(), (session.key if session else _NOBODYS_KEY).encode())
+    if session is None or not is_key or session.is_closed:
+        raise ended()
+    return session
 
 
 def ended() -> Refusal:

@@ -9,7 +9,7 @@ import httpx
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.policy import CallParser, Generator
-from areal_async.settings import SamplingSettings
+from areal_async.settings import EndpointSettings, SamplingSettings
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 
@@ -40,9 +40,10 @@ async def served(
     name: str = "uid",
     max_new_tokens: int = 99,
     call_parser: CallParser | None = None,
+    **settings: Any,
 ) -> AsyncIterator[ServedPolicy]:
-    """A policy with an address, at an endpoint of its own."""
-    async with Endpoint() as endpoint:
+    """A policy with an address, at an endpoint of its own with these settings."""
+    async with Endpoint(EndpointSettings(**settings)) as endpoint:
         sampling = SamplingSettings(max_new_tokens=max_new_tokens)
         yield ServedPolicy(model, codec_with(template), sampling, name=name, endpoint=endpoint, call_parser=call_parser)
 

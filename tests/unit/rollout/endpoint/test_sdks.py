@@ -47,7 +47,7 @@ def assert_one_sequence(policy: ServedPolicy, *texts: str) -> None:
 
 async def test_chat_answers_with_usage_logprobs_and_several_choices() -> None:
     async with served(speaker("It is 5.", "5")) as policy, openai_client(policy) as client:
-        completion = await client.chat.completions.create(model="m", messages=QUESTIONS, n=2, logprobs=True, seed=1)
+        completion = await client.chat.completions.create(model="m", messages=QUESTIONS, n=2, logprobs=True)
 
     assert [choice.message.content for choice in completion.choices] == ["It is 5.", "5"]
     assert [choice.finish_reason for choice in completion.choices] == ["stop", "stop"]
@@ -143,18 +143,18 @@ async def test_chat_streams_several_choices_with_logprobs_and_usage() -> None:
 
 async def test_errors_are_the_sdk_s_own() -> None:
     async with served(speaker()) as policy, openai_client(policy) as client, anthropic_client(policy) as other:
-        with pytest.raises(openai.BadRequestError, match="no call can be forced") as caught:
-            await client.chat.completions.create(
-                model="m", messages=QUESTIONS, tools=CHAT_TOOLS, tool_choice="required"
-            )
-        assert (caught.value.param, caught.value.type) == ("tool_choice", "invalid_request_error")
+        with pytest.raises(openai.BadRequestError, match=r"seed: .*on_unsupported") as caught:
+            await client.chat.completions.create(model="m", messages=QUESTIONS, seed=1)
+        about = (caught.value.param, caught.value.type, caught.value.code)
+        assert about == ("seed", "invalid_request_error", "unsupported_parameter")
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=QUESTIONS, extra_body={"prompt_logprobs": 1})
+        assert (caught.value.param, caught.value.code) == ("prompt_logprobs", "unknown_parameter")
         with pytest.raises(openai.BadRequestError) as caught:
             await client.responses.create(model="m", input="x", previous_response_id="resp_0")
         assert caught.value.code == "previous_response_not_found"
-        with pytest.raises(anthropic.BadRequestError, match="no call can be forced"):
-            await other.messages.create(
-                model="m", max_tokens=9, messages=QUESTIONS, tools=MESSAGES_TOOLS, tool_choice={"type": "any"}
-            )
+        with pytest.raises(anthropic.BadRequestError, match="seed: "):
+            await other.messages.create(model="m", max_tokens=9, messages=QUESTIONS, extra_body={"seed": 1})
         policy.close()
         with pytest.raises(openai.AuthenticationError):
             await client.models.list()

@@ -11,14 +11,14 @@ import httpx
 import pytest
 import structlog
 
-from areal_async.errors import GenerationError, Reject, RolloutError, WorkflowError
+from areal_async.errors import GenerationError, Reject, RolloutError, UserError, WorkflowError
 from areal_async.inference.pool import Server
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.settings import SamplingSettings
 from areal_async.types import Prompt, Turn
 from tests.unit.rollout.byte_model import ScriptedModel
-from tests.unit.rollout.chat_templates import codec_with
+from tests.unit.rollout.chat_templates import TINY, codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
 
 pytestmark = pytest.mark.anyio
@@ -111,10 +111,31 @@ async def test_both_sdks_find_their_paths_below_one_base_url(path: str) -> None:
         assert len(policy.turns) == 1
 
 
-async def test_models_are_listed() -> None:
+async def test_models_are_listed_and_any_name_is_one() -> None:
     async with served(speaker()) as policy, client(policy) as http:
         for path in ("/models", "/v1/models"):
-            assert [model["id"] for model in (await http.get(path)).json()["data"]] == ["policy"]
+            assert [model["id"] for model in (await http.get(path)).json()["data"]] == [str(TINY)]
+        one = (await http.get("/v1/models/some/name")).json()
+        assert (one["id"], one["object"], one["root"]) == ("some/name", "model", str(TINY))
+        assert (await http.get("/modelsx")).status_code == 404
+
+
+async def test_endpoint_listens_where_it_is_told_to_and_names_that_address() -> None:
+    async with served(speaker("hi"), host="127.0.0.2") as policy, client(policy) as http:
+        assert policy.base_url.startswith("http://127.0.0.2:")
+        assert (await http.post(CHAT, json=chat())).status_code == 200
+        async with client(policy, authorization="Bearer sk-wrong") as stranger:
+            assert_unauthorized(await stranger.post(CHAT, json=chat()), CHAT)
+        elsewhere = policy.base_url.replace("127.0.0.2", "127.0.0.1")
+        with pytest.raises(httpx.ConnectError):
+            await http.get(f"{elsewhere}/models")
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "0.0.0.0", "::1", "no such host"])
+async def test_address_that_is_none_of_this_host_s_is_refused_at_once(host: str) -> None:
+    with pytest.raises(UserError, match=r"endpoint\.host: got .*, need an IPv4 address or a name of this host"):
+        async with served(speaker(), host=host):
+            pass
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -198,7 +219,11 @@ async def test_generation_ends_when_its_client_leaves(is_streamed: bool) -> None
 @pytest.mark.parametrize(
     ("reason", "status", "code"),
     [
-        ("generation: 6 streams in a row gave no token", {CHAT: 503, RESPONSES: 503, MESSAGES: 529}, None),
+        (
+            "generation: 6 streams in a row gave no token",
+            {CHAT: 503, RESPONSES: 503, MESSAGES: 529},
+            "service_unavailable",
+        ),
         (
             "generation: refused with status 400: longer than the context length of 512",
             {CHAT: 400, RESPONSES: 400, MESSAGES: 400},
@@ -264,6 +289,37 @@ async def test_trajectory_fails_with_what_its_agent_was_denied_last() -> None:
         policy._generator = Failing("gone again")  # type: ignore[attr-defined]
         with pytest.raises(RolloutError, match="gone again"):
             await heeding(stubborn, policy, name="w")(PROMPT, policy)
+
+
+async def test_trajectory_fails_with_what_its_agent_was_refused_last() -> None:
+    async with served(speaker("hi")) as policy, client(policy) as http:
+
+        async def agent(prompt: Prompt, policy: object) -> float:
+            await http.post(CHAT, json=chat(seed=1))
+            return 0.0
+
+        with pytest.raises(WorkflowError, match=r"refused a request of the agent: seed: .*"):
+            await heeding(agent, policy, name="w")(PROMPT, policy)
+        await http.post(CHAT, json=chat())
+        assert policy.failure is None, "what was answered after it makes it good"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_fields_that_cannot_be_had_are_left_out_of_account_where_that_was_asked_for(path: str) -> None:
+    model = speaker("hi", "ho")
+    with structlog.testing.capture_logs() as logs:
+        async with served(model, on_unsupported="warn") as policy, client(policy) as http:
+            for _ in range(2):
+                response = await http.post(path, json=BODIES[path] | {"seed": 1, "new_thing": 2})
+                assert response.status_code == 200
+            assert policy.failure is None
+
+    told = [(line["event"], line.get("field"), line.get("num_times")) for line in logs if "field" in line["event"]]
+    assert told == [
+        ("endpoint.field_left_out", "seed", None),
+        ("endpoint.field_left_out", "new_thing", None),
+        ("endpoint.fields_left_out", None, {"seed": 2, "new_thing": 2}),
+    ]
 
 
 async def test_workflow_that_raises_by_itself_keeps_its_own_cause() -> None:

@@ -1,4 +1,7 @@
-"""Requests of the three APIs ask the same of the policy, and what cannot be had is refused with the field's name."""
+"""Requests of the three APIs ask the same of the policy; what cannot be had is refused by its name, or counted.
+
+No field is passed over in silence: each is honoured, a hint that is named in the documents, or heard of.
+"""
 
 import json
 from collections.abc import Callable
@@ -6,11 +9,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import structlog
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
-from areal_async.rollout.endpoint.calls import Call, Exchange, Refusal, Said
+from areal_async.rollout.endpoint.calls import Call, Choice, Exchange, Form, Refusal, Said
+from areal_async.rollout.endpoint.reading import Unsupported
 
 Parse = Callable[[bytes], Exchange]
 
@@ -45,7 +50,6 @@ CHAT = {
     "top_p": 0.9,
     "max_completion_tokens": 7,
     "stream": True,
-    "seed": 3,
     "user": "me",
 }
 RESPONSES = {
@@ -89,15 +93,29 @@ MESSAGES = {
 }  # fmt: skip
 
 
-def parse_responses(body: bytes) -> Exchange:
-    return openai_responses.parse(body, {})
+def parse_chat(body: bytes, unsupported: Unsupported | None = None) -> Exchange:
+    return openai_chat.parse(body, unsupported or Unsupported())
+
+
+def parse_responses(body: bytes, unsupported: Unsupported | None = None) -> Exchange:
+    return openai_responses.parse(body, {}, unsupported or Unsupported())
+
+
+def parse_messages(body: bytes, unsupported: Unsupported | None = None) -> Exchange:
+    return anthropic_messages.parse(body, unsupported or Unsupported())
 
 
 APIS: dict[str, tuple[Parse, dict[str, Any]]] = {
-    "chat": (openai_chat.parse, CHAT),
+    "chat": (parse_chat, CHAT),
     "responses": (parse_responses, RESPONSES),
-    "messages": (anthropic_messages.parse, MESSAGES),
+    "messages": (parse_messages, MESSAGES),
 }
+
+
+def asked(api: str, **fields: Any) -> Call:
+    """The call of a request with more or other fields."""
+    parse, request = APIS[api]
+    return parse(json.dumps(request | fields).encode()).call
 
 
 @pytest.mark.parametrize("api", APIS)
@@ -113,11 +131,120 @@ def test_one_conversation_is_the_same_call_in_every_api(api: str) -> None:
 
 
 def test_chat_takes_several_replies_stop_strings_and_logprobs() -> None:
-    call = openai_chat.parse(
-        json.dumps(CHAT | {"n": 3, "stop": "x", "logprobs": True, "tool_choice": "none"}).encode()
-    ).call
+    call = asked("chat", n=3, stop="x", logprobs=True, top_logprobs=5, tool_choice="none")
 
-    assert (call.n, call.stop, call.wants_logprobs, call.tools) == (3, ("x",), True, [])
+    assert (call.n, call.stop, call.wants_logprobs, call.num_top_logprobs, call.tools) == (3, ("x",), True, 5, [])
+
+
+ADD, ONE, MANY = "add", Choice(is_required=True, names=("add",), is_single=True), Choice(is_required=True)
+CHOICES: dict[str, list[tuple[dict[str, Any], Choice]]] = {
+    "chat": [
+        ({"tool_choice": "required"}, MANY),
+        ({"tool_choice": {"type": "function", "function": {"name": ADD}}}, ONE),
+        ({"parallel_tool_calls": False}, Choice(is_single=True)),
+        ({"parallel_tool_calls": True}, Choice()),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, Choice(is_required=True, is_single=True)),
+        (
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": ADD}}]},
+                }
+            },
+            Choice(is_required=True, names=(ADD,)),
+        ),
+    ],
+    "responses": [
+        ({"tool_choice": "required"}, MANY),
+        ({"tool_choice": {"type": "function", "name": ADD}}, ONE),
+        ({"parallel_tool_calls": False}, Choice(is_single=True)),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": ADD}]}},
+            Choice(names=(ADD,)),
+        ),
+    ],
+    "messages": [
+        ({"tool_choice": {"type": "any"}}, MANY),
+        ({"tool_choice": {"type": "tool", "name": ADD}}, ONE),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, Choice(is_single=True)),
+        (
+            {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
+            Choice(is_required=True, is_single=True),
+        ),
+    ],
+}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_api_says_which_calls_an_answer_may_have(api: str) -> None:
+    for fields, choice in CHOICES[api]:
+        assert asked(api, **fields).choice == choice, fields
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+ANY = Form("json_schema", {"type": "object", "additionalProperties": True})
+OWN = Form("json_schema", SCHEMA)
+FORMS: dict[str, list[tuple[dict[str, Any], Form | None]]] = {
+    "chat": [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, ANY),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}, OWN),
+        (
+            {"response_format": {"type": "structural_tag", "format": {"type": "any_text"}}},
+            Form("structural_tag", {"type": "structural_tag", "format": {"type": "any_text"}}),
+        ),
+    ],
+    "responses": [
+        ({"text": {"format": {"type": "json_object"}, "verbosity": "low"}}, ANY),
+        ({"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}}}, OWN),
+    ],
+    "messages": [
+        ({"output_format": {"type": "json_schema", "schema": SCHEMA}}, OWN),
+        ({"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}, "effort": "low"}}, OWN),
+    ],
+}
+EXTRA_FORMS: list[tuple[dict[str, Any], Form]] = [
+    ({"guided_json": SCHEMA}, OWN),
+    ({"guided_json": json.dumps(SCHEMA)}, OWN),
+    ({"json_schema": json.dumps(SCHEMA)}, OWN),
+    ({"guided_regex": "a+"}, Form("regex", "a+")),
+    ({"regex": "a+"}, Form("regex", "a+")),
+    ({"ebnf": 'root ::= "a"'}, Form("ebnf", 'root ::= "a"')),
+    ({"guided_grammar": 'root ::= "a"'}, Form("ebnf", 'root ::= "a"')),
+    ({"guided_choice": ["a.b", "c"]}, Form("regex", "(a\\u002eb)|(c)")),
+    ({"structured_outputs": {"json": SCHEMA}}, OWN),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, Form("regex", "(yes)|(no)")),
+    ({"structured_outputs": {"json_object": True}}, ANY),
+    ({"structural_tag": {"format": {}}}, Form("structural_tag", {"format": {}})),
+]
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_api_says_what_an_answer_has_to_look_like(api: str) -> None:
+    for fields, form in FORMS[api] + EXTRA_FORMS:
+        assert asked(api, **fields).form == form, fields
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_every_api_takes_what_open_models_servers_take(api: str) -> None:
+    fields = {
+        "top_k": 5,
+        "min_p": 0.1,
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "repetition_penalty": 1.2,
+        "logit_bias": {"7": -100},
+        "min_tokens": 2,
+        "stop_token_ids": [3, 4],
+        "ignore_eos": False,
+    }
+
+    sampling = asked(api, **fields).sampling
+
+    wanted = {name: value for name, value in fields.items() if name not in ("min_tokens", "logit_bias")}
+    wanted |= {"min_new_tokens": 2, "logit_bias": {7: -100.0}, "stop_token_ids": (3, 4)}
+    assert {name: sampling[name] for name in wanted} == wanted
+    assert sampling.keys() - wanted.keys() == {"temperature", "top_p", "max_new_tokens"}
 
 
 def test_items_of_different_replies_stay_apart() -> None:
@@ -153,14 +280,25 @@ CHAT_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ["a", ""]}, "stop"),
     ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0]"),
     ({"tools": [{"type": "function", "function": {"name": "no name"}}]}, "tools[0].function.name"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "function": {"name": "add"}}}, "tool_choice"),
-    ({"parallel_tool_calls": False}, "parallel_tool_calls"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "sub"}}}, "tool_choice"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+    ({"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": []}}}, "tool_choice"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format.json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"response_format": {"type": "json_object"}, "regex": "a"}, "regex"),
     ({"top_logprobs": 5}, "top_logprobs"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"functions": [{}]}, "functions"),
+    ({"stream_options": {"x": 1}}, "stream_options.x"),
+    ({"messages": [{"role": "user", "content": "x", "mood": "good"}]}, "messages[0].mood"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "x", "size": 9}]}]},
+        "messages[0].content[0].size",
+    ),
     ({"modalities": ["audio"]}, "modalities"),
     ({"stream": "yes"}, "stream"),
 ]
@@ -173,12 +311,15 @@ RESPONSES_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0]"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
     ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-    ({"tool_choice": "required"}, "tool_choice"),
-    ({"tool_choice": {"type": "function", "name": "add"}}, "tool_choice"),
-    ({"text": {"format": {"type": "json_schema"}}}, "text.format"),
+    ({"tool_choice": "required", "tools": None}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "name": "sub"}}, "tool_choice"),
+    ({"tool_choice": {"type": "web_search_preview"}}, "tool_choice"),
+    ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
     ({"background": True}, "background"),
     ({"conversation": "conv_1"}, "conversation"),
+    ({"truncation": "auto"}, "truncation"),
     ({"top_logprobs": 2}, "top_logprobs"),
+    ({"text": {"mode": "x"}}, "text.mode"),
 ]
 MESSAGES_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"),
@@ -187,29 +328,97 @@ MESSAGES_REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0]"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-    ({"tool_choice": {"type": "any"}}, "tool_choice"),
-    ({"tool_choice": {"type": "tool", "name": "add"}}, "tool_choice"),
-    ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, "tool_choice.disable_parallel_tool_use"),
+    ({"tool_choice": {"type": "any"}, "tools": []}, "tool_choice"),
+    ({"tool_choice": {"type": "tool", "name": "sub"}}, "tool_choice"),
+    ({"tool_choice": {"type": "tool"}}, "tool_choice"),
+    ({"output_format": {"type": "xml"}}, "output_format"),
+    (
+        {"output_format": {"schema": {}}, "output_config": {"format": {"schema": {}}}},
+        "output_format",
+    ),
+    ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+    ({"context_management": {"edits": [1]}}, "context_management"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"top_k": 0}, "top_k"),
+]
+EVERYWHERE_REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": 0}, "top_k"),
+    ({"top_k": -2}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"frequency_penalty": 3}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"logit_bias": {"the": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"guided_json": "{"}, "guided_json"),
+    ({"guided_json": [1]}, "guided_json"),
+    ({"guided_choice": []}, "guided_choice"),
+    ({"guided_regex": "a", "ebnf": "b"}, "guided_regex"),
+    ({"structural_tag": {"begin": "x"}}, "structural_tag"),
+    ({"seed": 1}, "seed"),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs"),
+    ({"prompt_logprobs": 1}, "prompt_logprobs"),
 ]
 REFUSED = [
     (api, change, param)
     for api, cases in (("chat", CHAT_REFUSED), ("responses", RESPONSES_REFUSED), ("messages", MESSAGES_REFUSED))
-    for change, param in cases
+    for change, param in cases + EVERYWHERE_REFUSED
 ]
 
 
-@pytest.mark.parametrize(("api", "change", "param"), REFUSED)
-def test_what_cannot_be_had_is_refused_with_the_name_of_its_field(api: str, change: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_had_is_refused_with_the_name_of_its_field() -> None:
+    for api, change, param in REFUSED:
+        with pytest.raises(Refusal) as caught:
+            asked(api, **change)
+
+        assert caught.value.kind == "bad_request", (api, change)
+        assert (caught.value.param or "").startswith(param), (api, change)
+        assert caught.value.message.startswith(param)
+        assert caught.value.code is not None
+
+
+def test_codes_are_openai_s_words() -> None:
+    for change, code in (
+        ({"prompt_logprobs": 1}, "unknown_parameter"),
+        ({"seed": 1}, "unsupported_parameter"),
+        ({"temperature": "hot"}, "invalid_type"),
+        ({"temperature": -1}, "invalid_value"),
+        ({"tools": [{"type": "function"}]}, "missing_required_parameter"),
+    ):
+        with pytest.raises(Refusal) as caught:
+            asked("chat", **change)
+        assert caught.value.code == code, change
+
+
+UNHEEDED: dict[str, Any] = {"seed": 1, "echo": True, "new_thing": 5}
+NEUTRAL: dict[str, Any] = {"seed": None, "best_of": 1, "echo": False, "functions": [], "new_thing": None}
+
+
+@pytest.mark.parametrize("api", APIS)
+def test_what_is_not_refused_is_counted_and_told_once(api: str) -> None:
     parse, request = APIS[api]
+    unsupported = Unsupported("warn")
+    messages = {"responses": {"input": request.get("input", [])}}.get(api, {"messages": request.get("messages", [])})
+    ((name, items),) = messages.items()
+    strange = {name: [{**items[0], "mood": "good"}, {**items[0], "mood": "bad"}, *items[1:]]}
 
-    with pytest.raises(Refusal) as caught:
-        parse(json.dumps(request | change).encode())
+    with structlog.testing.capture_logs() as logs:
+        for _ in range(2):
+            parse(json.dumps(request | UNHEEDED | strange).encode(), unsupported)
+            parse(json.dumps(request | NEUTRAL).encode(), unsupported)
 
-    assert caught.value.kind == "bad_request"
-    assert (caught.value.param or "").startswith(param)
-    assert caught.value.message.startswith(param)
+    assert unsupported.counts == {"seed": 2, "echo": 2, "new_thing": 2, f"{name}[].mood": 4}
+    assert sorted(line["field"] for line in logs) == sorted(unsupported.counts)
+
+
+def test_names_that_a_program_makes_up_are_bounded() -> None:
+    unsupported = Unsupported("warn")
+    for number in range(1000):
+        parse_chat(json.dumps(CHAT | {f"{'x' * 500}{number}": 1, f"y{number}": 1}).encode(), unsupported)
+
+    assert len(unsupported.counts) < 300
+    assert max(map(len, unsupported.counts)) < 100
+    assert unsupported.counts.total() == 2000
 
 
 JSON = st.recursive(

@@ -1,0 +1,131 @@
+"""A grammar leaves of all answers those that were asked for, in the model's own way, and the parser finds their calls.
+
+The grammars are compiled by XGrammar, as both engines do it, for a vocabulary of bytes.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import xgrammar
+
+from areal_async.rollout.endpoint.calls import Call, Choice, Form, Refusal
+from areal_async.rollout.endpoint.forms import grammar_of
+from areal_async.rollout.tools.parse import ToolFormat, parse_reply
+
+END = 256
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "parameters": {
+            "type": "object",
+            "properties": {"a": {"type": "integer"}, "b": {"$ref": "#/$defs/b"}},
+            "required": ["a"],
+            "$defs": {"b": {"enum": ["x", "y"]}},
+        },
+    },
+}
+NOW: dict[str, Any] = {"type": "function", "function": {"name": "now", "parameters": {"properties": {}}}}
+COLOUR = Form("json_schema", {"type": "object", "properties": {"colour": {"enum": ["red"]}}, "required": ["colour"]})
+RED = '{"colour": "red"}'
+CALLS: dict[ToolFormat, tuple[str, str]] = {
+    "hermes": (
+        '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": "x"}}\n</tool_call>',
+        '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>',
+    ),
+    "json": ('{"name": "add", "parameters": {"a": 2, "b": "x"}}', '{"name": "now", "parameters": {}}'),
+}
+
+
+def compiler() -> xgrammar.GrammarCompiler:
+    vocabulary = [bytes([byte]) for byte in range(END)] + [b"<end>"]
+    info = xgrammar.TokenizerInfo(vocabulary, xgrammar.VocabType.RAW, vocab_size=END + 1, stop_token_ids=[END])
+    return xgrammar.GrammarCompiler(info, cache_enabled=False)
+
+
+def accepted(grammar: dict[str, Any], texts: Sequence[str]) -> list[str]:
+    """Return those of the texts which the grammar takes as whole answers."""
+    ((kind, value),) = grammar.items()
+    text = value if isinstance(value, str) else json.dumps(value)
+    compiled = {
+        "json_schema": compiler().compile_json_schema,
+        "regex": compiler().compile_regex,
+        "ebnf": compiler().compile_grammar,
+        "structural_tag": compiler().compile_structural_tag,
+    }[kind](text)
+    taken = []
+    for one in texts:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        if all(matcher.accept_token(token) for token in [*one.encode(), END]):
+            taken.append(one)
+    return taken
+
+
+def call_with(form: Form | None = None, **choice: Any) -> Call:
+    return Call(messages=[], tools=[ADD, NOW], choice=Choice(**choice), form=form)
+
+
+@pytest.mark.parametrize("tool_format", CALLS)
+def test_answers_are_of_the_calls_that_were_asked_for(tool_format: ToolFormat) -> None:
+    add, now = CALLS[tool_format]
+    bad = add.replace("2", '"2"')
+    strange = add.replace("add", "sub")
+    both, said = f"{add}\n{now}", f"I add.\n{add}"
+    texts = [add, now, both, said, bad, strange, RED, "", "I add.", "é [1]", f"[{add}]"]
+    is_tagged = tool_format == "hermes"
+    several = [both] if is_tagged else []
+    free = [said, "", "I add.", "é [1]", *([RED] if is_tagged else [])]
+    called = {add: ["add"], now: ["now"], both: ["add", "now"], said: ["add"] if is_tagged else []}
+
+    for call, wanted in (
+        (call_with(is_required=True), [add, now, *several]),
+        (call_with(is_required=True, is_single=True), [add, now]),
+        (call_with(is_required=True, names=("now",), is_single=True), [now]),
+        (call_with(COLOUR), [add, now, *several, RED]),
+        (call_with(COLOUR, is_single=True), [add, now, RED]),
+        (call_with(is_single=True), [add, now, *free]),
+    ):
+        taken = accepted(grammar_of(call, tool_format, is_thinking=False), texts)
+        assert sorted(taken) == sorted(wanted), call.choice
+        for text in taken:
+            calls = parse_reply(text, tool_format).calls
+            assert [one.name for one in calls] == called.get(text, []), text
+            assert not any(one.error for one in calls)
+
+
+def test_answer_may_be_anything_where_nothing_is_asked_of_it() -> None:
+    for call in (call_with(), Call(messages=[]), Call(messages=[], choice=Choice(is_single=True))):
+        assert grammar_of(call, "hermes", is_thinking=False) == {}
+
+
+def test_answer_without_tools_has_the_form_that_was_asked_for() -> None:
+    for form, text in (
+        (COLOUR, RED),
+        (Form("regex", "a+"), "aa"),
+        (Form("ebnf", 'root ::= "b"'), "b"),
+        (Form("structural_tag", {"type": "structural_tag", "format": {"type": "const_string", "value": "c"}}), "c"),
+    ):
+        texts = [RED, "aa", "b", "c", ""]
+        own = [text]
+        assert accepted(grammar_of(Call(messages=[], form=form), None, is_thinking=False), texts) == own
+        thought = [f"hm</think>\n\n{one}" for one in texts]
+        after = accepted(grammar_of(Call(messages=[], form=form), None, is_thinking=True), texts + thought)
+        assert after == [f"hm</think>\n\n{text}"]
+        beside = grammar_of(call_with(form), "hermes", is_thinking=False)
+        assert accepted(beside, texts) == own
+
+
+def test_call_comes_after_the_thought_that_the_template_has_begun() -> None:
+    add, _ = CALLS["hermes"]
+    grammar = grammar_of(call_with(is_required=True), "hermes", is_thinking=True)
+
+    assert accepted(grammar, [add, f"hm</think>\n\n{add}", "hm"]) == [f"hm</think>\n\n{add}"]
+
+
+def test_call_cannot_be_asked_for_where_the_servers_parser_alone_knows_its_form() -> None:
+    for choice in (Choice(is_required=True), Choice(is_single=True, param="parallel_tool_calls")):
+        with pytest.raises(Refusal, match="tool_call_parser") as caught:
+            grammar_of(Call(messages=[], tools=[ADD], choice=choice), None, is_thinking=False)
+        assert caught.value.param == choice.param
