@@ -1,7 +1,8 @@
 """``export``: write a checkpoint of a run as a plain Hugging Face folder."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from areal_async.cli.output import check_place
@@ -9,6 +10,7 @@ from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
 from areal_async.settings import Settings
 from areal_async.speech import say
+from areal_async.trainer.folders import LEDGER, held
 from areal_async.trainer.keeping import find_best, name_best, versions_in
 
 LAST, BEST = "last", "best"
@@ -22,14 +24,30 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """
     directory = find_run(arguments.run).path
     settings = find_run(arguments.run).read_settings()
-    version = choose(directory, settings, arguments.checkpoint)
-    output = Path(arguments.output) if arguments.output else directory / f"model_{version}"
-    if output.exists():
-        raise UserError(f"export: {output} is there already; remove it, or name another --output")
-    check_place("--output", output)
-    write(directory, settings, version, output)
+    with chosen(directory, settings, arguments.checkpoint) as version:
+        output = Path(arguments.output) if arguments.output else directory / f"model_{version}"
+        if output.exists():
+            raise UserError(f"export: {output} is there already; remove it, or name another --output")
+        check_place("--output", output)
+        write(directory, settings, version, output)
     say(f"{output}: the model of checkpoint {version}, a Hugging Face folder")
     return 0
+
+
+@contextmanager
+def chosen(directory: Path, settings: Settings, wanted: str) -> Iterator[str]:
+    """Give the version of the checkpoint that is meant, which a live run keeps while the block lasts.
+
+    Raises:
+        UserError: it is not there, or nothing tells which is the best.
+    """
+    while True:
+        version = choose(directory, settings, wanted)
+        folder = directory / "checkpoints" / version
+        with held(folder, LEDGER) as is_there:
+            if is_there or (folder.is_dir() and not (folder / LEDGER).exists()):  # no checkpoint: whoever reads it says
+                yield version
+                return
 
 
 def choose(directory: Path, settings: Settings, wanted: str) -> str:

@@ -23,9 +23,8 @@ from torch.distributed.tensor import DTensor
 from areal_async.errors import PipelineError, UserError
 from areal_async.fault_points import reach
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.folders import finish, partial_name
+from areal_async.trainer.folders import LEDGER, finish, partial_name
 
-LEDGER = "ledger"
 STATE = "state"
 PARAMETERS = "parameters"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")

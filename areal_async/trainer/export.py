@@ -15,7 +15,8 @@ from areal_async.errors import UserError
 from areal_async.hub import local_model
 from areal_async.settings import LoraSettings, ModelSettings
 from areal_async.trainer import weights
-from areal_async.trainer.checkpoint import LEDGER, PARAMETERS, STATE
+from areal_async.trainer.checkpoint import PARAMETERS, STATE
+from areal_async.trainer.folders import LEDGER
 from areal_async.trainer.lora import IN, OUT, merge
 from areal_async.trainer.model import DTYPES
 

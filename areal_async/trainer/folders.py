@@ -1,17 +1,22 @@
-"""Folders that are there whole or not at all, through a crash or a power cut.
+"""Folders that are there whole or not at all, through a crash or a power cut, and for as long as somebody reads them.
 
-Written under another name beside the final one, every file synced, renamed, the parent synced.
+Written under another name beside the final one, every file synced, renamed, the parent synced. Who reads a folder that
+may be deleted holds a shared lock of one file in it, who deletes it the exclusive one: the kernel gives back what a
+killed reader held, and file systems that hosts share keep such locks of files, not all of them of folders.
 """
 
+import fcntl
 import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from areal_async.types import Version
 
+LEDGER = "ledger"
+"""In a checkpoint: what it was trained on. Readers hold the folder by it."""
 _VERSION = re.compile(r"\d+-\d+")
 
 
@@ -48,14 +53,49 @@ def finish(partial: Path, directory: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def keep_newest(directory: Path, count: int, *, also: Collection[str] = ()) -> None:
-    """Delete all but the newest ``<lineage>-<step>`` folders of a directory, and those named in ``also``."""
+def keep_newest(directory: Path, count: int, *, also: Collection[str] = (), lease: str = "") -> None:
+    """Delete all but the newest ``<lineage>-<step>`` folders of a directory, and those named in ``also``.
+
+    Args:
+        lease: name of the file in each by which its readers hold it (``held``); what is held stays this time.
+    """
     for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
         shutil.rmtree(leftover)  # of a save that a crash cut short
     folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
     for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
         if path.name not in also:
-            shutil.rmtree(path)
+            _delete(path, lease)
+
+
+@contextmanager
+def held(folder: Path, lease: str) -> Iterator[bool]:
+    """Keep ``keep_newest`` from deleting a folder while the block lasts; say whether it is there."""
+    try:
+        file = (folder / lease).open("rb")
+    except FileNotFoundError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # it is being deleted
+            yield False
+            return
+        yield (folder / lease).is_file()
+
+
+def _delete(folder: Path, lease: str) -> None:
+    """Delete a folder, unless somebody holds it; whoever comes later finds none."""
+    aside = folder.with_name(f".{folder.name}.replaced")
+    with ExitStack() as stack:
+        if lease and (folder / lease).is_file():
+            file = stack.enter_context((folder / lease).open("r+b"))  # some file systems give writers alone this lock
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        folder.rename(aside)
+    shutil.rmtree(aside)
 
 
 def _sync(path: Path) -> None:

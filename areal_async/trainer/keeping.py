@@ -1,6 +1,7 @@
 """Which checkpoints stay on disk, and which is the best: from what a run's directory says, whoever asks.
 
-Invariant: the newest ones, and the one that a restart would begin from, always stay.
+Invariant: the newest ones, and the one that a restart would begin from, always stay; one that somebody reads stays
+until he has read it.
 """
 
 import json
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.settings import Settings, TrainerSettings
-from areal_async.trainer.folders import keep_newest
+from areal_async.trainer.folders import LEDGER, keep_newest
 from areal_async.types import Version, mean
 
 INTERVAL = "checkpoint_every_steps"
@@ -36,7 +37,7 @@ def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
         also.add(best)
     if trainer.keep_best == "accuracy":
         also |= awaited(there, _accuracies(run_directory), every_steps=settings.eval.every_steps)
-    keep_newest(folder, trainer.keep_checkpoints, also={str(version) for version in also})
+    keep_newest(folder, trainer.keep_checkpoints, also={str(version) for version in also}, lease=LEDGER)
 
 
 def name_best(run_directory: Path, settings: Settings) -> Version | None:
