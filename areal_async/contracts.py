@@ -297,8 +297,9 @@ def per_node(function: P) -> P:
         UserError: it is no async function without parameters that yields.
     """
     name = getattr(function, "__name__", repr(function))
-    if not inspect.isasyncgenfunction(function) or inspect.signature(function).parameters:
-        got = "parameters" if inspect.isasyncgenfunction(function) else "what yields nothing"
+    does_yield: bool = inspect.isasyncgenfunction(function)
+    if not does_yield or inspect.signature(function).parameters:
+        got = "parameters" if does_yield else "what yields nothing"
         raise UserError(f"per_node {name}: got {got}, need `async def {name}()` that yields its value once")
     function._is_per_node = True  # type: ignore[attr-defined]
     return function

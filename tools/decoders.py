@@ -22,8 +22,8 @@ from areal_async.errors import BusError, GenerationError, UserError, WireError
 from areal_async.inference.completion import Completion
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
+from areal_async.inference.http import context_tokens_of, error_message, read_load
 from areal_async.inference.http import decode_answer as decode_server_answer
-from areal_async.inference.http import error_message, read_load
 from areal_async.receipts import STAMP_HEADER, Receipt, ReceivedSlot, Stamp, decode_stamp, encode_stamp
 from areal_async.rollout.reward_process import decode_answer as decode_reward_answer
 from areal_async.rollout.reward_process import decode_length
@@ -248,6 +248,12 @@ DECODERS: tuple[Decoder, ...] = (
         refuses=(ServerFault, GenerationError),
     ),
     decoder("server's loads", lambda data: read_load(decode_server_answer(data)), _LOADS, refuses=(ServerFault,)),
+    decoder(
+        "server's context",
+        lambda data: context_tokens_of(decode_server_answer(data)),
+        b'{"context_length": 512, "max_req_input_len": 506, "speculative_num_draft_tokens": 8}',
+        refuses=(),
+    ),
     decoder("server's refusal", error_message, _REFUSED, b'{"detail": [1]}', b"Not found"),
     # reward workers
     decoder("reward answer", decode_reward_answer, msgspec.msgpack.encode(Answer(value=0.5)), refuses=(EOFError,)),

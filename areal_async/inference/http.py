@@ -23,6 +23,8 @@ KEEP_ALIVE_S = 3.0
 """Below the five seconds after which the servers close an idle connection: reusing one at that moment fails."""
 SGLANG_SPARE_TOKENS = 6
 """Of its context, beyond what it calls the longest prompt."""
+MAX_CONTEXT_TOKENS = 1 << 40
+"""No context is longer; a server that says so says nothing."""
 JSON = {"content-type": "application/json"}
 
 _HEADERS = httpx.Headers({**JSON, "accept-encoding": "identity"})
@@ -268,11 +270,17 @@ def context_tokens_of(info: Mapping[str, Any]) -> int | None:
     SGLang names the longest prompt, which follows from the context and from the memory that it has for tokens; of the
     tokens that draft models write beside the answer it says how many there are.
     """
-    longest_prompt, context = info.get("max_req_input_len"), info.get("context_length")
-    tokens = longest_prompt + SGLANG_SPARE_TOKENS if isinstance(longest_prompt, int) else context
-    drafted = (info.get("speculative_eagle_topk") or 0) * (info.get("speculative_num_steps") or 0)
-    drafted = max(drafted, info.get("speculative_num_draft_tokens") or 0)
-    return tokens - drafted if isinstance(tokens, int) else None
+
+    def count(name: str) -> int:
+        value = info.get(name)
+        return value if isinstance(value, int) and 0 < value <= MAX_CONTEXT_TOKENS else 0
+
+    longest_prompt = count("max_req_input_len")
+    tokens = longest_prompt + SGLANG_SPARE_TOKENS if longest_prompt else count("context_length")
+    drafted = max(
+        count("speculative_eagle_topk") * count("speculative_num_steps"), count("speculative_num_draft_tokens")
+    )
+    return tokens - drafted if tokens > drafted else None
 
 
 def read_load(answer: dict[str, Any]) -> Load:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import anyio
@@ -33,8 +34,8 @@ from areal_async.types import Prompt, Turn
 MAX_ROWS = 64
 """Looked at, spread evenly over a data set."""
 ROWS_AT_ONCE = 8
-CALL_DEADLINE_S = 10.0
-"""For a workflow to call the model."""
+LOOK_DEADLINE_S = 20.0
+"""For the rows of one task; an agent is a program that has to start for each."""
 
 
 @dataclass
@@ -131,12 +132,13 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
     own = settings.model_copy(update={"rollout": settings.rollout_of(task.name)})
     taken = policies_taken(plain, settings.policies)
     mute = {
-        name: FrozenModel(generator=_Listener(), codec=codec, pool=Pool([], deadline_s=CALL_DEADLINE_S))
+        name: FrozenModel(generator=_Listener(), codec=codec, pool=Pool([], deadline_s=LOOK_DEADLINE_S))
         for name in settings.frozen_policies
     }
     lengths = Lengths(num_rows=len(rows))
     num_looked_at = min(MAX_ROWS, len(rows))
     indices = [number * len(rows) // num_looked_at for number in range(num_looked_at)]
+    Random(0).shuffle(indices)  # those that are reached in time are spread as well
     if made_for(plain):
         made = ", ".join(made_for(plain))
         lengths.reasons.update({f"it waits for {made}, which a look before a run does not make": len(indices)})
@@ -152,7 +154,7 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
         async with at_once:
             try:
                 await call_user_code(
-                    lambda: workflow(prompt, policy), [policy], name=task.name, deadline_s=CALL_DEADLINE_S
+                    lambda: workflow(prompt, policy), [policy], name=task.name, deadline_s=2 * LOOK_DEADLINE_S
                 )
             except (RolloutError, Reject) as exc:
                 reason = text_of(exc)
@@ -161,7 +163,11 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
         else:
             lengths.reasons[reason] += 1
 
-    async with Endpoint() as endpoint, anyio.create_task_group() as looking:
-        for index in indices:
-            looking.start_soon(look, index)
+    async with Endpoint() as endpoint:
+        with anyio.move_on_after(LOOK_DEADLINE_S):
+            async with anyio.create_task_group() as looking:
+                for index in indices:
+                    looking.start_soon(look, index)
+    if not lengths.calls and not lengths.reasons:
+        lengths.reasons.update({f"it called it in no row within {LOOK_DEADLINE_S:g} s": num_looked_at})
     return lengths
