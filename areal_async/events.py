@@ -7,6 +7,7 @@ told after what it tells of is so. It is history, never state: nothing rests on 
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from typing import Any
 
 import msgspec
 
@@ -88,11 +89,12 @@ class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
 
 
 class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
-    """An operator has changed a setting of the live run, or resumed it with another mix of its tasks."""
+    """An operator has changed a setting of the live run, or resumed it with another value."""
 
     setting: str
-    before: float | None
-    after: float
+    before: Any
+    """As a settings file has it; ``None`` where that is what another one says."""
+    after: Any
     by: str
     reason: str
 

@@ -1,7 +1,7 @@
 """Settings that may change while the run goes on, and why the others may not. Pure.
 
 A change is a value under a setting's dotted name, beside what the settings said when it was made. Invariant: it holds
-as long as they still say that. Whoever resumes the run with another value in its file has decided anew.
+as long as they still say that. Whoever resumes the run and names the setting has decided anew.
 
 What a step is computed with (the rate, the bound on the age, ``STEP_NUMBERS``) is written into the step's cut when the
 batch is cut, so that a step which is trained again after a crash is trained with the same, and all ranks agree.
@@ -16,8 +16,9 @@ from pydantic import ValidationError
 
 from areal_async.errors import UserError
 from areal_async.fields import MAX_EXACT
+from areal_async.kept_settings import matches, why_kept
 from areal_async.run_state import Changes
-from areal_async.settings import DATA_DEFINING, Settings
+from areal_async.settings import Settings
 from areal_async.settings_effects import missing
 
 TASK = re.compile(r"\Atasks\.[0-9]+\.")
@@ -98,7 +99,7 @@ def _with_held(settings: Settings, changes: Changes) -> tuple[Settings, list[tup
         for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at)
         if _is_live(key)
         and _is_known(known, key.split("."))
-        and not _tie(settings, key)
+        and not tie(settings, key)
         and change.given == value_of(settings, key)
     ]
     while left:
@@ -122,7 +123,7 @@ def live_names(settings: Settings) -> list[str]:
     tasks += [task.name for task in settings.tasks if not task.name.isdecimal()]
     names = [name for one in LIVE for name in ([one.replace("*", task) for task in tasks] if "*" in one else [one])]
     keys = {name: full_name(settings, name) for name in names}
-    return [name for name, key in keys.items() if not _idle(settings, key) and not _tie(settings, key)]
+    return [name for name, key in keys.items() if not _idle(settings, key) and not tie(settings, key)]
 
 
 def full_name(settings: Settings, key: str) -> str:
@@ -131,17 +132,6 @@ def full_name(settings: Settings, key: str) -> str:
     if parts[0] == "tasks" and len(parts) > 1 and parts[1] in names and not parts[1].isdecimal():
         parts[1] = str(names.index(parts[1]))
     return ".".join(parts)
-
-
-def changed_ratios(before: Settings, now: Settings, changes: Changes) -> dict[str, tuple[float, float]]:
-    """Return the tasks' ratios that a resumed run has otherwise than it had: what each was and is, changes included.
-
-    Args:
-        before: those of its start before this one, with as many tasks.
-    """
-    mixes = ([task.ratio for task in settings_now(settings, changes).tasks] for settings in (before, now))
-    pairs = enumerate(zip(*mixes, strict=True))
-    return {f"tasks.{index}.ratio": (was, ratio) for index, (was, ratio) in pairs if was != ratio}
 
 
 def step_numbers(settings: Settings) -> dict[str, float | None]:
@@ -198,10 +188,10 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     except ValidationError as exc:
         reason = exc.errors()[0]["msg"].removeprefix("Value error, ")
         raise UserError(f"{key}: got {value!r}: {reason}") from exc
-    if tie := _tie(settings, key):
-        raise UserError(f"{key}: got {value}, need what the run was started with: {tie}")
+    if why := tie(settings, key):
+        raise UserError(f"{key}: got {value}, need what the run was started with: {why}")
     checked, given = value_of(changed, key), value_of(settings, key)
-    why = next((why for one, why in AT_MOST_GIVEN.items() if _matches(key, one)), "")
+    why = next((why for one, why in AT_MOST_GIVEN.items() if matches(key, one)), "")
     if why and value > (most := _value_in_use(settings, key)):
         raise UserError(f"{key}: got {value}, need at most {most}: {why}")
     if key == "rollout.max_staleness" and (value == 0) != (given == 0):
@@ -243,7 +233,7 @@ def _idle(settings: Settings, key: str) -> str:
     return ""
 
 
-def _tie(settings: Settings, key: str) -> str:
+def tie(settings: Settings, key: str) -> str:
     """Return which other setting keeps a live one as it is; empty where none does."""
     algorithm = settings.algorithm
     is_tied = algorithm.overlong_cache != 0 and algorithm.overlong_max is None
@@ -272,7 +262,7 @@ def _changed(settings: Settings, key: str, value: float | None) -> Settings:
 
 
 def _is_live(key: str) -> bool:
-    return any(_matches(key, one) and key.count(".") == one.count(".") for one in LIVE)
+    return any(matches(key, one) and key.count(".") == one.count(".") for one in LIVE)
 
 
 def _why_not(settings: Settings, key: str) -> str:
@@ -281,8 +271,8 @@ def _why_not(settings: Settings, key: str) -> str:
         names = live_names(settings)
         near = difflib.get_close_matches(key, names, n=1)
         return f"no such setting; {f'did you mean {near[0]}' if near else 'need one of ' + ', '.join(names)}"
-    if any(_matches(key, one) for one in DATA_DEFINING):
-        return "cannot change in this run: it says which data the run is made of; start another one"
+    if why := why_kept(key):
+        return f"cannot change in this run: {why}; start another one"
     prefix = max((one for one in REASONS if f"{key}.".startswith(f"{one}.")), key=len, default="")
     reason = REASONS.get(prefix, "it is read at the start")
     return f"cannot change while the run goes on: {reason}; stop the run, and start it with --{key}"
@@ -298,8 +288,3 @@ def _is_known(values: Any, parts: list[str]) -> bool:
         else:
             return False
     return True
-
-
-def _matches(key: str, pattern: str) -> bool:
-    parts, wanted = key.split("."), pattern.split(".")
-    return len(parts) >= len(wanted) and all(b in ("*", a) for a, b in zip(parts, wanted, strict=False))

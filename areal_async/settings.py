@@ -51,7 +51,8 @@ class RunSettings(Section):
     """One experiment."""
 
     name: str = "run"
-    """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory, subjects and streams."""
+    """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory, subjects and streams. Left out, it is that of
+    the workflow."""
     steps: int = Field(default=200, ge=1, le=MAX_STEP)
     """Training steps in all."""
     seed: int = 1
@@ -398,26 +399,6 @@ class Settings(Section):
     def duplicate_window_s(self) -> float:
         """Longer than any retry of a publish."""
         return max(600.0, 2 * self.bus.operation_deadline_s)
-
-
-DATA_DEFINING = (
-    "tasks.*.workflow",
-    "tasks.*.dataset.path",
-    "tasks.*.dataset.python",
-    "tasks.*.dataset.seeds",
-    "tasks.*.dataset.name",
-    "tasks.*.dataset.split",
-    "tasks.*.group_size",
-    "model.path",
-    "rollout.group_size",
-    "rollout.curriculum",
-    "rollout.template",
-    "run.seed",
-    "trainer.lora.rank",
-    "trainer.lora.alpha",
-    "trainer.lora.target_modules",
-)
-"""Settings that a resumed run must not change; a star stands for every item of a list."""
 
 
 def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,12 +41,12 @@ def placed(value: Any, annotation: Any, *, parts: Parts, folder: Path) -> tuple[
     return _mapped(value, annotation, parts, place), misplaced
 
 
-def with_absolute_paths(dumped: dict[str, Any], kind: type) -> dict[str, Any]:
-    """Return dumped settings with every path absolute."""
+def with_absolute_paths(dumped: Any, kind: Any) -> Any:
+    """Return dumped settings, or a part of them with its own type, with every path absolute."""
     return _with_paths(dumped, kind, _joined)
 
 
-def with_real_paths(dumped: dict[str, Any], kind: type) -> dict[str, Any]:
+def with_real_paths(dumped: Any, kind: Any) -> Any:
     """Return dumped settings with every path absolute and without links: those of one file are equal."""
     return _with_paths(dumped, kind, lambda folder, file: os.path.realpath(_joined(folder, file)))
 
@@ -61,12 +61,9 @@ def is_same_function(left: str, right: str) -> bool:
     return whole(left) == whole(right)
 
 
-def _with_paths(dumped: dict[str, Any], kind: type, change: Callable[[Path, str], str]) -> dict[str, Any]:
+def _with_paths(dumped: Any, kind: Any, change: Callable[[Path, str], str]) -> Any:
     here = Path.cwd()
-    changed: dict[str, Any] = _mapped(
-        dumped, kind, (), lambda file, kind, _: change(here, file) if _is_path(file, kind, here) else file
-    )
-    return changed
+    return _mapped(dumped, kind, (), lambda file, kind, _: change(here, file) if _is_path(file, kind, here) else file)
 
 
 def _mapped(value: Any, annotation: Any, parts: Parts, change: Callable[[str, PathKind, Parts], str]) -> Any:

@@ -6,8 +6,9 @@ unless an index reaches into them (``tasks.0.workflow``). Paths of a file are re
 (``settings_paths``).
 """
 
+import copy
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_origin, overload
@@ -52,6 +53,56 @@ class Assignment:
     folder: Path = Path()
     """That its paths are relative to; else the working directory."""
 
+    @property
+    def name(self) -> str:
+        """The place, as people write it."""
+        return ".".join(self.parts)
+
+    def split(self) -> "Iterator[Assignment]":
+        """Yield what it gives to each single setting, as far down as there are sections."""
+        inner = self.value
+        if isinstance(inner, list) and all(isinstance(item, dict) for item in inner):
+            inner = dict(enumerate(inner))
+        if not isinstance(inner, dict) or not inner:
+            yield self
+            return
+        for key, value in inner.items():
+            yield from replace(self, parts=(*self.parts, str(key)), value=value).split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """What each source says, the later ones win."""
+
+    file: tuple[Assignment, ...] = ()
+    environment: tuple[Assignment, ...] = ()
+    command_line: tuple[Assignment, ...] = ()
+
+    @property
+    def all(self) -> tuple[Assignment, ...]:
+        """In their order."""
+        return self.file + self.environment + self.command_line
+
+
+def read_sources(config: Path | None, overrides: Sequence[str], kind: type[BaseModel] = Settings) -> Sources:
+    """Read the three sources, without merging or checking what they say.
+
+    Raises:
+        UserError: a file that cannot be read, or words that are no settings.
+    """
+    return Sources(
+        file=tuple(_from_file(config, is_resolved=False)) if config is not None else (),
+        environment=tuple(_from_environment(kind)),
+        command_line=tuple(_from_command_line(overrides, kind)),
+    )
+
+
+def absolute(assignment: Assignment, kind: type[BaseModel]) -> Assignment:
+    """Return an assignment of which every path is absolute, wherever it is read."""
+    annotation = annotation_at(kind, assignment.parts)
+    value, _ = placed(assignment.value, annotation, parts=assignment.parts, folder=assignment.folder)
+    return replace(assignment, value=with_absolute_paths(value, annotation), folder=Path())
+
 
 @overload
 def load_settings(config: Path | None, overrides: Sequence[str] = (), *, use_environment: bool = True) -> Settings: ...
@@ -80,10 +131,10 @@ def load_settings(
     Raises:
         UserError: a file that cannot be read, an unknown name or a wrong value.
     """
-    assignments = list(_from_file(config, is_resolved=not use_environment)) if config is not None else []
     if use_environment:
-        assignments += _from_environment(kind)
-    return _resolved({}, [*assignments, *_from_command_line(overrides, kind)], kind)
+        return resolve({}, read_sources(config, overrides, kind).all, kind)
+    resolved = _from_file(config, is_resolved=True) if config is not None else ()
+    return resolve({}, [*resolved, *_from_command_line(overrides, kind)], kind)
 
 
 def override_settings(settings: S, overrides: Sequence[str]) -> S:
@@ -93,11 +144,16 @@ def override_settings(settings: S, overrides: Sequence[str]) -> S:
         UserError: an unknown name or a wrong value.
     """
     kind = type(settings)
-    return _resolved(settings.model_dump(mode="json"), list(_from_command_line(overrides, kind)), kind)
+    return resolve(settings.model_dump(mode="json"), list(_from_command_line(overrides, kind)), kind)
 
 
-def _resolved(data: dict[str, Any], assignments: Sequence[Assignment], kind: type[S]) -> S:
-    """Put values into a tree, one after the other, and check what comes of it."""
+def resolve(base: Mapping[str, Any], assignments: Sequence[Assignment], kind: type[S]) -> S:
+    """Put values into a tree, one after the other, and check what comes of it.
+
+    Raises:
+        UserError: an unknown name or a wrong value.
+    """
+    data = copy.deepcopy(dict(base))
     misplaced: dict[Parts, str] = {}
     for assignment in assignments:
         _refuse_unknown(assignment, kind)

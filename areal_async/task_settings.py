@@ -13,6 +13,12 @@ from areal_async.section import FunctionPath, HubPath, Section
 from areal_async.subjects import TOKEN
 
 
+def workflow_name(workflow: str) -> str:
+    """Return the name of ``FILE.py``, or of ``FILE.py:name``, a subject token."""
+    stem = workflow.partition(":")[2] or Path(workflow).stem
+    return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+
+
 class DatasetSettings(Section):
     """Where rows come from: one of ``path``, ``python`` and ``seeds``."""
 
@@ -104,8 +110,7 @@ class TaskSettings(Section):
     @property
     def name(self) -> str:
         """The workflow's name, a subject token."""
-        stem = self.workflow.partition(":")[2] or Path(self.workflow).stem
-        return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+        return workflow_name(self.workflow)
 
     @property
     def changes(self) -> Mapping[str, Any]:

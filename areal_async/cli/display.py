@@ -56,8 +56,6 @@ class PlainDisplay:
 
     async def watch(self, bus: Bus) -> None:
         self._view.read_files()  # an earlier start has told these
-        if self._view.steps:
-            self.notify(f"going on after step {self._view.num_steps_done}")
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(listen, bus, self._view, self.notify)
             try:

@@ -23,7 +23,7 @@ from areal_async import log
 from areal_async.accuracy import interval_95
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.cli.checks import check_dataset
-from areal_async.cli.export import BEST, LAST, choose, write
+from areal_async.cli.export import BEST, LAST, chosen, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
 from areal_async.cli.speech import json_text, settings_help
@@ -182,21 +182,26 @@ def _of_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: S
     settings = load_settings(directory.config, overrides, use_environment=False)
     tasks = held_out_of(settings, limit=arguments.limit)
     with TemporaryFolder("eval") as folder:
-        model = _model_of(directory, settings, arguments.version or "", folder)
+        model, version = _model_of(directory, settings, arguments.version or "", folder)
+        shown = f"{directory.path.name}/{version or model.name}"
+        if not arguments.json:
+            say(f"{shown} is evaluated")
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(model)})})
         results = _evaluate(named, tasks, urls=(), logs=folder, traced_in=directory.path)
-    shown = f"{directory.path.name}/{model.name}"
     return [Result(**asdict(result) | {"model": shown}) for result in results]
 
 
-def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: Path) -> Path:
-    """Return the folder of the model that is meant, from a checkpoint where the run has not exported it."""
+def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: Path) -> tuple[Path, str]:
+    """Return the folder and the version of the model that is meant; the latter empty where no checkpoint tells it.
+
+    What the run has not exported is read from a checkpoint, which the run keeps meanwhile.
+    """
     exported = directory.path / FOLDERS[wanted] if wanted in FOLDERS else None
     if exported is not None and exported.is_dir():
-        return exported
-    version = choose(directory.path, settings, wanted or LAST)
-    write(directory.path, settings, version, folder / version)
-    return folder / version
+        return exported, directory.exported_version(exported.name)
+    with chosen(directory.path, settings, wanted or LAST) as version:
+        write(directory.path, settings, version, folder / version)
+    return folder / version, version
 
 
 def _evaluate(

@@ -73,9 +73,16 @@ _RUN_DIRECTORY: Argument = (
 VERBS = {
     "run": Verb(
         "run",
-        "train a model with a workflow; resumes an unfinished run",
+        "train a model with a workflow; a run of that name goes on with the settings that it recorded",
         (
-            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; the settings' own when left out"}),
+            (
+                "file",
+                {
+                    "nargs": "?",
+                    "metavar": "FILE.py[:name]",
+                    "help": "workflow, the settings' own when left out; or the name of a run that is to go on",
+                },
+            ),
             (
                 "--config",
                 {"metavar": "FILE.yaml", "help": "else configs/<stem>.yaml, or <stem>_cpu.yaml without a GPU"},

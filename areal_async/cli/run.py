@@ -5,8 +5,10 @@ Nothing is started, and nothing of an earlier run is removed, before all checks 
 
 import argparse
 import functools
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -29,6 +31,7 @@ from areal_async.cli.curves import Follower
 from areal_async.cli.display import choose_display
 from areal_async.cli.export import write_best
 from areal_async.cli.orders import who
+from areal_async.cli.resuming import Request, resume
 from areal_async.cli.speech import settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
@@ -42,15 +45,23 @@ from areal_async.launch.backends import BACKENDS
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.reach import place_of, refuse_loopback
 from areal_async.launch.run import EMBEDDED, hold, launch
-from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.run_directory import FirstStart, RunDirectory
+from areal_async.launch.starts import Start
 from areal_async.launch.supervisor import RunEnd
-from areal_async.settings import Settings
+from areal_async.settings import RunSettings, Settings
 from areal_async.settings_paths import is_same_function
-from areal_async.settings_sources import load_settings
+from areal_async.settings_sources import Sources, load_settings, read_sources, resolve
 from areal_async.speech import say
+from areal_async.subjects import RUN_NAME
+from areal_async.task_settings import workflow_name
 
 CONFIGS = Path("configs")
 KILLED_STATUS = 130
+MAX_NAME = 48
+"""Characters of a run's name."""
+NOTHING = (
+    "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both, or the run that is to go on"
+)
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -59,11 +70,12 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(settings_help(Settings))
         return 0
     gpus = visible_gpus()
-    config = choose_config(arguments.file, arguments.config, has_gpu=bool(gpus))
-    settings = load_run_settings(config, arguments.file, overrides)
-    say(f"settings: {config}, {len(gpus)} GPUs found; run {settings.run.name} in {settings.run_directory}")
+    chosen = choose(arguments, overrides, has_gpu=bool(gpus))
+    settings, directory = chosen.settings, chosen.directory
+    say(f"settings: {chosen.origin}, {len(gpus)} GPUs found; run {settings.run.name} in {directory.path}")
+    for notice in chosen.notices:
+        say(notice)
     check(settings)
-    directory = RunDirectory(settings.run_directory)
     backend = BACKENDS[settings.launch.backend]()
     plan_crews(
         settings, directory, gpus=gpus, hosts=backend.hosts
@@ -71,19 +83,77 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_hosts(settings, backend)
     with ExitStack() as stack:
         anyio.run(functools.partial(hold, stack, directory, settings.run.name, is_visit=False))
-        if arguments.fresh:
+        if chosen.start.is_fresh:
             directory.clear()
-        elif directory.exists:
-            directory.refuse_changed_data(settings)
-        settings = with_key(settings, directory.read_settings if directory.exists else None)
-        if not directory.exists:
+        is_first = not directory.exists
+        first = stack.enter_context(directory.first_start()) if is_first else None
+        settings = with_key(settings, None if is_first else directory.read_settings)
+        if is_first:
             directory.write_settings(settings)  # of an earlier start: when its record has allowed for the new ones
         log.configure("launcher", directory.logs)
-        return _run_locked(settings, directory, backend, is_fresh=arguments.fresh, is_plain=arguments.no_display)
+        return _run_locked(settings, directory, backend, start=chosen.start, first=first, is_plain=arguments.no_display)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """A run that is to be started, or to go on."""
+
+    settings: Settings
+    directory: RunDirectory
+    start: Start
+    origin: str
+    """Of the settings, for people."""
+    notices: tuple[str, ...] = ()
+
+
+def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: bool) -> Chosen:
+    """Return what the command asks for: a run that was started before goes on with what it recorded.
+
+    In the place of a workflow its name will do.
+
+    Raises:
+        UserError: the settings are wrong, or are none that the run can go on with.
+    """
+    file: str | None = arguments.file
+    words = list(overrides)
+    if file is not None and RUN_NAME.fullmatch(file) and not Path(file).is_file():
+        words = ["--run.name", file, *overrides]
+        file = None
+    config = find_config(file, arguments.config, has_gpu=has_gpu)
+    request = Request(
+        sources=read_sources(config, words),
+        config=config,
+        is_config_named=arguments.config is not None,
+        workflow=file,
+    )
+    run = find_place(request.sources, file)
+    directory = RunDirectory(run.directory / run.name)
+    if directory.exists and not arguments.fresh:
+        resumed = resume(directory, run, request)
+        return Chosen(
+            settings=resumed.settings,
+            directory=directory,
+            start=Start(by=who(), named=resumed.named, said=resumed.said),
+            origin=f"those that the run recorded, {directory.config}",
+            notices=resumed.notices,
+        )
+    config = choose_config(arguments.file, arguments.config, has_gpu=has_gpu)
+    return Chosen(
+        settings=load_run_settings(config, arguments.file, overrides),
+        directory=directory,
+        start=Start(by=who(), is_fresh=arguments.fresh, said=request.said),
+        origin=str(config),
+    )
 
 
 def _run_locked(
-    settings: Settings, directory: RunDirectory, backend: Backend, *, is_fresh: bool, is_plain: bool
+    settings: Settings,
+    directory: RunDirectory,
+    backend: Backend,
+    *,
+    start: Start,
+    first: FirstStart | None,
+    is_plain: bool,
 ) -> int:
     view = RunView(settings)
     display = choose_display(view, is_plain=is_plain)
@@ -100,10 +170,10 @@ def _run_locked(
             settings,
             directory,
             backend=backend,
-            is_fresh=is_fresh,
-            by=who(),
+            start=start,
             notify=display.notify,
             watch=watch,
+            first=first,
         )
 
     try:
@@ -111,20 +181,63 @@ def _run_locked(
     finally:
         follower.close()
     name = settings.run.name
+    if first is not None and not first.has_begun:
+        say(f"run {name} {end.value} before it admitted a prompt: nothing of it is kept")
+        return KILLED_STATUS if end is RunEnd.KILLED else 0
     match end:
         case RunEnd.ALREADY_FINISHED:
             if not (settings.run_directory / "model_best").exists():
                 write_best(settings)  # killed before it came to that
-            say(f"run {name} is finished already; --fresh starts it anew, another --run.name starts another")
+            say(
+                f"run {name} is finished already, after step {directory.checkpointed_step}; more --run.steps go on "
+                "from there, --fresh starts it anew, another --run.name starts another"
+            )
         case RunEnd.STOPPED | RunEnd.KILLED:
-            view.read_files()
-            say(f"run {name} {end.value} after step {view.num_steps_done}; the same command resumes it")
+            say(f"run {name} {end.value}; the same command resumes it, or --run.name {name} alone")
         case RunEnd.FINISHED:
             say(f"run {name} finished")
             write_best(settings)
     for line in summarise(settings):
         say(line)
     return KILLED_STATUS if end is RunEnd.KILLED else 0
+
+
+def find_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path | None:
+    """Return the settings file that is named, else the workflow's for this kind of machine where there is one."""
+    if config is not None:
+        return Path(config)
+    default = default_config(file, has_gpu=has_gpu) if file is not None else None
+    return default if default is not None and default.is_file() else None
+
+
+def default_config(file: str, *, has_gpu: bool) -> Path:
+    """Return where the settings of a workflow would be for this kind of machine."""
+    stem = Path(file.partition(":")[0]).stem
+    return CONFIGS / (f"{stem}.yaml" if has_gpu else f"{stem}_cpu.yaml")
+
+
+def find_place(sources: Sources, file: str | None) -> RunSettings:
+    """Return ``run`` of what is asked for: by its name and directory an earlier start of it is found.
+
+    Raises:
+        UserError: it has no name, and no workflow that it could be called by; or a wrong one.
+    """
+    named = resolve({}, [one for one in sources.all if one.parts[0] == "run"], Settings)
+    if "name" in named.run.model_fields_set:
+        return named.run
+    if file is None and not any(one.parts[0] == "tasks" for one in sources.all):
+        raise UserError(NOTHING)
+    settings = resolve({}, [one for one in sources.all if one.parts[0] in ("run", "tasks")], Settings)
+    return named_after_workflow(settings, file).run
+
+
+def named_after_workflow(settings: Settings, file: str | None) -> Settings:
+    """Return the settings of a run that is called by its workflow, where nothing else names it."""
+    if "name" in settings.run.model_fields_set or not (file or settings.tasks):
+        return settings
+    workflow = file or settings.tasks[0].workflow
+    name = re.sub(r"[^a-z0-9_-]", "_", workflow_name(workflow).lower())[:MAX_NAME]
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"name": name})})
 
 
 def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path:
@@ -136,18 +249,17 @@ def choose_config(file: str | None, config: str | None, *, has_gpu: bool) -> Pat
     if config is not None:
         return Path(config)
     if file is None:
-        raise UserError("run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both")
+        raise UserError(NOTHING)
     check_file(file)
-    stem = Path(file.partition(":")[0]).stem
-    wanted = CONFIGS / (f"{stem}.yaml" if has_gpu else f"{stem}_cpu.yaml")
+    wanted = default_config(file, has_gpu=has_gpu)
     if not wanted.is_file():
-        kind = "a GPU" if has_gpu else "no GPU"
+        stem, kind = Path(file.partition(":")[0]).stem, "a GPU" if has_gpu else "no GPU"
         raise UserError(f"run: no file {wanted}, the settings of {stem} where {kind} is found; name --config FILE.yaml")
     return wanted
 
 
 def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) -> Settings:
-    """Read the settings, with the workflow that the command line names.
+    """Read the settings, with the workflow that the command line names, after which the run is called by default.
 
     Raises:
         UserError: the settings are wrong, have no task, or have several of which none is this workflow.
@@ -160,7 +272,7 @@ def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) 
         settings = load_settings(config, ["--tasks.0.workflow", file, *overrides])
     if not settings.tasks:
         raise UserError(f"tasks: got none, need at least one; set tasks in {config}")
-    return settings
+    return named_after_workflow(settings, file)
 
 
 def check(settings: Settings) -> None:

@@ -122,9 +122,12 @@ def _choose(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None,
     return Choice(groups=groups, num_looked_at=count, known=admitted.known)
 
 
-def has_ended(accounts: Accounts, newest: WeightsVersion | None) -> bool:
-    """Say whether every unfenced server holds the run's last version."""
-    return newest is not None and newest.final and accounts.held == Version.parse(newest.version)
+def has_ended(accounts: Accounts, newest: WeightsVersion | None, *, last_step: int) -> bool:
+    """Say whether every unfenced server holds the run's last version, and not that of an end that it went on from."""
+    if newest is None or not newest.final:
+        return False
+    version = Version.parse(newest.version)
+    return version.step >= last_step and accounts.held == version
 
 
 def first_groups(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None) -> Iterable[GroupId]:

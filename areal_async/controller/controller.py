@@ -318,7 +318,7 @@ class Controller:
             if not self._may_admit:
                 self._may_admit = True
                 self._move()
-            if has_ended(self._accounts, newest):
+            if has_ended(self._accounts, newest, last_step=last_step):
                 return
             with self._waiting(waits.CONTROLLER):
                 await changed.wait()

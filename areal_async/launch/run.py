@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import anyio
-import anyio.to_thread
 
 import areal_async
 from areal_async.bus import (
@@ -22,10 +21,7 @@ from areal_async.bus import (
     list_runs,
     open_bus,
 )
-from areal_async.change_record import record_change
-from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
-from areal_async.events import SettingChanged
 from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
@@ -34,25 +30,20 @@ from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.presence import BROKER, PresenceKeeper
 from areal_async.launch.reach import refuse_loopback
-from areal_async.launch.run_directory import LiveError, RunDirectory
+from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
+from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
-from areal_async.live_settings import changed_ratios
+from areal_async.resumed_settings import EMBEDDED as EMBEDDED
 from areal_async.rollout.sources import source_hashes
-from areal_async.run_state import Changes, RunState, SharedSettings
+from areal_async.run_state import RunState, SharedSettings
 from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHANGES, LAUNCHER, NODES, RUN_STATE, SETTINGS
-from areal_async.types import Admitted
+from areal_async.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
 
-EMBEDDED = "embedded"
 CONNECT_DEADLINE_S = 10.0
 TRY_S = 2.0
 """At one address of a live run's broker; then it is looked whether the run lives still, and where."""
-LAST_WORDS_S = 5.0
-"""For the bus to take how the processes have ended."""
 POLL_S = 0.1
-RESUMED = "the run was resumed with it"
-"""Why a setting has changed that no order has."""
 SEE_OFF_S = 15.0
 """For joined nodes to end, while the broker still runs."""
 
@@ -66,17 +57,16 @@ async def launch(
     directory: RunDirectory,
     *,
     backend: Backend,
-    is_fresh: bool,
-    by: str,
+    start: Start,
     notify: Notify,
     watch: Callable[[Bus], Coroutine[Any, Any, None]],
+    first: FirstStart | None = None,
 ) -> RunEnd:
     """Run to the end, from wherever an earlier start left off. Call with the directory locked.
 
     Args:
-        is_fresh: forget what the bus holds of an earlier run of this name.
-        by: who starts it, as the run's record of changed settings is to name them.
         watch: runs beside the processes, for showing what happens; cancelled at the end.
+        first: is told whether the run has begun, where this is its first start.
 
     Raises:
         UserError: the settings, the workflow or the data are at fault, or other hosts could not find the broker.
@@ -94,12 +84,14 @@ async def launch(
         stack.enter_context(said)
         stack.enter_context(changes)
         bus = await stack.enter_async_context(
-            _open_run(settings, directory, host=host, is_fresh=is_fresh, on_change=note)
+            _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note)
         )
-        state, _ = await bus.get(RUN_STATE, RunState)
-        if state is not None and state.state == "finished":
+        if first is not None:
+            first.has_begun = True  # for whatever ends this before it is asked
+            stack.push_async_callback(_note_begun, bus, settings, first)
+        if await is_finished(bus, steps=settings.run.steps):
             return RunEnd.ALREADY_FINISHED
-        await _leave_settings(bus, directory, settings, by=by, notify=notify)
+        await begin(bus, directory, settings, start, notify=notify)
         await bus.put(RUN_STATE, RunState())
         shared = SharedSettings(
             settings=settings.model_dump_json(),
@@ -119,7 +111,7 @@ async def launch(
         presence = PresenceKeeper(bus)
         supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
-        is_killed = False
+        end: RunEnd | None = None
         failure: BaseException | None = None
         try:
             async with anyio.create_task_group() as tasks:
@@ -133,7 +125,6 @@ async def launch(
                     with said:
                         telling.start_soon(presence.run_changes, changes)
                         end = await supervisor.run()
-                        is_killed = end is RunEnd.KILLED
                     telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
                 tasks.cancel_scope.cancel()
         except (PipelineError, ExceptionGroup) as exc:
@@ -142,35 +133,20 @@ async def launch(
         finally:
             if not isinstance(failure, FencedError):
                 await note_end(bus, failure=failure)
-                if settings.bus.url == EMBEDDED and bus.connection.is_connected and not is_killed:
+                if end is not RunEnd.FINISHED and await has_tickets(bus):
+                    notify(f"another start goes on from step {await resume_point(bus, directory)}")
+                if settings.bus.url == EMBEDDED and bus.connection.is_connected and end is not RunEnd.KILLED:
                     await see_off(bus)
+        assert end is not None  # else something was raised
         return end
 
 
-async def _leave_settings(bus: Bus, directory: RunDirectory, settings: Settings, *, by: str, notify: Notify) -> None:
-    """Leave the settings for the roles, and tell of another mix of the tasks as of one that the live run is given.
-
-    Raises:
-        UserError: the run's record cannot take another mix.
-    """
-    ratios: dict[str, tuple[float, float]] = {}
-    if len(settings.tasks) > 1 and directory.exists:
-        changes, _ = await bus.get(CHANGES, Changes)
-        ratios = changed_ratios(directory.read_settings(), settings, changes or Changes())
-    if changed := "; ".join(f"{name} was {before}, is {after}" for name, (before, after) in ratios.items()):
-        record, _ = await bus.get(ADMITTED, Admitted)
-        if is_without_mix(record):
-            raise UserError(
-                f"run {settings.run.name}: {changed}; its prompts were admitted before each task had epochs of its "
-                "own, and their order follows from that: put back what was, choose another --run.name, or give "
-                "--fresh to start anew"
-            )
-        notify(f"{changed}: for the prompts that are admitted from now on")
-    directory.write_settings(settings)
-    for name, (before, after) in ratios.items():
-        event = SettingChanged(setting=name, before=before, after=after, by=by, reason=RESUMED)
-        await anyio.to_thread.run_sync(record_change, directory.path, event)
-        await bus.tell(event)
+async def _note_begun(bus: Bus, settings: Settings, first: FirstStart) -> None:
+    """Find out whether the run has begun; if not, leave nothing of it at a broker that others use too."""
+    first.has_begun = await has_tickets(bus)
+    if not first.has_begun and settings.bus.url != EMBEDDED:
+        with anyio.move_on_after(LAST_WORDS_S, shield=True), suppress(BusError):
+            await delete_run(bus)
 
 
 async def forget_earlier(bus: Bus, *, with_nodes: bool) -> None:

@@ -2,26 +2,28 @@
 
 run.lock       held by the one that uses it: its launcher, or a command that looks into a run which has none
 launcher.lock  held by its launcher as well: by that it is told from one who looks, never by what a file says
-config.yaml    every setting, resolved: what the roles read
+config.yaml    every setting, resolved: what the roles read, and what a run that goes on has
+sources.yaml   what the settings file and the environment said, to be told from what they say at the next start
 bus/url        where the broker is
+
+Invariant: until a prompt was admitted there is no run. What a first start wrote goes again, and the name is free.
 """
 
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
 from areal_async.bus import HeldError, is_locked
-from areal_async.errors import UserError
+from areal_async.errors import UserError, leaves_of
 from areal_async.fields import is_version
-from areal_async.settings import DATA_DEFINING, RunSettings, Settings
-from areal_async.settings_paths import with_real_paths
+from areal_async.settings import RunSettings, Settings
 from areal_async.settings_sources import dump_settings, load_settings
 from areal_async.settings_yaml import NOT_YAML
 from areal_async.types import Version
@@ -29,6 +31,26 @@ from areal_async.types import Version
 
 class LiveError(HeldError):
     """A launcher runs the run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """What the sources of a run's settings said, besides the command line."""
+
+    config: str = ""
+    """The settings file; empty for none."""
+    file: dict[str, Any] = field(default_factory=dict)
+    """Name of a setting or a section -> what that file gave it."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Likewise."""
+
+
+@dataclass(slots=True)
+class FirstStart:
+    """A start of a run that nobody has started before."""
+
+    has_begun: bool = False
+    """A prompt was admitted, or may have been: what there is stays."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +62,10 @@ class RunDirectory:
     @property
     def config(self) -> Path:
         return self.path / "config.yaml"
+
+    @property
+    def sources(self) -> Path:
+        return self.path / "sources.yaml"
 
     @property
     def lock(self) -> Path:
@@ -92,6 +118,8 @@ class RunDirectory:
                 ) from exc
             if not _has_locked(lock):
                 raise self._error_of_holder(name)
+            if not _is_at(lock, self.lock):
+                raise HeldError(f"run {name}: another process has taken its directory away; try again")
             _sign(lock)
             if not is_visit:
                 launcher = held.enter_context(open(self.launcher_lock, "a+"))
@@ -114,37 +142,68 @@ class RunDirectory:
         Raises:
             UserError: there are files, but no run that could have left them.
         """
-        items = [item for item in self.path.iterdir() if item not in (self.lock, self.launcher_lock)]
-        if items and not self.exists:
+        items = self._items()
+        if items and items != [self.logs] and not self.exists:
             raise UserError(f"{self.path}: holds files but no run; remove it yourself, or choose another --run.name")
         for item in items:
-            if item.is_dir() and not item.is_symlink():
-                shutil.rmtree(item)
-            else:
-                item.unlink()
+            _remove(item)
 
-    def refuse_changed_data(self, settings: Settings) -> None:
-        """Check that going on with these settings continues the same run.
+    @contextmanager
+    def first_start(self) -> Iterator[FirstStart]:
+        """Take away what the block leaves here, unless it says that the run has begun. Call with the lock held.
 
-        Raises:
-            UserError: a setting that defines the data differs from the one the run was started with, or that cannot
-                be read.
+        What was here before stays, and so do the logs where an error sends its reader to them.
         """
+        theirs, start = self._items(), FirstStart()
+        has_logs = False
         try:
-            before = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-        except (OSError, *NOT_YAML) as exc:
-            raise UserError(f"{self.config}: cannot be read: {exc}; --fresh starts anew") from exc
-        # What the file has not was not there yet when the run was started: it was as it is by default.
-        was = _named(with_real_paths(Settings().model_dump(mode="json"), Settings)) | _named(
-            with_real_paths(before, Settings)
-        )
-        now = _named(with_real_paths(settings.model_dump(mode="json"), Settings))
-        if changed := [name for name in was | now if was.get(name) != now.get(name)]:
-            told = "; ".join(f"{name} was {was.get(name)!r}, is {now.get(name)!r}" for name in changed)
-            raise UserError(
-                f"run {settings.run.name}: {told}; a resumed run keeps its data: put back what was, "
-                "choose another --run.name, or give --fresh to start anew"
+            yield start
+        except BaseException as exc:
+            leaves, logs = leaves_of(exc), str(self.logs.relative_to(self.path.parent))
+            has_logs = not any(isinstance(leaf, UserError) for leaf in leaves) or any(
+                logs in str(leaf) for leaf in leaves
             )
+            raise
+        finally:
+            if not start.has_begun:
+                for item in self._items():
+                    if item not in theirs and not (has_logs and item == self.logs):
+                        _remove(item)
+                self._vanish()
+
+    def exported_version(self, name: str) -> str:
+        """Return the version of a model that was exported at the run's end; empty where no checkpoint tells."""
+        folder = self.path / "checkpoints"
+        if name == "model_best":
+            best = folder / "best"
+            return best.readlink().name if best.is_symlink() else ""
+        versions = [Version.parse(path.name) for path in folder.glob("*") if is_version(path.name)]
+        return str(max(versions, key=lambda version: (version.lineage, version.step))) if versions else ""
+
+    def set_models_aside(self) -> list[str]:
+        """Give what was exported at the run's end the names of what it is, before it goes on; return these."""
+        kept = []
+        for name in ("model", "adapter", "model_best"):
+            folder, version = self.path / name, self.exported_version(name)
+            if not folder.is_dir() or not version:
+                continue
+            aside = self.path / f"{name.removesuffix('_best')}_{version}"
+            if aside.exists():  # the same, exported by hand
+                _remove(folder)
+            else:
+                folder.rename(aside)
+            kept.append(aside.name)
+        return kept
+
+    def _items(self) -> list[Path]:
+        return [item for item in self.path.iterdir() if item not in (self.lock, self.launcher_lock)]
+
+    def _vanish(self) -> None:
+        """Remove the directory, where it holds nothing but our own locks."""
+        if not self._items():
+            self.launcher_lock.unlink(missing_ok=True)
+            self.lock.unlink(missing_ok=True)
+            self.path.rmdir()
 
     def write_settings(self, settings: Settings) -> None:
         """Leave the resolved settings for the roles."""
@@ -157,6 +216,23 @@ class RunDirectory:
             UserError: there is no run here, or the file was damaged.
         """
         return load_settings(self.config, use_environment=False)
+
+    def write_said(self, said: Said) -> None:
+        """Leave what the sources say, for the next start."""
+        _write(self.sources, yaml.safe_dump(asdict(said), sort_keys=False, allow_unicode=True))
+
+    def read_said(self) -> Said | None:
+        """Return what the sources said at the start before; None where that is not known.
+
+        Raises:
+            UserError: the file was damaged.
+        """
+        if not self.sources.exists():
+            return None
+        try:
+            return Said(**yaml.safe_load(self.sources.read_text(encoding="utf-8")))
+        except (OSError, TypeError, *NOT_YAML) as exc:
+            raise UserError(f"{self.sources}: cannot be read: {exc}; remove it") from exc
 
     def write_bus_url(self, url: str) -> None:
         """Leave the broker's address for the roles."""
@@ -203,6 +279,14 @@ def _has_locked(file: IO[str]) -> bool:
     return True
 
 
+def _is_at(file: IO[str], path: Path) -> bool:
+    """Say whether an open file is still the one at its path."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
+
+
 def _sign(lock: IO[str]) -> None:
     """Leave this process's number in a lock file, for people."""
     lock.truncate(0)
@@ -210,22 +294,11 @@ def _sign(lock: IO[str]) -> None:
     lock.flush()
 
 
-def _named(data: Any) -> dict[str, Any]:
-    """Return what ``data`` says of the settings that define a run's data, by name."""
-    found = {place: value for name in DATA_DEFINING for place, value in _values_at(data, name.split("."))}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _values_at(data: Any, parts: Sequence[str], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield name and value of a setting, of each item where a list is on the way."""
-    if not parts:
-        yield above, data
-    elif parts[0] == "*":
-        for index, item in enumerate(data if isinstance(data, list) else ()):
-            yield from _values_at(item, parts[1:], f"{above}.{index}")
+def _remove(item: Path) -> None:
+    if item.is_dir() and not item.is_symlink():
+        shutil.rmtree(item)
     else:
-        inner = data.get(parts[0]) if isinstance(data, dict) else None
-        yield from _values_at(inner, parts[1:], f"{above}.{parts[0]}" if above else parts[0])
+        item.unlink()
 
 
 def _write(path: Path, text: str) -> None:

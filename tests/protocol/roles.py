@@ -85,13 +85,13 @@ class ControllerModel:
             self._read(entry)
         self.process.spawn(self._run_log())
         self.process.spawn(self._run_admission())
-        while not has_ended(self.accounts, self.newest):
+        last_step = self.world.config.steps
+        while not has_ended(self.accounts, self.newest, last_step=last_step):
             await idle()
         self.is_over = True
         await self.take_over()
         for entry in await self.bus.read_new(self.num_read):
             self._read(entry)
-        last_step = self.world.config.steps
         for outcome in left_over(self.accounts, self.sampler, last_step=last_step, curriculum=self.curriculum):
             await self.bus.publish(NAMES.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
         await self.bus.put(RUN_STATE, RunState(state="finished"))

@@ -8,7 +8,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from areal_async.reward_model_settings import RewardModelSettings
-from areal_async.settings import DATA_DEFINING, Settings
+from areal_async.settings import Settings
 from areal_async.settings_sources import load_settings
 from areal_async.settings_tree import annotation_at, describe, leaves
 from areal_async.sft_settings import SftSettings
@@ -47,10 +47,6 @@ def test_defaults_are_described_as_they_are_written_in_a_file() -> None:
     assert defaults["trainer.activation_checkpointing"] == "false"
     assert defaults["trainer.betas"] == "[0.9, 0.95]"
     assert defaults["tasks.0.dataset.path"] == "null"
-
-
-def test_data_defining_settings_exist() -> None:
-    assert all(annotation_at(Settings, name.replace("*", "0").split(".")) is not None for name in DATA_DEFINING)
 
 
 def kind_of(path: Path) -> type[BaseModel]:

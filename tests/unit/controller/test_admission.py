@@ -62,9 +62,10 @@ def test_nothing_is_admitted_without_credit_without_servers_or_after_the_last_cu
 def test_the_run_ends_when_the_last_version_is_held() -> None:
     final = WeightsVersion(version="1-3", final=True)
 
-    assert not has_ended(_accounts(held="1-2"), final)
-    assert not has_ended(_accounts(held="1-3"), WeightsVersion(version="1-3"))
-    assert has_ended(_accounts(held="1-3"), final)
+    assert not has_ended(_accounts(held="1-2"), final, last_step=3)
+    assert not has_ended(_accounts(held="1-3"), WeightsVersion(version="1-3"), last_step=3)
+    assert has_ended(_accounts(held="1-3"), final, last_step=3)
+    assert not has_ended(_accounts(held="1-3"), final, last_step=5), "the run goes on from an end that it came to"
 
 
 def test_what_is_neither_cut_nor_recorded_is_left_over() -> None:

@@ -4,26 +4,28 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, list_runs, open_bus
 from areal_async.cli.status import read_events
 from areal_async.errors import FencedError, PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.claims import own_holder
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
-from areal_async.launch.run_directory import RunDirectory
+from areal_async.launch.run_directory import FirstStart, RunDirectory
+from areal_async.launch.starts import Start
 from areal_async.launch.supervisor import Notify, RunEnd
+from areal_async.live_settings import settings_now
 from areal_async.run_state import Change, Changes, Holder, RunState
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.subjects import ADMITTED, CHANGES, LAUNCHER, RUN_STATE
-from areal_async.types import Admitted, Mix
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, LAUNCHER, RUN_STATE
+from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, Mix, Ticket, WeightsVersion
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
@@ -61,8 +63,16 @@ async def _launch(
     declare_failed: str = "",
     taken_by: Holder | None = None,
     notify: Notify = lambda text: None,
+    named: Collection[str] = (),
+    first: FirstStart | None = None,
+    admits: bool = False,
 ) -> tuple[RunEnd, list[str]]:
-    """Launch, and while it runs read the run's state (the first of what is returned) and perhaps change it."""
+    """Launch, and while it runs read the run's state (the first of what is returned) and perhaps change it.
+
+    Args:
+        named: settings that the start speaks of.
+        admits: a prompt is admitted meanwhile.
+    """
     states: list[str] = []
 
     async def watch(bus: Bus) -> None:
@@ -72,6 +82,9 @@ async def _launch(
             await bus.put(RUN_STATE, RunState(state="failed", reason=declare_failed))
         if taken_by is not None:
             await bus.put(LAUNCHER, taken_by)
+        if admits:
+            ticket = Ticket(group_id="0-0-0", workflow="a", row={}, group_size=2, version="1-0", number=1)
+            await bus.publish(bus.names.tickets("a"), ticket, msg_id="ticket")
         await anyio.Path(settings.run_directory / "seen").touch()
 
     with anyio.fail_after(100):
@@ -79,10 +92,10 @@ async def _launch(
             settings,
             RunDirectory(settings.run_directory),
             backend=backend,
-            is_fresh=False,
-            by="ann",
+            start=Start(by="ann", named=frozenset(named)),
             notify=notify,
             watch=watch,
+            first=first,
         )
     return end, states
 
@@ -166,7 +179,7 @@ async def test_another_mix_of_the_tasks_is_taken_at_a_resume_and_told(
         await bus.put(ADMITTED, Admitted(total=3, num_fresh=3, mixes=[Mix(start=0, weights=[1, 1], counts=[0, 0])]))
     said: list[str] = []
 
-    await _launch(_mixed(settings, 1.0, 3.0), _StandIns("pass"), notify=said.append)
+    await _launch(_mixed(settings, 1.0, 3.0), _StandIns("pass"), notify=said.append, named=["tasks.1.ratio"])
 
     assert said[0] == "tasks.1.ratio was 1.0, is 3.0: for the prompts that are admitted from now on"
     assert [task.ratio for task in directory.read_settings().tasks] == [1.0, 3.0]
@@ -186,20 +199,25 @@ async def _changes_told(settings: Settings) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(
     ("was", "given", "told"),
-    [(1.0, 2.0, []), (1.0, 3.0, [(2.0, 3.0)]), (3.0, 1.0, [(3.0, 2.0)]), (1.0, 1.0, [])],
-    ids=["what an operator had set", "something else", "what makes an operator's change hold again", "as before"],
+    [(1.0, 2.0, []), (1.0, 3.0, [(2.0, 3.0)]), (1.0, 1.0, [(2.0, 1.0)]), (1.0, None, [])],
+    ids=["what an operator had set", "something else", "what it was given at first", "nothing"],
 )
-async def test_a_resume_tells_how_the_mix_changes_from_what_operators_had_made_of_it(
-    settings: Settings, directory: RunDirectory, was: float, given: float, told: list[tuple[float, float]]
+async def test_what_a_resume_names_holds_whatever_operators_had_made_of_it(
+    settings: Settings, directory: RunDirectory, was: float, given: float | None, told: list[tuple[float, float]]
 ) -> None:
     """They had changed a ratio of 1 to 2."""
     directory.write_settings(_mixed(settings, 1.0, was))
     async with _bucket(settings) as bus:
         await bus.put(CHANGES, Changes(by_setting={"tasks.1.ratio": Change(value=2.0, given=1.0)}))
 
-    await _launch(_mixed(settings, 1.0, given), _StandIns("pass"))
+    now = _mixed(settings, 1.0, was if given is None else given)
+    await _launch(now, _StandIns("pass"), named=[] if given is None else ["tasks.1.ratio"])
 
     assert [(event["before"], event["after"]) for event in await _changes_told(settings)] == told
+    async with _bucket(settings) as bus:
+        changes, _ = await bus.get(CHANGES, Changes)
+        assert changes is not None
+    assert settings_now(directory.read_settings(), changes).tasks[1].ratio == (2.0 if given is None else given)
 
 
 async def test_a_run_that_has_finished_keeps_the_settings_that_it_had(
@@ -243,6 +261,121 @@ async def test_finished_run_is_not_started_again(settings: Settings) -> None:
     end, states = await _launch(settings, backend)
 
     assert (end, states, backend.started) == (RunEnd.ALREADY_FINISHED, [], [])
+
+
+def _with_steps(settings: Settings, steps: int) -> Settings:
+    return settings.model_copy(update={"run": settings.run.model_copy(update={"steps": steps})})
+
+
+async def test_a_finished_run_goes_on_when_it_is_given_more_steps(settings: Settings, directory: RunDirectory) -> None:
+    directory.write_settings(_with_steps(settings, 3))
+    for name in ("model", "checkpoints/2-3"):
+        (directory.path / name).mkdir(parents=True)
+    async with _bucket(settings) as bus:
+        await bus.put(RUN_STATE, RunState(state="finished"))
+        await bus.put(bus.names.weights_key(), WeightsVersion(version="2-3", final=True))
+        await bus.put(CHECKPOINT, CheckpointRecord(version="2-3", path="x"))
+    said: list[str] = []
+
+    for steps in (2, 3):
+        end, _ = await _launch(_with_steps(settings, steps), _StandIns("pass"), notify=said.append)
+        assert (end, said) == (RunEnd.ALREADY_FINISHED, [])
+    end, states = await _launch(
+        _with_steps(settings, 5), _StandIns(_after_the_watch(settings, "sys.exit(0)")), notify=said.append
+    )
+
+    assert (end, states) == (RunEnd.FINISHED, ["running"])
+    assert said[:2] == [
+        "run test had finished, and goes on from step 3; the model of that step is kept as model_2-3",
+        "run.steps was 3, is 5",
+    ]
+    assert (directory.path / "model_2-3").is_dir()
+    assert directory.read_settings().run.steps == 5
+
+
+def _cut(step: int, kind: CutKind = CutKind.CUT) -> Cut:
+    return Cut(kind=kind, lineage=1, step=step)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint", "cuts", "sentence"),
+    [
+        (
+            4,
+            [_cut(4), _cut(5), _cut(6)],
+            "4, its newest checkpoint; first it trains steps 5 to 6 as cut before, from what is",
+        ),
+        (4, [_cut(4), _cut(5, CutKind.END)], "4, its newest checkpoint"),
+        (None, [_cut(0, CutKind.BEGIN)], "0"),
+    ],
+)
+async def test_a_run_says_from_which_step_it_goes_on_and_where_another_start_would(
+    settings: Settings, directory: RunDirectory, checkpoint: int | None, cuts: list[Cut], sentence: str
+) -> None:
+    """Whatever step was the last to be shown."""
+    directory.write_settings(settings)
+    (directory.path / "metrics.jsonl").write_text('{"step": 9}\n')
+    async with _bucket(settings) as bus:
+        await bus.put(RUN_STATE, RunState())  # as kill -9 leaves it
+        if checkpoint is not None:
+            await bus.put(CHECKPOINT, CheckpointRecord(version=f"1-{checkpoint}", path="x"))
+        for cut in cuts:
+            await bus.publish(bus.names.cuts, cut)
+    said: list[str] = []
+
+    with pytest.raises(ExceptionGroup):
+        await _launch(settings, _StandIns(_after_the_watch(settings, "sys.exit(2)")), notify=said.append, admits=True)
+
+    assert said[0].startswith(f"run test goes on from step {sentence}")
+    assert said[-1] == f"another start goes on from step {checkpoint or 0}"
+
+
+async def test_a_run_comes_no_shorter_than_it_is_cut(settings: Settings, directory: RunDirectory) -> None:
+    directory.write_settings(_with_steps(settings, 9))
+    async with _bucket(settings) as bus:
+        await bus.put(RUN_STATE, RunState(state="stopped"))
+        for cut in (_cut(1), _cut(2), _cut(3), _cut(4, CutKind.END)):
+            await bus.publish(bus.names.cuts, cut)
+
+    refusal = pytest.RaisesExc(UserError, match=r"run\.steps: got 2, need at least 3: so many are cut for training")
+    with pytest.RaisesGroup(refusal, flatten_subgroups=True):
+        await _launch(_with_steps(settings, 2), _StandIns("pass"))
+
+    assert directory.read_settings().run.steps == 9
+    await _launch(_with_steps(settings, 3), _StandIns("pass"))
+    assert directory.read_settings().run.steps == 3
+
+
+@pytest.mark.parametrize("admits", [True, False])
+async def test_a_first_start_says_whether_the_run_has_begun(settings: Settings, admits: bool) -> None:
+    first, said = FirstStart(), list[str]()
+    then = "sys.stderr.write('no such model'); sys.exit(2)"
+
+    with pytest.raises(ExceptionGroup):
+        await _launch(
+            settings, _StandIns(_after_the_watch(settings, then)), first=first, admits=admits, notify=said.append
+        )
+
+    assert first.has_begun == admits
+    assert said == (["another start goes on from step 0"] if admits else [])
+
+
+async def test_a_first_start_in_vain_leaves_nothing_at_a_broker_that_others_use(settings: Settings) -> None:
+    broker = EmbeddedBroker(settings)
+    await broker.start()
+    bus_settings = settings.bus.model_copy(update={"url": broker.url, "credentials": broker.credentials(Role.OPERATOR)})
+    outside = settings.model_copy(update={"bus": bus_settings})
+    first = FirstStart()
+
+    with pytest.raises(ExceptionGroup):
+        await _launch(outside, _StandIns(_after_the_watch(settings, "sys.exit(2)")), first=first)
+
+    async with open_bus(
+        broker.url, names=settings.names, role=Role.OPERATOR, credentials=broker.credentials(Role.OPERATOR)
+    ) as bus:
+        assert await list_runs(bus) == []
+    assert not first.has_begun
+    await broker.aclose()
 
 
 async def test_failure_of_an_earlier_start_is_forgotten(settings: Settings) -> None:

@@ -1,16 +1,16 @@
-"""One launcher at a time; a resumed run keeps its data; what is removed was a run's."""
+"""One launcher at a time; what is removed was a run's, and a start that came to nothing leaves nothing."""
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
 from areal_async.bus import HeldError
-from areal_async.errors import UserError
+from areal_async.errors import PipelineError, UserError
 from areal_async.launch.run_directory import LiveError, RunDirectory
 from areal_async.settings import Settings
 from areal_async.settings_sources import load_settings
@@ -149,46 +149,6 @@ def test_run_that_was_never_started_is_refused(directory: RunDirectory) -> None:
     assert not directory.exists
 
 
-def test_settings_that_do_not_define_the_data_may_change(directory: RunDirectory) -> None:
-    directory.write_settings(_settings())
-
-    directory.refuse_changed_data(_settings("--run.steps", "7", "--trainer.lr", "1e-3", "--rollout.batch_groups", "3"))
-    directory.refuse_changed_data(_settings("--tasks.0.ratio", "2"))
-
-
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        (["--run.seed", "2"], "run.seed was 1, is 2"),
-        (["--rollout.group_size", "16"], "rollout.group_size was 8, is 16"),
-        (["--model.path", "other"], "model.path was 'Qwen/Qwen2.5-1.5B-Instruct', is 'other'"),
-        (["--tasks.0.dataset.split", "test"], "tasks.0.dataset.split was "),
-        (["--tasks.0.group_size", "16"], "tasks.0.group_size was None, is 16"),
-        (["--rollout.curriculum.name", "pass_rate"], "rollout.curriculum was {'name': 'none'"),
-    ],
-)
-def test_settings_that_define_the_data_may_not_change(directory: RunDirectory, words: list[str], name: str) -> None:
-    directory.write_settings(_settings())
-
-    with pytest.raises(UserError, match="--fresh") as caught:
-        directory.refuse_changed_data(_settings(*words))
-
-    assert name in str(caught.value)
-
-
-def test_a_run_that_was_started_before_a_setting_was_there_had_its_default(directory: RunDirectory) -> None:
-    directory.write_settings(_settings())
-    before = yaml.safe_load(directory.config.read_text())
-    del before["rollout"]["curriculum"]
-    del before["tasks"][0]["group_size"]
-    directory.config.write_text(yaml.safe_dump(before))
-
-    directory.refuse_changed_data(_settings("--tasks.0.min_group_size", "2"))
-
-    with pytest.raises(UserError, match="rollout.curriculum was"):
-        directory.refuse_changed_data(_settings("--rollout.curriculum.keep", "0.5"))
-
-
 def test_clear_removes_all_but_the_locks(directory: RunDirectory) -> None:
     with directory.locked("a"):
         directory.write_settings(_settings())
@@ -208,6 +168,85 @@ def test_clear_leaves_a_directory_that_no_run_made(directory: RunDirectory) -> N
             directory.clear()
 
     assert (directory.path / "thesis.tex").exists()
+
+
+def _start_in_vain(directory: RunDirectory, error: BaseException) -> None:
+    with directory.locked("a"), directory.first_start():
+        directory.write_settings(_settings())
+        directory.logs.mkdir()
+        (directory.logs / "s.log").touch()
+        raise error
+
+
+def test_a_first_start_that_comes_to_nothing_leaves_nothing(directory: RunDirectory) -> None:
+    for _ in range(2):  # the name is free again
+        with pytest.raises(UserError):
+            _start_in_vain(directory, UserError("model.path: got nothing"))
+
+        assert not directory.path.exists()
+
+
+@pytest.mark.parametrize(
+    "error", [PipelineError("node-0 died 6 times"), UserError("server 0-0 ended: its log is /there/a/logs/s.log")]
+)
+def test_a_first_start_leaves_the_logs_that_tell_of_its_failure(directory: RunDirectory, error: PipelineError) -> None:
+    with pytest.RaisesGroup(type(error), flatten_subgroups=True):
+        _start_in_vain(directory, ExceptionGroup("tasks", [error]))
+
+    names = sorted(path.name for path in directory.path.iterdir())
+    assert names == ["launcher.lock", "logs", "run.lock"]
+    assert not directory.exists
+    with directory.locked("a"):
+        directory.clear()
+        assert sorted(path.name for path in directory.path.iterdir()) == ["launcher.lock", "run.lock"]
+
+
+def test_a_first_start_leaves_what_others_have_put_there_and_all_of_a_run_that_has_begun(
+    directory: RunDirectory,
+) -> None:
+    directory.path.mkdir(parents=True)
+    (directory.path / "thesis.tex").write_text("precious")
+    with directory.locked("a"):
+        with directory.first_start():
+            directory.write_settings(_settings())
+        assert not directory.exists
+
+        with directory.first_start() as start:
+            directory.write_settings(_settings())
+            start.has_begun = True
+        assert directory.exists
+
+    assert (directory.path / "thesis.tex").read_text() == "precious"
+
+
+def test_who_had_the_lock_file_of_a_directory_that_went_away_has_no_lock(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take = fcntl.flock
+
+    def flock(file: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", take)
+        shutil.rmtree(directory.path)  # it has opened the file, and not locked it yet
+        take(file, operation)
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+    with pytest.raises(HeldError, match="try again"), directory.locked("a"):
+        pass
+    with directory.locked("a"):
+        pass
+
+
+def test_what_was_exported_at_an_end_gets_the_name_of_its_version(directory: RunDirectory) -> None:
+    for name in ("checkpoints/1-2", "checkpoints/1-3", "model", "model_best", "adapter", "adapter_1-3"):
+        (directory.path / name).mkdir(parents=True)
+    (directory.path / "checkpoints" / "best").symlink_to("1-2")
+
+    kept = directory.set_models_aside()
+
+    assert kept == ["model_1-3", "adapter_1-3", "model_1-2"]
+    names = sorted(path.name for path in directory.path.iterdir())
+    assert names == ["adapter_1-3", "checkpoints", "model_1-2", "model_1-3"]
 
 
 @pytest.mark.parametrize("path", ["/proc/foo/a", "/dev/null/a"])

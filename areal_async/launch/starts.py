@@ -1,0 +1,157 @@
+"""One start among a run's starts: what it finds of the earlier ones, what it changes, and what it leaves for the roles.
+
+The settings that a run had are those that it recorded, with what operators have changed since; a start is told of as
+far as it makes them otherwise, and a setting that it names holds from then on, whatever an operator had made of it.
+"""
+
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+
+from areal_async.bus import Bus
+from areal_async.change_record import record_change
+from areal_async.controller.sampler import is_without_mix
+from areal_async.errors import BusError, UserError
+from areal_async.events import SettingChanged
+from areal_async.journal import Journal
+from areal_async.launch.run_directory import RunDirectory, Said
+from areal_async.launch.supervisor import Notify
+from areal_async.live_settings import settings_now
+from areal_async.resumed_settings import Difference, differences, without
+from areal_async.run_state import Changes, RunState
+from areal_async.settings import Settings
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, RUN_STATE
+from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, Version, WeightsVersion
+
+RESUMED = "the run was resumed with it"
+"""Why a setting has changed that no order has."""
+LAST_WORDS_S = 5.0
+"""For the bus to take how the processes have ended, and to say where the run stands."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Who starts a run, and how."""
+
+    by: str
+    """As the run's record of changed settings is to name who."""
+    is_fresh: bool = False
+    """Forget what the bus holds of an earlier run of this name."""
+    named: frozenset[str] = frozenset()
+    """Settings that it speaks of, be it as they were."""
+    said: Said | None = None
+    """What the other sources of its settings say."""
+
+
+async def is_finished(bus: Bus, *, steps: int) -> bool:
+    """Say whether a run has finished, and came as far as it is wanted to come now."""
+    state, _ = await bus.get(RUN_STATE, RunState)
+    if state is None or state.state != "finished":
+        return False
+    newest, _ = await bus.get(bus.names.weights_key(), WeightsVersion)
+    return newest is None or Version.parse(newest.version).step >= steps
+
+
+async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: Start, *, notify: Notify) -> None:
+    """Tell of where the run goes on from and with what else than before, and leave its settings for the roles.
+
+    Raises:
+        UserError: its record cannot take what is changed.
+    """
+    changes, _ = await bus.get(CHANGES, Changes)
+    before = settings_now(directory.read_settings(), changes or Changes()) if directory.exists else settings
+    left = without(changes or Changes(), start.named)
+    changed = differences(before, settings_now(settings, left))
+    for one in changed:
+        await _check(bus, settings, one)
+    await _tell_where(bus, directory, settings.run.name, notify)
+    directory.write_settings(settings)
+    if start.said is not None:
+        directory.write_said(start.said)
+    if changes is not None and left != changes:
+        await bus.put(CHANGES, left)
+    for one in changed:
+        notify(one.sentence + (": for the prompts that are admitted from now on" if _is_ratio(one) else ""))
+        event = SettingChanged(setting=one.name, before=one.before, after=one.after, by=start.by, reason=RESUMED)
+        await anyio.to_thread.run_sync(record_change, directory.path, event)
+        await bus.tell(event)
+
+
+def _is_ratio(one: Difference) -> bool:
+    return one.name.startswith("tasks.") and one.name.endswith(".ratio")
+
+
+async def _check(bus: Bus, settings: Settings, one: Difference) -> None:
+    """Hold what is changed against what the run has recorded.
+
+    Raises:
+        UserError: its prompts follow from the mix that they were admitted by, or it has come further already.
+    """
+    if _is_ratio(one):
+        record, _ = await bus.get(ADMITTED, Admitted)
+        if is_without_mix(record):
+            raise UserError(
+                f"run {settings.run.name}: {one.sentence}; its prompts were admitted before each task had epochs of "
+                "its own, and their order follows from that: put back what was, choose another --run.name, or give "
+                "--fresh to start anew"
+            )
+    if one.name == "run.steps" and one.after < (done := await _last_cut_step(bus)):
+        raise UserError(f"run.steps: got {one.after}, need at least {done}: so many are cut for training already")
+
+
+async def _last_cut_step(bus: Bus) -> int:
+    """Return the last step of which the journal holds the cut; 0 for none."""
+    journal, names = Journal(), bus.names
+    for message in await bus.read_log(names.outcomes_stream, names.cuts):
+        if (entry := await bus.decode(message, Cut)) is not None:
+            journal.add_cut(entry, sequence=message.sequence)
+    return max(journal.cuts, default=journal.restored_step)
+
+
+async def _tell_where(bus: Bus, directory: RunDirectory, run: str, notify: Notify) -> None:
+    """Say from which step the run goes on; of one that had finished, after what was its end is set aside."""
+    state, _ = await bus.get(RUN_STATE, RunState)
+    record, _ = await bus.get(CHECKPOINT, CheckpointRecord)
+    if state is None:
+        return
+    step = Version.parse(record.version).step if record is not None else 0
+    if state.state == "finished":
+        kept = directory.set_models_aside()
+        aside = f"; the model of that step is kept as {' and '.join(kept)}" if kept else ""
+        notify(f"run {run} had finished, and goes on from step {step}{aside}")
+        return
+    again = await _replayed(bus, after_step=step)
+    notify(f"run {run} goes on from step {step}{', its newest checkpoint' if step else ''}{again}")
+
+
+async def _replayed(bus: Bus, *, after_step: int) -> str:
+    """Say which steps are trained from the journal, as far as its last entry tells."""
+    last = await bus.get_last(bus.names.outcomes_stream, bus.names.cuts)
+    entry = await bus.decode(last, Cut) if last is not None else None
+    if entry is None or entry.kind is not CutKind.CUT or entry.step <= after_step:
+        return ""
+    first, last_step = after_step + 1, entry.step
+    steps = f"step {first}" if first == last_step else f"steps {first} to {last_step}"
+    return f"; first it trains {steps} as cut before, from what is stored"
+
+
+async def resume_point(bus: Bus, directory: RunDirectory) -> int:
+    """Return the step that the next start goes on from; of a broker that does not answer, as the files have it."""
+    with anyio.move_on_after(LAST_WORDS_S, shield=True):
+        try:
+            record, _ = await bus.get(CHECKPOINT, CheckpointRecord)
+        except BusError:
+            return directory.checkpointed_step
+        return Version.parse(record.version).step if record is not None else 0
+    return directory.checkpointed_step
+
+
+async def has_tickets(bus: Bus) -> bool:
+    """Say whether a prompt was ever admitted; of a broker that does not answer, that one may have been."""
+    with anyio.move_on_after(LAST_WORDS_S, shield=True):
+        try:
+            return (await bus.stream_state(bus.names.tickets_stream)).last_sequence > 0
+        except BusError:
+            return True
+    return True
