@@ -1,7 +1,7 @@
 """Settings that may change while the run goes on, and why the others may not. Pure.
 
 A change is a value under a setting's dotted name, beside what the settings said when it was made. Invariant: it holds
-as long as they still say that. Whoever resumes the run and names the setting has decided anew.
+as long as they still say that. Whoever resumes the run with another value has decided anew.
 
 What a step is computed with (the rate, the bound on the age, ``STEP_NUMBERS``) is written into the step's cut when the
 batch is cut, so that a step which is trained again after a crash is trained with the same, and all ranks agree.

@@ -16,6 +16,8 @@ from areal_async.settings_paths import with_real_paths
 
 EMBEDDED = "embedded"
 """``bus.url`` of a broker of the run's own."""
+ASIDE = ("run.directory", "metrics.traces_key")
+"""Where a run was found, and a name that is made for it."""
 MAX_VALUE = 100
 """Characters of a value that is told."""
 
@@ -34,13 +36,12 @@ class Difference(NamedTuple):
 
 
 def differences(before: Settings, now: Settings) -> list[Difference]:
-    """Return every setting that differs, in the order of the file. Where a run's directory is, is no setting of it.
+    """Return every setting that differs, in the order of the file, but for those that say nothing of the run.
 
     Two spellings of a path are of one file, and do not differ.
     """
-    before_file, now_file = (with_real_paths(one.model_dump(mode="json"), Settings) for one in (before, now))
-    found = _differences(before_file, now_file, "")
-    return [one for one in found if one.name != "run.directory"]
+    was, is_now = (with_real_paths(one.model_dump(mode="json"), Settings) for one in (before, now))
+    return [one for one in _differences(was, is_now, "") if one.name not in ASIDE]
 
 
 def refuse_kept(before: Settings, now: Settings) -> None:
@@ -62,7 +63,7 @@ def refuse_kept(before: Settings, now: Settings) -> None:
 
 
 def without(changes: Changes, names: Collection[str]) -> Changes:
-    """Return operators' changes without those of settings that whoever starts the run names himself."""
+    """Return operators' changes without those of some settings, which never hold again."""
     return Changes(by_setting={name: change for name, change in changes.by_setting.items() if name not in names})
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from areal_async.controller.accounts import RUN_ENDED, Accounts
 from areal_async.doctor.evidence import ArchivedSlot, Evidence, StoredSlot
 from areal_async.journal import Journal
-from areal_async.types import Cut, CutSlot, Outcome, OutcomeKind, Version
+from areal_async.types import Cut, CutKind, CutSlot, Outcome, OutcomeKind, Version
 
 TRAINED = OutcomeKind.TRAINED.value
 IN_TRAINING = "in a cut that no checkpoint holds"
@@ -56,6 +56,8 @@ class Books:
     """By sample uid."""
     groups: dict[str, str] = field(init=False)
     """Fate of every group that anything speaks of."""
+    ended: set[str] = field(init=False)
+    """Groups that the run's end found unsettled, and after which it has not gone on."""
     fates: dict[str, Fate] = field(init=False)
     """Fate of every trajectory that is known to have been stored, by sample uid."""
     received: dict[str, tuple[str, int]] = field(init=False)
@@ -65,12 +67,16 @@ class Books:
         evidence = self.evidence
         self.journal = Journal()
         self.accounts = Accounts(max_groups_in_flight=evidence.rules.max_groups_in_flight)
+        self.ended = set()
         for entry in evidence.log:
             if isinstance(entry, Cut):
                 self.journal.add_cut(entry, sequence=0)
                 self.accounts.add_cut(entry, sequence=0)
+                if entry.kind is CutKind.BEGIN:
+                    self.ended.clear()
             else:
-                self.journal.add_outcome(entry)
+                if self.journal.add_outcome(entry) and entry.reason == RUN_ENDED:
+                    self.ended.add(entry.group_id)
                 self.accounts.add_outcome(entry)
         self.checkpoint_step = Version.parse(evidence.ledger.version).step if evidence.ledger else 0
         self.steps = {}
@@ -156,9 +162,8 @@ class Books:
                 return Fate(group_id, sibling, SlotFate.TRAINED)
             return Fate(group_id, sibling, SlotFate.LOST, f"cut for step {step}, which trained without it")
         stored = self.stored.get(uid)
-        outcome = self.journal.outcomes.get(group_id)
-        if outcome is not None and outcome.reason == RUN_ENDED and stored is None:
-            # Recorded for whatever nobody had settled; nobody acks after the end.
+        if group_id in self.ended and stored is None:
+            # Recorded for whatever nobody had settled; nobody acks after the end, until a lineage goes on from there.
             return Fate(group_id, sibling, SlotFate.LOST, "acknowledged, and gone before the run's end abandoned it")
         if fate not in (OPEN, IN_TRAINING):
             return Fate(group_id, sibling, fate)

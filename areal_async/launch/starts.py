@@ -1,7 +1,8 @@
 """One start among a run's starts: what it finds of the earlier ones, what it changes, and what it leaves for the roles.
 
 The settings that a run had are those that it recorded, with what operators have changed since; a start is told of as
-far as it makes them otherwise, and a setting that it names holds from then on, whatever an operator had made of it.
+far as it makes them otherwise. What it says otherwise than the record holds, whatever an operator had made of it; where
+it repeats the record, as the same command does, the operator's change holds.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from areal_async.events import SettingChanged
 from areal_async.journal import Journal
 from areal_async.launch.run_directory import RunDirectory, Said
 from areal_async.launch.supervisor import Notify
-from areal_async.live_settings import settings_now
+from areal_async.live_settings import held_changes, settings_now, value_of
 from areal_async.resumed_settings import Difference, differences, without
 from areal_async.run_state import Changes, RunState
 from areal_async.settings import Settings
@@ -59,18 +60,25 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
     Raises:
         UserError: its record cannot take what is changed.
     """
-    changes, _ = await bus.get(CHANGES, Changes)
-    before = settings_now(directory.read_settings(), changes or Changes()) if directory.exists else settings
-    left = without(changes or Changes(), start.named)
-    changed = differences(before, settings_now(settings, left))
+    found, _ = await bus.get(CHANGES, Changes)
+    changes = found or Changes()
+    recorded = directory.read_settings() if directory.exists else settings
+    left = without(changes, {one.name for one in differences(recorded, settings)})
+    changed = differences(settings_now(recorded, changes), settings_now(settings, left))
     for one in changed:
         await _check(bus, settings, one)
     await _tell_where(bus, directory, settings.run.name, notify)
     directory.write_settings(settings)
     if start.said is not None:
         directory.write_said(start.said)
-    if changes is not None and left != changes:
+    if left != changes:
         await bus.put(CHANGES, left)
+    for name, value in held_changes(settings, left):
+        if name in start.named and value != value_of(settings, name):
+            by = left.by_setting[name].by or "an operator"
+            notify(
+                f"{name} is {value}, as {by} has changed it: resume --set {name}=... changes it once the run goes on"
+            )
     for one in changed:
         notify(one.sentence + (": for the prompts that are admitted from now on" if _is_ratio(one) else ""))
         event = SettingChanged(setting=one.name, before=one.before, after=one.after, by=start.by, reason=RESUMED)

@@ -14,7 +14,7 @@ from areal_async.cli.run import Chosen, choose
 from areal_async.errors import UserError
 from areal_async.kept_settings import KEPT, why_kept
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.resumed_settings import differences, refuse_kept
+from areal_async.resumed_settings import ASIDE, differences, refuse_kept
 from areal_async.settings import Settings
 from areal_async.settings_sources import Assignment, load_settings, override_settings, resolve
 from tests.unit.test_kept_settings import PLACES
@@ -292,8 +292,8 @@ OTHERWISE: dict[str, Any] = {
     "metrics.traces_ratio": 0.5, "launch.backend": "slurm", "bus.url": "nats://there:4222", "bus.http_port": 8222,
 }  # fmt: skip
 """Another value of the settings of which none follows from their type."""
-STAYS = ("run.directory", "trainer.engine")
-"""A place, and one that knows one value."""
+STAYS = (*ASIDE, "trainer.engine")
+"""The last knows one value."""
 
 
 def _recorded(name: str) -> Settings:

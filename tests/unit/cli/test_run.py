@@ -328,6 +328,17 @@ def test_a_resume_whose_broker_does_not_start_leaves_the_settings_as_they_were(p
     assert directory.read_settings().tasks[0].ratio == 1.0
 
 
+def test_a_first_start_whose_broker_does_not_start_leaves_the_name_free(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for seed in ("1", "2"):  # another run each time, of which nothing is to go on
+            assert main(["run", "workflows/gsm8k.py", "--run.seed", seed, "--bus.port", str(port)]) == 2
+            assert capsys.readouterr().err.startswith(f"bus.port: port {port} of 127.0.0.1 is taken; ")
+            assert list((place / "runs").iterdir()) == []
+
+
 def test_servers_interpreter_that_is_not_there_is_refused_with_the_remedy(place: Path) -> None:
     check_interpreter(None)
     check_interpreter(Path(sys.executable))

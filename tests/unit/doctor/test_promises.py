@@ -91,6 +91,8 @@ def test_the_end_of_the_run_is_no_excuse_for_a_trajectory_that_is_gone() -> None
     evidence.stored = [stored(WAITING, 1)]
 
     assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 0)]
+    evidence.log.append(Cut(kind=CutKind.BEGIN, lineage=2, step=2))
+    assert ruling(evidence, "P1").verdict is Verdict.PROVED, "the run went on from its end, and removed what that left"
 
 
 def test_what_is_cut_and_in_no_checkpoint_must_still_be_stored() -> None:

@@ -198,26 +198,38 @@ async def _changes_told(settings: Settings) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("was", "given", "told"),
-    [(1.0, 2.0, []), (1.0, 3.0, [(2.0, 3.0)]), (1.0, 1.0, [(2.0, 1.0)]), (1.0, None, [])],
-    ids=["what an operator had set", "something else", "what it was given at first", "nothing"],
+    ("was", "given", "told", "holds"),
+    [
+        (1.0, 2.0, [], 2.0),
+        (1.0, 3.0, [(2.0, 3.0)], 3.0),
+        (3.0, 1.0, [(3.0, 1.0)], 1.0),
+        (1.0, 1.0, [], 2.0),
+    ],
+    ids=["what an operator had set", "something else", "what it was when that was set", "the same command"],
 )
-async def test_what_a_resume_names_holds_whatever_operators_had_made_of_it(
-    settings: Settings, directory: RunDirectory, was: float, given: float | None, told: list[tuple[float, float]]
+async def test_a_resume_with_another_value_goes_before_what_operators_had_changed(
+    settings: Settings,
+    directory: RunDirectory,
+    was: float,
+    given: float,
+    told: list[tuple[float, float]],
+    holds: float,
 ) -> None:
     """They had changed a ratio of 1 to 2."""
     directory.write_settings(_mixed(settings, 1.0, was))
     async with _bucket(settings) as bus:
-        await bus.put(CHANGES, Changes(by_setting={"tasks.1.ratio": Change(value=2.0, given=1.0)}))
+        await bus.put(CHANGES, Changes(by_setting={"tasks.1.ratio": Change(value=2.0, given=1.0, by="bob")}))
+    said: list[str] = []
 
-    now = _mixed(settings, 1.0, was if given is None else given)
-    await _launch(now, _StandIns("pass"), named=[] if given is None else ["tasks.1.ratio"])
+    await _launch(_mixed(settings, 1.0, given), _StandIns("pass"), named=["tasks.1.ratio"], notify=said.append)
 
     assert [(event["before"], event["after"]) for event in await _changes_told(settings)] == told
     async with _bucket(settings) as bus:
         changes, _ = await bus.get(CHANGES, Changes)
         assert changes is not None
-    assert settings_now(directory.read_settings(), changes).tasks[1].ratio == (2.0 if given is None else given)
+    assert settings_now(directory.read_settings(), changes).tasks[1].ratio == holds
+    notice = "tasks.1.ratio is 2.0, as bob has changed it: resume --set tasks.1.ratio=... changes it"
+    assert any(one.startswith(notice) for one in said) == (given == 1.0 == was)
 
 
 async def test_a_run_that_has_finished_keeps_the_settings_that_it_had(
