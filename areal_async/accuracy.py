@@ -1,11 +1,64 @@
-"""How sure a mean reward over held-out rows is."""
+"""What answers to held-out rows come to: their mean reward and how sure that is, avg@k and pass@k, and what failed."""
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 Z_95 = 1.959964
 """Of the standard normal distribution 95 % lie within this."""
+PASS_REWARD = 1.0
+"""Reward from which on an answer counts as right in pass@k."""
+MAX_REASONS = 5
+MAX_REASON_CHARACTERS = 300
+
+
+class Measured(NamedTuple):
+    """What the answers to some rows came to."""
+
+    accuracy: float | None
+    """Mean over the rows of the mean reward of their answers, which is avg@k; None for no answer."""
+    low: float | None
+    high: float | None
+    """Ends of its 95 % interval over rows, where it has one."""
+    pass_at: dict[str, float]
+    """k -> pass@k, for 1, 2, 4, ... and the number of answers; empty for one answer a row."""
+
+
+def measure(rows: Iterable[Sequence[float]], *, num_samples: int) -> Measured:
+    """Sum up the rewards of each row's scored answers; rows without one are left out."""
+    scored = [rewards for rewards in rows if rewards]
+    means = [math.fsum(rewards) / len(rewards) for rewards in scored]
+    low, high = interval_95(means) or (None, None)
+    sizes = [1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples]
+    found = {size: pass_at(size, scored) for size in [*sizes, num_samples]} if num_samples > 1 else {}
+    return Measured(
+        accuracy=math.fsum(means) / len(means) if means else None,
+        low=low,
+        high=high,
+        pass_at={str(size): value for size, value in found.items() if value is not None},
+    )
+
+
+def pass_at(size: int, rows: Iterable[Sequence[float]]) -> float | None:
+    """Return the chance that one of ``size`` answers to a row is right, estimated without bias from all it has.
+
+    Rows with fewer scored answers are left out; None where none has as many.
+
+    Source: Chen et al. 2021, "Evaluating large language models trained on code", arXiv 2107.03374, equation 1.
+    """
+    chances = []
+    for rewards in rows:
+        count, num_right = len(rewards), sum(reward >= PASS_REWARD for reward in rewards)
+        if count >= size:
+            chances.append(1 - math.comb(count - num_right, size) / math.comb(count, size))
+    return math.fsum(chances) / len(chances) if chances else None
+
+
+def most_frequent(reasons: Iterable[str]) -> dict[str, int]:
+    """Return the reasons that were given most often, shortened, with how often."""
+    return dict(Counter(reason[:MAX_REASON_CHARACTERS] for reason in reasons).most_common(MAX_REASONS))
 
 
 def interval_95(rewards: Sequence[float]) -> tuple[float, float] | None:

@@ -117,9 +117,11 @@ class GroupDead(Event, frozen=True, kw_only=True, tag="group.dead"):
 class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation.finished"):
     version: str
     workflow: str
-    accuracy: float
+    accuracy: float | None
     num_scored: int
     num_failed: int
+    pass_at: dict[str, float] = {}
+    reasons: dict[str, int] = {}
 
 
 class AlarmEvent(Event, frozen=True, kw_only=True):

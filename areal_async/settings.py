@@ -290,6 +290,12 @@ class Settings(Section):
             self.algorithm.check_run(max_new_tokens=rollout.sampling.max_new_tokens)
         if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
             raise ValueError("eval.dataset: got one beside tasks.0.eval.dataset, need one of them; leave the other out")
+        for task, _, _ in self.held_out if self.eval.samples > 1 else ():
+            if not self.rollout_of(task.name).sampling.temperature:
+                raise ValueError(
+                    f"eval.samples: got {self.eval.samples} with a temperature of 0 for {task.name}, which answers "
+                    "alike each time, need 1; or raise rollout.sampling.temperature"
+                )
         has_held_out = self.eval.dataset is not None or any(task.eval.dataset is not None for task in self.tasks)
         if self.trainer.keep_best == "accuracy" and not (has_held_out and self.eval.every_steps):
             raise ValueError(
@@ -338,6 +344,11 @@ class Settings(Section):
             return self.rollout
         sampling = self.rollout.sampling.model_copy(update=changes.get("sampling", {}))
         return self.rollout.model_copy(update={**changes, "sampling": sampling})
+
+    def eval_sampling_of(self, workflow: str) -> SamplingSettings:
+        """Return how held-out rows of one task are answered: greedily, or as in training where each has several."""
+        sampling = self.rollout_of(workflow).sampling
+        return sampling if self.eval.samples > 1 else sampling.greedy
 
     @property
     def held_out(self) -> list[tuple[TaskSettings, DatasetSettings, int]]:

@@ -292,9 +292,9 @@ def settled(outcome: Outcome) -> Span:
 
 
 def asked(ticket: EvalTicket) -> Span:
-    """The first span of a row: its ticket is published; one that is published again is below the first."""
+    """The first span of a row: its ticket is published; those of other samples, or published again, are below it."""
     place = tracing.of_row(ticket.eval_id, ticket.index)
-    make = tracing.span if ticket.attempt else tracing.first_span
+    make = tracing.span if ticket.attempt or ticket.sample else tracing.first_span
     return make(f"ask {ticket.workflow}", place, kind=PRODUCER, attributes={**_of_row(ticket), **_sent("eval")})
 
 
@@ -319,14 +319,16 @@ def answer(ticket: EvalTicket) -> Span:
     )
 
 
-def tried(workflow: str, *, eval_id: str, index: int) -> Span:
-    """The first span of a row that no ticket asks for: the one call of a workflow that answers it."""
-    return tracing.first_span(
+def tried(workflow: str, *, eval_id: str, index: int, sample: int) -> Span:
+    """The first span of a row that no ticket asks for: a call of a workflow that answers it; others are below it."""
+    make = tracing.span if sample else tracing.first_span
+    return make(
         f"invoke_workflow {workflow}",
         tracing.of_row(eval_id, index),
         attributes={
             "areal.eval_id": eval_id,
             "areal.eval.index": index,
+            "areal.eval.sample": sample,
             "areal.workflow": workflow,
             "gen_ai.operation.name": "invoke_workflow",
             "gen_ai.workflow.name": workflow,
@@ -359,7 +361,12 @@ def received_result(result: EvalResult, delivery: Stored) -> None:
         tracing.of_row(result.eval_id, result.index),
         start_ns=delivery.stored_ns,
         kind=CONSUMER,
-        attributes={"areal.eval_id": result.eval_id, "areal.eval.index": result.index, **_received("eval")},
+        attributes={
+            "areal.eval_id": result.eval_id,
+            "areal.eval.index": result.index,
+            "areal.eval.sample": result.sample,
+            **_received("eval"),
+        },
     )
 
 
@@ -416,6 +423,7 @@ def _of_row(ticket: EvalTicket) -> dict[str, Value]:
         "areal.eval_id": ticket.eval_id,
         "areal.eval.index": ticket.index,
         "areal.eval.attempt": ticket.attempt,
+        "areal.eval.sample": ticket.sample,
         "areal.workflow": ticket.workflow,
     }
 

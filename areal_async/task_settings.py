@@ -127,7 +127,7 @@ class TaskSettings(Section):
 
 
 class EvalSettings(Section):
-    """Greedy evaluation on held-out rows, beside training and without credits."""
+    """Evaluation on held-out rows, beside training and without credits."""
 
     every_steps: int = Field(default=20, ge=0, le=MAX_STEP)
     """Training steps between evaluations, besides the first and the last; 0 for only these two."""
@@ -135,6 +135,8 @@ class EvalSettings(Section):
     """Held-out rows of the first task; ``None`` for those that each task names (``tasks.0.eval``), if any."""
     limit: int = Field(default=256, ge=1)
     """Rows to take of each task, from the first."""
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Answers to each row. One is greedy; several are sampled as in training, for avg@k and pass@k."""
 
 
 class CurriculumSettings(Section):

@@ -420,7 +420,7 @@ class Admitted(Record, frozen=True, kw_only=True):
 
 
 class EvalTicket(Record, frozen=True, kw_only=True):
-    """The right to answer one held-out prompt once, greedily."""
+    """The right to answer one held-out prompt once."""
 
     eval_id: VersionText
     """The weights version the evaluation was asked for."""
@@ -430,6 +430,13 @@ class EvalTicket(Record, frozen=True, kw_only=True):
     row: dict[str, Any]
     attempt: Count = 0
     """Above 0 when it is asked again, because its ticket or its result was lost."""
+    sample: Count = 0
+    """Which of the answers to that prompt."""
+
+    @property
+    def answer(self) -> str:
+        """Name of what it asks for, once: of a first sample, as of an only one."""
+        return f"{self.eval_id}.{self.index}" + (f".{self.sample}" if self.sample else "")
 
 
 class EvalResult(Record, frozen=True, kw_only=True):
@@ -442,6 +449,7 @@ class EvalResult(Record, frozen=True, kw_only=True):
     """Set when there is no reward."""
     oldest: OptionalVersionText = ""
     newest: OptionalVersionText = ""
+    sample: Count = 0
 
 
 class EvalRecord(Record, frozen=True, kw_only=True):
@@ -451,9 +459,10 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     step: Count
     workflow: str = ""
     """Whose rows they are."""
-    accuracy: float
-    """Mean reward over the rows that were scored."""
+    accuracy: float | None
+    """Mean reward over the rows that were scored, avg@k where each has several answers; None where none was scored."""
     num_scored: Count
+    """Answers with a reward: one a row, or ``num_samples``."""
     num_failed: Count
     oldest: VersionText
     newest: VersionText
@@ -461,6 +470,12 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
     """Ends of the accuracy's 95 % interval, where it has one."""
+    num_samples: Count = 1
+    """Answers that each row was asked for; one is greedy."""
+    pass_at: dict[str, float] = {}
+    """pass@k by k, where there are several."""
+    reasons: dict[str, Count] = {}
+    """Why answers have no reward, and how often: the most frequent."""
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):

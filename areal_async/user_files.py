@@ -53,6 +53,8 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
     try:
         spec.loader.exec_module(module)
         is_loaded = True
+    except ModuleNotFoundError as exc:
+        raise ModuleNotFoundError(f"{exc}, neither installed, nor in {root_entry}, nor beside the file") from exc
     finally:
         if not is_loaded:
             del sys.modules[name]

@@ -85,8 +85,8 @@ def publication(version: str) -> str:
     return f"publication {version}"
 
 
-def row(eval_id: str, index: int) -> str:
-    return f"row {eval_id}.{index}"
+def row(answer: str) -> str:
+    return f"row {answer}"
 
 
 class WaitRecord(msgspec.Struct, frozen=True, array_like=True):

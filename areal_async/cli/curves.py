@@ -65,7 +65,8 @@ class Follower:
             self._told_steps.append(_step(line))
         for line in self._evaluations_file.read_new().lines:
             self._curves.add(
-                {"accuracy": line.get("accuracy"), "num_failed": line.get("num_failed")},
+                {"accuracy": line.get("accuracy"), "num_failed": line.get("num_failed")}
+                | {f"pass@{size}": chance for size, chance in (line.get("pass_at") or {}).items()},
                 step=Version.parse(str(line.get("eval_id"))).step,
                 prefix=f"eval/{line['workflow']}/" if line.get("workflow") else "eval/",
             )

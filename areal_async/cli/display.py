@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
+from areal_async.cli.evaluated import figure
 from areal_async.cli.token_text import visible
 from areal_async.cli.view import RunView, by_task, evaluation_text, notice_text, number, step_text, trained_tokens_per_s
 from areal_async.launch.supervisor import Notify
@@ -149,7 +150,7 @@ def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
         requests = int(number(server, "num_requests"))
         yield f"server {name}", Text(f"version {server.get('version') or 'none'}, {requests} requests{fence}")
     for workflow, evaluations in by_task(view.evaluations, view.settings).items() if view.evaluations else ():
-        last = [f"{number(line, 'accuracy'):.3f} @{line.get('step', '?')}" for line in evaluations[-6:]]
+        last = [f"{figure(line)} @{line.get('step', '?')}" for line in evaluations[-6:]]
         yield f"eval {workflow}".strip(), Text("  ".join(last))
     for name, state in sorted(view.roles.items()):
         yield name, Text(str(state))

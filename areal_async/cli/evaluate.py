@@ -1,4 +1,4 @@
-"""``eval``: how right a model's greedy answers to held-out rows are.
+"""``eval``: how right a model's answers to held-out rows are: one greedy one each, or several that are sampled.
 
 Of a model folder, or of a run that is over: here, by the code of a node, as ``try`` does it. Of a run that lives: by
 its own nodes, under the weights that its servers hold now; the controller is asked.
@@ -8,9 +8,9 @@ import argparse
 import logging
 import secrets
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from areal_async import log
-from areal_async.accuracy import interval_95
+from areal_async.accuracy import measure, most_frequent
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, chosen, write
@@ -29,7 +29,7 @@ from areal_async.cli.run import load_run_settings
 from areal_async.cli.speech import json_text, settings_help
 from areal_async.cli.trial_output import figure
 from areal_async.cli.trials import TemporaryFolder, opened_trial
-from areal_async.cli.try_ import SPARE_STREAMS, check, choose_trial_config, task_of
+from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.data import load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.exporters.traces import recording
@@ -37,11 +37,10 @@ from areal_async.host import visible_gpus
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.metrics_settings import TO_FILES
-from areal_async.rollout.trial import Attempt
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.settings_sources import load_settings
 from areal_async.speech import say
-from areal_async.types import EvalRecord, Prompt, SlotStatus, mean
+from areal_async.types import EvalRecord, Prompt, Slot, SlotStatus
 from areal_async.wire import decode_json
 
 POLL_S = 1.0
@@ -57,27 +56,33 @@ class Result:
     workflow: str
     model: str
     """A folder, or a live run's weights version."""
-    accuracy: float
-    """Mean reward over the rows that were scored."""
+    accuracy: float | None
+    """Mean reward over the rows that were scored, avg@k of several answers; None where none was scored."""
     low: float | None
     high: float | None
     """Ends of its 95 % interval, where it has one."""
     num_scored: int
     num_failed: int
-    """Rows without a reward, rejected ones too."""
+    """Answers without a reward, rejected ones too."""
     reasons: dict[str, int]
-    """Why, and how often; empty where a live run's nodes have them."""
+    """Why, and how often."""
+    num_samples: int = 1
+    """Answers to each row."""
+    pass_at: dict[str, float] = field(default_factory=dict)
+    """pass@k by k, of several answers."""
 
     @property
     def sentence(self) -> str:
         """The line for people."""
-        rows = f"{self.num_scored} rows scored, {self.num_failed} failed"
-        if not self.num_scored:
-            return f"{self.workflow}: no accuracy: {rows}"
+        name, counted = ("accuracy", "rows") if self.num_samples == 1 else (f"avg@{self.num_samples}", "answers")
+        count = f"{self.num_scored} {counted} scored, {self.num_failed} failed"
+        if self.accuracy is None:
+            return f"{self.workflow}: no {name}: {count}"
         ends = ""
         if self.low is not None and self.high is not None:
             ends = f" (95 % interval {figure(self.low)} to {figure(self.high)})"
-        return f"{self.workflow}: accuracy {figure(self.accuracy)}{ends}, {rows}"
+        chances = "".join(f", pass@{size} {figure(chance)}" for size, chance in self.pass_at.items())
+        return f"{self.workflow}: {name} {figure(self.accuracy)}{ends}{chances}, {count}"
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -86,6 +91,8 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(settings_help(Settings))
         return 0
     check_arguments(arguments)
+    if arguments.samples is not None:
+        overrides = ["--eval.samples", arguments.samples, *overrides]
     if arguments.run is None:
         results = _of_model(arguments, overrides)
     else:
@@ -147,21 +154,25 @@ def tell(result: Result, *, as_json: bool) -> None:
         say(f"  {count} time{'s' if count != 1 else ''}: {reason}")
 
 
-def result_of(attempts: Sequence[Attempt], *, workflow: str, model: str) -> Result:
-    """Return what the attempts at all rows came to."""
-    slots = [attempt.trajectory.slot for attempt in attempts]
-    rewards = [slot.reward for slot in slots if slot.status is SlotStatus.SCORED]
-    reasons = Counter(slot.reason for slot in slots if slot.status is not SlotStatus.SCORED)
-    low, high = interval_95(rewards) or (None, None)
+def result_of(answers: Sequence[tuple[int, Slot]], *, workflow: str, model: str, num_samples: int = 1) -> Result:
+    """Return what answers came to, each given with its row's place."""
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for row, slot in answers:
+        if slot.status is SlotStatus.SCORED:
+            rewards[row].append(slot.reward)
+    measured = measure(rewards.values(), num_samples=num_samples)
+    num_scored = sum(map(len, rewards.values()))
     return Result(
         workflow=workflow,
         model=model,
-        accuracy=mean(rewards),
-        low=low,
-        high=high,
-        num_scored=len(rewards),
-        num_failed=len(slots) - len(rewards),
-        reasons=dict(reasons),
+        accuracy=measured.accuracy,
+        low=measured.low,
+        high=measured.high,
+        num_scored=num_scored,
+        num_failed=len(answers) - num_scored,
+        reasons=most_frequent(slot.reason for _, slot in answers if slot.status is not SlotStatus.SCORED),
+        num_samples=num_samples,
+        pass_at=measured.pass_at,
     )
 
 
@@ -238,19 +249,25 @@ async def _run(
 ) -> Result:
     rows: Any = await anyio.to_thread.run_sync(lambda: load_rows(dataset, shows_progress=False))
     prompts = [Prompt(epoch=0, index=index, row=rows[index]) for index in range(min(limit, len(rows)))]
-    attempts: list[Attempt] = []
+    num_samples = settings.eval.samples
+    answers: list[tuple[int, Slot]] = []
     eval_id = f"{Path(settings.model.path).name}.{secrets.token_hex(4)}"  # another one in every evaluation's traces
     async with opened_trial(
         settings,
         task,
         urls=urls,
         logs=logs,
-        max_streams=len(prompts) + SPARE_STREAMS,
+        max_streams=min(len(prompts) * num_samples, MAX_ATTEMPTS) + SPARE_STREAMS,
         tell=_warn,
         eval_id=eval_id,
     ) as (trial, _):
-        await trial.run(prompts, num_siblings=1, tell=attempts.append)
-    return result_of(attempts, workflow=task.name, model=", ".join(urls) or settings.model.path)
+        await trial.run(
+            prompts,
+            num_siblings=num_samples,
+            tell=lambda attempt: answers.append((attempt.prompt.index, attempt.trajectory.slot)),
+        )
+    model = ", ".join(urls) or settings.model.path
+    return result_of(answers, workflow=task.name, model=model, num_samples=num_samples)
 
 
 def _warn(text: str) -> None:
@@ -267,7 +284,7 @@ def _of_live_run(directory: RunDirectory, arguments: argparse.Namespace, overrid
         UserError: rows or settings of one's own, the run has no held-out rows, or its controller is away.
     """
     if overrides or arguments.limit is not None:
-        given = "--limit" if arguments.limit is not None else overrides[0]
+        given = "--limit" if arguments.limit is not None else "--samples" if arguments.samples else overrides[0]
         raise UserError(
             f"{given}: got it for a live run, which evaluates by its own settings; name a --version as well"
         )
@@ -318,5 +335,7 @@ def _result_of_record(record: EvalRecord) -> Result:
         high=record.high,
         num_scored=record.num_scored,
         num_failed=record.num_failed,
-        reasons={},
+        reasons=record.reasons,
+        num_samples=record.num_samples,
+        pass_at=record.pass_at,
     )

@@ -122,7 +122,7 @@ VERBS = {
     ),
     "eval": Verb(
         "evaluate",
-        "how right greedy answers to held-out rows are: of a model, or of a run",
+        "how right answers to held-out rows are: of a model, or of a run",
         (
             ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; or else --run"}),
             ("--config", {"metavar": "FILE.yaml", "help": "as for run; the settings of gsm8k where there is none"}),
@@ -134,6 +134,10 @@ VERBS = {
                 {"metavar": "VERSION", "help": "with --run: of that checkpoint, 1-20, or last, or best; else model/"},
             ),
             ("--limit", {"metavar": "N", "type": int, "help": "only the first so many rows (eval.limit)"}),
+            (
+                "--samples",
+                {"metavar": "K", "help": "so many sampled answers a row: avg@k, pass@k (eval.samples)"},
+            ),
             ("--json", {"action": "store_true", "help": "one JSON object per task"}),
             _HELP_SETTINGS,
         ),

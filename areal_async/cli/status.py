@@ -21,6 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus, Message, Report, gather_reports
+from areal_async.cli.evaluated import figure, last_evaluation
 from areal_async.cli.liveness import AskLive, awaiting_beat, locked
 from areal_async.cli.tail import decode_object, read_last_json_line
 from areal_async.cli.token_text import visible
@@ -92,7 +93,8 @@ class Status:
     reward_mean: float | None
     """Of the newest step."""
     accuracy: float | None
-    """Of the newest evaluation."""
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """Of the newest evaluation, and all that it came to."""
     admitted: int
     settled: int
     in_flight: int
@@ -241,7 +243,6 @@ async def read_snapshot(
     known = {key: one for key, one in records.items() if isinstance(one, CrewState)}
     members = members_of(settings, reports, known)
     line = newest_step(settings, reports)
-    evaluation = read_last_json_line(settings.run_directory / "eval.jsonl")
     books = reports.get(("controller", "0"), {})
     is_live = bool(reports) or (run_state.state == "running" and await ask_live())
     state = state_of(run_state, control, members, is_live=is_live)
@@ -256,7 +257,7 @@ async def read_snapshot(
         steps=int(books.get("steps", settings.run.steps)),
         weights_version=weights.version if weights is not None else "",
         reward_mean=line.get("reward_mean"),
-        accuracy=evaluation.get("accuracy") if evaluation else None,
+        **last_evaluation(settings.run_directory),
         admitted=int(books.get("admitted", 0)),
         settled=int(books.get("settled", 0)),
         in_flight=int(books.get("in_flight", 0)),
@@ -287,7 +288,6 @@ def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -
 def without_broker(settings: Settings, reason: str) -> Status:
     """Return what the run's files alone say of it."""
     line = read_last_json_line(settings.run_directory / "metrics.jsonl") or {}
-    evaluation = read_last_json_line(settings.run_directory / "eval.jsonl")
     others = [replace(one, presence=UNKNOWN, why="") for one in members_of(settings, {}, {})]
     return Status(
         run=settings.run.name,
@@ -297,7 +297,7 @@ def without_broker(settings: Settings, reason: str) -> Status:
         steps=settings.run.steps,
         weights_version=str(line.get("weights_version", "")),
         reward_mean=line.get("reward_mean"),
-        accuracy=evaluation.get("accuracy") if evaluation else None,
+        **last_evaluation(settings.run_directory),
         admitted=0,
         settled=0,
         in_flight=0,
@@ -406,8 +406,8 @@ def render(status: Status) -> Iterable[Table | Text]:
     facts = Table.grid(padding=(0, 2))
     facts.add_row("step", f"{status.step}/{status.steps}, weights {status.weights_version or 'none yet'}")
     if status.reward_mean is not None:
-        accuracy = f", last evaluation {status.accuracy:.3f}" if status.accuracy is not None else ""
-        facts.add_row("reward", f"{status.reward_mean:.3f}{accuracy}")
+        held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
+        facts.add_row("reward", f"{status.reward_mean:.3f}{held_out}")
     facts.add_row(
         "groups",
         f"{status.admitted} admitted, {status.settled} settled, {status.in_flight} in flight, {status.credits} credits",

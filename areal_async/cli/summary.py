@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from areal_async.cli.evaluated import answers, failures, figure, kind
 from areal_async.cli.tail import Line, read_json_lines
 from areal_async.cli.view import by_task, number
 from areal_async.settings import Settings
@@ -52,18 +53,17 @@ def _reward_text(steps: Sequence[Line]) -> str:
 
 
 def _accuracy_texts(workflow: str, evaluations: Sequence[Line]) -> list[str]:
-    of_task = f" of {workflow}" if workflow else ""
-    if len(evaluations) < 2:
-        return [
-            f"greedy accuracy{of_task}: {number(line, 'accuracy'):.3f} at step {line.get('step')}"
-            for line in evaluations
-        ]
-    first, last = evaluations[0], evaluations[-1]
-    return [
-        f"greedy accuracy{of_task}: {number(first, 'accuracy'):.3f} at step {first.get('step')},"
-        f" {number(last, 'accuracy'):.3f} at step {last.get('step')},"
-        f" over {int(number(last, 'num_scored'))} held-out rows"
-    ]
+    if not evaluations:
+        return []
+    last, of_task = evaluations[-1], f" of {workflow}" if workflow else ""
+    ends = [evaluations[0], last] if len(evaluations) > 1 else [last]
+    figures = ", ".join(f"{figure(line)} at step {line.get('step')}" for line in ends)
+    rows = f", over {int(number(last, 'num_scored'))} held-out {answers(last)}" if len(ends) > 1 else ""
+    return [f"{_name(last)}{of_task}: {figures}{rows}{failures(last)}"]
+
+
+def _name(evaluation: Line) -> str:
+    return "greedy accuracy" if kind(evaluation) == "accuracy" else "sampled answers"
 
 
 def _time_text(steps: Sequence[Line]) -> str:
@@ -95,13 +95,13 @@ def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path:
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     at = [number(line, "step") for line in steps]
     above.plot(at, [number(line, "reward_mean") for line in steps], label="mean reward of the batch")
-    for workflow, part in evaluations.items():
-        if part:
+    for workflow, whole in evaluations.items():
+        if part := [line for line in whole if line.get("accuracy") is not None]:
             above.plot(
                 [number(line, "step") for line in part],
                 [number(line, "accuracy") for line in part],
                 marker="o",
-                label=f"greedy accuracy, held out {workflow}".strip(),
+                label=f"{kind(part[-1]).replace('accuracy', 'greedy accuracy')}, held out {workflow}".strip(),
             )
     below.plot(at, [number(line, "staleness_mean") for line in steps], label="staleness, mean")
     below.plot(at, [number(line, "staleness_max") for line in steps], label="staleness, max", linestyle=":")

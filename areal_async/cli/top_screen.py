@@ -6,6 +6,7 @@ from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
 from areal_async.cli.display import sparkline
+from areal_async.cli.evaluated import figure
 from areal_async.cli.top_rows import Column, Row
 from areal_async.cli.top_view import TopView
 from areal_async.cli.view import number, trained_tokens_per_s
@@ -98,8 +99,8 @@ def _reward(view: TopView, width: int) -> Iterator[str]:
         return
     text = f"{rewards[-1]:.3f}, last {min(10, len(rewards))}: {sum(rewards[-10:]) / len(rewards[-10:]):.3f}"
     assert view.status is not None
-    if view.status.accuracy is not None:
-        text += f", evaluation {view.status.accuracy:.3f}"
+    if view.status.evaluation:
+        text += f", evaluation {figure(view.status.evaluation)}"
     yield text
     yield f"  {sparkline(rewards[-max(1, min(80, width - 12 - len(text))) :])}"
 

@@ -47,7 +47,7 @@ async def opened_trial(
         urls: servers that run already; none for one that is started here.
         logs: folder of the logs of servers that are started here.
         tell: takes what the user should know.
-        eval_id: as rows are evaluated, greedy, one sibling at a time; named so in traces. None does as in training.
+        eval_id: as rows are evaluated, one sibling at a time; named so in traces. None does as in training.
 
     Raises:
         UserError: the workflow cannot be loaded, or a server is not there or cannot start.
@@ -85,7 +85,7 @@ async def opened_trial(
                 call_parser=client.call_parser,
                 user_code=user_code,
                 version=facts[0].version if facts else NO_VERSION,
-                sampling=None if eval_id is None else own.rollout.sampling.greedy,
+                sampling=None if eval_id is None else settings.eval_sampling_of(task.name),
                 eval_id=eval_id or "",
             )
             async with _watched(user_code, deadline_s=settings.run.watchdog_s):

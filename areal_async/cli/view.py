@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_async.cli.evaluated import answers, failures, measured
 from areal_async.cli.tail import JsonLines, Line, decode_object
 from areal_async.cli.token_text import visible
 from areal_async.settings import Settings
@@ -181,11 +182,10 @@ def step_text(line: Line, view: RunView) -> str:
 
 def evaluation_text(line: Line, view: RunView) -> str:
     """Return the one line that an evaluation is without a terminal."""
-    failed = int(number(line, "num_failed"))
     of_task = f", {line.get('workflow')}" if len(view.settings.tasks) > 1 else ""
     return (
-        f"eval of version {line.get('eval_id', '?')}{of_task}: accuracy {number(line, 'accuracy'):.3f}"
-        f" over {int(number(line, 'num_scored'))} rows" + (f", {failed} failed" if failed else "")
+        f"eval of version {line.get('eval_id', '?')}{of_task}: {measured(line)}"
+        f" over {int(number(line, 'num_scored'))} {answers(line)}{failures(line)}"
     )
 
 

@@ -1,10 +1,11 @@
-"""Greedy evaluation of held-out rows: tickets out, results in, one record per evaluated version and task.
+"""Evaluation of held-out rows: tickets out, results in, one record per evaluated version and task.
 
 Beside training: own subjects, no credits, never trained. What an evaluation has got so far lives in the
 stream until it is whole, so a restarted controller collects it again.
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
@@ -13,14 +14,16 @@ import msgspec
 import structlog
 
 from areal_async import stations
-from areal_async.accuracy import interval_95
+from areal_async.accuracy import measure, most_frequent
 from areal_async.bus import Bus, Delivery
 from areal_async.controller.tasks import Tasks
 from areal_async.events import EvaluationFinished
-from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version, mean
+from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version
 
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
+Answer = tuple[int, int]
+"""A row by its place, and which of the answers to it."""
 
 log = structlog.get_logger()
 
@@ -35,9 +38,12 @@ def newest_due_step(step: int, *, every_steps: int, last_step: int) -> int:
 class Evaluator:
     """Evaluates one version at a time, all tasks side by side."""
 
-    def __init__(self, bus: Bus, held_out: Tasks, *, file: Path) -> None:
+    def __init__(self, bus: Bus, held_out: Tasks, *, file: Path, num_samples: int = 1) -> None:
+        """``num_samples``: answers to each row."""
         self._bus = bus
         self._rows = held_out
+        self._wanted = [(index, sample) for index in range(len(held_out)) for sample in range(num_samples)]
+        self._num_samples = num_samples
         self._file = file
         self.waits_for = ""
 
@@ -59,9 +65,9 @@ class Evaluator:
         }
 
     async def evaluate(self, version: Version, *, due_step: int, on_result: Callable[[], None]) -> list[EvalRecord]:
-        """Answer every row once, under the weights that the servers hold while they do.
+        """Have every answer given, under the weights that the servers hold while they are.
 
-        A row whose ticket or result could not be read is asked again, ``MAX_ATTEMPTS`` times in all. A version that was
+        One whose ticket or result could not be read is asked again, ``MAX_ATTEMPTS`` times in all. A version that was
         evaluated before is not asked again: its answers would be the same, and stand for this step too.
 
         Args:
@@ -75,21 +81,23 @@ class Evaluator:
                 await self._bus.put(_key(due_step, record.workflow), record)
             return before
         attempt = 0
-        await self._ask(eval_id, range(len(self._rows)), attempt)
-        results: dict[int, EvalResult] = {}
+        await self._ask(eval_id, self._wanted, attempt)
+        results: dict[Answer, EvalResult] = {}
+        wanted = set(self._wanted)
         deliveries: dict[int, Delivery] = {}
         is_answered = False
         async with self._bus.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
-            while len(results) < len(self._rows):
-                self.waits_for = f"{len(self._rows) - len(results)} evaluation results of {eval_id}"
+            while len(results) < len(wanted):
+                self.waits_for = f"{len(wanted) - len(results)} evaluation results of {eval_id}"
                 arrived = await inbox.fetch(RESULT_BATCH, wait_s=0.5 if is_answered else 2.0)
                 for delivery in arrived:
                     result = await self._bus.decode(delivery, EvalResult)
                     if result is None:
                         continue
                     deliveries[delivery.sequence] = delivery  # one that comes again replaces itself
-                    if result.eval_id == eval_id and result.index < len(self._rows):
-                        results.setdefault(result.index, result)
+                    answer = result.index, result.sample
+                    if result.eval_id == eval_id and answer in wanted:
+                        results.setdefault(answer, result)
                         stations.received_result(result, delivery)
                         on_result()
                 if arrived:
@@ -98,12 +106,12 @@ class Evaluator:
                     is_answered = not await self._bus.num_unsettled(names.eval_stream, names.eval_nodes_consumer)
                 else:  # no ticket is left, and nothing has come since: what is missing is lost
                     attempt, is_answered = attempt + 1, False
-                    lost = [index for index in range(len(self._rows)) if index not in results]
+                    lost = [answer for answer in self._wanted if answer not in results]
                     log.warning("evaluation.results_lost", eval_id=eval_id, num_lost=len(lost), attempt=attempt)
                     if attempt < MAX_ATTEMPTS:
                         await self._ask(eval_id, lost, attempt)
                     else:
-                        results |= {index: _lost(eval_id, index) for index in lost}
+                        results |= {answer: _lost(eval_id, answer) for answer in lost}
             records = self._summarise(version, results.values())
             with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
                 file.writelines(json.dumps(msgspec.structs.asdict(record)) + "\n" for record in records)
@@ -119,6 +127,8 @@ class Evaluator:
                     accuracy=record.accuracy,
                     num_scored=record.num_scored,
                     num_failed=record.num_failed,
+                    pass_at=record.pass_at,
+                    reasons=record.reasons,
                 )
             )
             log.info("evaluation.finished", **msgspec.structs.asdict(record))
@@ -128,18 +138,20 @@ class Evaluator:
         own: dict[str, list[EvalResult]] = {name: [] for name in self._rows.names}
         for result in results:
             own[self._rows.name_at(result.index)].append(result)
-        return [_record(version, workflow, part) for workflow, part in own.items()]
+        return [_record(version, workflow, part, self._num_samples) for workflow, part in own.items()]
 
-    async def _ask(self, eval_id: str, indices: Iterable[int], attempt: int) -> None:
+    async def _ask(self, eval_id: str, answers: Iterable[Answer], attempt: int) -> None:
         async with anyio.create_task_group() as publishing:
-            for index in indices:
+            for index, sample in answers:
                 workflow, row = self._rows.at(index)
-                ticket = EvalTicket(eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt)
+                ticket = EvalTicket(
+                    eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt, sample=sample
+                )
                 publishing.start_soon(self._publish, ticket)
 
     async def _publish(self, ticket: EvalTicket) -> None:
         subject = self._bus.names.eval_tickets(ticket.workflow)
-        msg_id = f"eval-ticket.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
+        msg_id = f"eval-ticket.{ticket.answer}.{ticket.attempt}"
         with stations.asked(ticket):
             await self._bus.publish(subject, ticket, msg_id=msg_id)
 
@@ -148,22 +160,29 @@ def _key(step: int, workflow: str) -> str:
     return f"eval.{step}.{workflow}"
 
 
-def _lost(eval_id: str, index: int) -> EvalResult:
-    return EvalResult(eval_id=eval_id, index=index, error=f"its ticket or its result was lost {MAX_ATTEMPTS} times")
+def _lost(eval_id: str, answer: Answer) -> EvalResult:
+    error = f"its ticket or its result was lost {MAX_ATTEMPTS} times"
+    return EvalResult(eval_id=eval_id, index=answer[0], sample=answer[1], error=error)
 
 
-def _record(version: Version, workflow: str, results: Collection[EvalResult]) -> EvalRecord:
+def _record(version: Version, workflow: str, results: Collection[EvalResult], num_samples: int) -> EvalRecord:
     scored = [result for result in results if not result.error]
-    low, high = interval_95([result.reward for result in scored]) or (None, None)
+    rewards: dict[int, list[float]] = defaultdict(list)
+    for result in scored:
+        rewards[result.index].append(result.reward)
+    measured = measure(rewards.values(), num_samples=num_samples)
     return EvalRecord(
         eval_id=str(version),
         step=version.step,
         workflow=workflow,
-        accuracy=mean([result.reward for result in scored]),
+        accuracy=measured.accuracy,
         num_scored=len(scored),
         num_failed=len(results) - len(scored),
         oldest=str(min((Version.parse(result.oldest) for result in scored if result.oldest), default=version)),
         newest=str(max((Version.parse(result.newest) for result in scored if result.newest), default=version)),
-        low=low,
-        high=high,
+        low=measured.low,
+        high=measured.high,
+        num_samples=num_samples,
+        pass_at=measured.pass_at,
+        reasons=most_frequent(result.error for result in results if result.error),
     )

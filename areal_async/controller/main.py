@@ -94,7 +94,11 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         ca=settings.bus.ca,
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
-        evaluator = Evaluator(bus, held_out, file=run_directory / "eval.jsonl") if len(held_out) else None
+        evaluator = (
+            Evaluator(bus, held_out, file=run_directory / "eval.jsonl", num_samples=settings.eval.samples)
+            if len(held_out)
+            else None
+        )
         accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
         controller = Controller(bus, settings, tasks, evaluator, accounts=accounts)
         try:

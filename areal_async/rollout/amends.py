@@ -20,12 +20,12 @@ from areal_async.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMe
 
 log = structlog.get_logger()
 
-RowKey = tuple[str, int, int]
-"""An evaluation, a row of it, and the number of the attempt at that."""
+RowKey = tuple[str, int]
+"""An answer that an evaluation asks for, and the number of the attempt at that."""
 
 
 def row_key(ticket: EvalTicket) -> RowKey:
-    return ticket.eval_id, ticket.index, ticket.attempt
+    return ticket.answer, ticket.attempt
 
 
 async def make_amends(place: Workplace, file: BlockageFile) -> set[RowKey]:
@@ -100,6 +100,6 @@ def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) ->
 
 
 async def _publish_result(place: Workplace, blockage: Blockage, ticket: EvalTicket) -> None:
-    result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason)
-    msg_id = f"eval.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
+    result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason, sample=ticket.sample)
+    msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
     await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)

@@ -1,4 +1,4 @@
-"""Evaluation tickets: one greedy answer each, scored like training ones, never trained."""
+"""Evaluation tickets: one answer each, scored like training ones, never trained."""
 
 import anyio
 import structlog
@@ -30,12 +30,12 @@ async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None
     async with returned_unless_done(delivery):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
-            row, evaluation = waits.row(ticket.eval_id, ticket.index), waits.evaluation(ticket.eval_id)
+            row, evaluation = waits.row(ticket.answer), waits.evaluation(ticket.eval_id)
             working_on.set(Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
             with waits.doing(row, "the workflow of", waiter=evaluation), stations.answer(ticket) as span:
                 result = await _answer(place, ticket)
                 stations.note_result(span, result)
-            msg_id = f"eval.{ticket.eval_id}.{ticket.index}.{ticket.attempt}"
+            msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
             with stations.published_result(ticket):
                 await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
             tasks.cancel_scope.cancel()
@@ -44,8 +44,7 @@ async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None
 
 async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
     rollout = place.settings.rollout_of(ticket.workflow)
-    name = f"eval.{ticket.eval_id}.{ticket.index}"
-    policy = place.policy(rollout.sampling.greedy, name=name)
+    policy = place.policy(place.settings.eval_sampling_of(ticket.workflow), name=f"eval.{ticket.answer}")
     reward, error = 0.0, ""
     try:
         scores = await call_workflow(
@@ -63,5 +62,11 @@ async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
         log.warning("evaluation.failed", eval_id=ticket.eval_id, index=ticket.index, reason=error)
     oldest, newest = version_range(policy.turns, "")
     return EvalResult(
-        eval_id=ticket.eval_id, index=ticket.index, reward=reward, error=error, oldest=oldest, newest=newest
+        eval_id=ticket.eval_id,
+        index=ticket.index,
+        reward=reward,
+        error=error,
+        oldest=oldest,
+        newest=newest,
+        sample=ticket.sample,
     )

@@ -142,7 +142,7 @@ class Trial:
             waits.doing(waits.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
             waits.keeping() as ended,
             structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
-            stations.tried(self._name, eval_id=self._eval_id, index=prompt.index) as span,
+            stations.tried(self._name, eval_id=self._eval_id, index=prompt.index, sample=siblings[0]) as span,
         ):
             trajectories = await self._trajectories(noted, given, policies, slots)
             stations.note_trajectories(span, trajectories)

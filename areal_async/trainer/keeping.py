@@ -143,7 +143,7 @@ def _accuracies(run_directory: Path) -> dict[Version, float]:
     """Return the mean over the tasks' accuracies of every version that was evaluated."""
     by_version: dict[Version, dict[str, float]] = defaultdict(dict)
     for line in _json_lines(run_directory / "eval.jsonl"):
-        if {"eval_id", "accuracy"} <= line.keys():
+        if "eval_id" in line and line.get("accuracy") is not None:  # none where no row had a reward
             by_version[Version.parse(line["eval_id"])][line.get("workflow", "")] = float(line["accuracy"])
     return {version: mean(list(own.values())) for version, own in by_version.items()}
 

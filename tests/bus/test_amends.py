@@ -18,7 +18,7 @@ from tests.unit.rollout.byte_model import ScriptedModel, codec
 pytestmark = pytest.mark.anyio
 
 TICKET = Ticket(group_id="0-3-0", workflow="w", row={"question": "q"}, group_size=4, version="1-2")
-ROW = EvalTicket(eval_id="1-2", index=7, workflow="w", row={}, attempt=1)
+ROW = EvalTicket(eval_id="1-2", index=7, workflow="w", row={}, attempt=1, sample=3)
 PLACE = "w.py:12 look"
 
 
@@ -129,7 +129,7 @@ async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_ackno
         (delivery,) = await fetch_all(inbox, 1)
         result = await controller.decode(delivery, EvalResult)
     assert result is not None
-    assert (result.eval_id, result.index) == ("1-2", 7)
+    assert (result.eval_id, result.index, result.sample) == ("1-2", 7, 3)
     assert "held up the event loop" in result.error
 
 

@@ -123,7 +123,8 @@ async def controlling(open_role: OpenRole, settings: Settings, *, held_out: Any 
 
 def _controller(bus: Bus, settings: Settings, held_out: Any = None, **keywords: Any) -> Controller:
     own = held_out if isinstance(held_out, Tasks) else Tasks([("w", held_out or [])])
-    evaluator = Evaluator(bus, own, file=settings.run.directory / "eval.jsonl") if len(own) else None
+    file, num_samples = settings.run.directory / "eval.jsonl", settings.eval.samples
+    evaluator = Evaluator(bus, own, file=file, num_samples=num_samples) if len(own) else None
     accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
     return Controller(bus, settings, Tasks([("w", ROWS)]), evaluator, accounts=accounts, **keywords)
 
@@ -353,6 +354,41 @@ async def test_the_first_evaluation_comes_before_the_first_admission(
 
         assert len(await world.tickets(4, controller)) == 4
     assert '"accuracy": 0.333' in (settings.run.directory / "eval.jsonl").read_text()
+
+
+async def test_each_row_is_asked_for_as_many_answers_as_are_wanted_and_they_make_one_record(
+    open_role: OpenRole, settings: Settings, world: World
+) -> None:
+    names, node = world.node.names, world.node
+    settings = settings.model_copy(update={"eval": EvalSettings(samples=2)})
+    file = settings.run.directory / "eval.jsonl"
+    await world.hold("1-0")
+    asked: set[tuple[int, int]] = set()
+    async with (
+        node.consume(names.eval_stream, names.eval_nodes_consumer) as inbox,
+        controlling(open_role, settings, held_out=ROWS[:2]),
+    ):
+        with anyio.fail_after(PATIENCE_S):
+            while len(asked) < 4:
+                for delivery in await inbox.fetch(8, wait_s=2.0):
+                    one = decode(delivery.data, EvalTicket)
+                    asked.add((one.index, one.sample))
+                    result = EvalResult(
+                        eval_id=one.eval_id,
+                        index=one.index,
+                        sample=one.sample,
+                        reward=float(one.sample == one.index == 0),
+                        error="too late" if one.sample == one.index == 1 else "",
+                    )
+                    await node.publish(names.eval_results("w"), result)
+                    await delivery.ack()
+        await until(lambda: file.exists() and bool(file.read_text()))
+
+    (line,) = map(msgspec.json.decode, file.read_text().splitlines())
+    assert asked == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    assert (line["accuracy"], line["num_scored"], line["num_failed"]) == (0.25, 3, 1)
+    assert (line["num_samples"], line["pass_at"]) == (2, {"1": 0.25, "2": 1.0})
+    assert line["reasons"] == {"too late": 1}
 
 
 async def test_every_task_is_evaluated_on_its_own_rows_while_prompts_are_admitted(

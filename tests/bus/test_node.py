@@ -598,7 +598,7 @@ async def test_prompt_outside_the_models_vocabulary_fails_its_episode_and_no_ser
 async def test_evaluation_is_greedy_and_its_result_stored_before_the_ticket_is_acknowledged(run: Run) -> None:
     await run.announce()
     ticket = EvalTicket(eval_id="1-0", index=3, workflow="play", row={"kind": "score"})
-    broken = EvalTicket(eval_id="1-0", index=4, workflow="play", row={"kind": "raise"})
+    broken = EvalTicket(eval_id="1-0", index=4, workflow="play", row={"kind": "raise"}, sample=2)
     for each in (ticket, broken):
         await run.controller.publish(run.names.eval_tickets("play"), each, msg_id=f"e{each.index}")
 
@@ -615,6 +615,7 @@ async def test_evaluation_is_greedy_and_its_result_stored_before_the_ticket_is_a
     assert results[3] == EvalResult(eval_id="1-0", index=3, reward=12.0, oldest="1-0", newest="1-0")
     assert [params["temperature"] for params in asked["sampling_params"]] == [0.0, 0.0]
     assert results[4].error == "workflow play: ValueError: broken on purpose"
+    assert results[4].sample == 2
 
 
 async def ask(url: str, route: str) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""The interval of an accuracy holds the truth as often as it says."""
+"""The interval of an accuracy holds the truth as often as it says; pass@k is what all draws of k answers come to."""
 
+import itertools
 import math
 import random
 
 import pytest
 
-from areal_async.accuracy import interval_95
+from areal_async.accuracy import MAX_REASONS, interval_95, measure, most_frequent, pass_at
 
 
 def test_of_right_and_wrong_answers_it_is_wilsons() -> None:
@@ -57,3 +58,32 @@ def test_about_95_of_100_intervals_hold_the_mean_of_other_rewards() -> None:
         num_held += low <= 0.3 <= high
 
     assert 925 <= num_held <= 970
+
+
+def test_pass_at_k_is_the_share_of_all_draws_of_k_answers_with_a_right_one() -> None:
+    rows = [[1.0, 0.0, 0.0, 0.5, 0.0], [2.0, 1.0, 0.0, 0.99, -1.0], [0.0] * 5, [1.0] * 5]
+    for size in range(1, 6):
+        draws = [[any(one >= 1 for one in drawn) for drawn in itertools.combinations(row, size)] for row in rows]
+        wanted = sum(sum(row) / len(row) for row in draws) / len(rows)
+
+        assert pass_at(size, rows) == pytest.approx(wanted)
+    assert pass_at(2, [[1.0], [0.0, 0.0]]) == 0.0
+    assert pass_at(3, [[1.0], [0.0, 0.0]]) is None
+
+
+def test_each_row_counts_once_however_many_of_its_answers_were_scored() -> None:
+    measured = measure([[1.0, 0.0, 0.0, 1.0], [0.0], []], num_samples=4)
+
+    assert measured.accuracy == 0.25
+    assert measured.pass_at == {"1": 0.25, "2": pytest.approx(5 / 6), "4": 1.0}
+    assert (measured.low, measured.high) == interval_95([0.5, 0.0])
+    assert measure([[1.0], [0.0]], num_samples=1) == (0.5, *(interval_95([1.0, 0.0]) or ()), {})
+    assert measure([[], []], num_samples=3) == (None, None, None, {})
+    assert list(measure([[1.0] * 6], num_samples=6).pass_at) == ["1", "2", "4", "6"]
+
+
+def test_the_most_frequent_reasons_are_kept_and_short() -> None:
+    told = most_frequent(["a", "b" * 1000, "b" * 1000, *map(str, range(10))])
+
+    assert [*told.items()][0] == ("b" * 300, 2)
+    assert len(told) == MAX_REASONS

@@ -72,3 +72,15 @@ def test_every_task_may_have_held_out_rows_and_the_runs_are_the_first_tasks() ->
 def test_a_curriculum_whose_bounds_cross_is_refused() -> None:
     with pytest.raises(ValidationError, match="unsolved: got 0.9, need less than solved=0.5"):
         settings_of({}, rollout={"curriculum": {"name": "pass_rate", "solved": 0.5, "unsolved": 0.9}})
+
+
+def test_held_out_rows_are_answered_greedily_or_several_times_as_in_training() -> None:
+    task, rows = {"sampling": {"temperature": 0.5}}, {"dataset": ROWS}
+    greedy, sampled = (settings_of({}, task, eval=rows | {"samples": samples}) for samples in (1, 8))
+
+    assert greedy.eval_sampling_of("w1") == greedy.rollout_of("w1").sampling.greedy
+    assert sampled.eval_sampling_of("w1") == sampled.rollout_of("w1").sampling
+    with pytest.raises(
+        ValidationError, match="eval.samples: got 8 with a temperature of 0 for w0, which answers alike"
+    ):
+        settings_of({"sampling": {"temperature": 0}}, eval=rows | {"samples": 8})

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from areal_async.cli.evaluated import figure
 from areal_async.cli.report.assets import ANSWER, FOLLOW, SCRIPT, STYLE
 from areal_async.cli.report.charts import Series, bars, legend, line_chart, number, stacked_bars
 from areal_async.cli.report.data import ReportData, Sample
@@ -74,7 +75,7 @@ def _tiles(data: ReportData) -> str:
     tiles = [(number(sum(recent) / len(recent)) if recent else "–", f"mean reward, last {len(recent)} steps")]
     if data.evaluations:
         newest = data.evaluations[-1]
-        tiles.append((number(newest["accuracy"]), f"held-out reward at step {newest['step']}"))
+        tiles.append((figure(newest), f"held-out reward at step {newest['step']}"))
     tiles += [
         (number(sum(value or 0 for value in _column(lines, "num_trajectories"))), "trajectories trained"),
         (number(sum(value or 0 for value in _column(lines, "num_tokens"))), "tokens trained"),
@@ -89,7 +90,8 @@ def _progress(data: ReportData) -> Iterator[str]:
     lines, steps = data.lines, _steps(data)
     held_out: dict[int, list[float]] = {}
     for one in data.evaluations:
-        held_out.setdefault(int(one["step"]), []).append(float(one["accuracy"]))
+        if one["accuracy"] is not None:
+            held_out.setdefault(int(one["step"]), []).append(float(one["accuracy"]))
     every = sorted({*steps, *held_out})
     rewards = dict(zip(steps, _column(lines, "reward_mean"), strict=True))
     series = [Series("training", [rewards.get(step) for step in every])]

@@ -3,8 +3,6 @@
 import json
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -14,7 +12,7 @@ from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import DatasetSettings, EvalSettings, Settings, TaskSettings
 from areal_async.settings_sources import dump_settings, load_settings
-from areal_async.types import SlotStatus
+from areal_async.types import Slot, SlotStatus
 
 
 @pytest.fixture(autouse=True)
@@ -37,19 +35,19 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def attempts(*ended: tuple[SlotStatus, float, str]) -> list[Any]:
-    return [
-        SimpleNamespace(trajectory=SimpleNamespace(slot=SimpleNamespace(status=status, reward=reward, reason=reason)))
-        for status, reward, reason in ended
-    ]
+def answers(*ended: tuple[SlotStatus, float, str], num_samples: int = 1) -> list[tuple[int, Slot]]:
+    """Answers to rows, so many to each."""
+    made = {"sibling": 0, "sample_uid": "", "oldest": "1-0", "newest": "1-0"}
+    slots = [Slot(status=status, reward=reward, reason=reason, **made) for status, reward, reason in ended]
+    return [(place // num_samples, slot) for place, slot in enumerate(slots)]
+
+
+RIGHT, WRONG, LATE = (SlotStatus.SCORED, 1.0, ""), (SlotStatus.SCORED, 0.0, ""), (SlotStatus.FAILED, 0.0, "too late")
 
 
 def test_failures_are_counted_with_their_reasons_and_are_in_no_mean(capsys: pytest.CaptureFixture[str]) -> None:
-    scored, failed = (SlotStatus.SCORED, 1.0, ""), (SlotStatus.FAILED, 0.0, "too late")
     result = result_of(
-        attempts(scored, failed, (SlotStatus.SCORED, 0.0, ""), failed, (SlotStatus.REJECTED, 0.0, "no row")),
-        workflow="mine",
-        model="m",
+        answers(RIGHT, LATE, WRONG, LATE, (SlotStatus.REJECTED, 0.0, "no row")), workflow="mine", model="m"
     )
 
     assert (result.accuracy, result.num_scored, result.num_failed) == (0.5, 2, 3)
@@ -65,10 +63,21 @@ def test_failures_are_counted_with_their_reasons_and_are_in_no_mean(capsys: pyte
 
 
 def test_without_a_scored_row_there_is_no_accuracy() -> None:
-    result = result_of(attempts((SlotStatus.FAILED, 0.0, "too late")), workflow="mine", model="m")
+    result = result_of(answers(LATE), workflow="mine", model="m")
 
-    assert result.low is None
+    assert (result.accuracy, result.low) == (None, None)
     assert result.sentence == "mine: no accuracy: 0 rows scored, 1 failed"
+
+
+def test_several_answers_to_a_row_are_told_as_avg_and_pass() -> None:
+    ended = answers(RIGHT, WRONG, WRONG, WRONG, WRONG, WRONG, LATE, LATE, num_samples=4)
+
+    result = result_of(ended, workflow="mine", model="m", num_samples=4)
+
+    assert result.accuracy == 0.125
+    assert result.pass_at == {"1": 0.125, "2": 0.25, "4": 1.0}
+    assert result.sentence.startswith("mine: avg@4 0.125 (95 % interval ")
+    assert result.sentence.endswith("), pass@1 0.125, pass@2 0.250, pass@4 1.000, 6 answers scored, 2 failed")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +88,8 @@ def test_without_a_scored_row_there_is_no_accuracy() -> None:
         (["workflows/mine.py", "--version", "1-2"], "--version: got it without --run, need a run that has versions"),
         (["--run", "over", "--model", "model"], "--model: got it with --run, which has its own; "),
         (["workflows/mine.py", "--limit", "0"], "--limit: got 0, need at least 1\n"),
+        (["workflows/mine.py", "--samples", "0"], "eval.samples: got '0', need at least 1; "),
+        (["workflows/mine.py", "--samples", "2", "--rollout.sampling.temperature", "0"], "eval.samples: got 2 with a "),
         (["workflows/mine.py", "--model", "m", "--server", "http://a:1"], "--model: got --server as well, "),
         (["workflows/mine.py", "--model", "./none"], "model.path: no folder ./none; "),
         (["workflows/no.py", "--config", "configs/mine_cpu.yaml"], "workflow: no file workflows/no.py; "),
@@ -100,7 +111,7 @@ def test_mistakes_get_one_sentence_and_leave_nothing_behind(
     assert list((place / "temporary").iterdir()) == []
 
 
-@pytest.mark.parametrize("words", [["--limit", "3"], ["--eval.limit", "3"]])
+@pytest.mark.parametrize("words", [["--limit", "3"], ["--eval.limit", "3"], ["--samples", "3"]])
 def test_a_live_run_takes_no_settings(words: list[str], capsys: pytest.CaptureFixture[str], place: Path) -> None:
     with RunDirectory(place / "runs" / "over").locked("over"):
         assert main(["eval", "--run", "over", *words]) == 2

@@ -112,6 +112,7 @@ def test_one_screen_tells_the_step_the_queue_and_who_is_missing(width: int) -> N
         weights_version="1-12",
         reward_mean=0.5,
         accuracy=0.625,
+        evaluation={"accuracy": 0.625},
         admitted=64,
         settled=16,
         in_flight=48,

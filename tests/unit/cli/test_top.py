@@ -18,7 +18,8 @@ LONG = "a very long text that goes on and on " * 8
 def _status(**changes: Any) -> Status:
     values: dict[str, Any] = {
         "run": "gsm8k", "state": "running", "reason": "", "step": 3, "steps": 200, "weights_version": "1-3",
-        "reward_mean": 0.5, "accuracy": 0.25, "admitted": 64, "settled": 16, "in_flight": 48, "credits": 0,
+        "reward_mean": 0.5, "evaluation": {"accuracy": 0.25},
+        "accuracy": 0.25, "admitted": 64, "settled": 16, "in_flight": 48, "credits": 0,
         "queue": {"tickets": {"num_messages": 16, "num_bytes": 4_000_000}},
         "members": [
             Member(role="controller", instance="0", presence=OK, state="admitting", num_starts=1, up_s=60),

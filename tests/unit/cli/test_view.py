@@ -170,7 +170,13 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(
     )
 
     display.write_news()
-    _append(view.settings.run_directory / "eval.jsonl", {"eval_id": "1-20", "accuracy": 0.5, "num_scored": 256})
+    sampled = {"num_samples": 8, "pass_at": {"1": 0.5, "8": 0.875}}
+    _append(
+        view.settings.run_directory / "eval.jsonl",
+        {"eval_id": "1-20", "accuracy": 0.5, "num_scored": 256},
+        {"eval_id": "1-30", "accuracy": None, "num_scored": 0, "num_failed": 3, "reasons": {"late": 1, "no tool": 2}},
+        {"eval_id": "1-40", "accuracy": 0.5, "num_scored": 2048} | sampled,
+    )
     display.write_news()
 
     assert capsys.readouterr().out.splitlines() == [
@@ -178,8 +184,10 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(
         " 1.9 s (wait 0.2 train 1.1 weights 0.1) gen 3200 tok/s train 5000 tok/s",
         "eval of version 1-12: accuracy 0.438 over 256 rows, 1 failed",
         "eval of version 1-20: accuracy 0.500 over 256 rows",
+        "eval of version 1-30: accuracy none over 0 rows, 3 failed: no tool (2 times)",
+        "eval of version 1-40: avg@8 0.500, pass@8 0.875 over 2048 answers",
     ]
-    assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20"]
+    assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20", "1-30", "1-40"]
 
 
 def test_each_of_several_tasks_is_shown_with_its_own_evaluations(
