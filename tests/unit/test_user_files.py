@@ -14,7 +14,7 @@ from areal_async.rollout.workflows import load_workflow
 from areal_async.user_calls import load_function
 
 SCORES = "from areal_async import reward\nfrom .units import UNIT\n\n@reward\ndef half(x):\n    return x * UNIT\n"
-PLAY = "import beside\nfrom scorers.scores import half\n\nasync def play(prompt, policy):\n    return await half(3)\n"
+PLAY = "import beside\nfrom {}.scores import half\n\nasync def play(prompt, policy):\n    return await half(3)\n"
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +40,9 @@ def _write(folder: Path, **files: str) -> Path:
 async def test_modules_and_packages_beside_a_workflow_are_found_and_their_rewards_in_workers_too(
     tmp_path: Path,
 ) -> None:
-    folder = _write(tmp_path / "mine", play=PLAY, beside="NAME = 'x'\n", scorers__in__scores=SCORES)
-    _write(folder, scorers__in__units="UNIT = 0.5\n")
+    package = f"scorers_{tmp_path.name}"  # a worker outlives this test, and keeps what it has imported
+    folder = _write(tmp_path / "mine", play=PLAY.format(package), beside="NAME = 'x'\n")
+    _write(folder / package, scores=SCORES, units="UNIT = 0.5\n")
 
     play = load_workflow(f"{folder}/play.py")
 
