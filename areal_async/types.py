@@ -139,6 +139,8 @@ class Sequence(Record, frozen=True, kw_only=True, eq=False):
     temperatures: NDArray[np.float32] | None = None
     """``Turn.temperature`` of each sampled token, anything elsewhere. None where it is the run's: so in what was stored
     before tokens had one of their own."""
+    steered: NDArray[np.bool_] | None = None
+    """True on sampled tokens of turns that were (``Turn.is_steered``). None where there are none."""
 
     @property
     def num_tokens(self) -> int:

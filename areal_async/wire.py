@@ -99,7 +99,8 @@ class _SlotPayload(msgspec.Struct, array_like=True):
     info: dict[str, float]
     extensions: dict[str, msgspec.Raw] = {}
     """A place for later fields (images by reference). ``turns``: a buffer per sequence, where the slot has credits.
-    ``temperatures``: for each sequence how many tokens have which, one after the other; none where nothing is known."""
+    ``temperatures``: for each sequence how many tokens have which, one after the other; none where nothing is known.
+    ``steered``: likewise, 1 for those that were and 0 for the others."""
 
 
 class _GroupHeader(Record, frozen=True, kw_only=True):
@@ -121,13 +122,14 @@ BYTES_PER_TOKEN = sum(dtype.itemsize for _, dtype in _COLUMNS)
 _TURNS = "turns"
 _TURNS_DTYPE = np.dtype("<i2")
 _TEMPERATURES = "temperatures"
+_STEERED = "steered"
 _Runs = list[tuple[int, float]]
 """Numbers of tokens, and what each of so many have."""
 _SLOT_FRAME_BYTES = 64
 _INFO_FRAME_BYTES = 16
 _SEQUENCE_FRAME_BYTES = 32
 _TURNS_FRAME_BYTES = 16
-_TEMPERATURES_FRAME_BYTES = 24
+_RUNS_FRAME_BYTES = 24
 _RUN_BYTES = 20
 """At least what msgpack adds: up to 9 bytes for a number, and 5 for the length of whatever has one."""
 
@@ -147,7 +149,9 @@ def encode_trajectory(trajectory: Trajectory) -> bytes:
                 for sequence in trajectory.sequences
             ],
             info=trajectory.info,
-            extensions=_encoded_turns(trajectory.sequences) | _encoded_temperatures(trajectory.sequences),
+            extensions=_encoded_turns(trajectory.sequences)
+            | _encoded_runs(trajectory.sequences, _TEMPERATURES)
+            | _encoded_runs(trajectory.sequences, _STEERED),
         )
     )
 
@@ -157,18 +161,17 @@ def _encoded_turns(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
     return {_TURNS: msgspec.Raw(msgspec.msgpack.encode(turns))} if turns else {}
 
 
-def _encoded_temperatures(sequences: Seq[Sequence]) -> dict[str, msgspec.Raw]:
-    runs = [_runs(sequence) for sequence in sequences]
-    return {_TEMPERATURES: msgspec.Raw(msgspec.msgpack.encode(runs))} if any(runs) else {}
+def _encoded_runs(sequences: Seq[Sequence], name: str) -> dict[str, msgspec.Raw]:
+    runs = [_runs(getattr(sequence, name)) for sequence in sequences]
+    return {name: msgspec.Raw(msgspec.msgpack.encode(runs))} if any(runs) else {}
 
 
-def _runs(sequence: Sequence) -> _Runs:
-    """Return a sequence's temperatures, neighbours of one value as one; nothing where they are not known."""
-    temperatures = sequence.temperatures
-    if temperatures is None:
+def _runs(values: NDArray[Any] | None) -> _Runs:
+    """Return what the tokens of a sequence have, neighbours of one value as one; nothing where it is not known."""
+    if values is None:
         return []
-    edges = [0, *(np.flatnonzero(np.diff(temperatures)) + 1).tolist(), len(temperatures)]
-    return [(end - start, float(temperatures[start])) for start, end in pairwise(edges)]
+    edges = [0, *(np.flatnonzero(values[1:] != values[:-1]) + 1).tolist(), len(values)]
+    return [(end - start, float(values[start])) for start, end in pairwise(edges)]
 
 
 def max_encoded_bytes(trajectory: Trajectory) -> int:
@@ -179,7 +182,8 @@ def max_encoded_bytes(trajectory: Trajectory) -> int:
         num_bytes += _SEQUENCE_FRAME_BYTES + sequence.num_tokens * BYTES_PER_TOKEN
         if sequence.turns is not None:
             num_bytes += _TURNS_FRAME_BYTES + sequence.num_tokens * _TURNS_DTYPE.itemsize
-        num_bytes += _TEMPERATURES_FRAME_BYTES + _RUN_BYTES * len(_runs(sequence))
+        for values in (sequence.temperatures, sequence.steered):
+            num_bytes += 1 if values is None else _RUNS_FRAME_BYTES + _RUN_BYTES * len(_runs(values))
     return num_bytes
 
 
@@ -301,8 +305,9 @@ def decode_slot(blobs: Seq[memoryview], slot: Slot) -> Trajectory:
         raise WireError(f"{what}: got {len(body.sequences)} sequences, need at most {MAX_SEQUENCES}")
     if not all(math.isfinite(value) for value in body.info.values()):
         raise WireError(f"{what}: got info with a value that is no finite number")
-    columns = zip(body.sequences, _turns_of(body, slot, what), _runs_of(body, what), strict=True)
-    sequences = [_sequence(item, turns, runs, what) for item, turns, runs in columns]
+    runs = zip(_runs_of(body, _TEMPERATURES, what), _runs_of(body, _STEERED, what), strict=True)
+    columns = zip(body.sequences, _turns_of(body, slot, what), runs, strict=True)
+    sequences = [_sequence(item, turns, *runs, what) for item, turns, runs in columns]
     for sequence in sequences:
         _check_values(sequence, slot, what)
     if slot.credits:
@@ -323,8 +328,8 @@ def _turns_of(body: _SlotPayload, slot: Slot, what: str) -> Seq[bytes | None]:
     return _extension(body, _TURNS, bytes, what) or [None] * len(body.sequences)
 
 
-def _runs_of(body: _SlotPayload, what: str) -> Seq[_Runs]:
-    return _extension(body, _TEMPERATURES, _Runs, what) or [[]] * len(body.sequences)
+def _runs_of(body: _SlotPayload, name: str, what: str) -> Seq[_Runs]:
+    return _extension(body, name, _Runs, what) or [[]] * len(body.sequences)
 
 
 def _extension(body: _SlotPayload, name: str, kind: type[T], what: str) -> list[T]:
@@ -340,7 +345,7 @@ def _extension(body: _SlotPayload, name: str, kind: type[T], what: str) -> list[
     return values
 
 
-def _sequence(item: _SequencePayload, turns: bytes | None, runs: _Runs, what: str) -> Sequence:
+def _sequence(item: _SequencePayload, turns: bytes | None, temperatures: _Runs, steered: _Runs, what: str) -> Sequence:
     if not 0 < item.num_tokens <= MAX_TOKENS:
         raise WireError(f"{what}: got {item.num_tokens} tokens, need 1 to {MAX_TOKENS}")
     columns: dict[str, Any] = {}
@@ -352,15 +357,23 @@ def _sequence(item: _SequencePayload, turns: bytes | None, runs: _Runs, what: st
         if len(buffer) != need:
             raise WireError(f"{what}: {name} got {len(buffer)} bytes, need {need}")
         columns[name] = np.frombuffer(buffer, dtype=dtype)
-    return Sequence(**columns, temperatures=_temperatures(runs, item.num_tokens, what) if runs else None)
+    steered_L = _laid_out(steered, _STEERED, item.num_tokens, 1.0, what)
+    return Sequence(
+        **columns,
+        temperatures=_laid_out(temperatures, _TEMPERATURES, item.num_tokens, MAX_TEMPERATURE, what),
+        steered=None if steered_L is None else steered_L != 0,
+    )
 
 
-def _temperatures(runs: _Runs, num_tokens: int, what: str) -> NDArray[np.float32]:
+def _laid_out(runs: _Runs, name: str, num_tokens: int, most: float, what: str) -> NDArray[np.float32] | None:
+    """Return what each token has; None where it is not known."""
+    if not runs:
+        return None
     counts = [count for count, _ in runs]
     if min(counts) < 1 or sum(counts) != num_tokens:
-        raise WireError(f"{what}: got temperatures for {sum(counts)} tokens, need them for {num_tokens}, each once")
-    if not all(0 <= value <= MAX_TEMPERATURE for _, value in runs):
-        raise WireError(f"{what}: got a temperature outside of 0 to {MAX_TEMPERATURE:g}")
+        raise WireError(f"{what}: got {name} for {sum(counts)} tokens, need them for {num_tokens}, each once")
+    if not all(0 <= value <= most for _, value in runs):
+        raise WireError(f"{what}: got {name} outside of 0 to {most:g}")
     return np.repeat(np.array([value for _, value in runs], dtype=np.float32), counts)
 
 

@@ -98,6 +98,7 @@ STEP = {
     "staleness_mean": "Mean age of its tokens, in versions.",
     "staleness_max": "Largest age of its tokens, in versions.",
     "temperature_mean": "Mean temperature that its tokens were sampled at.",
+    "steered_tokens": "Trained tokens that a grammar, a bias or a penalty had a say in.",
     "loss": "Loss of the newest step.",
     "grad_norm": "Gradient norm before clipping.",
     "entropy_mean": "Mean entropy of the policy, in nats.",

@@ -81,8 +81,9 @@ class Completion:
         """Note the version that the server runs as the request is submitted, and drop what has to be said again."""
         self._keep(max(0, len(self.output_ids) - self._num_held_back))
         self._stamp = parse_version(version)
-        is_anew = self._oldest is None or not self.output_ids
-        self._oldest = self._stamp if is_anew else min(self._oldest, self._stamp)
+        if self._oldest is None or not self.output_ids:
+            self._oldest = self._stamp
+        self._oldest = min(self._oldest, self._stamp)
         self._stream_start = len(self.output_ids)
         self._stamped = []
         self._last_meta = None

@@ -35,12 +35,14 @@ class _Row:
         versions = np.full(length, NOT_SAMPLED, dtype=np.int64)
         turns = np.full(length, NOT_CREDITED, dtype=np.int16)
         temperatures = np.zeros(length, dtype=np.float32)
+        steered = np.zeros(length, dtype=np.bool_)
         end = 0
         for start, turn, credit in self.turns:
             before, end = end, start + len(turn.output_ids)
             # A prompt goes with its reply: so a sequence of one temperature holds one value.
             temperatures[before:end] = turn.temperature or 0.0
             loss_mask[start:end] = True
+            steered[start:end] = turn.is_steered
             turns[start:end] = credit
             logprobs[start:end] = turn.logprobs
             for span in turn.spans:
@@ -53,6 +55,7 @@ class _Row:
             versions=versions,
             turns=turns if has_credits else None,
             temperatures=None if any(turn.temperature is None for _, turn, _ in self.turns) else temperatures,
+            steered=steered if steered.any() else None,
         )
 
 

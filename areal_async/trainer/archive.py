@@ -58,6 +58,7 @@ _SCHEMA = pa.schema(
         ("lr", pa.float64()),
         ("temperatures", pa.list_(pa.list_(pa.float32()))),
         ("numbers", pa.string()),
+        ("steered", pa.list_(pa.list_(pa.bool_()))),
     ]
 )
 
@@ -79,7 +80,8 @@ def write_archive(
     ``credits``. Where rewards alone do not say it (a critic, a penalty, a call of the user's own) ``advantages`` has
     each token's as well, null on tokens that were not trained, and the others are means over trained tokens.
 
-    ``temperatures`` has what each token was sampled at; null where that is the run's.
+    ``temperatures`` has what each token was sampled at; null where that is the run's. ``steered`` is true on tokens
+    that a grammar, a bias or a penalty had a say in; null where there are none.
 
     Args:
         cut: of the step; what a replay must know of it beside its slots goes into every row.
@@ -127,6 +129,11 @@ def write_archive(
             ]
         if all(sequence.temperatures is not None for sequence in trajectory.sequences):
             columns.append("temperatures")
+        if any(sequence.steered is not None for sequence in trajectory.sequences):
+            record["steered"] = [
+                np.zeros(sequence.num_tokens, dtype=np.bool_) if sequence.steered is None else sequence.steered
+                for sequence in trajectory.sequences
+            ]
         for column in columns:
             record[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
         records.append(record)

@@ -60,6 +60,8 @@ class AgeStats(msgspec.Struct):
     """Age -> trained tokens that have it."""
     temperatures: float = 0.0
     """Sum of theirs."""
+    num_steered: int = 0
+    """Trained tokens whose logprob is not of the model's own distribution (``Sequence.steered``)."""
 
 
 def place(cut: Cut) -> list[Placed]:
@@ -193,6 +195,8 @@ def build_rows(
             stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
             tempered = temperature if sequence.temperatures is None else sequence.temperatures
             stats.temperatures += float(np.broadcast_to(tempered, mask_L.shape)[mask_L].sum(dtype=np.float64))
+            steered_L = np.zeros_like(mask_L) if sequence.steered is None else sequence.steered
+            stats.num_steered += int((mask_L & steered_L).sum())
             for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
                 stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
             rows.append(
@@ -201,7 +205,7 @@ def build_rows(
                     loss_mask=mask_L,
                     behave_logprobs=sequence.logprobs,
                     advantage=_laid_out(advantages[position], sequence.turns),
-                    current_mask=sequence.loss_mask & ((sequence.versions & _STEP_BITS) == start.step),
+                    current_mask=sequence.loss_mask & ~steered_L & ((sequence.versions & _STEP_BITS) == start.step),
                     ages=ages_L,
                     temperature=tempered,
                     turns=sequence.turns,

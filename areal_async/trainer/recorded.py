@@ -17,8 +17,8 @@ from areal_async.staleness import age_at
 from areal_async.types import NOT_CREDITED, NOT_SAMPLED, Credit, Slot, SlotStatus, Trajectory, Version
 from areal_async.types import Sequence as TokenSequence
 
-ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures")
-"""Of the sequences; the last two may be null, and older archives have no temperatures."""
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
+"""Of the sequences; the last three may be null, and older archives are without the last two or one."""
 Line = Mapping[str, Any]
 
 
@@ -183,7 +183,7 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
 
 
 def _sequences(table: pa.Table, index: int) -> list[TokenSequence]:
-    names = [name for name in ARRAYS if name != "temperatures" or name in table.column_names]
+    names = [name for name in ARRAYS if name not in ("temperatures", "steered") or name in table.column_names]
     columns = {name: arrays for name in names if (arrays := _arrays(table, name, index))}
     return [TokenSequence(**dict(zip(columns, arrays, strict=True))) for arrays in zip(*columns.values(), strict=True)]
 

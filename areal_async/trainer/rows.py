@@ -40,7 +40,8 @@ class TrainRow:
     advantage: float | NDArray[np.float32]
     """One for the sequence, or one per token [L]."""
     current_mask: NDArray[np.bool_]
-    """True on sampled tokens of the version that the step starts from."""
+    """True on sampled tokens of the version that the step starts from, where trainer and server should agree: not on
+    steered ones (``types.Sequence``)."""
     ages: NDArray[np.int64] | None = None
     """Versions between the one that sampled each token and the step's start; a log-linear proximal policy needs it."""
     columns: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)

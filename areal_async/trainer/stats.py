@@ -44,12 +44,13 @@ class StepStats:
     logprob_gap_mean: float
     """Mean |trainer - server| logprob over tokens of the step's start version, by the step's start weights.
 
-    0 where there are none (``num_current_tokens``): a queue that is always full holds older tokens alone.
+    Steered tokens, whose server's logprob is of another distribution, are not among them. 0 where there are none
+    (``num_current_tokens``): a queue that is always full holds older tokens alone.
     """
     num_current_tokens: int
-    """Tokens of the step's start version."""
+    """Tokens of the step's start version, without steered ones."""
     logprob_gap_all_mean: float
-    """The same over all trained tokens, stale ones included."""
+    """The same over all trained tokens, stale and steered ones included."""
     logprob_gap_max: float
     """Largest one over tokens of the start version."""
     logprob_gap_over_0_001: float

@@ -142,6 +142,7 @@ def batch_metrics(
         "staleness_max": max((one.max for one in ages), default=0),
         "stale_tokens_masked": sum(one.num_masked for one in ages),
         "uncredited_tokens": sum(one.num_uncredited for one in ages),
+        "steered_tokens": sum(one.num_steered for one in ages),
         "temperature_mean": sum(one.temperatures for one in ages) / num_tokens if num_tokens else 0.0,
         "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
         "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,

@@ -1,4 +1,7 @@
-"""What each token was sampled at travels with it: a number for each stretch of one, and none where nothing is known."""
+"""What each token was sampled at travels with it, and whether it was steered.
+
+A number for each stretch of tokens, and none where nothing is known.
+"""
 
 import zlib
 from typing import Any
@@ -32,6 +35,7 @@ def trajectory_of(*sequences: Temperatures) -> Trajectory:
                 logprobs=np.full(length, -0.5, dtype=np.float32),
                 versions=np.full(length, Version(1, 2).pack(), dtype=np.int64),
                 temperatures=None if one is None else np.array(one, dtype=np.float32),
+                steered=None if one is None else np.array(one) < 0.5,
             )
             for length, one in zip(lengths, sequences, strict=True)
         ],
@@ -51,11 +55,13 @@ def test_every_token_comes_back_with_its_own(sequences: list[Temperatures]) -> N
 
     for mine, theirs in zip(got.sequences, sent.sequences, strict=True):
         if theirs.temperatures is None:
-            assert mine.temperatures is None
+            assert mine.temperatures is mine.steered is None
         else:
             assert mine.temperatures is not None
-            assert mine.temperatures.dtype == np.float32
+            assert mine.steered is not None
+            assert (mine.temperatures.dtype, mine.steered.dtype) == (np.float32, np.bool_)
             np.testing.assert_array_equal(mine.temperatures, theirs.temperatures)
+            np.testing.assert_array_equal(mine.steered, np.array(theirs.temperatures) < 0.5)
     assert len(blob) <= max_encoded_bytes(sent)
 
 
@@ -67,6 +73,7 @@ def test_a_sequence_of_one_temperature_takes_a_few_bytes_more_for_it_and_one_of_
 
     assert len(encode_trajectory(long)) - len(encode_trajectory(bare)) < 32
     assert b"temperatures" not in encode_trajectory(plain)
+    assert b"steered" not in encode_trajectory(plain)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +85,9 @@ def test_a_sequence_of_one_temperature_takes_a_few_bytes_more_for_it_and_one_of_
         ([[[2, 1.0]]], "temperatures for 2 tokens, need them for 3"),
         ([[[4, 1.0], [-1, 0.5]]], "temperatures for 3 tokens, need them for 3, each once"),
         ([[[2**62, 1.0], [2**62, 1.0]]], "need them for 3"),
-        ([[[3, -0.5]]], "a temperature outside of 0 to 100"),
-        ([[[2, 1.0], [1, float("nan")]]], "a temperature outside of 0 to 100"),
-        ([[[3, 1e300]]], "a temperature outside of 0 to 100"),
+        ([[[3, -0.5]]], "temperatures outside of 0 to 100"),
+        ([[[2, 1.0], [1, float("nan")]]], "temperatures outside of 0 to 100"),
+        ([[[3, 1e300]]], "temperatures outside of 0 to 100"),
     ],
 )
 def test_what_is_no_temperature_for_each_token_is_refused(said: Any, match: str) -> None:
@@ -89,4 +96,8 @@ def test_what_is_no_temperature_for_each_token_is_refused(said: Any, match: str)
     body[5] = {"temperatures": said}
 
     with pytest.raises(WireError, match=match):
+        received(msgspec.msgpack.encode(body), sent.slot)
+
+    body[5] = {"steered": said}
+    with pytest.raises(WireError, match=match.replace("temperatures", "steered").replace("100", "1")):
         received(msgspec.msgpack.encode(body), sent.slot)

@@ -117,6 +117,17 @@ def test_a_conversation_of_one_temperature_holds_one_value_its_prompts_included(
     assert merge_turns([turn_of([1], [2])])[0].temperatures is None
 
 
+def test_tokens_of_a_steered_turn_are_known_as_such_and_no_others() -> None:
+    first = replace(turn_of([1, 2], [3, 4]), is_steered=True)
+    second = turn_of([1, 2, 3, 4, 9], [5])
+
+    (row,) = merge_turns([first, second])
+
+    assert row.steered is not None
+    assert row.steered.tolist() == [False, False, True, True, False, False]
+    assert merge_turns([second])[0].steered is None
+
+
 def test_prompt_that_rewrites_what_was_said_starts_a_new_row() -> None:
     rows = merge_turns([turn_of([1, 2], [3, 4]), turn_of([1, 2, 9], [5])])
 

@@ -15,6 +15,8 @@ from tests.unit.trainer.models import rows_as_trained
 REWARDS = (1.0, 0.0, 0.0, 3.0)
 ADVANTAGES = tuple((np.array(REWARDS) - 1.0) / (np.std(REWARDS, ddof=1) + 1e-6))
 LENGTH, PROMPT = 12, 4
+NUM_STEERED = 4
+"""Tokens at the end of the last sibling's answer."""
 VOCAB = 61
 
 
@@ -44,6 +46,7 @@ def trajectory(step: int, sibling: int) -> Trajectory:
         logprobs=np.where(np.arange(LENGTH) >= PROMPT, random.normal(-4.1, 0.3, LENGTH), 0).astype(np.float32),
         versions=np.array(versions, dtype=np.int64),
         temperatures=temperatures_of(sibling),
+        steered=np.arange(LENGTH) >= LENGTH - NUM_STEERED if sibling == len(REWARDS) - 1 else None,
     )
     return Trajectory(slot=slot, sequences=[sequence], info={"num_turns": 1.0})
 

@@ -85,7 +85,11 @@ def _cost(placed: Placed) -> int:
 
 
 def _rows(
-    versions: list[int], *, masks: bool = False, temperatures: list[float] | None = None
+    versions: list[int],
+    *,
+    masks: bool = False,
+    temperatures: list[float] | None = None,
+    steered: list[bool] | None = None,
 ) -> tuple[list[TrainRow], AgeStats]:
     length = len(versions)
     sequence = Sequence(
@@ -94,6 +98,7 @@ def _rows(
         logprobs=np.zeros(length, dtype=np.float32),
         versions=np.array([Version(1, one).pack() if one >= 0 else -1 for one in versions], dtype=np.int64),
         temperatures=None if temperatures is None else np.array(temperatures, dtype=np.float32),
+        steered=None if steered is None else np.array(steered),
     )
     return build_rows(
         {0: Trajectory(slot=_slot(0), sequences=[sequence])},
@@ -135,6 +140,14 @@ def test_the_gap_is_measured_on_tokens_of_the_version_that_the_step_starts_from(
     assert rows[0].current_mask.tolist() == [False, False, True]
 
 
+def test_steered_tokens_are_trained_and_counted_and_no_part_of_the_gap() -> None:
+    rows, stats = _rows([-1, 1, 4, 4], steered=[False, True, True, False], masks=True)
+
+    assert rows[0].loss_mask.tolist() == [False, False, True, True]
+    assert rows[0].current_mask.tolist() == [False, False, False, True]
+    assert stats.num_steered == 1
+
+
 def test_advantages_are_of_the_real_group_and_never_of_a_neighbours() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, rule=AdvantageRule(std="none"))
 
@@ -161,8 +174,8 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
     batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
 
     ages = [
-        AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}, temperatures=6.0),
-        AgeStats(num_tokens=2, total=4, max=2, by_age={1: 1, 3: 1}, temperatures=1.0),
+        AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}, temperatures=6.0, num_steered=1),
+        AgeStats(num_tokens=2, total=4, max=2, by_age={1: 1, 3: 1}, temperatures=1.0, num_steered=2),
     ]
     line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])
 
@@ -170,6 +183,7 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
     assert [line[f"staleness_tokens/{age}"] for age in range(4)] == [0, 7, 0, 1]
     assert line["temperature_mean"] == 0.875
+    assert line["steered_tokens"] == 3
 
 
 def test_rewards_are_told_by_the_age_of_a_trajectorys_oldest_version() -> None:

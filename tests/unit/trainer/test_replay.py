@@ -23,6 +23,7 @@ from areal_async.types import Metrics, Version
 from tests.unit.trainer.archives import (
     ADVANTAGES,
     LENGTH,
+    NUM_STEERED,
     PROMPT,
     REWARDS,
     archive_step,
@@ -90,7 +91,8 @@ def test_the_archive_trains_what_its_rows_say(model: Path, ranks: Ranks, tmp_pat
         assert made["loss"] == pytest.approx(wanted.loss, rel=1e-8)
         assert made["grad_norm"] == pytest.approx(wanted.grad_norm, rel=1e-5)
         assert made["staleness_mean"] == (step - 1) / 2
-        assert made["num_current_tokens"] == len(REWARDS) * (LENGTH - PROMPT) / step
+        assert made["num_current_tokens"] == len(REWARDS) * (LENGTH - PROMPT) / step - NUM_STEERED
+        assert made["steered_tokens"] == NUM_STEERED
         assert made["num_tokens"] == len(REWARDS) * (LENGTH - PROMPT)
 
 
