@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from areal_async.cli.advice import advice
 from areal_async.cli.evaluated import answers, failures, figure, kind
 from areal_async.cli.tail import Line, read_json_lines
 from areal_async.cli.view import by_task, number
@@ -35,6 +36,7 @@ def summarise(settings: Settings) -> list[str]:
         draw(steps, evaluations, directory / "reward.png")
         accuracies = [text for workflow, part in evaluations.items() for text in _accuracy_texts(workflow, part)]
         lines = [_reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
+        lines += advice(steps, evaluations, settings)
     return lines + [
         f"{directory / name}: {sentence}" for name, sentence in PLACES.items() if (directory / name).exists()
     ]
