@@ -62,6 +62,11 @@ def run(name: str, workflow: str, arguments: list[str], *, before: float) -> Res
     started = time.monotonic()
     subprocess.run([*command, "--run.name", name, *arguments], check=True, stdin=subprocess.DEVNULL)
     duration_s = time.monotonic() - started
+    return result_of(name, before=before, after=greedy_accuracy(RUNS / name / "model"), duration_s=duration_s)
+
+
+def result_of(name: str, *, before: float, after: float, duration_s: float) -> Result:
+    """Read what a finished run came to."""
     lines = [json.loads(line) for line in (RUNS / name / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward_mean"] for line in lines]
     return Result(
@@ -69,7 +74,7 @@ def run(name: str, workflow: str, arguments: list[str], *, before: float) -> Res
         first=statistics.mean(rewards[:NUM_EDGE_STEPS]),
         last=statistics.mean(rewards[-NUM_EDGE_STEPS:]),
         before=before,
-        after=greedy_accuracy(RUNS / name / "model"),
+        after=after,
         staleness_max=max(line["staleness_max"] for line in lines),
         num_steps=len(lines),
         duration_s=duration_s,

@@ -2,8 +2,10 @@
 
     python -m tools.make_coding
 
-A kind of task has its wording, a way to draw an input and a reference that gives the output. Half of the rows ask for a
-function, half for a program that reads its input and prints; `{k}` in a wording is a number drawn for each row.
+A kind of task has its wording, a way to draw an input, a reference that gives the output, and two expressions for a
+program: the right one, and the mistake that a pupil makes (`tools/tool_lessons.py` teaches with both). Half of the rows
+ask for a function, half for a program that reads its input and prints; `{k}` in a wording is a number. Which split a
+task belongs to is a function of its words alone, so none is in two.
 
 Invariant: the same seed writes the same bytes.
 """
@@ -16,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-DATA: Final = Path(__file__).resolve().parents[1] / "configs" / "data"
-NUM_ROWS: Final = {"train": 160, "test": 40}
-NUM_TESTS: Final = 5
+from tools.make_search import DATA, write_lines
+from tools.word_problems import Split, split_of
+
+NUM_TESTS: Final = 3
 WORDS: Final = (
     "apple",
     "level",
@@ -43,14 +46,24 @@ class Kind:
     wording: str
     draw: Callable[[random.Random], Any]
     solve: Callable[[Any, int], Any]
+    right: str
+    """What a program writes of its input ``v``."""
+    usual: str
+    """What a pupil writes who has not thought enough."""
+    ks: range = range(1)
+    """The numbers that the wording may name."""
 
 
 def _numbers(rng: random.Random) -> list[int]:
-    return [rng.randint(-20, 40) for _ in range(rng.randint(1, 8))]
+    return [rng.randint(-20, 40) for _ in range(rng.randint(2, 8))]
+
+
+def _repeating(rng: random.Random) -> list[int]:
+    return [rng.randint(1, 6) for _ in range(rng.randint(5, 8))]
 
 
 def _number(rng: random.Random) -> int:
-    return rng.randint(0, 200)
+    return rng.randint(1, 200)
 
 
 def _word(rng: random.Random) -> str:
@@ -81,68 +94,209 @@ def _nth_letter(word: str, k: int) -> str:
     return word[k - 1] if k <= len(word) else "none"
 
 
+MANY: Final = range(2, 60)
 KINDS: Final = (
-    Kind("total_plus", "the sum of the numbers, plus {k}", _numbers, lambda values, k: sum(values) + k),
-    Kind("count_above", "how many of the numbers are greater than {k}", _numbers, lambda v, k: sum(x > k for x in v)),
-    Kind("scaled", "every number multiplied by {k}, in the same order", _numbers, lambda v, k: [x * k for x in v]),
-    Kind("multiples", "the numbers that {k} divides, in the same order", _numbers, _multiples),
-    Kind("largest_less", "the largest of the numbers, minus {k}", _numbers, lambda v, k: max(v) - k),
-    Kind("sorted_down", "the numbers from the largest to the smallest", _numbers, lambda v, k: sorted(v, reverse=True)),
-    Kind("distinct", "the numbers without repeats, in the order they first come", _numbers, _without_repeats),
-    Kind("remainder", "the remainder of the number divided by {k}", _number, lambda n, k: n % k),
-    Kind("scaled_sum", "the sum of all whole numbers from 0 to the number, times {k}", _number, _scaled_sum),
-    Kind("digits", "the sum of the number's decimal digits", _number, _digit_sum),
-    Kind("binary", "the number in base 2, as a text of the digits 0 and 1", _number, lambda n, k: f"{n:b}"),
-    Kind("repeated", "the word, {k} times without blanks between", _word, lambda word, k: word * k),
-    Kind("reversed_word", "the word backwards", _word, lambda word, k: word[::-1]),
-    Kind("vowels", "how many of the word's letters are one of a, e, i, o, u, in either case", _word, _vowels),
-    Kind("nth_letter", "the word's letter number {k} from 1, or the text none where it has fewer", _word, _nth_letter),
+    Kind(
+        "total_plus",
+        "the sum of the numbers, plus {k}",
+        _numbers,
+        lambda values, k: sum(values) + k,
+        "sum(v) + {k}",
+        "sum(v)",
+        MANY,
+    ),
+    Kind(
+        "count_above",
+        "how many of the numbers are greater than {k}",
+        _numbers,
+        lambda values, k: sum(x > k for x in values),
+        "sum(x > {k} for x in v)",
+        "sum(x < {k} for x in v)",
+        range(30),
+    ),
+    Kind(
+        "scaled",
+        "every number multiplied by {k}, in the same order",
+        _numbers,
+        lambda values, k: [x * k for x in values],
+        "[x * {k} for x in v]",
+        "v * {k}",
+        MANY,
+    ),
+    Kind(
+        "multiples",
+        "the numbers that {k} divides, in the same order",
+        _numbers,
+        _multiples,
+        "[x for x in v if x % {k} == 0]",
+        "[x for x in v if x % {k}]",
+        range(2, 10),
+    ),
+    Kind(
+        "largest_less",
+        "the largest of the numbers, minus {k}",
+        _numbers,
+        lambda values, k: max(values) - k,
+        "max(v) - {k}",
+        "min(v) - {k}",
+        MANY,
+    ),
+    Kind(
+        "sorted_down",
+        "the numbers from the largest to the smallest",
+        _numbers,
+        lambda values, _: sorted(values, reverse=True),
+        "sorted(v)[::-1]",
+        "sorted(v)",
+    ),
+    Kind(
+        "distinct",
+        "the numbers without repeats, in the order they first come",
+        _repeating,
+        _without_repeats,
+        "list(dict.fromkeys(v))",
+        "list(v)",
+    ),
+    Kind(
+        "remainder",
+        "the remainder of the number divided by {k}",
+        _number,
+        lambda n, k: n % k,
+        "v % {k}",
+        "v // {k}",
+        MANY,
+    ),
+    Kind(
+        "scaled_sum",
+        "the sum of all whole numbers from 0 to the number, times {k}",
+        _number,
+        _scaled_sum,
+        "sum(range(v + 1)) * {k}",
+        "sum(range(v)) * {k}",
+        MANY,
+    ),
+    Kind(
+        "digits",
+        "the sum of the number's decimal digits",
+        _number,
+        _digit_sum,
+        "sum(map(int, str(v)))",
+        "len(str(v))",
+    ),
+    Kind(
+        "binary",
+        "the number in base 2, as a text of the digits 0 and 1",
+        _number,
+        lambda n, _: f"{n:b}",
+        "bin(v)[2:]",
+        "bin(v)",
+    ),
+    Kind(
+        "repeated",
+        "the word, {k} times without blanks between",
+        _word,
+        lambda word, k: word * k,
+        "v * {k}",
+        '(v + " ") * {k}',
+        range(2, 10),
+    ),
+    Kind("reversed_word", "the word backwards", _word, lambda word, _: word[::-1], "v[::-1]", "v[::2]"),
+    Kind(
+        "vowels",
+        "how many of the word's letters are one of a, e, i, o, u, in either case",
+        _word,
+        _vowels,
+        'sum(x in "aeiou" for x in v.lower())',
+        "len(v)",
+    ),
+    Kind(
+        "nth_letter",
+        "the word's letter number {k} from 1, or the text none where it has fewer",
+        _word,
+        _nth_letter,
+        'v[{k} - 1:{k}] or "none"',
+        'v[{k}:{k} + 1] or "none"',
+        range(2, 6),
+    ),
 )
 GIVEN: Final[dict[Callable[[random.Random], Any], str]] = {
     _numbers: "a list of whole numbers",
+    _repeating: "a list of whole numbers",
     _number: "a whole number",
     _word: "a word",
 }
-READ: Final[dict[Callable[[random.Random], Any], str]] = {
-    _numbers: "whole numbers from one line, with blanks between",
-    _number: "a whole number",
-    _word: "a word",
+READ: Final[dict[Callable[[random.Random], Any], tuple[str, str]]] = {
+    _numbers: ("whole numbers from one line, with blanks between", "list(map(int, input().split()))"),
+    _repeating: ("whole numbers from one line, with blanks between", "list(map(int, input().split()))"),
+    _number: ("a whole number", "int(input())"),
+    _word: ("a word", "input()"),
 }
+"""In words and in Python."""
 
 
-def draw_row(rng: random.Random) -> dict[str, str]:
-    """Draw one task with its tests."""
-    kind, k = rng.choice(KINDS), rng.randint(2, 12)
-    inputs = [kind.draw(rng) for _ in range(NUM_TESTS)]
-    wanted = kind.wording.format(k=k)
-    tests: list[dict[str, Any]]
-    if rng.random() < 0.5:
-        task = f"Write a function {kind.name} that is given {GIVEN[kind.draw]} and returns {wanted}."
-        tests = [{"function": kind.name, "arguments": [one], "returns": kind.solve(one, k)} for one in inputs]
-    else:
-        several = ", each on its own line" if isinstance(kind.solve(inputs[0], k), list) else ""
-        task = f"Write a program that reads {READ[kind.draw]}, and prints {wanted}{several}."
-        tests = [{"stdin": f"{_shown(one, ' ')}\n", "stdout": f"{_shown(kind.solve(one, k))}\n"} for one in inputs]
-    return {"task": task, "tests": json.dumps(tests)}
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One task: a kind, its number, and whether a function is asked for or a program."""
+
+    kind: Kind
+    k: int
+    is_function: bool
+
+    @property
+    def gives_list(self) -> bool:
+        return isinstance(self.kind.solve(self.kind.draw(random.Random(0)), self.k), list)
+
+    @property
+    def text(self) -> str:
+        """Ask for it in words."""
+        kind, wanted = self.kind, self.kind.wording.format(k=self.k)
+        if self.is_function:
+            return f"Write a function {kind.name} that is given {GIVEN[kind.draw]} and returns {wanted}."
+        several = ", each on its own line" if self.gives_list else ""
+        return f"Write a program that reads {READ[kind.draw][0]}, and prints {wanted}{several}."
+
+    @property
+    def split(self) -> Split:
+        return split_of(self.text)
+
+    def program(self, expression: str) -> str:
+        """Write the program around one of the kind's expressions."""
+        value = expression.format(k=self.k)
+        if self.is_function:
+            return f"def {self.kind.name}(v):\n    return {value}"
+        several = f'*{value}, sep="\\n"' if self.gives_list else value
+        return f"v = {READ[self.kind.draw][1]}\nprint({several})"
+
+    def row(self, rng: random.Random) -> dict[str, str]:
+        """Draw the tests."""
+        inputs = [self.kind.draw(rng) for _ in range(NUM_TESTS)]
+        outputs = [self.kind.solve(one, self.k) for one in inputs]
+        tests: list[dict[str, Any]] = [
+            {"function": self.kind.name, "arguments": [one], "returns": output}
+            if self.is_function
+            else {"stdin": f"{_shown(one, ' ')}\n", "stdout": f"{_shown(output)}\n"}
+            for one, output in zip(inputs, outputs, strict=True)
+        ]
+        return {"task": self.text, "tests": json.dumps(tests)}
 
 
-def draw_rows(seed: int) -> Iterator[dict[str, str]]:
-    """Draw rows of different tasks, without end."""
-    rng = random.Random(f"coding-{seed}")
-    seen: set[str] = set()
-    while True:
-        row = draw_row(rng)
-        if row["task"] not in seen:
-            seen.add(row["task"])
-            yield row
+def tasks(split: Split) -> Iterator[Task]:
+    """Return every task of one split."""
+    for kind in KINDS:
+        for k in kind.ks:
+            for is_function in (True, False):
+                task = Task(kind, k, is_function)
+                if task.split is split:
+                    yield task
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write both files; no task is in both."""
-    rows = draw_rows(seed)
-    for split, num_rows in NUM_ROWS.items():
-        lines = [json.dumps(next(rows)) + "\n" for _ in range(num_rows)]
-        (folder / f"coding_{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    """Write both files."""
+    for split in (Split.TRAIN, Split.TEST):
+        rng = random.Random(f"coding-{split}-{seed}")
+        rows = [task.row(rng) for task in tasks(split)]
+        rng.shuffle(rows)
+        write_lines(folder / f"coding_{split}.jsonl", rows)
 
 
 def _shown(value: Any, between: str = "\n") -> str:

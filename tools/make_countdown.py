@@ -3,58 +3,45 @@
     python -m tools.make_countdown
 
 A game is drawn by winning it first: two or three numbers are joined by operations at random, and what they come to is
-the target. Which split a game belongs to is a function of its numbers and target alone, so none is in both. The wording
-is short and the numbers are small: the tiny model of `tools/make_tiny_gsm8k.py`, which knows sums but not this game,
-then wins one game in five by chance, enough to learn the rest from.
+the target. Which split a game belongs to is a function of its numbers and target alone, so none is in two. The wording
+is short and the numbers are small, for the tiny model of `tools/make_tiny_tools.py`.
 
 Invariant: the same seed writes the same bytes.
 """
 
 import argparse
-import hashlib
-import json
 import random
 from collections.abc import Iterator
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Final
 
-DATA: Final = Path(__file__).resolve().parents[1] / "configs" / "data"
-NUM_ROWS: Final = {"train": 384, "test": 96}
+from tools.make_search import DATA, write_lines
+from tools.word_problems import Split, split_of
+
+NUM_ROWS: Final = {Split.TRAIN: 160, Split.TEST: 128}
 QUESTION: Final = "There are {numbers}. How do they make {target}?"
-LARGE, SMALL = (6, 30), (2, 9)
+LARGE, SMALL = (6, 99), (2, 12)
 """Of the first number, and of the others."""
-LARGEST_TARGET: Final = 99
-THREE_NUMBERS_SHARE: Final = 0.2
+LARGEST_TARGET: Final = 199
+THREE_NUMBERS_SHARE: Final = 0.1
 """Most games are small: a model that never wins learns nothing."""
 
 
-class Game(NamedTuple):
-    """The numbers, each to be used at most once, and what to reach."""
+@dataclass(frozen=True, slots=True)
+class Game:
+    """The numbers, each to be used at most once, and how they were joined."""
 
     numbers: tuple[int, ...]
-    target: int
+    operations: str
 
     @property
-    def question(self) -> str:
-        """Ask for it in words."""
-        return QUESTION.format(numbers=" and ".join(map(str, self.numbers)), target=self.target)
-
-    @property
-    def split(self) -> str:
-        """Say which split this game belongs to: a fifth for the test."""
-        bucket = hashlib.sha256(f"{sorted(self.numbers)}:{self.target}".encode()).digest()[0] % 5
-        return "test" if bucket == 0 else "train"
-
-
-def draw_game(rng: random.Random) -> Game:
-    """Draw a game by winning it; the target is whole, not large and none of the numbers."""
-    while True:
-        count = 3 if rng.random() < THREE_NUMBERS_SHARE else 2
-        numbers = (rng.randint(*LARGE), *(rng.randint(*SMALL) for _ in range(count - 1)))
-        value = Fraction(numbers[0])
-        for number in numbers[1:]:
-            match rng.choice("+-*/"):
+    def value(self) -> Fraction:
+        """What they come to, joined from the left."""
+        value = Fraction(self.numbers[0])
+        for operation, number in zip(self.operations, self.numbers[1:], strict=True):
+            match operation:
                 case "+":
                     value += number
                 case "-":
@@ -63,26 +50,54 @@ def draw_game(rng: random.Random) -> Game:
                     value *= number
                 case _:
                     value /= number
-        if value.denominator == 1 and 0 < value <= LARGEST_TARGET and value not in numbers:
-            return Game(numbers, int(value))
+        return value
+
+    @property
+    def expression(self) -> str:
+        """Write the joining out, as the last line of an answer."""
+        text = str(self.numbers[0])
+        for place, (operation, number) in enumerate(zip(self.operations, self.numbers[1:], strict=True)):
+            text = f"({text}){operation}{number}" if place else f"{text}{operation}{number}"
+        return text
+
+    @property
+    def question(self) -> str:
+        """Ask for it in words."""
+        return QUESTION.format(numbers=" and ".join(map(str, self.numbers)), target=self.value)
+
+    @property
+    def split(self) -> Split:
+        return split_of(f"{sorted(self.numbers)}:{self.value}")
 
 
-def draw_games(split: str, seed: int) -> Iterator[Game]:
-    """Draw different games of one split, as many as it has rows."""
+def draw_game(rng: random.Random) -> Game:
+    """Draw a game by winning it, each way as often; the target is whole, not large and none of the numbers."""
+    count = 2 if rng.random() < THREE_NUMBERS_SHARE else 1
+    operations = "".join(rng.choice("+-*/") for _ in range(count))
+    while True:
+        game = Game((rng.randint(*LARGE), *(rng.randint(*SMALL) for _ in operations)), operations)
+        if game.value.denominator == 1 and 0 < game.value <= LARGEST_TARGET and game.value not in game.numbers:
+            return game
+
+
+def games(split: Split, seed: int) -> Iterator[Game]:
+    """Draw games of one split without end; a game may come back."""
     rng = random.Random(f"countdown-{split}-{seed}")
-    seen: set[Game] = set()
-    while len(seen) < NUM_ROWS[split]:
+    while True:
         game = draw_game(rng)
-        if game.split == split and game not in seen:
-            seen.add(game)
+        if game.split is split:
             yield game
 
 
 def write_data(folder: Path, seed: int) -> None:
-    """Write both files."""
-    for split in NUM_ROWS:
-        lines = [json.dumps({"question": game.question, **game._asdict()}) + "\n" for game in draw_games(split, seed)]
-        (folder / f"countdown_{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+    """Write both files, of different games."""
+    for split, num_rows in NUM_ROWS.items():
+        rows: dict[str, dict[str, object]] = {}
+        for game in games(split, seed):
+            rows[game.question] = {"question": game.question, "numbers": game.numbers, "target": int(game.value)}
+            if len(rows) == num_rows:
+                break
+        write_lines(folder / f"countdown_{split}.jsonl", list(rows.values()))
 
 
 def main() -> None:

@@ -1,20 +1,24 @@
-"""Make the games of `workflows/self_play.py`: numbers of stones, and who begins.
+"""Make the games of `workflows/self_play.py`: numbers of stones, who begins, and against whom.
 
     python -m tools.make_nim
 
-Invariant: the same seed writes the same bytes, and no number of stones of the test file is in the training file.
+Training games are the model's against itself. Those of the test file are against a player that makes no mistake, from
+every start from which it can be beaten: what is held out is the opponent. Each start is there three times, for it may
+take 1, 2 or 3 stones where it has lost already.
+
+Invariant: the same seed writes the same bytes.
 """
 
 import argparse
-import json
 import random
 from pathlib import Path
 from typing import Final
 
-from tools.make_tiny_gsm8k import DATA
+from tools.make_search import DATA, write_lines
 
-LARGEST: Final = 15
-TEST_STONES: Final = (6, 9, 11)
+LARGEST: Final = 11
+MOST: Final = 3
+"""Stones that a player may take at once."""
 NUM_TRAIN: Final = 2048
 FIRST: Final = ("policy", "opponent")
 
@@ -22,14 +26,16 @@ FIRST: Final = ("policy", "opponent")
 def write_data(folder: Path, seed: int) -> None:
     """Write both files."""
     rng = random.Random(f"nim-{seed}")
-    train = [stones for stones in range(2, LARGEST + 1) if stones not in TEST_STONES]
-    rows = {
-        "train": [{"stones": rng.choice(train), "first": rng.choice(FIRST)} for _ in range(NUM_TRAIN)],
-        "test": [{"stones": stones, "first": first} for stones in TEST_STONES for first in FIRST],
-    }
-    for split, games in rows.items():
-        text = "".join(json.dumps(game) + "\n" for game in games)
-        (folder / f"nim_{split}.jsonl").write_text(text, encoding="utf-8")
+    train = [
+        {"stones": rng.randint(2, LARGEST), "first": rng.choice(FIRST), "rival_takes": 0} for _ in range(NUM_TRAIN)
+    ]
+    test = [
+        {"stones": stones, "first": FIRST[stones % (MOST + 1) == 0], "rival_takes": takes}
+        for stones in range(2, LARGEST + 1)
+        for takes in range(1, MOST + 1)
+    ]
+    write_lines(folder / "nim_train.jsonl", train)
+    write_lines(folder / "nim_test.jsonl", test)
 
 
 def main() -> None:

@@ -9,7 +9,6 @@ Invariant: the same seed writes the same bytes.
 """
 
 import argparse
-import hashlib
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tools.make_search import DATA, write_lines
-from tools.word_problems import Split
+from tools.word_problems import Split, split_of
 
 NUM_ROWS: Final = {Split.TRAIN: 2048, Split.TEST: 256}
 
@@ -30,6 +29,8 @@ class Kind:
     wordings: tuple[str, ...]
     expression: str
     """What the program prints."""
+    usual: str
+    """What a pupil has it print who has not thought enough."""
     a: tuple[int, int]
     b: tuple[int, int]
     solve: Callable[[int, int], int]
@@ -39,6 +40,7 @@ KINDS: Final = (
     Kind(
         ("Add up the digits of {a}.", "What do the digits of {a} come to?"),
         "sum(map(int, str({a})))",
+        "len(str({a}))",
         (10_000, 999_999),
         (0, 0),
         lambda a, _: sum(map(int, str(a))),
@@ -46,6 +48,7 @@ KINDS: Final = (
     Kind(
         ("Add up all numbers from {a} to {b}.", "What do all numbers from {a} to {b} come to?"),
         "sum(range({a}, {b}+1))",
+        "sum(range({a}, {b}))",
         (10, 99),
         (100, 999),
         lambda a, b: sum(range(a, b + 1)),
@@ -53,6 +56,7 @@ KINDS: Final = (
     Kind(
         ("What is left of {a} divided by {b}?", "Divide {a} by {b}: what is left?"),
         "{a} % {b}",
+        "{a} / {b}",
         (1_000, 9_999),
         (11, 99),
         lambda a, b: a % b,
@@ -60,6 +64,7 @@ KINDS: Final = (
     Kind(
         ("How many numbers from 1 to {a} can be divided by {b}?", "How many times does {b} fit into {a}?"),
         "{a} // {b}",
+        "{a} % {b}",
         (1_000, 9_999),
         (3, 29),
         lambda a, b: a // b,
@@ -67,6 +72,7 @@ KINDS: Final = (
     Kind(
         ("What is {a} to the power of {b}?", "Raise {a} to the power of {b}."),
         "{a} ** {b}",
+        "{a} * {b}",
         (11, 99),
         (2, 3),
         lambda a, b: int(a**b),
@@ -80,6 +86,7 @@ class Question:
 
     text: str
     expression: str
+    usual: str
     answer: int
 
     @property
@@ -89,8 +96,7 @@ class Question:
     @property
     def split(self) -> Split:
         """Say which split it belongs to: a quarter each for train and test, the rest for sft."""
-        bucket = hashlib.sha256(self.program.encode()).digest()[0] % 4
-        return (Split.TRAIN, Split.TEST, Split.SFT, Split.SFT)[bucket]
+        return split_of(self.program)
 
 
 def questions(split: Split, rng: random.Random) -> Iterator[Question]:
@@ -99,7 +105,8 @@ def questions(split: Split, rng: random.Random) -> Iterator[Question]:
         while True:
             a, b = rng.randint(*kind.a), rng.randint(*kind.b)
             text = rng.choice(kind.wordings).format(a=a, b=b)
-            drawn = Question(text, kind.expression.format(a=a, b=b), kind.solve(a, b))
+            expression, usual = kind.expression.format(a=a, b=b), kind.usual.format(a=a, b=b)
+            drawn = Question(text, expression, usual, kind.solve(a, b))
             if drawn.split is split:
                 break
         yield drawn

@@ -10,7 +10,6 @@ Invariant: the same seed writes the same bytes.
 """
 
 import argparse
-import hashlib
 import itertools
 import json
 import random
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from tools.word_problems import Split
+from tools.word_problems import Split, split_of
 
 DATA: Final = Path(__file__).resolve().parents[1] / "configs" / "data"
 NUM_THINGS: Final = 120
@@ -97,8 +96,7 @@ class Thing:
 
     def split(self, fact: int) -> Split:
         """Say which split a fact belongs to: a quarter each for train and test, the rest for sft."""
-        bucket = hashlib.sha256(f"{self.name}:{fact}".encode()).digest()[0] % 4
-        return (Split.TRAIN, Split.TEST, Split.SFT, Split.SFT)[bucket]
+        return split_of(f"{self.name}:{fact}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +105,12 @@ class Question:
 
     text: str
     thing: Thing
-    answer: int
+    fact: int
+    """Its place among the thing's."""
+
+    @property
+    def answer(self) -> int:
+        return self.thing.values[self.fact]
 
 
 def draw_things(seed: int) -> list[Thing]:
@@ -126,10 +129,10 @@ def draw_things(seed: int) -> list[Thing]:
 def questions(things: list[Thing], split: Split) -> Iterator[Question]:
     """Ask for every fact of one split, in every way."""
     for thing in things:
-        for number, (fact, value) in enumerate(zip(thing.kind.facts, thing.values, strict=True)):
+        for number, fact in enumerate(thing.kind.facts):
             if thing.split(number) is split:
                 for question in fact.questions:
-                    yield Question(question.format(name=thing.name), thing, value)
+                    yield Question(question.format(name=thing.name), thing, number)
 
 
 def write_data(folder: Path, seed: int) -> None:

@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rewards.judge import TEN as SCALE
 from rewards.judge import parse_score, score_request
 from rewards.math_answer import last_number, marked_answer, numbers_match
-from tools.make_tiny_calculator import transplant
 from tools.make_tiny_gsm8k import CHAT_TEMPLATE, REPOSITORY, save_model, train_tokenizer
+from tools.make_tiny_tools import transplant
 from tools.word_problems import FAMILIES, Problem, Split, demonstration, problems, right_solution
 from workflows.judge import TEMPLATE
 

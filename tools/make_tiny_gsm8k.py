@@ -83,7 +83,9 @@ def make_tokenizer(demonstrations: Path) -> Any:
     return train_tokenizer(texts, CHAT_TEMPLATE)
 
 
-def train_tokenizer(texts: Iterable[str], chat_template: str, *, tags: Sequence[AddedToken] = ()) -> Any:
+def train_tokenizer(
+    texts: Iterable[str], chat_template: str, *, tags: Sequence[AddedToken] = (), size: int = VOCABULARY_SIZE
+) -> Any:
     """Train the byte-level BPE on ``texts``; each tag is a token of its own, written out like any other."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
@@ -96,7 +98,7 @@ def train_tokenizer(texts: Iterable[str], chat_template: str, *, tags: Sequence[
     tokenizer.decoder = decoders.ByteLevel()
     specials = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY_SIZE - len(tags),
+        vocab_size=size - len(tags),
         special_tokens=specials,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -119,7 +121,7 @@ def make_model(tokenizer: Any, seed: int) -> Qwen3ForCausalLM:
     """Build an untrained Qwen3 of about a million parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
-        vocab_size=VOCABULARY_SIZE,
+        vocab_size=len(tokenizer),
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=4,

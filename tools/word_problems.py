@@ -27,6 +27,12 @@ class Split(StrEnum):
     SFT = "sft"
 
 
+def split_of(key: str) -> Split:
+    """Say which split something belongs to, by what makes it what it is: a quarter each for train and test."""
+    bucket = hashlib.sha256(key.encode()).digest()[0] % 4
+    return (Split.TRAIN, Split.TEST, Split.SFT, Split.SFT)[bucket]
+
+
 class Mistake(StrEnum):
     """What a pupil did wrong."""
 
@@ -86,9 +92,7 @@ class Problem:
     @property
     def split(self) -> Split:
         """Say which split these numbers belong to: a quarter each for train and test, the rest for sft."""
-        key = f"{self.family.name}:{sorted(self.numbers.items())}"
-        bucket = hashlib.sha256(key.encode()).digest()[0] % 4
-        return (Split.TRAIN, Split.TEST, Split.SFT, Split.SFT)[bucket]
+        return split_of(f"{self.family.name}:{sorted(self.numbers.items())}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,16 +1,17 @@
-"""A small agent with a calculator, written for OpenAI's service: reads a question, prints the answer.
+"""A small agent with a calculator, written for OpenAI's service. By itself it reads a question and prints the answer:
 
 OPENAI_BASE_URL=... OPENAI_API_KEY=... python openai_agent_program.py <<< "What is 12 * 7?"
 """
 
 import ast
+import asyncio
 import json
 import operator
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from openai import OpenAI
+from openai import AsyncOpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 MAX_TURNS = 4
@@ -65,20 +66,20 @@ def answer_call(name: str, arguments: str) -> str:
     return calculate(str(expression)) if name == "calculate" else f"error: there is no tool {name!r}"
 
 
-def main() -> None:
-    """Let the model answer the question on standard input, with the calculator if it likes."""
-    client = OpenAI()
-    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": sys.stdin.read()}]
+async def answer(question: str, client: AsyncOpenAI) -> str:
+    """Let the model answer a question, with the calculator if it likes; return its last words."""
+    messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": question}]
     for _ in range(MAX_TURNS):
-        message = client.chat.completions.create(model="policy", messages=messages, tools=TOOLS).choices[0].message
+        completion = await client.chat.completions.create(model="policy", messages=messages, tools=TOOLS)
+        message = completion.choices[0].message
         if not message.tool_calls:
-            sys.stdout.write(message.content or "")
-            return
+            return message.content or ""
         messages.append(message.to_dict())  # type: ignore[arg-type]
         for call in message.tool_calls:
             result = answer_call(call.function.name, call.function.arguments) if call.type == "function" else "error"
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    return ""
 
 
 if __name__ == "__main__":
-    main()
+    sys.stdout.write(asyncio.run(answer(sys.stdin.read(), AsyncOpenAI())))

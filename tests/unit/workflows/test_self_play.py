@@ -15,10 +15,12 @@ from workflows.self_play import best_move, question, read_move, self_play
 pytestmark = pytest.mark.anyio
 
 
-async def play(stones: int, *moves: str, first: str = "policy") -> tuple[ServedPolicy, Mapping[str, float]]:
+async def play(
+    stones: int, *moves: str, first: str = "policy", rival_takes: int = 0
+) -> tuple[ServedPolicy, Mapping[str, float]]:
     model = ScriptedModel(*([*move.encode(), END] for move in moves))
     policy = ServedPolicy(model, codec(), SamplingSettings(), name="uid", endpoint=Endpoint())
-    prompt = Prompt(epoch=0, index=0, row={"stones": stones, "first": first})
+    prompt = Prompt(epoch=0, index=0, row={"stones": stones, "first": first, "rival_takes": rival_takes})
     rewards = await self_play(prompt, policy, policy.in_role("opponent", SamplingSettings()))
     assert isinstance(rewards, Mapping)
     assert not model.answers, "the game was to go on"
@@ -49,11 +51,20 @@ async def test_the_other_role_may_begin() -> None:
     assert policy.info["policy_wins"] is False
 
 
+async def test_rival_that_makes_no_mistake_may_sit_in_the_opponents_place() -> None:
+    policy, rewards = await play(6, "2", "3", rival_takes=1)
+
+    assert by_role(policy, rewards) == {"": [1.0, 1.0]}, "nobody else said anything"
+    policy, rewards = await play(6, "1", "1", rival_takes=1)
+
+    assert by_role(policy, rewards) == {"": [-1.0, -1.0]}, "five stones: it leaves four, and the last is its own"
+
+
 @pytest.mark.parametrize("move", ["#### 4", "none", "", "0", "-1", "1.5", "#### 17"])
-async def test_forbidden_move_loses_at_once(move: str) -> None:
+async def test_forbidden_move_loses_at_once_and_costs_more(move: str) -> None:
     policy, rewards = await play(7, "1", move)
 
-    assert by_role(policy, rewards) == {"": [1.0], "opponent": [-1.0]}
+    assert by_role(policy, rewards) == {"": [1.0], "opponent": [-2.0]}
     assert policy.info["share_legal_moves"] == 0.5
 
 

@@ -1,4 +1,6 @@
-"""A program that is given nothing but an address and a key is recorded like a workflow, and killed with it."""
+"""An agent that is given nothing but an address and a key is recorded like a workflow, and ends with it."""
+
+from typing import Any
 
 import anyio
 import pytest
@@ -7,16 +9,17 @@ from areal_async.errors import RolloutError
 from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.merge import merge_turns
 from areal_async.types import Prompt
+from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.endpoint.places import served, speaker
 from workflows.openai_agent import openai_agent
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]  # a Python and its imports for each test
+pytestmark = pytest.mark.anyio
 
 PROMPT = Prompt(epoch=0, index=0, row={"question": "Each of 12 boxes holds 7 cakes. How many?", "answer": "#### 84"})
 CALL = '<tool_call>{"name":"calculate","arguments":{"expression":"12*7"}}</tool_call>'
 
 
-async def test_program_calls_its_tools_and_is_one_sequence() -> None:
+async def test_agent_calls_its_tools_and_is_one_sequence() -> None:
     async with served(speaker(CALL, "It has 84 cakes.")) as policy:
         reward = await openai_agent(PROMPT, policy)
 
@@ -26,15 +29,33 @@ async def test_program_calls_its_tools_and_is_one_sequence() -> None:
         assert policy.num_breaks == 0
 
 
-async def test_program_that_fails_is_the_workflow_s_failure() -> None:
+async def test_agent_that_fails_is_the_workflow_s_failure() -> None:
     async with served(speaker()) as policy:  # the script has no answer for it
         with pytest.raises(RolloutError, match="endpoint"):
             await heeding(openai_agent, policy, name="openai_agent")(PROMPT, policy)
 
 
-async def test_program_ends_with_its_workflow() -> None:
-    async with served(speaker()) as policy:
-        with anyio.move_on_after(0.2) as scope:
-            await openai_agent(PROMPT, policy)
+class Silent(ScriptedModel):
+    """Is asked, and never answers."""
 
-    assert scope.cancelled_caught
+    def __init__(self) -> None:
+        super().__init__()
+        self.was_asked = anyio.Event()
+        self.was_left = anyio.Event()
+
+    async def generate(self, *args: Any, **options: Any) -> Any:
+        self.was_asked.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            self.was_left.set()
+
+
+async def test_what_the_agent_asked_for_ends_with_its_workflow() -> None:
+    model = Silent()
+    async with served(model) as policy:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(openai_agent, PROMPT, policy)
+            await model.was_asked.wait()
+            tasks.cancel_scope.cancel()
+        await model.was_left.wait()
