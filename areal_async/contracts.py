@@ -297,7 +297,8 @@ def per_node(function: P) -> P:
         UserError: it is no async function without parameters that yields.
     """
     name = getattr(function, "__name__", repr(function))
-    does_yield: bool = inspect.isasyncgenfunction(function)
+    unknown: Any = function  # whose type is not narrowed by the question
+    does_yield = inspect.isasyncgenfunction(unknown)
     if not does_yield or inspect.signature(function).parameters:
         got = "parameters" if does_yield else "what yields nothing"
         raise UserError(f"per_node {name}: got {got}, need `async def {name}()` that yields its value once")

@@ -4,6 +4,7 @@ Nothing is generated: whoever is asked for an answer notes how long the prompt w
 of a conversation is seen so; what it grows to, ``try`` shows.
 """
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -79,7 +80,8 @@ async def check_lengths(settings: Settings, *, model_context: int) -> list[Findi
     context = settings.inference.context_length or model_context
     for task in settings.tasks:
         try:
-            rows = await anyio.to_thread.run_sync(lambda one=task: load_rows(one.dataset, shows_progress=False))
+            load = functools.partial(load_rows, task.dataset, shows_progress=False)
+            rows = await anyio.to_thread.run_sync(load)
             with redirect_stdout(sys.stderr):  # what a workflow prints is not for who reads the findings
                 lengths = await _measured(settings, task, rows, codec)
         except UserError:
