@@ -1,10 +1,11 @@
 """A run goes on as what it was started as: what it recorded, with what the command says otherwise, where it may."""
 
 import argparse
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import pytest
 import yaml
@@ -16,13 +17,15 @@ from areal_async.kept_settings import KEPT, why_kept
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.resumed_settings import ASIDE, differences, refuse_kept
 from areal_async.settings import Settings
+from areal_async.settings_paths import with_real_paths
 from areal_async.settings_sources import Assignment, load_settings, override_settings, resolve
+from areal_async.settings_tree import ANY_INDEX, annotation_at, without_none
 from tests.unit.test_kept_settings import PLACES
 
 YAML = """
 run: {name: g, steps: 5}
-model: {path: ./model}
-tasks: [{workflow: workflows/gsm8k.py, dataset: {path: rows.jsonl}}]
+model: {path: ../model}
+tasks: [{workflow: ../workflows/gsm8k.py, dataset: {path: ../rows.jsonl}}]
 trainer: {lr: 1.0e-4}
 """
 
@@ -117,23 +120,23 @@ def test_a_file_that_does_not_go_with_the_run_any_more_stops_nobody(place: Path)
 
 def test_another_file_that_is_named_is_taken(place: Path) -> None:
     begun = begin("--run.steps", "9")
-    (place / "second.yaml").write_text(YAML.replace("1.0e-4", "2.0e-4"))
-    (place / "copy.yaml").write_text(YAML)
+    (place / "configs" / "second.yaml").write_text(YAML.replace("1.0e-4", "2.0e-4"))
+    (place / "configs" / "copy.yaml").write_text(YAML)
 
-    resumed = ask(config="second.yaml")
+    resumed = ask(config="configs/second.yaml")
 
     assert {one.name: one.after for one in differences(begun, resumed.settings)} == {
         "run.steps": 5,
         "trainer.lr": 2e-4,
     }
-    assert ask(config="copy.yaml").settings == begun
+    assert ask(config="configs/copy.yaml").settings == begun
     assert resumed.start.said is not None
     resumed.directory.write_said(resumed.start.said)
     resumed.directory.write_settings(resumed.settings)
-    assert ask(config="second.yaml").settings == resumed.settings
-    (place / "third.yaml").write_text(YAML.replace("run:", "rollout: {group_size: 4}\nrun:"))
+    assert ask(config="configs/second.yaml").settings == resumed.settings
+    (place / "configs" / "third.yaml").write_text(YAML.replace("run:", "rollout: {group_size: 4}\nrun:"))
     with pytest.raises(UserError, match=r"rollout\.group_size was 8, is 4"):
-        ask(config="third.yaml")
+        ask(config="configs/third.yaml")
 
 
 def test_the_environment_is_taken_where_it_says_something_else_than_at_the_start(
@@ -172,7 +175,9 @@ def test_a_run_keeps_its_workflow_however_that_is_written(place: Path) -> None:
     begin()
 
     assert ask(file=str(place / "workflows" / "gsm8k.py")).settings.tasks[0].workflow == "workflows/gsm8k.py"
-    with pytest.raises(UserError, match=r"tasks\.0\.workflow was 'workflows/gsm8k.py', is 'workflows/other.py'"):
+    with pytest.raises(
+        UserError, match=r"tasks\.0\.workflow was '/.*/workflows/gsm8k.py', is '/.*/workflows/other.py'"
+    ):
         ask("--run.name", "g", file="workflows/other.py")
 
 
@@ -182,7 +187,7 @@ def test_a_run_is_found_where_it_is(tmp_path: Path) -> None:
 
     resumed = ask("--run.directory", str(tmp_path / "elsewhere"), "--run.name", "g", file=None)
 
-    assert resumed.settings.run_directory == tmp_path / "elsewhere" / "g"
+    assert resumed.settings.run_directory.absolute() == tmp_path / "elsewhere" / "g"
     (tmp_path / "elsewhere" / "g").rename(tmp_path / "elsewhere" / "h")
     with pytest.raises(UserError, match=r"run g: run\.name was 'g'|run h: run\.name was 'g', is 'h'"):
         ask("--run.directory", str(tmp_path / "elsewhere"), "--run.name", "h", file=None)
@@ -197,16 +202,16 @@ def test_a_fresh_start_takes_what_the_sources_say() -> None:
 
 
 def test_a_run_is_called_by_its_workflow_where_nothing_names_it(place: Path) -> None:
-    (place / "nameless.yaml").write_text(YAML.replace("name: g, ", ""))
+    (place / "configs" / "nameless.yaml").write_text(YAML.replace("name: g, ", ""))
     (place / "workflows" / "My-Task.v2.py").write_text("async def solve(prompt, policy):\n    return 1.0\n")
 
-    begun = begin("--run.steps", "9", config="nameless.yaml", file=None)
+    begun = begin("--run.steps", "9", config="configs/nameless.yaml", file=None)
 
     assert begun.run.name == "gsm8k"
-    assert ask(config="nameless.yaml").settings == begun, "the same run, by its workflow"
-    assert ask(config="nameless.yaml", file="workflows/My-Task.v2.py:solve").settings.run.name == "solve"
-    assert ask(config="nameless.yaml", file="workflows/My-Task.v2.py").settings.run.name == "my-task_v2"
-    assert ask("--run.name", "mine", config="nameless.yaml").settings.run.name == "mine"
+    assert ask(config="configs/nameless.yaml").settings == begun, "the same run, by its workflow"
+    assert ask(config="configs/nameless.yaml", file="workflows/My-Task.v2.py:solve").settings.run.name == "solve"
+    assert ask(config="configs/nameless.yaml", file="workflows/My-Task.v2.py").settings.run.name == "my-task_v2"
+    assert ask("--run.name", "mine", config="configs/nameless.yaml").settings.run.name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -273,32 +278,32 @@ BESIDE: dict[str, dict[str, Any]] = {
 }
 """What is recorded beside, for the settings that begin so to have an effect."""
 OTHERWISE: dict[str, Any] = {
-    "run.name": "h", "run.on_stall": "end", "run.directory": "runs", "tasks.*.workflow": "b.py",
-    "tasks.*.min_group_size": 3, "rollout.min_group_size": 3, "rollout.when_stale": "mask",
-    "tasks.*.sampling.top_p": 0.5, "rollout.sampling.top_k": 16, "rollout.sampling.top_p": 0.5,
-    "rollout.curriculum.name": "pass_rate",
-    "rollout.curriculum.keep": 0.5, "rollout.curriculum.newest_weight": 0.25, "rollout.max_trajectory_bytes": 4 << 20,
-    "policies.*.kind": "reward", "policies.*.dtype": "float32", "policies.*.sampling.top_p": 0.25,
-    "policies.*.sampling.max_new_tokens": 8, "model.dtype": "float32", "inference.backend": "sglang",
-    "inference.interrupt": "abort", "inference.weight_transfer": "distributed", "inference.bucket_bytes": 1 << 20,
-    "algorithm.name": "dapo", "algorithm.advantage_baseline": "leave_one_out", "algorithm.advantage_std": "none",
-    "algorithm.loss": "importance", "algorithm.ratio_level": "sequence", "algorithm.dual_clip": 3.0,
-    "algorithm.divergence": 0.5, "algorithm.proximal": "loglinear", "algorithm.correction": "icepop",
-    "algorithm.aggregation": "sequence_mean", "algorithm.kl_in": "reward", "algorithm.kl_estimator": "k1",
-    "algorithm.credit": "process", "algorithm.gamma": 0.5, "algorithm.gae_lambda": 0.5, "algorithm.decoupled": True,
-    "trainer.pipeline_schedule": "interleaved", "trainer.schedule": "cosine", "trainer.betas": [0.8, 0.9],
-    "trainer.keep_best": "reward", "trainer.reduce_dtype": "bfloat16", "trainer.lora.transfer": "merged",
-    "trainer.engine": "fsdp2", "metrics.prometheus_host": "192.0.2.1", "metrics.traces": "file",
-    "metrics.traces_ratio": 0.5, "launch.backend": "slurm", "bus.url": "nats://there:4222", "bus.http_port": 8222,
+    "tasks.*.workflow": "b.py", "tasks.*.dataset.seeds": [0, 5], "eval.dataset.seeds": [0, 5],
+    "tasks.*.eval.dataset.seeds": [0, 5], "tasks.*.min_group_size": 3, "rollout.min_group_size": 3,
+    "rollout.sampling.top_k": 16, "rollout.max_trajectory_bytes": 4 << 20, "rollout.template.arguments": {"x": 1},
+    "policies.*.template.arguments": {"x": 1}, "inference.bucket_bytes": 1 << 20, "algorithm.loss": "importance",
+    "algorithm.decoupled": True, "algorithm.dual_clip": 3.0, "algorithm.name": "dapo",
+    "algorithm.advantage_std": "none", "trainer.betas": [0.8, 0.9], "trainer.keep_best": "reward",
+    "metrics.prometheus_host": "192.0.2.1", "metrics.traces": "file", "bus.url": "nats://there:4222",
+    "bus.http_port": 8222,
 }  # fmt: skip
-"""Another value of the settings of which none follows from their type."""
+"""Another value of settings of which none that fits follows from their type."""
+SOURCES = {"python": "rows.py", "seeds": [0, 4]}
+"""Of a data set, besides a path."""
 STAYS = (*ASIDE, "trainer.engine")
 """The last knows one value."""
 
 
 def _recorded(name: str) -> Settings:
     beside = next((BESIDE[prefix] for prefix in sorted(BESIDE, key=len, reverse=True) if name.startswith(prefix)), {})
-    return Settings.model_validate(RECORDED | beside)
+    data = copy.deepcopy(RECORDED | beside)
+    section, _, setting = name.rpartition(".")
+    if setting in SOURCES and section.endswith("dataset"):
+        place: Any = data
+        for part in section.replace("*", "0").split(".")[:-1]:
+            place = place[int(part)] if isinstance(place, list) else place[part]
+        place["dataset"] = {setting: SOURCES[setting]}
+    return Settings.model_validate(data)
 
 
 def _now(settings: Settings, name: str) -> tuple[str, Any]:
@@ -310,29 +315,30 @@ def _now(settings: Settings, name: str) -> tuple[str, Any]:
     return place, value
 
 
+def _seen(name: str, value: Any) -> Any:
+    """Return a value as it is told: paths are absolute, and not those that may be hub names."""
+    return with_real_paths(value, _type(name))
+
+
 def _otherwise(name: str, value: Any) -> Any:
+    """Return another value of a setting: what its type, or what it has, makes one of."""
+    kind = without_none(_type(name))
     if name in OTHERWISE:
         return OTHERWISE[name]
+    if get_origin(kind) is Literal:
+        return next(choice for choice in get_args(kind) if choice != value)
     if isinstance(value, bool):
         return not value
-    if isinstance(value, list):
-        return ["other"]
     if isinstance(value, float):
         return value * 0.5 or 0.5
-    return value + 1 if isinstance(value, int) else _of_type(name)
+    if isinstance(value, int):
+        return value + 1
+    plain = {int: 2 if name.endswith(("parallel", "replicas")) else 16, float: 0.5, bool: True}
+    return ["other"] if get_origin(kind) is tuple else plain.get(kind, "other")
 
 
-def _of_type(name: str) -> Any:
-    """Return a value where there is none, or a text."""
-    if name.endswith(
-        ("_tokens", "_bytes", "_length", "_max", "_constant", "steps", "limit", "_size", "top_k", "_cache")
-    ):
-        return 16
-    if name.endswith(("parallel", "replicas", "rank")):
-        return 2
-    if name.endswith(("_s", "lr", "temperature", "norm", "cap", "floor", "eps_clip_higher")):
-        return 0.5
-    return ["other"] if name.endswith(("stop", "modules")) else True if name.endswith("ignore_eos") else "other"
+def _type(name: str) -> Any:
+    return annotation_at(Settings, [ANY_INDEX if part == "*" else part for part in name.split(".")])
 
 
 def _resumed(recorded: Settings, words: Sequence[str]) -> Settings:
@@ -353,7 +359,7 @@ def test_each_setting_that_may_change_does_so_alone() -> None:
         now = _resumed(recorded, [f"--{place}", wanted if isinstance(wanted, str) else json.dumps(wanted)])
 
         changed = differences(recorded, now)
-        assert [(one.name, one.after) for one in changed] == [(place, wanted)], (name, changed)
+        assert [(one.name, one.after) for one in changed] == [(place, _seen(name, wanted))], (name, changed)
 
 
 def test_each_setting_that_a_run_keeps_is_refused_with_its_reason() -> None:
@@ -368,7 +374,11 @@ def test_each_setting_that_a_run_keeps_is_refused_with_its_reason() -> None:
 
         said = str(refusal.value)
         assert said.startswith("run g: "), (name, said)
-        assert f"{place} was {value!r:.100}, is {wanted!r}" in said, said
+        if isinstance(wanted, dict):  # of a mapping whose keys are the user's each one is told
+            ((key, wanted),) = wanted.items()
+            place, value = f"{place}.{key}", None
+        told = f"{place} was {_seen(name, value)!r:.100}, is {_seen(name, wanted)!r:.100}"
+        assert told in said, said
         assert f"; a run that goes on keeps that: {why_kept(name)}; put back what was, choose another" in said, said
 
 
