@@ -159,7 +159,7 @@ class InferenceClient:
             elif is_faulty:  # a pause in mode ``abort`` is nobody's fault, however often it comes
                 num_fruitless += 1
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_fruitless))
-        raise GenerationError(f"generation: {num_fruitless} streams in a row gave no token, the last one: {cause}")
+        raise GenerationError(f"generation: {num_fruitless} streams in a row gave no new token, the last one: {cause}")
 
     async def _stream(self, server: Server, completion: Completion) -> None:
         """Receive as much of the completion as one stream gives.

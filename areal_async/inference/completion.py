@@ -96,7 +96,9 @@ class Completion:
         """
         logprobs = meta.output_token_logprobs or []
         is_abort = meta.finish_reason is not None and meta.finish_reason.type == "abort"
-        if is_abort and meta.completion_tokens is not None:
+        if meta.finish_reason is not None and meta.finish_reason.is_refusal:
+            output_ids, logprobs = [], []  # SGLang sends a token that was never drawn
+        elif is_abort and meta.completion_tokens is not None:
             # SGLang's event for a request aborted while it waits (retracted, say) repeats, after what is new,
             # the last token and every logprob; its count is right.
             num_new = max(0, meta.completion_tokens - (len(self.output_ids) - self._stream_start))
@@ -133,7 +135,7 @@ class Completion:
         is_finished = reason is not None and reason.type != "abort"
         exact = self._exact_spans(is_finished=is_finished)
         self._spans += self._stamped if exact is None else exact
-        if reason is not None and reason.type == "abort" and 400 <= (reason.status_code or 0) < 500:
+        if reason is not None and reason.is_refusal:
             raise GenerationError(f"server refused the request: {reason.message}")
         if is_finished and reason is not None:
             self.finish_reason = reason.type

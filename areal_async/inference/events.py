@@ -50,6 +50,11 @@ class FinishReason(msgspec.Struct, gc=False):
     message: str | None = None
     status_code: int | None = None
 
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the request itself was at fault."""
+        return self.type == "abort" and 400 <= (self.status_code or 0) < 500
+
 
 class Span(msgspec.Struct, gc=False):
     """Output tokens ``[start, end)`` of this request, and the version that made them."""

@@ -6,13 +6,21 @@ is in no logprob, as with ``top_p`` and ``top_k``.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 
+from areal_async.errors import GenerationError
+from areal_async.inference.client import InferenceClient
+from areal_async.inference.http import ServerApi
+from areal_async.inference.swap import swap as order_swap
+from areal_async.types import Turn, WeightsVersion
+from tests.sglang.test_client import anyio_backend as anyio_backend
+from tests.sglang.test_client import client_of
 from tests.sglang.test_contract import swap
 from tests.unit.inference.embedded_engine import (
     ALPHABET,
@@ -276,3 +284,63 @@ def test_a_grammar_goes_on_where_it_was_when_the_weights_are_swapped(
         for index, row in enumerate(logits_TV):
             allow(*[DIGITS] * 300, [EOS_ID])(row, stream.output_ids[:index])
         assert_drawn_from(torch.log_softmax(logits_TV, dim=-1), answer)
+
+
+async def generate_through(
+    server: Server, event: Callable[[InferenceClient], Awaitable[None]], **sampling: Any
+) -> tuple[Turn, list[int]]:
+    """Generate while ``event`` happens in the midst of it; return the turn, and the tokens that were told."""
+    told: list[int] = []
+    turns: list[Turn] = []
+    async with client_of(server) as client:
+        known = client.pool.servers["s0"]
+
+        async def generate() -> None:
+            params = {"max_new_tokens": 450, "temperature": TEMPERATURE, "stop_token_ids": [EOS_ID], **sampling}
+            turns.append((await client.generate(prompt_of(10), params, on_tokens=told.extend))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(generate)
+            while known.num_generated_tokens < 20:  # noqa: ASYNC110 -- a counter has no event
+                await anyio.sleep(0.01)
+            await event(client)
+    return turns[0], told
+
+
+@pytest.mark.anyio
+async def test_an_answer_under_a_grammar_whose_stream_is_aborted_is_begun_anew(
+    server: Server, models: list[Path]
+) -> None:
+    async def change(client: InferenceClient) -> None:
+        known = client.pool.servers["s0"]
+        target = WeightsVersion(version="0-1", path=str(models[1]))
+        await order_swap(ServerApi(client.administration, known.url), target, mode="abort", deadline_s=60)
+        client.pool.admit(known, url=known.url, version="0-1")
+
+    turn, told = await generate_through(server, change, regex="[0-9]{300}")
+
+    assert (turn.finish_reason, turn.is_steered, turn.oldest) == ("stop", True, "0-1")
+    assert [(span.version, span.start, span.end) for span in turn.spans] == [("0-1", 0, 301)]
+    assert told == turn.output_ids
+    expected = steered(models[1], turn.prompt_ids, turn.output_ids, allow(*[DIGITS] * 300, [EOS_ID]))
+    answer = {"output_ids": turn.output_ids, "meta_info": {"output_token_logprobs": [[p] for p in turn.logprobs]}}
+    assert_drawn_from(expected, answer)
+
+
+@pytest.mark.anyio
+async def test_a_grammar_that_is_none_is_an_error_at_once_and_casts_no_doubt(server: Server) -> None:
+    async with client_of(server) as client:
+        with pytest.raises(GenerationError, match="refused.*regex"):
+            await client.generate([5], {"max_new_tokens": 8, "regex": "[0-9"})
+        assert not client.pool.servers["s0"].doubt
+
+
+@pytest.mark.anyio
+async def test_the_likeliest_tokens_reach_whoever_asks_the_client(server: Server) -> None:
+    async with client_of(server) as client:
+        turn, _ = await client.generate([5], {"max_new_tokens": 8, "temperature": 0.0, "top_logprobs_num": 2})
+
+    assert turn.top_logprobs is not None
+    assert [at[0][0] for at in turn.top_logprobs] == turn.output_ids
+    assert [at[0][1] for at in turn.top_logprobs] == pytest.approx(turn.logprobs, abs=TOLERANCE)
+    assert {len(at) for at in turn.top_logprobs} == {2}

@@ -193,7 +193,8 @@ def _modern_tag(tag: Any) -> Any:
         for one in tag["structures"]
     ]
     modern = xgrammar.StructuralTag.from_legacy_structural_tag(items, tag["triggers"])
-    modern.format.at_least_one = tag.get("at_least_one", False)
+    form: Any = modern.format  # the one of many kinds that old tags become
+    form.at_least_one = tag.get("at_least_one", False)
     return modern
 
 

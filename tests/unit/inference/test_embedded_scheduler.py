@@ -1,5 +1,6 @@
 """Continuous batching changes when tokens are made, never which: all have the probability of a plain forward pass."""
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,17 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from areal_async.errors import UserError
+from areal_async.inference.embedded.grammar import Grammars
 from areal_async.inference.embedded.options import EngineOptions
 from areal_async.inference.embedded.protocol import SamplingParams
 from areal_async.inference.embedded.runner import ModelRunner, load_runner
 from areal_async.inference.embedded.scheduler import PauseMode, Scheduler
 from areal_async.inference.embedded.sequence import Sequence
+from areal_async.inference.embedded.text import load_tokenizer
 from areal_async.inference.embedded.weights import stage_weights
 from tests.unit.inference.embedded_engine import (
     CONTEXT_LENGTH,
+    EOS_ID,
     VOCAB_SIZE,
     prompt_of,
     reference_distribution,
@@ -151,8 +155,30 @@ def test_greedy_tokens_are_the_most_likely_ones(scheduler: Scheduler, old_model:
     assert sequence.output_ids == expected.argmax(dim=-1).tolist()
 
 
-def test_a_seed_gives_the_same_tokens_alone_in_company_and_after_a_retraction(scheduler: Scheduler) -> None:
-    alone, in_company, retracted = (sequence_of(prompt_of(10), 20, seed=7) for _ in range(3))
+@pytest.mark.parametrize(
+    "steering",
+    [
+        {},
+        {"frequency_penalty": 2.0, "repetition_penalty": 1.5},
+        {"min_new_tokens": 15, "logit_bias": {1: 50.0}},
+        {"grammar": ("regex", "(0|1|22|333){60}")},
+    ],
+    ids=str,
+)
+def test_a_seed_gives_the_same_tokens_alone_in_company_and_after_a_retraction(
+    scheduler: Scheduler, old_model: Path, steering: dict[str, Any]
+) -> None:
+    """What a steered answer has said so far goes on to count."""
+    grammars = Grammars(load_tokenizer(old_model), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}))
+
+    def sequence() -> Sequence:
+        made = sequence_of(prompt_of(10), 20, seed=7, **steering)
+        made.stop_token_ids = made.end_token_ids = frozenset({EOS_ID})
+        if made.params.grammar:
+            made.grammar = asyncio.run(grammars.begin(*made.params.grammar))
+        return made
+
+    alone, in_company, retracted = (sequence() for _ in range(3))
     scheduler.submit(alone)
     run(scheduler)
     for seed in range(3):

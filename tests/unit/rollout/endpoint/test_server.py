@@ -220,7 +220,7 @@ async def test_generation_ends_when_its_client_leaves(is_streamed: bool) -> None
     ("reason", "status", "code"),
     [
         (
-            "generation: 6 streams in a row gave no token",
+            "generation: 6 streams in a row gave no new token",
             {CHAT: 503, RESPONSES: 503, MESSAGES: 529},
             "service_unavailable",
         ),
