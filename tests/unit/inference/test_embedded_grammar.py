@@ -15,7 +15,7 @@ from areal_async.inference.embedded.grammar import MAX_KEPT, Grammar, Grammars
 from areal_async.inference.embedded.protocol import SamplingParams
 from areal_async.inference.embedded.sequence import Sequence
 from areal_async.inference.embedded.text import load_tokenizer
-from tests.unit.inference.embedded_engine import EOS_ID, VOCAB_SIZE
+from tests.unit.inference.embedded_engine import ALPHABET, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE
 
 pytestmark = pytest.mark.anyio
 
@@ -25,10 +25,6 @@ SCHEMA = ("json_schema", '{"type": "object", "properties": {"a": {"enum": [1, 2]
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def grammars_of(folder: Path, **options: Any) -> Grammars:
-    return Grammars(load_tokenizer(folder), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}), **options)
 
 
 class Counting(Grammars):
@@ -41,12 +37,16 @@ class Counting(Grammars):
         return super()._compile(kind, text)
 
 
+def grammars_of(folder: Path, **options: Any) -> Counting:
+    return Counting(load_tokenizer(folder), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}), **options)
+
+
 async def test_siblings_wait_for_one_compilation_and_each_has_a_beginning_of_its_own(models: list[Path]) -> None:
-    grammars = Counting(load_tokenizer(models[0]), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}))
+    grammars = grammars_of(models[0])
 
     siblings = await asyncio.gather(*(grammars.begin("regex", "a") for _ in range(8)))
     late = await grammars.begin("regex", "a")
-    siblings[0].accept(EOS_ID + 1 + sorted(range(33, 127)).index(ord("a")) + 1)
+    siblings[0].accept(FIRST_BYTE_ID + ALPHABET.index("a"))
     siblings[0].accept(EOS_ID)
 
     assert grammars.num_compiled == 1
@@ -55,9 +55,7 @@ async def test_siblings_wait_for_one_compilation_and_each_has_a_beginning_of_its
 
 
 async def test_who_waits_past_the_deadline_is_told_and_the_next_finds_it_compiled(models: list[Path]) -> None:
-    grammars = Counting(
-        load_tokenizer(models[0]), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}), deadline_s=0
-    )
+    grammars = grammars_of(models[0], deadline_s=0)
     with pytest.raises(RequestError, match="json_schema: not compiled within 0 s; make it simpler"):
         await grammars.begin(*SCHEMA)
 
