@@ -5,6 +5,8 @@ import random
 import shutil
 import socket
 import subprocess
+import sys
+from collections import deque
 from pathlib import Path
 
 from areal_async.errors import UserError
@@ -16,8 +18,11 @@ ANY = "0.0.0.0"
 PORTS = range(16384, 32768)
 """Below those that outgoing connections take: none of them can take a port while its server restarts."""
 NUM_TRIES = 50
+NUM_RESERVED = 64
+"""Ports that a process keeps others from drawing, the newest: one is drawn seconds before its server listens there."""
 _DRAWS = random.SystemRandom()
 """Not the shared generator: two processes with one seed would draw the same ports at the same time."""
+_reserved: deque[int] = deque()
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> tuple[str, ...]:
@@ -48,7 +53,7 @@ def check_address(host: str, *, setting: str) -> None:
 
 
 def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -> int:
-    """Return ``wanted`` when it can be listened on at ``host``, or any free port for 0.
+    """Return ``wanted`` when it can be listened on at ``host``, or for 0 any free port that no other process has drawn.
 
     Raises:
         UserError: it is taken; ``setting`` names whose it was to be.
@@ -60,10 +65,29 @@ def free_port(wanted: int = 0, *, setting: str = "port", host: str = LOOPBACK) -
                 probe.bind((host, port))
             except OSError:
                 continue
+        if wanted or _reserve(port):
             return port
     if wanted:
         raise UserError(f"{setting}: port {wanted} of {host} is taken; choose another, or 0 for a free one")
     raise UserError(f"{setting}: got none of {NUM_TRIES} ports of {PORTS.start} to {PORTS.stop - 1}, need a free one")
+
+
+def _reserve(port: int) -> bool:
+    """Keep others from drawing a port; say whether nobody has drawn it before.
+
+    By a socket with an abstract name, which Linux has for each network, as it has ports, and frees with its process.
+    """
+    if sys.platform != "linux":
+        return True
+    with socket.socket(socket.AF_UNIX) as mark:
+        try:
+            mark.bind(f"\0areal_async.port.{port}")
+        except OSError:
+            return False
+        _reserved.append(mark.detach())
+    while len(_reserved) > NUM_RESERVED:
+        os.close(_reserved.popleft())
+    return True
 
 
 def _count_by_driver() -> int:

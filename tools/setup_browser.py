@@ -5,10 +5,13 @@
 About 86 MB to fetch and 250 MB on disk, some ten seconds. Anywhere else install Chromium or Chrome yourself.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 BROWSERS = ("chromium-headless-shell", "chrome-headless-shell", "chromium", "chromium-browser", "google-chrome")
 PACKAGE = BROWSERS[0]
@@ -26,10 +29,29 @@ def main() -> int:
     if shutil.which("apt-get") is None or os.geteuid() != 0:
         sys.stderr.write(f"browser: got none of {', '.join(BROWSERS)} on PATH, need one; install {PACKAGE}\n")
         return 1
+    with alone():
+        if not find_browser():
+            _install()
+    return 0 if find_browser() else 1
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait for whoever else on this machine sets something up: of two that install at once, apt refuses one."""
+    folder = os.open("/var/lib/apt/lists", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _install() -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for words in (["update", "-qq"], ["install", "-qq", "--yes", "--no-install-recommends", PACKAGE]):
-        subprocess.run(["apt-get", *words], env=environment, stdin=subprocess.DEVNULL, check=True)
-    return 0 if find_browser() else 1
+        subprocess.run(
+            ["apt-get", "-o", "DPkg::Lock::Timeout=600", *words], env=environment, stdin=subprocess.DEVNULL, check=True
+        )
 
 
 if __name__ == "__main__":

@@ -6,10 +6,13 @@ About 5 MB to fetch, half a minute; Slurm is not configured, so none starts by i
 yourself.
 """
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PROGRAMS = ("slurmctld", "slurmd", "srun", "sbatch", "scancel", "munged")
 PACKAGES = ("slurm-wlm", "munge", "iproute2")
@@ -30,10 +33,29 @@ def main() -> int:
         names = ", ".join(missing)
         sys.stderr.write(f"slurm: got no {names} on PATH, need them; install {', '.join(PACKAGES)}\n")
         return 1
+    with alone():
+        if missing_programs():
+            _install()
+    return 1 if missing_programs() else 0
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Wait for whoever else on this machine sets something up: of two that install at once, apt refuses one."""
+    folder = os.open("/var/lib/apt/lists", os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
+def _install() -> None:
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     for words in (["update", "-qq"], ["install", "-qq", "--yes", "--no-install-recommends", *PACKAGES]):
-        subprocess.run(["apt-get", *words], env=environment, stdin=subprocess.DEVNULL, check=True)
-    return 1 if missing_programs() else 0
+        subprocess.run(
+            ["apt-get", "-o", "DPkg::Lock::Timeout=600", *words], env=environment, stdin=subprocess.DEVNULL, check=True
+        )
 
 
 if __name__ == "__main__":

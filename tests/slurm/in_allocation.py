@@ -28,7 +28,7 @@ from pathlib import Path
 from areal_async import stacks
 stacks.install(Path(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-child = subprocess.Popen(["sleep", "300"])
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", f"child of {sys.argv[1]}"])
 print("begun", child.pid, flush=True)
 try:
     time.sleep(300)

@@ -3,10 +3,13 @@
 import random
 import re
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from areal_async import host
 from areal_async.errors import UserError
 from areal_async.host import LOOPBACK, check_address, free_port, visible_gpus
 
@@ -42,6 +45,39 @@ def test_two_processes_with_one_seed_draw_different_ports() -> None:
         drawn.append([free_port() for _ in range(5)])
 
     assert drawn[0] != drawn[1]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody knows what others have drawn")
+def test_no_two_processes_draw_a_port_before_its_server_listens_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = free_port()
+    monkeypatch.setattr(host, "PORTS", range(first, first + 3))
+    monkeypatch.setattr(host, "NUM_TRIES", 3)
+    code = (
+        "from areal_async import host; from areal_async.errors import UserError\n"
+        f"host.PORTS, host.NUM_TRIES = range({first}, {first + 3}), 3\n"
+        "drawn = []\n"
+        "try:\n    for _ in range(9): drawn.append(host.free_port())\n"
+        "except UserError: pass\nprint(*drawn)\n"
+    )
+
+    ours = {first, free_port()}
+    theirs = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+
+    assert ours.isdisjoint(map(int, theirs))
+    assert len(theirs) <= 1
+    assert free_port() not in ours, "who has drawn them has ended, or they are still ours"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is held")
+def test_a_process_holds_the_newest_ports_that_it_has_drawn_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "NUM_RESERVED", 2)
+    oldest, *_ = [free_port() for _ in range(3)]
+    monkeypatch.setattr(host, "PORTS", range(oldest, oldest + 1))
+    monkeypatch.setattr(host, "NUM_TRIES", 1)
+
+    assert free_port() == oldest
+    with pytest.raises(UserError, match="got none of 1 ports"):
+        free_port()
 
 
 def test_a_taken_port_is_refused_by_the_name_of_its_setting() -> None:

@@ -218,7 +218,8 @@ async def test_no_program_has_memory_that_is_in_no_process(sandbox: Sandbox) -> 
     before = shared_bytes()
     for name in ("memory in files", "memory in pipes", "memory in sockets", "files without content"):
         await sandbox.run(ABUSES[name], limits=SHORT)
-    assert shared_bytes() - before < 32 << 20, "and nothing of it stays"
+    # And nothing of it stays. The kernel counts what all of the machine has: others come and go.
+    await until(lambda: shared_bytes() - before < 32 << 20)
 
 
 def shared_bytes() -> int:
