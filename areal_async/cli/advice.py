@@ -66,13 +66,13 @@ def _of_task(task: TaskSettings, steps: Sequence[Line]) -> list[str]:
 
 def _causes_of_zero(steps: Sequence[Line], task: TaskSettings, settings: Settings) -> list[str]:
     truncated = mean([number(line, "truncated_share") for line in steps])
-    calls, errors = (_total(steps, f"info/num_tool_{what}") for what in ("calls", "errors"))
+    calls, errors = (_total(steps, f"rollout/num_tool_{what}") for what in ("calls", "errors"))
     failed, trained = _total(steps, "failed"), _total(steps, "num_trajectories")
     found = []
     if truncated >= MUCH:
         limit = settings.rollout_of(task.name).sampling.max_new_tokens
         found.append(f"{truncated:.0%} of the answers were cut off: raise rollout.sampling.max_new_tokens, now {limit}")
-    if any("info/num_tool_calls" in line for line in steps) and not calls:
+    if any("rollout/num_tool_calls" in line for line in steps) and not calls:
         found.append("no tool was ever called: the model may not know the template's form of a call")
     elif calls and errors / calls >= MUCH:
         found.append(f"{errors / calls:.0%} of the tool calls ended in an error: read what the model was told")

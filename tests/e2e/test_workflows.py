@@ -25,7 +25,7 @@ def test_a_workflow_that_ships_runs_to_its_end(tmp_path: Path, name: str) -> Non
     assert [line["step"] for line in run.lines] == [1, 2]
     assert_ran_well(run)
     assert all(0 < line["reward_mean"] < 1 for line in run.lines), "the warm start can do it, and not well"
-    assert name not in WITH_TOOLS or all(line["info/num_tool_calls"] > 0 for line in run.lines)
+    assert name not in WITH_TOOLS or all(line["rollout/num_tool_calls"] > 0 for line in run.lines)
     assert "nothing was learned" not in ended.stdout
 
 

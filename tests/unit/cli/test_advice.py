@@ -41,11 +41,11 @@ HARD = "the task may be too hard for the model as it is"
               HARD]),
         ({"truncated_share": 0.9}, ["the reward was 0", "90% of the answers were cut off: raise "
                                     "rollout.sampling.max_new_tokens, now 1024", TRY, HARD]),
-        ({"info/num_tool_calls": 0.0, "info/num_tool_errors": 0.0}, ["the reward was 0", "no tool was ever called", TRY,
+        ({"rollout/num_tool_calls": 0.0, "rollout/num_tool_errors": 0.0}, ["the reward was 0", "no tool was ever called", TRY,
                                                                      HARD]),
-        ({"info/num_tool_calls": 2.0, "info/num_tool_errors": 1.5}, ["the reward was 0", "75% of the tool calls ended",
+        ({"rollout/num_tool_calls": 2.0, "rollout/num_tool_errors": 1.5}, ["the reward was 0", "75% of the tool calls ended",
                                                                      TRY, HARD]),
-        ({"info/num_tool_calls": 2.0, "info/num_tool_errors": 0.1}, ["the reward was 0", TRY, HARD]),
+        ({"rollout/num_tool_calls": 2.0, "rollout/num_tool_errors": 0.1}, ["the reward was 0", TRY, HARD]),
         ({"failed": 100}, ["the reward was 0", "1200 attempts failed beside 1536 that were trained", TRY, HARD]),
     ],
 )  # fmt: skip
