@@ -137,8 +137,7 @@ class Sequence(Record, frozen=True, kw_only=True, eq=False):
     """Which of the slot's credits each token belongs to, from 0; ``NOT_CREDITED`` for the others, which are not
     trained. None where the slot has no credits: one reward is for all of it."""
     temperatures: NDArray[np.float32] | None = None
-    """``Turn.temperature`` of each sampled token, anything elsewhere. None where it is the run's: so in what was stored
-    before tokens had one of their own."""
+    """``Turn.temperature`` of each sampled token, anything elsewhere. None where it is the run's."""
     steered: NDArray[np.bool_] | None = None
     """True on sampled tokens of turns that were (``Turn.is_steered``). None where there are none."""
 
@@ -205,7 +204,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
     sequences: list[Sequence]
     """Empty unless scored."""
     info: dict[str, float] = {}
-    """The workflow's own metrics and, with ``fields.OWN_INFO`` before their names, those that each trajectory has."""
+    """The workflow's own metrics, and those that each trajectory has (``fields.OWN_INFO``)."""
 
 
 class StoredMessage(Record, frozen=True, kw_only=True):
@@ -462,7 +461,7 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     workflow: str = ""
     """Whose rows they are."""
     accuracy: float | None
-    """Mean reward over the rows that were scored, avg@k where each has several answers; None where none was scored."""
+    """Mean reward over the rows that were scored (avg@k); None where none was."""
     num_scored: Count
     """Answers with a reward: one a row, or ``num_samples``."""
     num_failed: Count
@@ -473,9 +472,8 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     high: float | None = None
     """Ends of the accuracy's 95 % interval, where it has one."""
     num_samples: Count = 1
-    """Answers that each row was asked for; one is greedy."""
-    pass_at: dict[str, float] = {}
-    """pass@k by k, where there are several."""
+    """Answers to each row; one is greedy."""
+    pass_at: dict[str, float] = {}  # by k, where there are several
     reasons: dict[str, Count] = {}
     """Why answers have no reward, and how often: the most frequent."""
 
