@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Final
 
-from rewards.math_answer import MARK, marked_answer
+from rewards.final_answer import MARK, marked_answer
 
 MOST_CHARACTERS: Final = 120
 MOST_DIGITS: Final = 6

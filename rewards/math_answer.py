@@ -1,27 +1,24 @@
 r"""Score a mathematical answer by what it comes to, not by how it is written.
 
-The answer is what follows the last `####`, else the last `\boxed{}`, else the last number. A plain number is expected
-most of the time: that is compared here, exactly, with thousands separators, currency and percent signs, units and
-trailing zeros set aside; it takes microseconds. Units count where both answers have one. Only where the expected answer
-is no plain number (a root, an interval, a set, a formula) a worker process that can be killed compares structures
-(`rewards/math_structure.py`) and, part by part, expressions (`rewards/math_algebra.py`).
-
-An answer that leaves the work undone (`3+4`, `42/6`, `2^3` for 8, an integral instead of its value) is none.
+The answer is the last one marked (`####`, a box), else what the last line states (`rewards/final_answer.py`). A plain
+number is expected most of the time: that is read as a whole and compared exactly, in microseconds, where the workflow
+runs (`rewards/math_quantity.py`). Only where the expected answer is something else (a root, an interval, a set, a
+formula) a worker process that can be killed takes it apart (`rewards/math_parts.py`) and compares expressions by value
+(`rewards/math_algebra.py`, on math-verify's parser). `rewards/README.md` says what counts as the same.
 
 Invariant: no text, however long or odd, makes the comparison of plain numbers raise.
 """
 
-import re
 from fractions import Fraction
-from typing import Final
+from functools import lru_cache
 
 from areal_async import reward
-from rewards import plain_number as plain
+from rewards.final_answer import expected_answer, last_number, marked_answer, said_quantity, stated_answer
 from rewards.math_algebra import load
-from rewards.math_structure import same_answer
+from rewards.math_parts import same_answer
+from rewards.math_quantity import Quantity, plain_quantity, same_quantity
 
-MARK: Final = "####"
-_EQUALS: Final = re.compile(r"(?<![<>!])=")
+__all__ = ["final_number_matches", "last_number", "latex_equivalent", "marked_answer", "numbers_match", "plain_number"]
 
 
 async def final_number_matches(text: str, answer: str) -> float:
@@ -30,7 +27,7 @@ async def final_number_matches(text: str, answer: str) -> float:
     `answer` may be a worked solution, a bare number or LaTeX.
 
     Raises:
-        RewardError: `answer` is empty, or the comparison took too long.
+        RewardError: `answer` is empty, or a worked solution that does not say which number is its answer.
     """
     verdict = numbers_match(text, answer)
     return await latex_equivalent(text, answer) if verdict is None else float(verdict)
@@ -43,59 +40,36 @@ def latex_equivalent(text: str, answer: str) -> float:
     Raises:
         ValueError: there is no expected answer to compare with.
     """
-    expected = marked_answer(answer) or answer.strip()
-    if not expected:
-        raise ValueError("answer: got none, need what is expected; else every row would score zero")
-    said = marked_answer(text)
-    return float(same_answer(_last_statement(text) if said is None else said, expected))
+    expected = expected_answer(answer)
+    verdict, said = numbers_match(text, answer), marked_answer(text)
+    if verdict is not None:
+        return float(verdict)
+    if said is None:
+        said = stated_answer(text, is_equation="=" in expected)
+    return float(same_answer(said, expected))
 
 
 def numbers_match(text: str, answer: str) -> bool | None:
     """Compare the final answers as plain numbers; None when the expected one is none and has to be worked out."""
-    expected = plain.plain_quantity(marked_answer(answer) or answer)
+    expected = _expected_quantity(answer)
     if expected is None:
         return None
-    said = marked_answer(text)
+    said = said_quantity(text)
     if said is None:
-        said = _last_statement(text)
-        if not plain.is_mathematics(said):
-            number = plain.last_number(said) if plain.NUMBER.search(said) else plain.last_number(text)
-            return number == expected.value
-    quantity = plain.plain_quantity(said)
-    return quantity is not None and plain.same_quantity(quantity, expected)
+        return None if expected.may_be_variable else False
+    return same_quantity(said, expected)
 
 
-def marked_answer(text: str) -> str | None:
-    r"""Return what follows the last `####` on its line, else the inside of the last `\boxed{}`, else None."""
-    _, mark, after = text.rpartition(MARK)
-    if mark:
-        return after.strip().partition("\n")[0].strip()
-    _, mark, after = text.rpartition(r"\boxed{")
-    if not mark:
+@lru_cache(maxsize=1024)
+def _expected_quantity(answer: str) -> Quantity | None:
+    """Read what a row expects, once for all its answers; None for what is no plain number, or not understood."""
+    try:
+        return plain_quantity(expected_answer(answer))
+    except ValueError:
         return None
-    depth = 1
-    for index, character in enumerate(after[: plain.MOST_CHARACTERS]):
-        depth += {"{": 1, "}": -1}.get(character, 0)
-        if depth == 0:
-            return after[:index].strip()
-    return None  # cut off before the brace was closed, or no answer
 
 
 def plain_number(text: str) -> Fraction | None:
-    """Read a text that holds one number and no sum, whatever words stand around it; None for any other text."""
-    quantity = plain.plain_quantity(text)
+    """Read a text that is one number, with what it counts; None for any other text."""
+    quantity = plain_quantity(text)
     return None if quantity is None else quantity.value
-
-
-def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, or None; it is looked for near the end."""
-    return plain.last_number(text)
-
-
-def _last_statement(text: str) -> str:
-    """Return how a text without a mark ends: the last formula of its last line, after its last equals sign."""
-    line = text[-plain.MOST_CHARACTERS :].rstrip().rpartition("\n")[2]
-    before, _, formula = line.rstrip("$. ").rpartition("$")
-    if before.count("$") % 2 == 0:  # else the last dollar sign ends a formula, and words follow it
-        line = formula
-    return _EQUALS.split(line)[-1].strip() or line

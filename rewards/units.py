@@ -46,9 +46,17 @@ _BASES: Final[dict[str, tuple[tuple[str, str], ...]]] = {
         ("ml mL milliliter milliliters millilitre millilitres", "1/1000"),
         ("l L liter liters litre litres", "1"),
     ),
-    "speed": (("m/s", "1"), ("km/h kmh", "5/18"), ("mph", "0.44704")),
-    "dollars": (("cent cents", "1/100"), ("dollar dollars", "1")),
+    "speed": (
+        ("m/s meter/second meters/second", "1"),
+        ("km/h kmh kmph kilometer/hour kilometers/hour", "5/18"),
+        ("mph mi/h mile/hour miles/hour", "0.44704"),
+    ),
+    "dollars": (("cent cents ¢", "1/100"), ("dollar dollars USD bucks", "1")),
+    "euros": (("euro euros EUR", "1"),),
+    "sterling": (("sterling GBP", "1"),),
+    "yen": (("yen", "1"),),
     "angle": (("degree degrees", "1"),),
+    "arc": (("rad radian radians", "1"),),
 }
 UNITS: Final = {
     name: Unit(dimension, Fraction(factor))
@@ -56,16 +64,22 @@ UNITS: Final = {
     for names, factor in units
     for name in names.split()
 }
-_POWERS: Final = {"square": 2, "sq": 2, "cubic": 3}
+_POWERS: Final = {"square": "2", "sq": "2", "cubic": "3", "squared": "2", "cubed": "3"}
 
 
 def find_unit(words: str) -> Unit | None:
-    """Return the unit that these words are and nothing else: ``cm``, ``square feet``; None for any other words."""
-    *power, name = words.strip().rstrip(".").rsplit(maxsplit=1) or [""]
+    """Return the unit that these words are and nothing else: ``cm``, ``cm^2``, ``square feet``; None for others."""
+    name, _, power = words.strip().rstrip(".").partition("^")
+    first, _, second = name.partition(" ")
+    if second and not power:
+        name, power = (
+            (second, _POWERS.get(first.lower(), "")) if first.lower() in _POWERS else (first, _POWERS.get(second, ""))
+        )
+        if not power:
+            return None
     unit = UNITS.get(name) or UNITS.get(name.lower())
     if unit is None or not power:
         return unit
-    exponent = _POWERS.get(power[0].strip().lower())
-    if exponent is None or unit.dimension != "length":
+    if power not in ("2", "3") or unit.dimension != "length":
         return None
-    return Unit(f"length^{exponent}", unit.factor**exponent)
+    return Unit(f"length^{power}", unit.factor ** int(power))

@@ -277,8 +277,18 @@ async def test_mathematics_is_compared_by_what_it_comes_to(text: str, answer: st
 
 @pytest.mark.anyio
 async def test_an_expected_answer_of_nothing_is_an_error_and_no_zero() -> None:
-    with pytest.raises(RewardError, match="answer: got none, need what is expected"):
+    with pytest.raises(RewardError, match="answer: got ' ', need what is expected"):
         await final_number_matches("#### 7", " ")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    ["He bought 3 apples, ate 1 of the 5 and gave 2 away, so some were left.", "So, add them.\nThen halve it.\n####"],
+)
+@pytest.mark.anyio
+async def test_a_solution_that_does_not_say_its_answer_is_an_error_that_names_it(answer: str) -> None:
+    with pytest.raises(RewardError, match=f"answer: got '{answer[:6]}.*need what is expected"):
+        await final_number_matches("#### 4", answer)
 
 
 @pytest.mark.anyio
