@@ -1,7 +1,8 @@
 """Score a text against the expected one, or the nearest of several: the same but for spelling, or by shared words.
 
 The answer is what is marked (`####` or a box), else the whole text. Upper and lower case, punctuation, articles and
-blanks do not count. Signs that only look the same (full-width or other digits) do.
+blanks do not count. What changes a number or a name does: signs (`-5`, `<5`, `C++`, `C#`, `5%`), what stands between
+two digits (`1.5`, `1/5`, `10-15`), digits that only look the same (full-width or other ones).
 
 Invariant: no text makes anything here raise; the time taken grows no faster than the text.
 """
@@ -13,13 +14,19 @@ from collections.abc import Sequence
 from typing import Final
 
 from areal_async import reward
-from rewards.math_answer import marked_answer
+from rewards.final_answer import marked_answer
 
 MOST_TIMES_AS_LONG: Final = 2
 MOST_MORE_CHARACTERS: Final = 100
 """What is longer than the expected answer by more than these is another one, even if the rest is punctuation."""
+MOST_TIMES_AS_LONG_TO_SHARE: Final = 100
+"""Beyond it, every expected word is worth less than 0.02 even if all are there."""
 _ARTICLES: Final = re.compile(r"\b(?:a|an|the)\b")
-_NO_WORD: Final = re.compile(r"[^\w\s]|_")
+_DASHES: Final = str.maketrans(dict.fromkeys("−–‐‑﹣", "-"))
+_NO_WORD: Final = re.compile(
+    r"(?P<sign>(?<=[0-9])[.,:/-](?=[0-9])|(?<![^\W_])(?:-\s?(?=[.$€£]?[0-9])|-(?=[a-z]\b)|\.(?=[0-9]))"
+    r"|(?<=[0-9])%|(?<=\w)#|[+<>=≤≥≠±×÷^√])|[^\w\s]|_"
+)
 
 
 @reward(timeout_s=5.0)
@@ -61,6 +68,8 @@ def same_text(said: str, expected: str) -> bool:
 
 def shared_words(said: str, expected: str) -> float:
     """Return the F1 of two bags of words: saying a word twice does not count twice, and every needless word costs."""
+    if len(said) > MOST_TIMES_AS_LONG_TO_SHARE * (len(expected) + MOST_MORE_CHARACTERS):
+        return 0.0
     said_words, expected_words = normalized(said).split(), normalized(expected).split()
     num_shared = sum((Counter(said_words) & Counter(expected_words)).values())
     if num_shared == 0:
@@ -69,9 +78,14 @@ def shared_words(said: str, expected: str) -> float:
 
 
 def normalized(text: str) -> str:
-    """Return a text's words in lower case, without articles and punctuation, one blank between."""
-    text = unicodedata.normalize("NFC", text).casefold()
-    return " ".join(_ARTICLES.sub(" ", _NO_WORD.sub(" ", text)).split())
+    """Return a text's words and signs in lower case, without articles and punctuation, one blank between."""
+    text = unicodedata.normalize("NFC", text).casefold().translate(_DASHES)
+    return " ".join(_ARTICLES.sub(" ", _NO_WORD.sub(_kept, text)).split())
+
+
+def _kept(sign: re.Match[str]) -> str:
+    """Return a sign that says something, a blank for punctuation."""
+    return sign[0].strip() if sign["sign"] else " "
 
 
 def _plainly(text: str) -> list[str]:

@@ -33,6 +33,23 @@ def test_other_words_count(said: str, expected: str) -> None:
     assert not same_text(said, expected)
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [("-5", "5"), ("- 5", "5"), ("+5", "5"), ("<5", ">5"), ("<5", "5"), ("(-5)", "(5)"), ("-x", "x"), ("x=-5", "x=5")]
+    + [("1.5", "1/5"), ("1.5", "15"), ("10-15", "10 15"), (".5", "5"), ("5%", "5"), ("C++", "C"), ("C#", "C")],
+)
+async def test_signs_and_what_stands_between_digits_count(said: str, expected: str) -> None:
+    assert not same_text(said, expected)
+    assert same_text(said, f" {said}. ")
+    assert await text_matches(f"#### {said}", expected) == 0.0
+    assert await token_f1(f"#### {said}", expected, at_least=1.0) == 0.0
+
+
+def test_a_minus_sign_is_one_however_it_is_written() -> None:
+    assert same_text("−5 degrees", "- 5 degrees")
+    assert same_text("twenty-one", "twenty one")
+
+
 async def test_what_is_marked_is_the_answer_and_the_nearest_expected_one_counts() -> None:
     assert await text_matches("Rome? No.\n#### Paris", "Paris") == 1.0
     assert await text_matches("Paris", ["Lutetia", "Paris"]) == 1.0
