@@ -1,6 +1,6 @@
 r"""Score the choice of a letter: the one that an answer settles on, and only when it settles on one.
 
-    #### C      \boxed{(C)}      The answer is C.      Answer: (C) Paris      **C**
+    #### C      \boxed{(C)}      The answer is C.      Answer: (C) Paris      **C**      Answer: "C"
 
 The letter is read where an answer is given, never searched for: `A` begins many a sentence, and a list of all the
 letters holds the right one. Two different letters in the deciding place are no answer, nor is a letter of another
@@ -13,17 +13,21 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from rewards.math_answer import marked_answer
+from rewards.final_answer import marked_answer
 
 MOST_CHARACTERS: Final = 500
 """Of the line that decides."""
-_MARKUP: Final = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[*_`${}]|\\[()\[\]]")
+_MARKUP: Final = re.compile(
+    r"\\(?:text|textbf|mathrm|mathbf)\s?\{|[*_`${}\"“”«»]|\\[()\[\]]|(?<![A-Za-z0-9])['‘](?=[A-Za-z]['’])|(?<=['‘][A-Za-z])['’]"
+)
 _BARE: Final = re.compile(r"\(?(?P<letter>[A-Za-z])(?:\)[.:,]?|[.:,])?(?:\s+(?P<rest>.*))?")
 _STATED: Final = re.compile(
     r"\b(?:answer|choice|option|choose|pick)\b(?:\s+(?:is|would be|must be|option|choice))*\s*:?\s*"
     r"(?:\((?P<bracketed>[A-Za-z])\)|(?P<bare>[A-Z])(?![A-Za-z0-9'’]))",
     re.IGNORECASE,
 )
+_CLAUSE: Final = re.compile(r"[.,;]|\b(?:and|so|but|because|while)\b", re.IGNORECASE)
+_DENIED: Final = re.compile(r"\b(?:not|never|cannot|wrong|incorrect|false|unlikely)\b|n['’]t\b|\?", re.IGNORECASE)
 _LETTER_ALONE: Final = re.compile(r"(?<![A-Za-z0-9'’])([A-Z])(?![A-Za-z0-9'’])")
 
 
@@ -69,7 +73,10 @@ def _letter_alone(deciding: str, choices: Sequence[str] | Mapping[str, str]) -> 
 
 
 def _letter_stated(deciding: str, choices: Sequence[str] | Mapping[str, str]) -> str | None:
-    """Read `The answer is (C)`, where no other choice is named on the same line."""
+    """Read `The answer is (C)`, where no other choice is named on the same line and nothing is denied or asked."""
+    clauses = [clause for clause in _CLAUSE.split(deciding) if _STATED.search(clause)]
+    if any(map(_DENIED.search, clauses)):
+        return None
     stated = {(match["bracketed"] or match["bare"]).upper() for match in _STATED.finditer(deciding)}
     named = set(_LETTER_ALONE.findall(deciding)) & set(choices)
     if len(stated) != 1 or named - stated - {"A"}:  # A is a word as well
