@@ -50,7 +50,7 @@ MAY_CHANGE = {
     "tasks.*": "ratio min_group_size episode_deadline_s",
     "tasks.*.sampling": SAMPLING,
     "tasks.*.eval": "dataset.path dataset.python dataset.seeds dataset.name dataset.split limit",
-    "eval": "every_steps dataset.path dataset.python dataset.seeds dataset.name dataset.split limit",
+    "eval": "every_steps dataset.path dataset.python dataset.seeds dataset.name dataset.split limit samples",
     "rollout": """min_group_size batch_groups max_staleness when_stale episode_deadline_s setup_deadline_s
         loop_deadline_s max_trajectories_per_node max_trajectory_bytes linger_ms max_stream_bytes""",
     "rollout.sampling": SAMPLING,

@@ -110,12 +110,14 @@ def _decode_payload_under_its_checksum(data: bytes) -> object:
 _META: dict[str, Any] = {
     "id": "5f1d", "finish_reason": None, "prompt_tokens": 3, "weight_version": "1-2", "completion_tokens": 2,
     "output_token_logprobs": [[-1.25, 17, None], [-0.5, 18, None]],
+    "output_top_logprobs": [[[-0.5, 16, None], [-1.25, 17, None]], [[-0.5, 18, None]]],
 }  # fmt: skip
 _LAST = {
     **_META,
     "finish_reason": {"type": "stop", "matched": 18},
     "completion_tokens": 3,
     "output_token_logprobs": [[-1.0, 18, None]],
+    "output_top_logprobs": [[[-1.0, 18, None]]],
     "weight_versions": [{"version": "1-2", "start": 0, "end": 2}, {"version": "1-3", "start": 2, "end": 3}],
 }
 _ABORT = {

@@ -47,7 +47,7 @@ def test_each_row_of_a_model_that_is_evaluated_is_a_trace_at_the_collector() -> 
 def test_the_rows_of_a_run_that_is_over_are_traced_in_its_files(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path / "over")
     words = ["--run.name", "over", "--run.directory", str(tmp_path), "--metrics.traces", "file"]
-    directory.write_settings(load_settings(CONFIG, words, use_environment=False))
+    directory.write_settings(load_settings(CONFIG, words))
     (directory.path / "model").symlink_to(MODEL)
 
     _eval("--run", str(directory.path))

@@ -316,7 +316,11 @@ NUMBERS = [
     if (number := without_none(owner.model_fields[parts[-1]].annotation)) in (int, float)
 ]
 REQUIRED = {
-    kind: [f"--{'.'.join(parts)}=x" for parts, owner in leaves(kind) if owner.model_fields[parts[-1]].is_required()]
+    kind: [
+        f"--{'.'.join(parts)}=x"
+        for parts, owner in leaves(kind)
+        if owner.model_fields[parts[-1]].is_required() or (parts[-2:] == ("dataset", "path") and "eval" not in parts)
+    ]
     for kind in (Settings, SftSettings, RewardModelSettings)
 }
 

@@ -146,7 +146,7 @@ def test_a_step_is_the_same_however_rows_are_packed(algorithm: dict[str, object]
     assert asdict(stats) == pytest.approx(asdict(stats_alone), rel=1e-4, abs=1e-5)
     assert stats.num_updates == algorithm.get("num_minibatches", 1)
     # AdamW divides each gradient by its own size, which makes rounding visible at the scale of the learning rate.
-    assert parameters_differ(packed, alone) < 2e-3 * 1e-2 * stats.num_updates
+    assert parameters_differ(packed, alone) < 1e-2 * 1e-2 * stats.num_updates
 
 
 def test_the_gradient_of_packed_rows_is_that_of_each_sequence_alone(model: Path, ranks: Ranks) -> None:

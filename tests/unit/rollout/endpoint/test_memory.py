@@ -47,8 +47,8 @@ TOOLS: dict[str, Any] = {
 
 def request_of(api: str, said_so_far: list[Any]) -> bytes:
     """Write the next request; arguments are written anew, as most agents' libraries do."""
-    name = "input" if api == "responses" else "messages"
-    return json.dumps({name: said_so_far, "max_tokens": 9, "tools": TOOLS[api]}).encode()
+    name, most = ("input", "max_output_tokens") if api == "responses" else ("messages", "max_tokens")
+    return json.dumps({name: said_so_far, most: 9, "tools": TOOLS[api]}).encode()
 
 
 def go_on(api: str, said_so_far: list[Any], answer: Any) -> list[Any]:
