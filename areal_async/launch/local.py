@@ -56,7 +56,7 @@ class LocalProcess:
     def last_sentence(self) -> str:
         if self.spec.output is None:
             return ""
-        return last_line(self.spec.output, start_bytes=self._output_start_bytes)
+        return last_line(self.spec.output, start_bytes=self._output_start_bytes, noise=LEAKS)
 
 
 class LocalBackend:
@@ -105,6 +105,10 @@ def opened(path: Path | None) -> Iterator[tuple[IO[bytes] | None, int]]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab") as output:
         yield output, output.tell()
+
+
+LEAKS = ("nanobind:", " - leaked", " - ... skipped", "See https://nanobind")
+"""What a grammar library says as a process ends early, after the cause."""
 
 
 def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:
