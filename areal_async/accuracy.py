@@ -31,6 +31,8 @@ def measure(rows: Iterable[Sequence[float]], *, num_samples: int) -> Measured:
     scored = [rewards for rewards in rows if rewards]
     means = [math.fsum(rewards) / len(rewards) for rewards in scored]
     low, high = interval_95(means) or (None, None)
+    if low is not None and high is not None and all(0 <= one <= 1 for rewards in scored for one in rewards):
+        low, high = max(low, 0.0), min(high, 1.0)  # where no mean can lie
     sizes = [1 << power for power in range(num_samples.bit_length()) if 1 << power < num_samples]
     found = {size: pass_at(size, scored) for size in [*sizes, num_samples]} if num_samples > 1 else {}
     return Measured(
