@@ -91,8 +91,8 @@ CAUSES = {
     "interrupts": "workflow nonsense: KeyboardInterrupt",
     "raises a group": "workflow nonsense: KeyboardInterrupt (and 1 more error)",
     "recurses": "workflow nonsense: RecursionError",
-    "hangs": "workflow nonsense: ran past rollout.episode_deadline_s = 5 s",
-    "swallows": "workflow nonsense: ran past rollout.episode_deadline_s = 5 s",
+    "hangs": "workflow nonsense: ran past rollout.episode_deadline_s = 12 s",
+    "swallows": "workflow nonsense: ran past rollout.episode_deadline_s = 12 s",
     "cancels itself": "workflow nonsense: let a CancelledError escape",
     "stops the loop": "workflow nonsense: called loop.stop()",
     "exits in a task": "workflow nonsense: called sys.exit(3)",
@@ -134,7 +134,7 @@ def test_every_cause_is_recorded_and_the_run_ends_well(tmp_path: Path) -> None:
     good.write_text(json.dumps({"question": "1 and 1?", "answer": "2", "kind": "good"}))
     run = Run(  # a quarter of the epoch that follows, so that the first is over
         tmp_path, "nonsense", run__steps=NUM_GOOD // 4 + 1, run__max_failed_groups=1000, rollout__batch_groups=4,
-        rollout__group_size=2, rollout__min_group_size=2, rollout__max_attempts=1, rollout__episode_deadline_s=5,
+        rollout__group_size=2, rollout__min_group_size=2, rollout__max_attempts=1, rollout__episode_deadline_s=12,
         rollout__sampling__max_new_tokens=8, tasks__0__dataset__path=rows, eval__dataset__path=good, eval__limit=1,
     )  # fmt: skip
 
