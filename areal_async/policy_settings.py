@@ -16,6 +16,8 @@ POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 TAKEN_NAMES = ("prompt", "policy")
 MAX_PENALTY = 2.0
 """As the servers have it."""
+MAX_BIAS = 1e9
+"""Of a logit: enough to force or to forbid a token, and no infinity in 32 bits."""
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """What can be said of the form of an answer, one for a call."""
 TokenId = Annotated[int, Field(ge=0)]
@@ -72,7 +74,7 @@ class CallSampling(SamplingSettings):
     """No end of turn before so many tokens."""
     stop_token_ids: tuple[TokenId, ...] = ()
     """Tokens that end the turn, besides those of the model."""
-    logit_bias: dict[TokenId, float] = {}
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     """Token id -> what is added to its logit."""
     seed: int | None = None
     """Of the draws: the same prompt with the same seed is answered alike, by siblings too; ``None`` for a new one each

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -33,6 +34,8 @@ MAX_THREADS = 4
 MAX_DEPTH = 100
 """A schema nested deeper compiles for minutes: the time grows with the cube of it."""
 
+_WHERE = re.compile(r"^\[[0-9:]+\] \S+: ")
+"""The time and the line of XGrammar's that its messages begin with."""
 _IGNORED = frozenset(
     "contains minContains maxContains uniqueItems multipleOf not if then else dependentRequired "
     "dependentSchemas".split()
@@ -80,7 +83,10 @@ class Grammar:
             grammar.is_stuck = not has_next
         rows_M = torch.tensor([row for row, _ in grammars], device=logits_NV.device)
         masked_MV = logits_NV[rows_M]
-        xgrammar.apply_token_bitmask_inplace(masked_MV, words_MW.to(logits_NV.device), vocab_size=vocab_size)
+        # Elsewhere by torch alone: its Triton kernel would be compiled in the midst of generation.
+        backend: Literal["cpu", "torch_native"] = "cpu" if logits_NV.device.type == "cpu" else "torch_native"
+        words_MW = words_MW.to(logits_NV.device)
+        xgrammar.apply_token_bitmask_inplace(masked_MV, words_MW, vocab_size=vocab_size, backend=backend)
         logits_NV[rows_M] = masked_MV
 
 
@@ -134,7 +140,7 @@ class Grammars:
         )
 
         def forget_failed(done: asyncio.Future[xgrammar.CompiledGrammar]) -> None:
-            if done.exception() is not None and self._compiled.get(key) is done:
+            if (done.cancelled() or done.exception() is not None) and self._compiled.get(key) is done:
                 del self._compiled[key]
 
         compiling.add_done_callback(forget_failed)
@@ -150,7 +156,7 @@ class Grammars:
                 return compiler.compile_structural_tag(_modern_tag(json.loads(text)))
             return compiler.compile_regex(text) if kind == "regex" else compiler.compile_grammar(text)
         except (RuntimeError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-            reason = " ".join(str(exc).split()) or type(exc).__name__
+            reason = _WHERE.sub("", " ".join(str(exc).split())) or type(exc).__name__
             raise RequestError(f"{kind}: Failed to compile the grammar: {reason}") from exc
 
     @staticmethod

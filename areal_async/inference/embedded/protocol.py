@@ -19,6 +19,8 @@ _SAMPLING_EPS = 1e-6
 """A temperature below this is greedy decoding."""
 _MAX_STOP_STRINGS = 32
 _MAX_PENALTY = 2.0
+_MAX_BIAS = 1e9
+"""A logit and far more than it are still numbers of 32 bits together."""
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _RESERVED_TOKENS = 6
 """A prompt must leave this much of the context, as in SGLang."""
@@ -245,6 +247,8 @@ def _check_ranges(params: SamplingParams) -> None:
     for name in ("frequency_penalty", "presence_penalty"):
         if not -_MAX_PENALTY <= getattr(params, name) <= _MAX_PENALTY:
             raise RequestError(f"{name} must be in [-2, 2], got {getattr(params, name)}.")
+    if not all(-_MAX_BIAS <= bias <= _MAX_BIAS for bias in params.logit_bias.values()):
+        raise RequestError(f"logit_bias: got {params.logit_bias}, need numbers from {-_MAX_BIAS:g} to {_MAX_BIAS:g}")
     if not 0.0 < params.repetition_penalty <= _MAX_PENALTY:
         raise RequestError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {params.repetition_penalty}.")
     most = math.inf if params.max_new_tokens is None else params.max_new_tokens

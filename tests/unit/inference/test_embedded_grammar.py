@@ -65,6 +65,11 @@ async def test_who_waits_past_the_deadline_is_told_and_the_next_finds_it_compile
     assert grammars.num_compiled == 1
 
 
+async def test_a_grammar_that_is_none_is_refused_in_xgrammars_words_alone(models: list[Path]) -> None:
+    with pytest.raises(RequestError, match=r"^regex: Failed to compile the grammar: Regex parsing error at position 3"):
+        await grammars_of(models[0]).begin("regex", "[a")
+
+
 async def test_the_oldest_grammar_gives_way(models: list[Path]) -> None:
     grammars = grammars_of(models[0])
     for index in range(MAX_KEPT + 1):

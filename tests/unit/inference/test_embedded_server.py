@@ -19,6 +19,7 @@ from tests.unit.inference.embedded_engine import Server, prompt_of, reference_lo
         {"input_ids": [5], "sampling_params": {"n": 2}},
         {"input_ids": [5], "sampling_params": {"regex": "a", "min_new_tokens": 1}},
         {"input_ids": [5], "logprob_start_len": 0},
+        {"input_ids": [5], "sampling_params": {"logit_bias": {"5": 1e300}}},  # ends in NaN there
     ],
 )
 def test_a_request_that_would_be_misunderstood_answers_400(server: Server, fields: dict[str, object]) -> None:

@@ -224,6 +224,7 @@ async def test_sampling_that_cannot_be_is_refused_with_its_name() -> None:
         ({"min_p": 1.1}, "min_p: .*less than or equal to 1"),
         ({"logit_bias": {-1: 1}}, "logit_bias"),
         ({"logit_bias": {1: math.nan}}, "logit_bias"),
+        ({"logit_bias": {1: -1e10}}, "logit_bias.1: .*greater than or equal to -1000000000"),
         ({"top_logprobs": 21}, "top_logprobs: .*less than or equal to 20"),
         ({"seed": 1 << 63}, "seed: .*less than or equal to"),
         ({"json_schema": 5}, "json_schema"),
