@@ -7,23 +7,27 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
+AGENTS := .venv-agents
+export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser test test-runs test-sglang test-slurm faults faults-quick check setup clean
+.PHONY: run browser agents test test-runs test-sglang test-slurm faults faults-quick check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
 
 # Two files at a time, each whole in one process, in their order: the long ones come first. ARGS="-n 0 ..." undoes it.
-test: $(STAMP) browser  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
+test: $(STAMP) browser agents  ## every test that runs without a GPU and without SGLang, but for those of `test-runs`
 	$(BIN)/python -m pytest -m "not sglang and not slurm and not whole_runs" -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 browser:  ## what the report of a run is looked at with; Debian's, where there is none
 	$(PYTHON) tools/setup_browser.py
 
+agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endpoint, in an environment of their own
+
 test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
 	$(BIN)/python -m pytest -m whole_runs -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
-test-sglang: $(STAMP)  ## the contract with the servers, of the real SGLang; builds its environment first
+test-sglang: $(STAMP) agents  ## the contract with the servers, of the real SGLang; builds its environment first
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
 
@@ -51,5 +55,11 @@ $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PIP) install -c $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
 
+# Each version is named: nothing has to be looked for, and one of them asks for older libraries than it needs.
+$(AGENTS)/.installed: tools/agents.txt
+	$(PYTHON) -m venv --clear $(AGENTS)
+	$(AGENTS)/bin/python -m pip --disable-pip-version-check --quiet --no-input install --no-deps -r tools/agents.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(SGLANG) build *.egg-info
+	rm -rf $(VENV) $(SGLANG) $(AGENTS) build *.egg-info

@@ -40,7 +40,7 @@ _ONE_ANSWER = "one answer is sampled as the policy says it"
 _TEMPLATE = "the chat template and its arguments are the run's, not a request's"
 _HOSTED = "nothing is run or kept here beside the model"
 UNHAD: Mapping[str, Unhad] = {
-    "seed": Unhad("the siblings of a group have to differ, and the servers draw anew each time"),
+    "seed": Unhad("the siblings of a group have to differ: nothing is drawn by a seed"),
     "best_of": Unhad(_ONE_ANSWER, (1,)),
     "use_beam_search": Unhad(_ONE_ANSWER, (False,)),
     "length_penalty": Unhad(_ONE_ANSWER, (1,)),

@@ -3,8 +3,11 @@
 No field is passed over in silence: each is honoured, a hint that is named in the documents, or heard of.
 """
 
+import itertools
 import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
 from areal_async.rollout.endpoint.calls import Call, Choice, Exchange, Form, Refusal, Said
-from areal_async.rollout.endpoint.reading import Unsupported
+from areal_async.rollout.endpoint.reading import UNHAD, Hint, Unsupported
 
 Parse = Callable[[bytes], Exchange]
 
@@ -488,3 +491,30 @@ def test_whole_answer_and_its_stream_tell_the_same_when_they_come_back(api: str)
 
     messages = parse(json.dumps(back).encode()).call.messages
     assert messages[len(CONVERSATION)] == SAID.message
+
+
+README = Path(openai_chat.__file__).with_name("README.md")
+COLUMNS = {"chat": openai_chat, "responses": openai_responses, "messages": anthropic_messages}
+
+
+def table_below(mark: str) -> list[list[str]]:
+    """Return the cells of the table of the documents behind a comment, without its head."""
+    _, _, text = README.read_text(encoding="utf-8").partition(f"<!-- {mark} -->\n")
+    lines = itertools.takewhile(lambda line: line.startswith("|"), text.splitlines())
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines][2:]
+
+
+def test_documents_say_of_every_field_what_becomes_of_it() -> None:
+    told: dict[str, dict[str, str]] = {api: {} for api in COLUMNS}
+    for names, *cells in table_below("fields"):
+        for api, cell in zip(COLUMNS, cells, strict=False):
+            if cell:
+                told[api] |= dict.fromkeys(re.findall(r"`(\w+)`", names), cell)
+
+    for api, module in COLUMNS.items():
+        fields = {
+            field.encode_name: "hint" if field.type == Hint else "honoured"
+            for field in msgspec.structs.fields(module._Request)
+        }
+        assert told[api] == fields
+    assert {name for names, _ in table_below("refused") for name in re.findall(r"`(\w+)`", names)} == UNHAD.keys()
