@@ -136,7 +136,7 @@ def _object(name: str, kind: FormKind, value: Any) -> Any:
 
 def _escaped(text: str) -> str:
     """Return a pattern of a text, of escapes that every engine of grammars reads alike."""
-    return "".join(letter if letter.isalnum() or letter in " _" else f"\\u{ord(letter):04x}" for letter in text)
+    return "".join(letter if letter.isalnum() or letter > "\x7f" else f"\\u{ord(letter):04x}" for letter in text)
 
 
 def _biases(given: dict[str, float]) -> dict[int, float]:

@@ -8,11 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_async.rollout.endpoint.calls import Call, Form, Refusal
-from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG
+from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG
 
 Format = dict[str, Any]
-
-THINK_TAG, THOUGHT_TAG = "<think>", "</think>"
 _NO_CALL = r"([^\s\[{`<][\s\S]*)?"
 """A text that is not read as a call where calls are JSON."""
 _THOUGHT: Format = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{THOUGHT_TAG}\n\n"}

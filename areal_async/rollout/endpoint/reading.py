@@ -37,7 +37,7 @@ class Unhad(NamedTuple):
 
 
 _ONE_ANSWER = "one answer is sampled as the policy says it"
-_TEMPLATE = "the chat template and its arguments are the run's, not a request's"
+_TEMPLATE = "the chat template and its arguments are the run's, rollout.template"
 _HOSTED = "nothing is run or kept here beside the model"
 UNHAD: Mapping[str, Unhad] = {
     "seed": Unhad("the siblings of a group have to differ: nothing is drawn by a seed"),

@@ -20,13 +20,13 @@ from areal_async.contracts import Message, Reply, ReplyStream, ToolLike
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
-from areal_async.rollout.endpoint.forms import THINK_TAG, THOUGHT_TAG, grammar_of
+from areal_async.rollout.endpoint.forms import grammar_of
 from areal_async.rollout.endpoint.held_text import HeldText
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.text import TextCodec
-from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, ToolFormat
+from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, ToolFormat, is_in_thought
 from areal_async.types import Turn
 
 MAX_RUNNING = 256
@@ -181,7 +181,7 @@ class Session:
     def _answering(self) -> Iterator[None]:
         """Note what becomes of a request, as the policy would have the workflow know it."""
         try:
-            with attributed_to(RolloutError, "endpoint"):
+            with self.noting_refusal(), attributed_to(RolloutError, "endpoint"):
                 yield
         except RolloutError as exc:
             self.failure = exc
@@ -202,14 +202,15 @@ class Session:
     @cached_property
     def _begins_thought(self) -> bool:
         """Whether the template has the model begin with a thought."""
-        return self._codec.render([{"role": "user", "content": "?"}]).rstrip().endswith(THINK_TAG)
+        return is_in_thought(self._codec.render([{"role": "user", "content": "?"}]))
 
     def _held_text(self, call: Call) -> HeldText:
+        holds_thought = call.form is not None and self._begins_thought
         if not call.tools:
-            holds_all = call.form is not None and self._begins_thought
-            return HeldText(tool_format=None, stop=call.stop, holds_all=holds_all)
+            return HeldText(tool_format=None, stop=call.stop, holds_all=holds_thought)
         tool_format = self._policy.tool_format
-        holds_all = tool_format is None or (tool_format != "json" and not self._tags_are_seen)
+        is_blind = tool_format is None or (tool_format != "json" and not self._tags_are_seen)
+        holds_all = holds_thought or is_blind
         return HeldText(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
     def _take(self, call: Call, reply: Reply) -> Said:

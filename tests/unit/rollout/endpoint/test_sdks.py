@@ -13,6 +13,7 @@ from areal_async.inference.call_parser import FoundCall, FoundCalls
 from areal_async.inference.pool import Server
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.merge import merge_turns
+from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.endpoint.places import CALL, END, PARAMETERS, QUESTION, said, served, speaker
 
 pytestmark = pytest.mark.anyio
@@ -139,6 +140,19 @@ async def test_chat_streams_several_choices_with_logprobs_and_usage() -> None:
     assert numbers == [4, 3]
     assert usage is not None
     assert usage.completion_tokens == 7
+
+
+async def test_chat_tells_what_has_the_form_and_not_the_thought_before_it() -> None:
+    text = 'It is 5.</think>\n\n{"sum": 5}'
+    model = ScriptedModel(*(said(text, "thinking") for _ in range(2)))
+    wanted: Any = {"messages": QUESTIONS, "response_format": {"type": "json_object"}, "tools": CHAT_TOOLS}
+    async with served(model, template="thinking") as policy, openai_client(policy) as client:
+        completion = await client.chat.completions.create(model="m", **wanted)
+        async with client.chat.completions.stream(model="m", **wanted) as stream:
+            pieces = [event.delta async for event in stream if event.type == "content.delta"]
+
+        assert completion.choices[0].message.content == "".join(pieces) == '{"sum": 5}'
+        assert [turn.output_ids for turn in policy.turns] == [said(text, "thinking")] * 2
 
 
 async def test_errors_are_the_sdk_s_own() -> None:

@@ -304,6 +304,24 @@ async def test_trajectory_fails_with_what_its_agent_was_refused_last() -> None:
         assert policy.failure is None, "what was answered after it makes it good"
 
 
+async def test_call_that_cannot_be_forced_is_denied_as_well() -> None:
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    async with served(speaker("hi"), call_parser=Unasked()) as policy, client(policy) as http:
+        for is_streamed in (False, True):
+            response = await http.post(CHAT, json=chat(tools=tools, tool_choice="required", stream=is_streamed))
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] == "tool_choice"
+            assert "tool_call_parser" in str(policy.failure)
+        assert policy.turns == []
+
+
+class Unasked:
+    """A servers' parser that nobody asks."""
+
+    async def find(self, *args: Any, **options: Any) -> Any:
+        raise AssertionError
+
+
 @pytest.mark.parametrize("path", BODIES)
 async def test_fields_that_cannot_be_had_are_left_out_of_account_where_that_was_asked_for(path: str) -> None:
     model = speaker("hi", "ho")

@@ -215,6 +215,7 @@ EXTRA_FORMS: list[tuple[dict[str, Any], Form]] = [
     ({"ebnf": 'root ::= "a"'}, Form("ebnf", 'root ::= "a"')),
     ({"guided_grammar": 'root ::= "a"'}, Form("ebnf", 'root ::= "a"')),
     ({"guided_choice": ["a.b", "c"]}, Form("regex", "(a\\u002eb)|(c)")),
+    ({"guided_choice": ["è 😀\n"]}, Form("regex", "(è\\u0020😀\\u000a)")),
     ({"structured_outputs": {"json": SCHEMA}}, OWN),
     ({"structured_outputs": {"choice": ["yes", "no"]}}, Form("regex", "(yes)|(no)")),
     ({"structured_outputs": {"json_object": True}}, ANY),
