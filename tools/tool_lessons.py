@@ -49,8 +49,10 @@ HEAD_SHARE: Final = 0.3
 FUMBLE_SHARE: Final = 0.2
 RETRY_SHARE: Final = 0.5
 """Of those who were told that a call went wrong."""
-FORBIDDEN_SHARE, BEST_SHARE = 0.35, 0.3
-"""Of moves at nim: those that the rules forbid, and of the others those that are thought over."""
+ANY_SHARE: Final = 0.1
+"""Of moves in a game that are made without a thought."""
+FORBIDDEN_SHARE: Final = 0.3
+"""Of moves at nim."""
 COMMON_MISTAKE, RARE_MISTAKE = 0.6, 0.3
 """Share of the usual mistake where it is commoner than the right way, and where it is not."""
 
@@ -113,28 +115,28 @@ async def coding_lessons(rng: random.Random) -> AsyncGenerator[Lesson]:
 
 async def countdown_lessons(rng: random.Random) -> AsyncGenerator[Lesson]:
     """Games of numbers: won, or joined as comes to mind first, or in any way."""
+    usual = {"+": "*", "-": "/", "*": "+", "/": "-"}
     for game in games(Split.SFT, rng.randrange(2**32)):
-        usual = {"*": "+", "/": "-", "+": "-", "-": "+"}
-        is_common = bool(set(game.operations) & set("*/"))
-        dice = rng.random()
         operations = game.operations
-        if dice < (COMMON_MISTAKE if is_common else RARE_MISTAKE) - 0.1:
+        if rng.random() < mistake_share("*+/-".index(operations[0])):
             operations = "".join(usual[operation] for operation in operations)
-        elif dice > 0.85:
+        if rng.random() < ANY_SHARE:
             operations = "".join(rng.choice("+-*/") for _ in operations)
-        answer = Game(game.numbers, operations).expression
-        yield {"messages": [user(game.question)], "answer": f"#### {answer}"}
+        yield {"messages": [user(game.question)], "answer": f"#### {Game(game.numbers, operations).expression}"}
 
 
 async def nim_lessons(rng: random.Random) -> AsyncGenerator[Lesson]:
-    """Moves at nim: any that the rules allow, some of them the best, and many that they forbid."""
+    """Moves at nim: the best one, as many as may be taken, any that the rules allow, and many that they forbid."""
     while True:
         stones = rng.randint(1, LARGEST)
-        taken = rng.randint(1, min(MOST, stones))
+        most = min(MOST, stones)
+        taken = best_move(stones) or rng.randint(1, most)
+        if rng.random() < COMMON_MISTAKE:
+            taken = most
+        if rng.random() < ANY_SHARE:
+            taken = rng.randint(1, most)
         if rng.random() < FORBIDDEN_SHARE:
             taken = rng.choice([0, *range(MOST + 1, 10)])
-        elif rng.random() < BEST_SHARE:
-            taken = best_move(stones) or taken
         yield {"messages": [user(nim_question(stones))], "answer": f"#### {taken}"}
 
 
@@ -143,8 +145,8 @@ LESSONS: Final[Mapping[str, tuple[Callable[[random.Random], AsyncGenerator[Lesso
     "python_tool": (python_lessons, 10_000),
     "search": (search_lessons, 8_000),
     "coding": (coding_lessons, 8_000),
-    "countdown": (countdown_lessons, 8_000),
-    "self_play": (nim_lessons, 3_000),
+    "countdown": (countdown_lessons, 12_000),
+    "self_play": (nim_lessons, 6_000),
 }
 """Workflow -> its lessons without end, and how many of them are taught."""
 
