@@ -150,7 +150,7 @@ async def test_instructor(python: str, engine: Server, folder: Path) -> None:
 
         for name, value in answers.items():
             assert value == {"colour": "any"} if name == "JSON" else assert_paint(value) is None, name
-        assert len(answers) == len(policy.turns) == 6
+        assert len(answers) == len(policy.turns) == 5
         assert_engine_s_own(policy, noting, engine)
 
 

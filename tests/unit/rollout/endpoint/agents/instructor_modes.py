@@ -1,7 +1,9 @@
-"""Ask for the same answer in the modes that instructor has for OpenAI, and write each as a line of JSON."""
+"""Ask for the same answer in the modes that instructor has for OpenAI, and write each as a line of JSON.
+
+That of parallel calls is not among them: it leaves the choice to call to the model.
+"""
 
 import json
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import instructor
@@ -31,14 +33,12 @@ def main() -> None:
         (instructor.Mode.JSON_SCHEMA, Paint),
         (instructor.Mode.JSON, Anything),
         (instructor.Mode.RESPONSES_TOOLS, Paint),
-        (instructor.Mode.PARALLEL_TOOLS, Iterable[Paint]),
     ):
         client = instructor.from_openai(openai.OpenAI(max_retries=0), mode=mode)
         found: Any = client.chat.completions.create(
             model="gpt-4o", messages=QUESTION, response_model=kind, max_retries=0
         )
-        first = found if isinstance(found, BaseModel) else next(iter(found))
-        print(json.dumps([mode.name, first.model_dump()]))
+        print(json.dumps([mode.name, found.model_dump()]))
 
 
 main()

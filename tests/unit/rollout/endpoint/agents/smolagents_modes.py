@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+from contextlib import redirect_stdout
 
 from smolagents import OpenAIServerModel, Tool, ToolCallingAgent
 
@@ -23,7 +25,8 @@ def main() -> None:
     model = OpenAIServerModel("gpt-4o", api_base=os.environ["OPENAI_BASE_URL"], api_key=os.environ["OPENAI_API_KEY"])
     for is_streamed in (False, True):
         agent = ToolCallingAgent(tools=[Add()], model=model, max_steps=3, stream_outputs=is_streamed, verbosity_level=0)
-        answer = agent.run("What is 2 and 3?")
+        with redirect_stdout(sys.stderr):  # where it shows what is streamed
+            answer = agent.run("What is 2 and 3?")
         print(json.dumps([f"ToolCallingAgent{' streamed' * is_streamed}", {"answer": answer}]))
 
 
