@@ -11,6 +11,7 @@ import pytest
 from tests.sglang.conftest import SglangServer, find_sglang
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.test_frameworks import (
+    anyio_backend,
     folder,
     python,
     test_instructor,
@@ -19,7 +20,15 @@ from tests.unit.rollout.endpoint.test_frameworks import (
     test_smolagents,
 )
 
-__all__ = ["folder", "python", "test_instructor", "test_langchain", "test_pydantic_ai", "test_smolagents"]
+__all__ = [
+    "anyio_backend",
+    "folder",
+    "python",
+    "test_instructor",
+    "test_langchain",
+    "test_pydantic_ai",
+    "test_smolagents",
+]
 
 pytestmark = [pytest.mark.anyio, pytest.mark.sglang, pytest.mark.timeout(900)]
 

@@ -24,10 +24,13 @@ from areal_async.rollout.policy import Generator
 from areal_async.rollout.text import load_codec
 from areal_async.settings import InferenceSettings, SamplingSettings
 from areal_async.types import Turn
+from tests.loops import on_uvloop
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.terse import build_terse
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
+
+anyio_backend = on_uvloop
 
 AGENTS = Path(__file__).parent / "agents"
 AGENTS_PYTHON = Path(os.environ.get("NEED_AGENTS", ".venv-agents/bin/python"))
