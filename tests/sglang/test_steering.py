@@ -154,7 +154,8 @@ def test_no_answer_ends_before_its_min_new_tokens(server: Server, models: list[P
         if len(said) < 10:
             logits_V[ends] = NEVER
 
-    assert all(len(answer["output_ids"]) < 10 for answer in ask())
+    # Of four, not each: by chance one in ninety says ten tokens first.
+    assert any(len(answer["output_ids"]) < 10 for answer in ask()), "else nothing would have ended before"
     for prompt, answer in zip(prompts, ask(min_new_tokens=10), strict=True):
         assert 10 < len(answer["output_ids"]) < 60
         assert answer["meta_info"]["finish_reason"] == {"type": "stop", "matched": answer["output_ids"][-1]}
