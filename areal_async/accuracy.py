@@ -24,6 +24,8 @@ class Measured(NamedTuple):
     """Ends of its 95 % interval over rows, where it has one."""
     pass_at: dict[str, float]
     """k -> pass@k, for 1, 2, 4, ... and the number of answers; empty for one answer a row."""
+    is_graded: bool
+    """Whether a reward is neither 0 nor 1: then the mean says how good answers are, and not how many are right."""
 
 
 def measure(rows: Iterable[Sequence[float]], *, num_samples: int) -> Measured:
@@ -40,6 +42,7 @@ def measure(rows: Iterable[Sequence[float]], *, num_samples: int) -> Measured:
         low=low,
         high=high,
         pass_at={str(size): value for size, value in found.items() if value is not None},
+        is_graded=any(one not in (0, 1) for rewards in scored for one in rewards),
     )
 
 

@@ -5,6 +5,10 @@ A test is a row of the data set, in one of two styles:
     {"stdin": "1 2\n", "stdout": "3\n"}
     {"function": "add", "arguments": [1, 2], "returns": 3}
 
+Whole numbers and texts have to be the same. Fractions may differ by rounding, and in a test with a ``tolerance`` by so
+much, absolutely or relative to what is expected, as judges of programs put it: ``{..., "tolerance": 1e-6}``. Then the
+fractions that a program prints may differ too. Lines end with a newline and with nothing else.
+
 Each test is a process of its own. What comes back is data, and it is compared here: an exit status, a printed "passed"
 or an object that equals everything proves nothing. A program that fails its tests is a zero; that it could not be run
 at all, for want of a sandbox, is an error of the run.
@@ -12,16 +16,22 @@ at all, for want of a sandbox, is an error of the run.
 
 import json
 import math
+import re
 import secrets
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any, Final
 
 from areal_async.sandbox import End, Limits, shared_sandbox
 from rewards.fenced import last_block
+from rewards.thought import after_thought
 
 LIMITS: Final = Limits(wall_s=5.0, cpu_s=5)
 _LANGUAGES: Final = ("python", "py", "python3", "")
-_RELATIVE_TOLERANCE: Final = 1e-9
+_ROUNDING: Final = 1e-9
+"""Relative; of a fraction that is computed otherwise than the expected one was."""
+_FRACTION: Final = re.compile(r"[+-]?(?=[0-9.]*[.eE])(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NUMBER: Final = re.compile(rf"{_FRACTION.pattern}|[+-]?[0-9]+")
 _HARNESS: Final = """
 
 
@@ -36,7 +46,7 @@ async def passes_all(text: str, tests: Sequence[Mapping[str, Any]], *, limits: L
     """Return 1.0 when the program in `text` passes every test, else 0.0; the first failure ends the trial.
 
     Raises:
-        ValueError: there is no test, or one is in neither style.
+        ValueError: there is no test, one is in neither style, or its tolerance is none.
         UserError: programs cannot be isolated on this machine.
     """
     source = program_in(text)
@@ -50,7 +60,7 @@ async def share_passed(text: str, tests: Sequence[Mapping[str, Any]], *, limits:
     """Return the share of tests that the program in `text` passes, 0.0 to 1.0.
 
     Raises:
-        ValueError: there is no test, or one is in neither style.
+        ValueError: there is no test, one is in neither style, or its tolerance is none.
         UserError: programs cannot be isolated on this machine.
     """
     source = program_in(text)
@@ -60,6 +70,7 @@ async def share_passed(text: str, tests: Sequence[Mapping[str, Any]], *, limits:
 
 def program_in(text: str) -> str:
     """Return the last fenced block of Python in an answer; the whole answer when it has no block."""
+    text = after_thought(text)
     block = last_block(text, _LANGUAGES)
     return text if block is None else block
 
@@ -72,6 +83,11 @@ def _checked(tests: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
             raise ValueError(
                 f"tests: got one with {sorted(test)}, need stdin and stdout, or function, arguments and returns"
             )
+        tolerance = test.get("tolerance", 0.0)
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < math.inf:
+            raise ValueError(
+                f"tests: got the tolerance {tolerance!r}, need a number of 0 or more; leave it out for none"
+            )
     return tests
 
 
@@ -80,7 +96,8 @@ async def _passes(source: str, test: Mapping[str, Any], limits: Limits) -> bool:
     if "stdout" in test:
         execution = await sandbox.run(source, stdin=str(test["stdin"]).encode(), limits=limits)
         is_whole = execution.end is End.ENDED and execution.status == 0 and not execution.is_cut
-        return is_whole and _lines(execution.stdout.decode(errors="replace")) == _lines(str(test["stdout"]))
+        said = execution.stdout.decode(errors="surrogateescape")  # bytes that are no text equal none
+        return is_whole and _same_lines(said, str(test["stdout"]), test.get("tolerance"))
     mark = secrets.token_hex(16)
     question = {"mark": mark, "function": test["function"], "arguments": test["arguments"]}
     execution = await sandbox.run(source + _HARNESS, stdin=json.dumps(question).encode(), limits=limits)
@@ -91,29 +108,58 @@ async def _passes(source: str, test: Mapping[str, Any], limits: Limits) -> bool:
         returned = json.loads(said.partition("\n")[0])
     except (ValueError, RecursionError):
         return False
-    return _equal(returned, json.loads(json.dumps(test["returns"])))
+    return _equal(returned, json.loads(json.dumps(test["returns"])), test.get("tolerance"))
+
+
+def _same_lines(said: str, expected: str, tolerance: float | None) -> bool:
+    """Compare line by line; with a tolerance, word by word."""
+    pairs = list(zip_longest(_lines(said), _lines(expected)))
+    return all(one == other or _same_words(one, other, tolerance) for one, other in pairs)
+
+
+def _same_words(said: str | None, expected: str | None, tolerance: float | None) -> bool:
+    if said is None or expected is None or tolerance is None:
+        return False
+    words, expected_words = said.split(), expected.split()
+    return len(words) == len(expected_words) and all(
+        one == other
+        or (
+            _FRACTION.fullmatch(other) is not None
+            and _NUMBER.fullmatch(one) is not None
+            and _is_close(float(one), float(other), tolerance)
+        )
+        for one, other in zip(words, expected_words, strict=True)
+    )
 
 
 def _lines(text: str) -> list[str]:
-    """Split, as judges of programs do: blanks at the ends of lines and of the text do not count."""
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    """Split, as judges of programs do: blanks at the ends of lines and empty lines at the end do not count."""
+    lines = [line.rstrip(" \t\r") for line in text.split("\n")]
+    while lines and not lines[-1]:
+        lines.pop()
+    return lines
 
 
-def _equal(said: Any, expected: Any) -> bool:
-    """Compare plain data; numbers within rounding, and never a truth value with a number."""
+def _equal(said: Any, expected: Any, tolerance: float | None) -> bool:
+    """Compare plain data: whole numbers exactly, fractions by the tolerance, and never a truth value with a number."""
     if isinstance(said, bool) or isinstance(expected, bool):
         return said is expected
     if isinstance(said, int | float) and isinstance(expected, int | float):
-        return said == expected or _is_close(said, expected)
+        is_whole = isinstance(expected, int) and (tolerance is None or isinstance(said, int))
+        return said == expected or (not is_whole and _is_close(said, expected, tolerance))
     if isinstance(said, list) and isinstance(expected, list):
-        return len(said) == len(expected) and all(map(_equal, said, expected))
+        return len(said) == len(expected) and all(
+            _equal(one, other, tolerance) for one, other in zip(said, expected, strict=True)
+        )
     if isinstance(said, dict) and isinstance(expected, dict):
-        return said.keys() == expected.keys() and all(_equal(said[key], expected[key]) for key in expected)
+        return said.keys() == expected.keys() and all(_equal(said[key], expected[key], tolerance) for key in expected)
     return type(said) is type(expected) and bool(said == expected)
 
 
-def _is_close(said: float, expected: float) -> bool:
+def _is_close(said: float, expected: float, tolerance: float | None) -> bool:
     try:
-        return math.isclose(said, expected, rel_tol=_RELATIVE_TOLERANCE)
+        if tolerance is None:
+            return math.isclose(said, expected, rel_tol=_ROUNDING)
+        return math.isfinite(said) and abs(said - expected) <= tolerance * max(1.0, abs(expected))
     except OverflowError:  # a whole number beyond any float is close to none
         return False

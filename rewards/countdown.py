@@ -14,6 +14,7 @@ from fractions import Fraction
 from typing import Final
 
 from rewards.final_answer import MARK, marked_answer
+from rewards.thought import after_thought
 
 MOST_CHARACTERS: Final = 120
 MOST_DIGITS: Final = 6
@@ -40,7 +41,7 @@ def target_reached(text: str, numbers: Sequence[int], target: int) -> float:
     """
     if not numbers:
         raise ValueError("numbers: got none, need at least one")
-    text = text.rstrip().removesuffix(MARK)  # a reply ends with what it was told to stop at
+    text = after_thought(text).rstrip().removesuffix(MARK)  # a reply ends with what it was told to stop at
     marked = marked_answer(text)
     answer = text[-2 * MOST_CHARACTERS :].rstrip().rpartition("\n")[2] if marked is None else marked
     for spelled, plain in _SPELLINGS:

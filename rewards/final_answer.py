@@ -1,8 +1,9 @@
 r"""Find the final answer in a text: what is marked, else what its last line states.
 
-Marked is what follows `####` on its line and what a `\boxed{}` or `\fbox{}` holds; the last mark counts. Boxes with
-nothing but separators between them are one answer with several parts. `####` before `Step 3`, before `Final Answer`
-with nothing behind it, or before nothing is Markdown's heading where more text follows, and no mark.
+Marked is what follows `####` on its line, what a `\boxed{}` or `\fbox{}` holds and what stands between `<answer>` and
+`</answer>`; the last mark counts, and one within another. Boxes with nothing but separators between them are one
+answer with several parts. `####` before `Step 3`, before `Final Answer` with nothing behind it, or before nothing is
+Markdown's heading where more text follows, and no mark.
 
 Invariants: no text makes anything here raise (but `expected_answer`); the time taken grows no faster than the text.
 """
@@ -13,8 +14,10 @@ from typing import Final
 
 from rewards.math_quantity import MEANINGFUL, MOST_CHARACTERS, Quantity, plain_quantity
 from rewards.math_spelling import plainly_spelled
+from rewards.thought import after_thought
 
 MARK: Final = "####"
+TAG, END_TAG = "<answer>", "</answer>"
 MOST_MARKS: Final = 32
 """Headings that are looked at, from the last one back."""
 MOST_DEPTH: Final = 32
@@ -22,6 +25,7 @@ MOST_DEPTH: Final = 32
 _LABEL: Final = re.compile(
     r"[*_ ]*(?:(?:the|my) )?(?:(?:final|correct) )?(?:answer|result)[*_ ]*(?:is|:|=|(?=$))[*_: ]*", re.I
 )
+_LABELLED: Final = re.compile(rf"[# ]*{_LABEL.pattern}(.*)", re.IGNORECASE)
 _HEADING: Final = re.compile(
     r"[*_ ]*(?:[0-9]+[.)] *)?(?:(?:step|part|case|stage|phase|question|problem|given|solution|conclusion|explanation"
     r"|verification|check|reasoning|summary|analysis|approach|method|calculations?|computations?|understanding)\b"
@@ -29,11 +33,10 @@ _HEADING: Final = re.compile(
     r"|[a-z]+ing) +\w)",
     re.IGNORECASE,
 )
+_BLANKS: Final = re.compile(r"\s{2,}")
+"""Patterns that look for words behind blanks take the square of their number."""
 _BRACE: Final = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:[{}]|\\(?!f?box))|[{}]")
 _BETWEEN_BOXES: Final = re.compile(r"(?:[\s,;&$}]|\\[\\,;()\[\] ]|\\q?quad|\\text\s*\{|\b(?:and|or)\b){0,12}")
-_FORMULA: Final = re.compile(
-    r"(?P<before>(?:[^$]*\$[^$]*\$)*[^$]*|.*\\[(\[].*|)(?:\$|\\[(\[])([^$]+?)(?:\$|\\[)\]])(?P<after>[^$]*)$"
-)
 _STATED: Final = re.compile(
     r"(?P<before>.*)\b(?:answer|result)s?(?: +(?:is|are|would be)|[:=*_ ])+(?P<answer>.+)", re.IGNORECASE
 )
@@ -55,19 +58,24 @@ _BESIDE: Final = MEANINGFUL - {"and", "to"} | {"over", "under", "times"}
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return what the last mark marks, `####` or a box; None where nothing is marked or the last box has no end."""
-    box, start = max(text.rfind(r"\boxed"), text.rfind(r"\fbox")), len(text)
+    r"""Return what the last mark marks, `####`, a box or a tag; None where none does or the last one has no end."""
+    text = after_thought(text)
+    box, start, tag = max(text.rfind(r"\boxed"), text.rfind(r"\fbox")), len(text), text.rfind(TAG)
     for _ in range(MOST_MARKS):
         start = text.rfind(MARK, 0, start)
-        if start <= box:
+        if start <= max(box, tag):
             break
         line, _, rest = text[start + len(MARK) : start + len(MARK) + MOST_CHARACTERS].partition("\n")
+        line = line.removesuffix(END_TAG)
         is_followed = bool(rest.strip())
         answer = _LABEL.sub("", line, count=1) if _LABEL.match(line) else line
         if text[start - 1 : start] != "#" and not (
             is_followed and (not answer.strip("*_: ") or _HEADING.match(answer))
         ):
             return answer.strip()
+    if tag > box:
+        answer, end, _ = text[tag + len(TAG) : tag + MOST_CHARACTERS].partition(END_TAG)
+        return _LABEL.sub("", answer.strip(), count=1) if end else None
     return None if box < 0 else _boxed(text[max(0, box - MOST_CHARACTERS) : box + MOST_CHARACTERS])
 
 
@@ -91,7 +99,7 @@ def _boxed(text: str) -> str | None:
         if not _BETWEEN_BOXES.fullmatch(text, one[1], other[0]):
             break
         answers.insert(0, one[2])
-    return ", ".join(dict.fromkeys(answers))
+    return _BLANKS.sub(" ", ", ".join(dict.fromkeys(answers)))
 
 
 def expected_answer(answer: str) -> str:
@@ -119,6 +127,7 @@ def expected_answer(answer: str) -> str:
 
 def said_quantity(text: str) -> Quantity | None:
     """Return the plain number that a text settles on; None when that is something else, or several."""
+    text = after_thought(text)
     marked = marked_answer(text)
     if marked is not None:
         return plain_quantity(marked)
@@ -136,7 +145,7 @@ def stated_answer(text: str, *, is_equation: bool = False) -> str:
     Args:
         is_equation: keep what stands before the equals sign.
     """
-    return _stated(_last_line(text), is_equation=is_equation)
+    return _stated(_last_line(after_thought(text)), is_equation=is_equation)
 
 
 def last_number(text: str) -> Fraction | None:
@@ -159,26 +168,40 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _lines(text: str) -> list[str]:
-    """Return the last lines that are neither blank nor headings."""
-    return [line for line in text[-2 * MOST_CHARACTERS :].splitlines() if line.strip() and line.lstrip()[0] != "#"]
+    """Return the last lines that are neither blank nor headings; one that tells the answer is no heading."""
+    lines = [line.lstrip() for line in text[-2 * MOST_CHARACTERS :].splitlines() if line.strip()]
+    return [line for line in lines if line[0] != "#" or re.search(r"\w", (_LABELLED.match(line) or ("", ""))[1])]
 
 
 def _last_line(text: str) -> str:
-    return next(reversed(_lines(text)), "")[-MOST_CHARACTERS:].strip()
+    return _BLANKS.sub(" ", next(reversed(_lines(text)), "")[-MOST_CHARACTERS:].strip())
 
 
 def _stated(line: str, *, is_equation: bool = False) -> str:
     stated = _STATED.match(line)
     if stated is not None and not _is_denied(stated["before"]):
         line = _SENTENCE.split(stated["answer"])[0]
-    formula = _FORMULA.match(line)
-    if formula is not None and not _is_denied(formula["before"]) and not _ANOTHER.search(formula["after"]):
-        line = formula[2]
+    before_it, formula, after_it = _last_formula(line)
+    if formula and not _is_denied(before_it) and not _ANOTHER.search(after_it):
+        line = formula
     *before, last = _EQUALS.split(line)
     is_row = (
         re.search(r"[,;]|\b(?:or|and)\b|\\text", before[-1]) if len(before) > 1 else plain_quantity("".join(before))
     )
     return line if is_equation or is_row else last.strip() or line
+
+
+def _last_formula(line: str) -> tuple[str, str, str]:
+    r"""Return a line's last formula, `$...$`, `\(...\)` or `\[...\]`, between what stands before and behind it."""
+    line = line.replace("$$", "$")
+    *_, tail = pieces = line.split("$")
+    opener = max(tail.rfind(mark, 0, max(tail.rfind(r"\)"), tail.rfind(r"\]"), 0)) for mark in (r"\(", r"\["))
+    if opener >= 0:
+        closer = min(at for mark in (r"\)", r"\]") if (at := tail.find(mark, opener + 2)) >= 0)
+        return line[: len(line) - len(tail) + opener], tail[opener + 2 : closer], tail[closer + 2 :]
+    if len(pieces) % 2:  # dollars come in pairs
+        return "$".join(pieces[:-2]), "".join(pieces[-2:-1]), tail
+    return line, "", ""
 
 
 def _is_denied(before: str) -> bool:

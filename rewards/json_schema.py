@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from areal_async import reward
 from rewards.fenced import last_block
+from rewards.thought import after_thought
 
 MOST_DEPTH: Final = 64
 _LANGUAGES: Final = ("json", "")
@@ -39,7 +40,8 @@ def json_matches(text: str, schema: Mapping[str, Any]) -> float:
         # the registry holds nothing, and looks for nothing elsewhere
         check = validator(schema, registry=referencing.Registry())
         try:
-            document = strict_json(last_block(text, _LANGUAGES) or text)
+            said = after_thought(text)
+            document = strict_json(last_block(said, _LANGUAGES) or said)
         except ValueError:
             return 0.0
         return float(check.is_valid(document))

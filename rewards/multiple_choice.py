@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from rewards.final_answer import marked_answer
+from rewards.thought import after_thought
 
 MOST_CHARACTERS: Final = 500
 """Of the line that decides."""
@@ -47,6 +48,7 @@ def choice_matches(text: str, answer: str, choices: Sequence[str] | Mapping[str,
 
 def chosen_letter(text: str, choices: Sequence[str] | Mapping[str, str] = "ABCD") -> str | None:
     """Return the letter that a text settles on; None when that is none of the choices, or more than one."""
+    text = after_thought(text)
     marked = marked_answer(text)
     deciding = text[-MOST_CHARACTERS:].rstrip().rpartition("\n")[2] if marked is None else marked
     if len(deciding) >= MOST_CHARACTERS:

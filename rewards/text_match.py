@@ -15,6 +15,7 @@ from typing import Final
 
 from areal_async import reward
 from rewards.final_answer import marked_answer
+from rewards.thought import after_thought
 
 MOST_TIMES_AS_LONG: Final = 2
 MOST_MORE_CHARACTERS: Final = 100
@@ -37,7 +38,7 @@ def text_matches(text: str, answers: str | Sequence[str]) -> float:
         ValueError: no answer is expected, or an empty one.
     """
     said = marked_answer(text)
-    said = text if said is None else said
+    said = after_thought(text) if said is None else said
     return float(any(same_text(said, answer) for answer in _checked(answers)))
 
 
@@ -54,7 +55,7 @@ def token_f1(text: str, answers: str | Sequence[str], *, at_least: float = 0.0) 
     Source: Rajpurkar et al. 2016 (SQuAD), section 6.1.
     """
     said = marked_answer(text)
-    score = max(shared_words(text if said is None else said, answer) for answer in _checked(answers))
+    score = max(shared_words(after_thought(text) if said is None else said, answer) for answer in _checked(answers))
     return score if score >= at_least else 0.0
 
 

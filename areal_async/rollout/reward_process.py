@@ -4,6 +4,7 @@ import atexit
 import math
 import os
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -20,6 +21,9 @@ START_DEADLINE_S = 120.0
 
 DYING_S = 0.5
 """A process that ends closes its pipes first: so long it may take until its status is known."""
+
+KEEPING_S = 5.0
+"""For a worker's keeper to kill all that is below it."""
 
 
 class RewardProcess:
@@ -66,10 +70,14 @@ class RewardProcess:
         return answer.value
 
     def close(self) -> None:
-        """Kill the worker and whatever it started."""
+        """Kill the worker and whatever it started: its keeper knows what has left the session."""
         _living.discard(self)
         if self._process.poll() is None:
-            os.killpg(self._process.pid, 9)
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(KEEPING_S)
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from areal_async.errors import ArealError, Reject, RewardError
-from areal_async.inference.parenthood import die_with_parent
 from areal_async.rollout.boundary import attributed_to, describe, text_of
+from areal_async.rollout.leftovers import end_leftovers, fork_below_keeper, helpers
 from areal_async.rollout.number import finite_number
 from areal_async.user_files import add_folder, import_file
 
@@ -50,8 +50,10 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     while len(head := requests.read(size)) == size:
         (length,) = struct.unpack(FRAME, head)
         call = msgspec.msgpack.decode(requests.read(length), type=Call)
+        spared = set[int]()
         try:
             function = _find(call)
+            spared = helpers()
             _send(answers, Answer())
             with attributed_to(RewardError, "raised"):
                 value = function(*call.args, **call.kwargs)
@@ -60,6 +62,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
             answer = Answer(error=text_of(exc) or type(exc).__name__)  # empty would say that there is none
         except BaseException as exc:  # noqa: BLE001  # sys.exit too: no reason to start another worker
             answer = Answer(error=describe("raised", exc))
+        end_leftovers(spared)
         _send(answers, answer)
 
 
@@ -110,7 +113,7 @@ def _folder_of(call: Call) -> Path | None:
 
 def main() -> None:
     """Keep the pipes for ourselves: what user code prints goes to the standard error."""
-    die_with_parent(int(sys.argv[1]))
+    fork_below_keeper(int(sys.argv[1]))
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)

@@ -1,8 +1,7 @@
-"""Programs that try to get out, or to take more than is theirs.
+"""Programs that try to get out.
 
-``ESCAPES`` print ``held`` when the wall they run against holds, and anything else when it does not; they are quick, and
-every ``Sandbox`` tries them all before it serves. ``ABUSES`` take memory, time, processes, room, or lie about their
-end: they are for tests, which look at what is left afterwards.
+They print ``held`` when the wall they run against holds, and anything else when it does not; they are quick, and every
+``Sandbox`` tries them all before it serves.
 """
 
 from typing import Final
@@ -14,7 +13,7 @@ def held(result):
     print("held" if result == -1 and ctypes.get_errno() in (errno.EPERM, errno.ENOSYS) else f"result {result}")
 """
 _RAISES: Final = """
-import mmap, os, socket
+import fcntl, mmap, os, pty, socket
 def held(action, *arguments):
     try:
         result = action(*arguments)
@@ -88,6 +87,45 @@ print("held" if os.WIFSIGNALED(os.waitpid(child, 0)[1]) else "came through")
     "shared memory by a device": _raises("mmap.mmap", "os.open('/dev/zero', os.O_RDWR)", "4096"),
     "large buffers of a socket": _raises("socket.socketpair()[0].setsockopt", "1", "7", "1 << 30"),
     "contexts of asynchronous I/O": _calls(206, 0, 1, "ctypes.byref(ctypes.c_ulong())"),
+    "watches on files": _calls(294, 26, 0),
+    "watches on files by the old call": _calls(253, 26, 0),
+    "a watch on a shared folder": _raises("fcntl.fcntl", "os.open(os.path.dirname(os.__file__), 0)", "1026", "1"),
+    "a lock on a shared file": _raises("fcntl.flock", "os.open(os.__file__, 0)", "fcntl.LOCK_EX"),
+    "a lock on a part of a shared file": _raises("fcntl.lockf", "os.open(os.__file__, 0)", "fcntl.LOCK_SH", "1"),
+    "locks of others": _raises("fcntl.fcntl", "os.open(os.__file__, 0)", "5", "bytes(32)"),
+    "locks on an open file": _raises("fcntl.fcntl", "os.open('/tmp/f', 66)", "37", "bytes([1] + [0] * 31)"),
+    "a lease": _raises("fcntl.fcntl", "os.open('/tmp/f', 64)", "1024", "0"),
+    "large pipes": _raises("fcntl.fcntl", "os.pipe()[1]", "1031", "1 << 20"),
+    "pages given to a pipe": _calls(278, 75, "os.pipe()[1]", "ctypes.create_string_buffer(16)", 1, 8),
+    "rules of a sandbox of its own": _calls(444, 444, 0, 0, 1),
+    "a filter on a socket": """
+import ctypes, socket, struct
+instruction = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 1))
+try:
+    socket.socketpair()[0].setsockopt(1, 26, struct.pack("HxxxxxxP", 1, ctypes.addressof(instruction)))
+except PermissionError:
+    print("held")
+""",
+    "terminals": _raises("pty.openpty"),
+    "signals that wait": """
+import ctypes, signal
+libc = ctypes.CDLL(None)
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+count = 0
+while count < 1000 and not libc.sigqueue(2, signal.SIGRTMIN, None):
+    count += 1
+print("held" if count < 1000 else count)
+""",
+    # what others do with files that are shared
+    "what of a file is cached": """
+import ctypes, errno, mmap, os
+libc = ctypes.CDLL(None, use_errno=True)
+page = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+place = ctypes.addressof(ctypes.c_char.from_buffer(page))
+result = libc.mincore(ctypes.c_void_p(place), 4096, ctypes.create_string_buffer(1))
+print("held" if result == -1 and ctypes.get_errno() == errno.EPERM else result)
+""",
+    "throw a shared file out of the cache": _raises("os.posix_fadvise", "os.open(os.__file__, 0)", "0", "0", "4"),
     "a core file": """
 import os
 child = os.fork()
@@ -208,167 +246,4 @@ print("held" if not found else found)
     "a pair of sockets of another family": _calls(53, 199, 30, 1, 0, "ctypes.create_string_buffer(8)"),
     "a UNIX socket by an abstract name": _raises("socket.socket(socket.AF_UNIX).connect", "'\\0/tmp/.X11-unix/X0'"),
     "network interfaces": _raises("socket.if_nameindex"),
-}
-
-ABUSES: Final[dict[str, str]] = {
-    "spin": "while True: pass",
-    "sleep": "import time\ntime.sleep(3600)",
-    "ignore every signal": """
-import signal, time
-for number in range(1, 32):
-    if number not in (9, 19):
-        signal.signal(number, signal.SIG_IGN)
-while True:
-    time.sleep(1)
-""",
-    "one large block": "block = bytearray(1 << 30)\nprint(len(block))",
-    "many small blocks": "blocks = []\nwhile True: blocks.append(bytes(1000) + str(len(blocks)).encode())",
-    "memory by many processes": """
-import os, time
-for _ in range(12):
-    if not os.fork():
-        block = bytearray(os.urandom(1 << 20) * 40)
-        time.sleep(60)
-        os._exit(0)
-time.sleep(60)
-""",
-    "memory in files": "import os\nfor n in range(1000): open(f'/dev/shm/{n}', 'wb').write(os.urandom(1 << 20))",
-    "fork bomb": """
-import os
-while True:
-    try:
-        os.fork()
-    except OSError:
-        pass
-""",
-    "threads": """
-import threading, time
-while True:
-    threading.Thread(target=time.sleep, args=(60,)).start()
-""",
-    "children that outlive it": """
-import os, time
-for _ in range(5):
-    if not os.fork():
-        os.setsid()
-        while True:
-            time.sleep(0.01)
-print("left")
-""",
-    "zombies": "import os\nfor _ in range(10):\n    if not os.fork(): os._exit(0)\nprint('left')",
-    "output flood": "while True: print('x' * 10000)",
-    "error flood": "import sys\nwhile True: sys.stderr.write('x' * 10000)",
-    "fill the disk": "block = bytes(1 << 20)\nfile = open('/tmp/large', 'wb')\nwhile True: file.write(block)",
-    "memory in pipes": """
-import fcntl, os
-pipes = []
-try:
-    while True:
-        pipes.append(os.pipe())
-        try:
-            fcntl.fcntl(pipes[-1][1], 1031, 1 << 20)
-        except OSError:
-            pass
-        os.set_blocking(pipes[-1][1], False)
-        try:
-            while os.write(pipes[-1][1], bytes(1 << 16)):
-                pass
-        except BlockingIOError:
-            pass
-except OSError:
-    print(len(pipes))
-""",
-    "memory in sockets": """
-import socket
-pairs = []
-try:
-    while True:
-        pairs.append(socket.socketpair())
-        for one in pairs[-1]:
-            try:
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
-            except OSError:
-                pass
-            one.setblocking(False)
-            try:
-                while one.send(bytes(1 << 16)):
-                    pass
-            except BlockingIOError:
-                pass
-except OSError:
-    print(len(pairs))
-""",
-    "files without content": """
-import os
-count = 0
-try:
-    while True:
-        os.close(os.open(f"/tmp/{count}", os.O_CREAT))
-        count += 1
-except OSError:
-    print("left", count)
-""",
-    "folders in folders": """
-import os
-try:
-    while True:
-        os.mkdir("d")
-        os.chdir("d")
-except OSError:
-    print("left")
-""",
-    "memory that moves from child to child": """
-import os, time
-for _ in range(4):
-    if not os.fork():
-        block = bytearray(os.urandom(1 << 20)) * 100
-        while True:
-            if os.fork():
-                os._exit(0)
-            block[0] = 1
-time.sleep(60)
-""",
-    "starve its keeper": """
-import resource, time
-for kind in range(16):
-    try:
-        resource.prlimit(1, kind, (0, 0))
-    except OSError:
-        pass
-time.sleep(0.1)
-print("left")
-""",
-    "an endless output by one byte": "import os\nos.pwrite(1, b'x', 15 << 20)",
-    "an output beyond any limit": "import os\nos.ftruncate(1, 1 << 40)",
-    "stop itself": "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)",
-    "close everything": "import os\nos.closerange(0, 64)\nprint('left')",
-    "an alarm": "import signal\nsignal.setitimer(signal.ITIMER_REAL, 0.01, 1e-6)\nsignal.pause()",
-    "an expression without end": "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
-    "a number without end": "print(9 ** 9 ** 9)",
-    "many files": "n = 0\nwhile True:\n    open(f'/tmp/{n}', 'w').close()\n    n += 1",
-    "exit without a word": "import os\nos._exit(0)",
-    "claim to have passed": "print('PASSED 100 tests')\nimport sys\nsys.exit(0)",
-    "kill itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
-    "kill everyone": "import os\nos.kill(-1, 9)",
-    "crash": "import ctypes\nctypes.string_at(0)",
-    "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
-    "break the interpreter": """
-import sys
-sys.stdout = sys.stderr = None
-sys.modules.clear()
-raise SystemExit(object())
-""",
-    "raise what is no error": "class Odd(BaseException):\n    def __str__(self): raise Odd\nraise Odd",
-    "no program": "def no program",
-    "nested without end": "(" * 100_000,
-    "a program of megabytes": "x = 1\n" * 300_000,
-    "a verdict for whoever listens": """
-import os
-for number in range(3, 1024):
-    try:
-        os.write(number, b'{"was_ended": false, "status": 0, "duration_s": 0}')
-    except OSError:
-        pass
-""",
-    "zero bytes": "print(1)\0",
 }

@@ -1,6 +1,7 @@
 """Become nobody, then bubblewrap, then the warden. Run as a file by ``python -I -S``: the standard library alone.
 
-    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "warden": ...}'
+    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "warden": ...,
+                            "prefix": ..., "group": ...}'
 
 Root's own files may be closed to others (an interpreter under ``/root``), so what the sandbox needs of them is bound to
 a place that is open, in a mount namespace that ends with this process, before the privileges are given away.
@@ -24,6 +25,8 @@ def main() -> None:
     config = json.loads(sys.argv[1])
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")  # where memory is short all the same, a program goes first
+    with contextlib.suppress(OSError), open(config["group"], "w") as group:
+        group.write("0")
     prefix, bubblewrap, libraries = config["prefix"], config["bubblewrap"], config["libraries"]
     warden = os.open(config["warden"], os.O_RDONLY)
     os.set_inheritable(warden, True)
@@ -52,6 +55,8 @@ def _arguments(prefix: str, warden: int, interpreter: str) -> list[str]:
             arguments += ["--ro-bind", folder, folder]
     # a shared mapping of /dev/zero is memory that no limit counts
     arguments += ["--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero", "--perms", "0777", "--dir", "/tmp"]
+    # terminals are few on a machine, and their buffers are the kernel's memory
+    arguments += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
     arguments += ["--ro-bind-data", str(warden), "/warden.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     arguments += ["--chdir", "/", "--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
     return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", "/warden.py"]

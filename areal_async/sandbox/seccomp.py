@@ -2,9 +2,10 @@
 
 What is refused: everything that reaches into other processes, mounts, namespaces, keys, kernel modules, performance
 counters, BPF, io_uring, clocks of the machine, its disks as a whole; all sockets but UNIX ones; memory that belongs to
-no process and that no limit counts (files in memory, System V, shared memory without a file); and, unheard, every call
-that is newer than this file. The namespaces make most of these harmless already; the filter keeps programs away from
-the code behind them.
+no process and that no limit counts (files in memory, System V, shared memory without a file, pages given to a pipe,
+watches, filters); what shows or slows the use of files that the host and other sandboxes share (watches, locks, leases,
+what is cached); and, unheard, every call that is newer than this file. The namespaces make most of these harmless
+already; the filter keeps programs away from the code behind them.
 
 Sources: ``include/uapi/linux/{seccomp,filter,audit}.h``, and the kernel's tables of system calls.
 """
@@ -23,10 +24,13 @@ _NEW_NAMESPACES = 0x7E020000
 """``CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}``."""
 _AF_UNIX = 1
 _MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
-_BUFFER_SIZES = (7, 8)
-"""``SO_SNDBUF`` and ``SO_RCVBUF``: what waits in a socket is the kernel's memory."""
+_SOCKET_OPTIONS = (7, 8, 26, 50, 51, 52)
+"""``SO_SNDBUF``, ``SO_RCVBUF``, ``SO_ATTACH_*``: what waits in a socket, and its filters, are the kernel's memory."""
 _TERMINAL_INPUT = (0x5412, 0x541C)
 """``TIOCSTI`` and ``TIOCLINUX``: typing into a terminal."""
+_FILE_COMMANDS = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1031)
+"""``F_{GETLK,SETLK,SETLKW}``, ``F_OFD_*``, ``F_{SETLEASE,GETLEASE,NOTIFY}``: locks, which whoever opens the file sees,
+and watches on folders. ``F_SETPIPE_SZ``: larger pipes are taken from what all of a user share."""
 _NEWEST_KNOWN = 448
 _CLONE3 = 435
 _SAME_EVERYWHERE = {
@@ -43,6 +47,9 @@ _SAME_EVERYWHERE = {
     "process_madvise": 440,
     "mount_setattr": 442,
     "quotactl_fd": 443,
+    "landlock_create_ruleset": 444,
+    "landlock_add_rule": 445,
+    "landlock_restrict_self": 446,
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
@@ -55,6 +62,7 @@ class Architecture:
 
     audit: int
     clone: int
+    fcntl: int
     ioctl: int
     mmap: int
     setsockopt: int
@@ -67,15 +75,18 @@ ARCHITECTURES = {
     "x86_64": Architecture(
         audit=0xC000003E,
         clone=56,
+        fcntl=72,
         ioctl=16,
         mmap=9,
         setsockopt=54,
         socket=41,
         socketpair=53,
         refused={
+            "mincore": 27,
             "shmget": 29,
             "semget": 64,
             "msgget": 68,
+            "flock": 73,
             "ptrace": 101,
             "syslog": 103,
             "uselib": 134,
@@ -103,6 +114,7 @@ ARCHITECTURES = {
             "nfsservctl": 180,
             "io_setup": 206,
             "lookup_dcookie": 212,
+            "fadvise64": 221,
             "clock_settime": 227,
             "mbind": 237,
             "set_mempolicy": 238,
@@ -111,9 +123,13 @@ ARCHITECTURES = {
             "add_key": 248,
             "request_key": 249,
             "keyctl": 250,
+            "inotify_init": 253,
+            "inotify_add_watch": 254,
             "migrate_pages": 256,
             "unshare": 272,
+            "vmsplice": 278,
             "move_pages": 279,
+            "inotify_init1": 294,
             "perf_event_open": 298,
             "fanotify_init": 300,
             "name_to_handle_at": 303,
@@ -134,6 +150,7 @@ ARCHITECTURES = {
     "aarch64": Architecture(
         audit=0xC00000B7,
         clone=220,
+        fcntl=25,
         ioctl=29,
         mmap=222,
         setsockopt=208,
@@ -142,6 +159,9 @@ ARCHITECTURES = {
         refused={
             "io_setup": 0,
             "lookup_dcookie": 18,
+            "inotify_init1": 26,
+            "inotify_add_watch": 27,
+            "flock": 32,
             "umount2": 39,
             "mount": 40,
             "pivot_root": 41,
@@ -149,6 +169,7 @@ ARCHITECTURES = {
             "chroot": 51,
             "vhangup": 58,
             "quotactl": 60,
+            "vmsplice": 75,
             "sync": 81,
             "acct": 89,
             "personality": 92,
@@ -170,8 +191,10 @@ ARCHITECTURES = {
             "add_key": 217,
             "request_key": 218,
             "keyctl": 219,
+            "fadvise64": 223,
             "swapon": 224,
             "swapoff": 225,
+            "mincore": 232,
             "mbind": 235,
             "get_mempolicy": 236,
             "set_mempolicy": 237,
@@ -237,22 +260,21 @@ def _instructions(machine: Architecture) -> Iterator[tuple[int, int, int, int]]:
         yield _EQUAL, 1, 0, _AF_UNIX
         yield refuse
         yield give(_ALLOW)
-    yield _EQUAL, 0, 5, machine.setsockopt
-    yield load(_THIRD_ARGUMENT)
-    yield _EQUAL, 1, 0, _BUFFER_SIZES[0]
-    yield _EQUAL, 0, 1, _BUFFER_SIZES[1]
-    yield refuse
-    yield give(_ALLOW)
     yield _EQUAL, 0, 5, machine.mmap
     yield load(_FOURTH_ARGUMENT)
     yield _ANY_BIT, 0, 2, _MAP_ANONYMOUS
     yield _ANY_BIT, 0, 1, _MAP_SHARED
     yield refuse
     yield give(_ALLOW)
-    yield _EQUAL, 0, 5, machine.ioctl
-    yield load(_SECOND_ARGUMENT)
-    yield _EQUAL, 1, 0, _TERMINAL_INPUT[0]
-    yield _EQUAL, 0, 1, _TERMINAL_INPUT[1]
-    yield refuse
-    yield give(_ALLOW)
+    for number, offset, values in (
+        (machine.setsockopt, _THIRD_ARGUMENT, _SOCKET_OPTIONS),
+        (machine.ioctl, _SECOND_ARGUMENT, _TERMINAL_INPUT),
+        (machine.fcntl, _SECOND_ARGUMENT, _FILE_COMMANDS),
+    ):
+        yield _EQUAL, 0, 2 * len(values) + 2, number
+        yield load(offset)
+        for value in values:
+            yield _EQUAL, 0, 1, value
+            yield refuse
+        yield give(_ALLOW)
     yield give(_ALLOW)

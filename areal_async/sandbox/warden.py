@@ -29,7 +29,7 @@ NEW_NAMESPACES = NEW_MOUNT_NAMESPACE | 0x08000000 | 0x20000000
 """Mounts, IPC, processes."""
 READ_ONLY_FROM_NOW_ON = 0x1 | 0x20 | 0x1000
 RELATIVE_TIMES = 0x200000
-DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "pts")
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
 PRIVATE_BELOW = 0x44000
 NO_SUID_NO_DEVICES = 0x6
 SET_NO_NEW_PRIVILEGES, SET_SECCOMP, SECCOMP_FILTER, SET_DEATH_SIGNAL = 38, 22, 2, 1
@@ -43,6 +43,7 @@ CLONE = {"x86_64": 56, "aarch64": 220}
 NUM_FILES = 4
 FIRST_FREE_FILE = 3
 NUM_OPEN_FILES = 64
+NUM_WAITING_SIGNALS = 128
 
 
 class Instructions(ctypes.Structure):
@@ -206,6 +207,7 @@ def bound(limits: dict[str, int]) -> None:
         (resource.RLIMIT_CORE, 1),  # 0 stops a file only; 1 is too little for one, and stops a program of the machine's
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, NUM_WAITING_SIGNALS),  # timers are counted with them
     ):
         resource.setrlimit(kind, (value, value))
 

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import anyio.to_thread
 import structlog
 
 from areal_async.errors import UserError
+from areal_async.sandbox.control_group import ControlGroup, make_control_group
 from areal_async.sandbox.limits import End, Execution, Limits
 from areal_async.sandbox.seccomp import ARCHITECTURES, build_filter
 
@@ -28,6 +31,8 @@ LOOK_S = 0.05
 NUM_BESIDES = 8
 """Processes of the user that are not the program's: bubblewrap's two, the warden, init, and some."""
 MAX_CAUSE_CHARS = 400
+_SOCKET_BYTES = 212992
+"""The most that waits in one (``net.core.wmem_default``, which a program cannot change)."""
 
 log = structlog.get_logger()
 
@@ -43,6 +48,7 @@ class Warm:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._group: ControlGroup | None = None
         self._own_bytes = 0
         """What it takes without a program."""
 
@@ -62,7 +68,9 @@ class Warm:
             with anyio.fail_after(START_DEADLINE_S):
                 await self._send(build_filter())
                 await self._receive()
-            self._own_bytes = await self._resident_bytes()
+            if self._group is not None and not self._group.is_entered:  # it may be made, and not be joined
+                await self._leave_group()
+            self._own_bytes = await self._held_bytes()
         except (SandboxGone, TimeoutError):
             text = self._last_words()
             await self.stop()
@@ -77,7 +85,9 @@ class Warm:
         os.chmod(self._folder.name, 0o711)  # nobody passes through it
         mount_point = Path(self._folder.name, "place")
         mount_point.mkdir()
-        command = [sys.executable, "-I", "-S", str(HERE / "enter.py"), json.dumps(_places(mount_point))]
+        self._group = make_control_group()
+        config = {**_places(mount_point), "group": self._group.door if self._group else ""}
+        command = [sys.executable, "-I", "-S", str(HERE / "enter.py"), json.dumps(config)]
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with theirs, Path(self._folder.name, "said").open("wb") as said:
@@ -100,9 +110,16 @@ class Warm:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
+        await self._leave_group()
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+    async def _leave_group(self) -> None:
+        if self._group is not None:
+            with anyio.CancelScope(shield=True):
+                await self._group.remove()
+            self._group = None
 
     async def run(self, source: bytes, stdin: bytes, limits: Limits) -> Execution:
         """Run one program.
@@ -133,6 +150,8 @@ class Warm:
         is_answered = False
         try:
             with anyio.fail_after(limits.wall_s + GRACE_S):
+                if self._group is not None:  # the kernel keeps what it may need again of files of earlier programs
+                    self._own_bytes = await self._held_bytes()
                 request = json.dumps({**asdict(limits), "num_besides": NUM_BESIDES}).encode()
                 await self._send(request, files)
                 started = time.monotonic()
@@ -142,7 +161,7 @@ class Warm:
                         answer = await self._receive()
                         is_answered = True
                         break
-                    if not is_too_large and await self._resident_bytes() - self._own_bytes > limits.memory_bytes:
+                    if not is_too_large and await self._held_bytes() - self._own_bytes > limits.memory_bytes:
                         log.debug("program.too_large", after_s=round(time.monotonic() - started, 2))
                         is_too_large = True
                         await self._send(b'{"kill": true}')
@@ -175,10 +194,12 @@ class Warm:
                 raise SandboxGone("it ended")
             return data
 
-    async def _resident_bytes(self) -> int:
-        """Return what all processes in it hold; in a thread, as the kernel counts the pages of each while one waits."""
+    async def _held_bytes(self) -> int:
+        """Return what all in it hold; in a thread, as the kernel counts the pages of each process while one waits."""
         assert self._process is not None
-        return await anyio.to_thread.run_sync(_resident_bytes_below, self._process.pid)
+        if self._group is not None:
+            return self._group.held_bytes()
+        return await anyio.to_thread.run_sync(_held_bytes_below, self._process.pid)
 
 
 def find_bubblewrap() -> Path:
@@ -236,18 +257,26 @@ def _read(file: int, limit: int) -> tuple[bytes, bool]:
     return data[:limit], len(data) > limit
 
 
-def _resident_bytes_below(pid: int) -> int:
-    """Return what a process and all below it hold."""
-    total, rest = 0, [pid]
+def _held_bytes_below(pid: int) -> int:
+    """Return what a process and all below it hold, and at most what waits in their sockets."""
+    total, rest, sockets = 0, [pid], set[str]()
     while rest:
         pid = rest.pop()
         try:
             total += _proportional_bytes(pid)
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 rest += map(int, children.read_text().split())
+            sockets.update(_sockets_of(pid))
         except OSError:  # it has just ended
             continue
-    return total
+    return total + len(sockets) * _SOCKET_BYTES
+
+
+def _sockets_of(pid: int) -> Iterator[str]:
+    for file in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):
+            if (name := os.readlink(file)).startswith("socket:"):
+                yield name
 
 
 def _proportional_bytes(pid: int) -> int:

@@ -78,8 +78,9 @@ def test_each_row_counts_once_however_many_of_its_answers_were_scored() -> None:
     assert measured.pass_at == {"1": 0.25, "2": pytest.approx(5 / 6), "4": 1.0}
     assert (measured.low, measured.high) == (0.0, (interval_95([0.5, 0.0]) or ())[1])
     assert measure([[-1.0, 2.0], [0.0]], num_samples=2)[1:3] == interval_95([0.5, 0.0])
-    assert measure([[1.0], [0.0]], num_samples=1) == (0.5, *(interval_95([1.0, 0.0]) or ()), {})
-    assert measure([[], []], num_samples=3) == (None, None, None, {})
+    assert measure([[1.0], [0.0]], num_samples=1) == (0.5, *(interval_95([1.0, 0.0]) or ()), {}, False)
+    assert measure([[], []], num_samples=3) == (None, None, None, {}, False)
+    assert measure([[1.0, 0.5], [0.0]], num_samples=2).is_graded
     assert list(measure([[1.0] * 6], num_samples=6).pass_at) == ["1", "2", "4", "6"]
 
 

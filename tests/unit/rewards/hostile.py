@@ -48,6 +48,9 @@ MALFORMED: Final[dict[str, str]] = {
     "a megabyte of tags": "<answer>" * (MEGABYTE // 8),
     "a megabyte of backslashes": "\\" * MEGABYTE,
     "a megabyte of minus signs": "#### " + "-" * MEGABYTE + "7",
+    "formulas without an end": r"The answer is " + r"\(" * 980 + "<",
+    "boxes in formulas without an end": r"\[\boxed{1}," * 180,
+    "words behind many blanks": "The answer is " + " " * 1900 + "/1",
     "combining signs": "#### 7" + "\u0301" * 10_000,
     "a command": "#### __import__('os').system('touch /tmp/hostile')",
 }

@@ -1,5 +1,6 @@
 """A program is scored by what it computes, whatever it says about itself."""
 
+import math
 from typing import Any
 
 import pytest
@@ -89,11 +90,83 @@ async def test_no_program_passes_without_the_answer(program: str) -> None:
         ("10**30", 10**30, True),
         ("10**400", 3.5, False),
         ("10**400", 10**400, True),
+        ("1000000005", 1000000006, False),
+        ("[10**18 + 1]", [10**18], False),
+        ("1000000005.0", 1000000006, False),
+        ("2.0000000001", 2, False),
+        ("3", 3.0000000001, True),
+        ("1e-12", 0.0, False),
     ],
 )
 async def test_what_is_returned_is_compared_as_data(returns: str, expected: Any, *, passes: bool) -> None:
     tests = [{"function": "f", "arguments": [], "returns": expected}]
     assert await passes_all(f"def f():\n    return {returns}", tests) == float(passes)
+
+
+@pytest.mark.parametrize(
+    ("returns", "expected", "tolerance", "passes"),
+    [
+        ("3.14", 3.1415926, 1e-2, True),
+        ("3.14", 3.1415926, 1e-4, False),
+        ("1e-7", 0.0, 1e-6, True),
+        ("0.1 + 0.2", 0.3, 0, False),
+        ("1000.5", 1000.0, 1e-3, True),
+        ("[1000000005, 0.5]", [1000000006, 0.5], 1e-2, False),
+        ("1.99999999", 2, 1e-6, True),
+        ("float('inf')", 1.0, 1e300, False),
+        ("float('nan')", 1.0, 1e300, False),
+        ("10**400", 3.5, 0.1, False),
+        ("{'a': [0.33]}", {"a": [1 / 3]}, 0.01, True),
+    ],
+)
+async def test_fractions_differ_by_no_more_than_the_tests_tolerance(
+    returns: str, expected: Any, tolerance: float, *, passes: bool
+) -> None:
+    tests = [{"function": "f", "arguments": [], "returns": expected, "tolerance": tolerance}]
+    assert await passes_all(f"def f():\n    return {returns}", tests) == float(passes)
+
+
+@pytest.mark.parametrize(
+    ("prints", "expected", "tolerance", "passes"),
+    [
+        ("0.3333333", "0.33333\n", 1e-4, True),
+        ("0.3333333", "0.33333\n", None, False),
+        ("0.3", "0.33333\n", 1e-4, False),
+        ("1000000005", "1000000006", 1e-2, False),
+        ("1000000005 0.5", "1000000006 0.5", 1e-2, False),
+        ("case 1: .5e0\\n2", "case 1: 0.50\n2", 1e-9, True),
+        ("1", "1.0", 1e-9, True),
+        ("1.0", "1", 1e-9, False),
+        ("0.5 0.5", "0.5", 1e-9, False),
+        ("nan", "1.0", 1e9, False),
+        ("inf", "1.0", 1e9, False),
+        ("1_0.0", "10.0", 1e-9, False),
+        ("1e999", "1.0", 1e9, False),
+        ("x", "1.0", 1e9, False),
+    ],
+)
+async def test_fractions_that_are_printed_differ_only_where_a_test_says_so(
+    prints: str, expected: str, tolerance: float | None, *, passes: bool
+) -> None:
+    test = {"stdin": "", "stdout": expected} | ({} if tolerance is None else {"tolerance": tolerance})
+    assert await passes_all(f"print('{prints}')", [test]) == float(passes)
+
+
+@pytest.mark.parametrize("separator", ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\r"])
+async def test_only_a_newline_ends_a_line(separator: str) -> None:
+    program = f"import sys\nsys.stdout.buffer.write({f'a{separator}b'!r}.encode())"
+    assert await passes_all(program, [{"stdin": "", "stdout": f"a{separator}b\n"}]) == 1.0
+    assert await passes_all(program, [{"stdin": "", "stdout": "a\nb\n"}]) == 0.0
+    assert await passes_all(f"print('a' + {separator!r})", [{"stdin": "", "stdout": "a"}]) == float(separator == "\r")
+
+
+async def test_lines_that_end_as_on_windows_pass() -> None:
+    assert await passes_all("print('a\\r\\nb')", [{"stdin": "", "stdout": "a\nb\r\n\r\n"}]) == 1.0
+
+
+async def test_bytes_that_are_no_text_equal_none() -> None:
+    program = "import sys\nsys.stdout.buffer.write(b'\\xff')"
+    assert await passes_all(program, [{"stdin": "", "stdout": "\ufffd"}]) == 0.0
 
 
 async def test_what_a_function_prints_beside_its_result_does_not_count() -> None:
@@ -111,7 +184,12 @@ async def test_the_last_block_of_python_is_the_program() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tests", "needs"), [([], "need at least one"), ([{"stdin": ""}], "need stdin and stdout, or")]
+    ("tests", "needs"),
+    [
+        ([], "need at least one"),
+        ([{"stdin": ""}], "need stdin and stdout, or"),
+        *(([SUM[0] | {"tolerance": one}], "need a number of 0 or more") for one in (-1, math.inf, math.nan, "1", True)),
+    ],
 )
 async def test_tests_that_prove_nothing_are_refused(tests: list[dict[str, Any]], needs: str) -> None:
     with pytest.raises(ValueError, match=needs):

@@ -32,6 +32,76 @@ def hang(pid_file: str) -> float:
     return 1.0
 
 
+def start_daemon(pid_file: str) -> None:
+    """Start a process as daemons are: in a session of its own, the child of nobody."""
+    if child := os.fork():
+        os.waitpid(child, 0)
+        return
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    for number in range(3):
+        os.dup2(os.open(os.devnull, os.O_RDWR), number)
+    with open(pid_file + ".new", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(pid_file + ".new", pid_file)
+    time.sleep(60)
+    os._exit(0)
+
+
+@reward(timeout_s=3.0)
+def leave_daemon(pid_file: str, then: str) -> float:
+    if then == "keep":
+        child = subprocess.Popen(["sleep", "60"], start_new_session=True)
+        KEPT.append(child)
+        with open(pid_file, "w") as file:
+            file.write(str(child.pid))
+        return 1.0
+    start_daemon(pid_file)
+    while not os.path.exists(pid_file):
+        time.sleep(0.01)
+    match then:
+        case "raise":
+            raise ValueError("left a daemon")
+        case "hang":
+            time.sleep(600)
+        case "die":
+            os._exit(7)
+    return 1.0
+
+
+KEPT: list["subprocess.Popen[bytes]"] = []
+HELPERS: list["subprocess.Popen[bytes]"] = []
+
+
+@reward(timeout_s=30)
+def ask_helper() -> float:
+    """Return how many calls the helper of this worker has lived through."""
+    if not HELPERS:
+        HELPERS.append(subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0))
+    (helper,) = HELPERS
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    helper.stdin.write(b"x")
+    CALLS.append(len(helper.stdout.read(1)))
+    return sum(CALLS)
+
+
+CALLS: list[int] = []
+
+
+def start_server() -> None:
+    SERVERS.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+
+
+SERVERS: list["subprocess.Popen[bytes]"] = []
+
+
+@reward(timeout_s=30, prepare=start_server)
+def has_server() -> bool:
+    return SERVERS[0].poll() is None
+
+
 def slow_start() -> None:
     time.sleep(1.5)
     PREPARED.append(os.getpid())

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import anyio
@@ -13,6 +15,8 @@ from tests.brokers import until
 from tests.unit.rollout import sample_rewards
 
 pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[3]
 
 
 async def test_plain_function_becomes_awaitable_and_keeps_its_name() -> None:
@@ -32,6 +36,36 @@ async def test_hanging_reward_is_killed_with_all_it_started_and_the_next_call_wo
         os.kill(worker, 0)
     await until(lambda: not is_running(child))
     assert await sample_rewards.length_of("ok") == 2.0
+
+
+@pytest.mark.parametrize("then", ["return", "raise", "hang", "die", "keep"])
+async def test_a_daemon_ends_with_the_call_that_started_it(tmp_path: Path, then: str) -> None:
+    with suppress(RewardError):
+        await sample_rewards.leave_daemon(str(tmp_path / "pid"), then)
+
+    assert not is_running(int((tmp_path / "pid").read_text()))
+    assert await sample_rewards.length_of("ok") == 2.0
+
+
+async def test_a_daemon_ends_with_the_node_that_was_killed(tmp_path: Path) -> None:
+    source = f"""
+import asyncio
+from tests.unit.rollout.sample_rewards import leave_daemon
+asyncio.run(leave_daemon({str(tmp_path / "pid")!r}, "hang"))
+"""
+    command = [sys.executable, "-c", source]
+    async with await anyio.open_process(command, stdin=None, stdout=None, stderr=None, cwd=ROOT) as node:
+        await until((tmp_path / "pid").exists, within_s=60)
+        node.kill()
+    await until(lambda: not is_running(int((tmp_path / "pid").read_text())))
+
+
+async def test_a_helper_of_the_worker_lives_from_call_to_call() -> None:
+    assert max([await sample_rewards.ask_helper() for _ in range(5)]) >= 3.0, "of two workers, one is asked three times"
+
+
+async def test_what_was_prepared_outlives_the_calls_though_it_left_the_session() -> None:
+    assert [await sample_rewards.has_server() for _ in range(5)] == [1.0] * 5
 
 
 def is_running(pid: int) -> bool:

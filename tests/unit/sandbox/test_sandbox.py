@@ -12,7 +12,9 @@ import pytest
 
 from areal_async.errors import RewardError, UserError
 from areal_async.sandbox import End, Execution, Limits, Sandbox
-from areal_async.sandbox.corpus import ABUSES, ESCAPES
+from areal_async.sandbox.abuses import ABUSES
+from areal_async.sandbox.control_group import PREFIX, ControlGroup, make_control_group
+from areal_async.sandbox.corpus import ESCAPES
 from areal_async.sandbox.warm import NUM_BESIDES
 from tests.brokers import until
 
@@ -25,7 +27,9 @@ MADE_TO_END = {
     "sleep": End.OUT_OF_TIME,
     "ignore every signal": End.OUT_OF_TIME,
     "memory by many processes": End.OUT_OF_MEMORY,
+    "memory in sockets of many processes": End.OUT_OF_MEMORY,
 }
+NO_GROUP = "nobody here may make a control group, and what the kernel holds is bounded by the filter alone"
 PROVES_NOTHING_LEFT = "import os\nprint(os.listdir('/tmp') + os.listdir('/dev/shm'), os.getpid())"
 OTHERS: set[int] = set()
 """Processes of a sandbox that other tests of this process share."""
@@ -119,6 +123,19 @@ async def test_every_program_is_a_module_of_its_own_with_its_own_chance(sandbox:
     outputs = [(await sandbox.run(source)).stdout for _ in range(3)]
     assert all(output.startswith(b"False") for output in outputs)
     assert len(set(outputs)) == 3
+
+
+async def test_what_waits_for_several_things_at_once_still_can(sandbox: Sandbox) -> None:
+    """An event loop needs a pair of sockets and a watch on them; a process of its own, pipes."""
+    source = """
+import asyncio, sys
+async def main():
+    child = await asyncio.create_subprocess_exec(sys.executable, "-c", "print(2)", stdout=-1)
+    print(await asyncio.to_thread(int, 1), (await child.communicate())[0])
+asyncio.run(main())
+"""
+    execution = await sandbox.run(source)
+    assert execution.stdout == b"1 b'2\\n'\n", execution
 
 
 @pytest.mark.parametrize("name", ESCAPES)
@@ -220,6 +237,48 @@ async def test_no_program_has_memory_that_is_in_no_process(sandbox: Sandbox) -> 
         await sandbox.run(ABUSES[name], limits=SHORT)
     # And nothing of it stays. The kernel counts what all of the machine has: others come and go.
     await until(lambda: shared_bytes() - before < 32 << 20)
+
+
+async def test_sockets_are_counted_without_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_async.sandbox.warm.make_control_group", lambda: None)
+    async with Sandbox(limits=PATIENT) as sandbox:
+        execution = await sandbox.run(ABUSES["memory in sockets of many processes"])
+    assert execution.end is End.OUT_OF_MEMORY
+
+
+async def test_what_the_kernel_holds_for_a_program_counts(sandbox: Sandbox) -> None:
+    """Each process of the program has tens of thousands of maps, and next to no page that is its own."""
+    if (group := make_control_group()) is None:
+        pytest.skip(NO_GROUP)
+    await group.remove()
+    execution = await sandbox.run(ABUSES["memory in maps of memory"], limits=PATIENT)
+    assert execution.end is End.OUT_OF_MEMORY
+
+
+async def test_memory_is_counted_where_a_control_group_may_be_made_and_not_joined(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if (group := make_control_group()) is None:
+        pytest.skip(NO_GROUP)
+    monkeypatch.setattr("areal_async.sandbox.warm.make_control_group", lambda: group)
+    monkeypatch.setattr(ControlGroup, "door", str(tmp_path / "nowhere" / "cgroup.procs"))
+    async with Sandbox(limits=PATIENT) as sandbox:
+        execution = await sandbox.run(ABUSES["memory by many processes"])
+    assert execution.end is End.OUT_OF_MEMORY
+
+
+async def test_a_sandbox_leaves_no_control_group_and_removes_what_a_dead_one_left() -> None:
+    if (mine := make_control_group()) is None:
+        pytest.skip(NO_GROUP)
+    folder = Path(mine.door).parent
+    await mine.remove()
+    before = set(folder.parent.glob(f"{PREFIX}{os.getpid()}-*"))
+    left_by_the_dead = folder.with_name(f"{PREFIX}{1 << 23}-0")  # beyond any process's number
+    left_by_the_dead.mkdir()
+    async with Sandbox(limits=PATIENT):
+        assert not left_by_the_dead.exists()
+        assert len(set(folder.parent.glob(f"{PREFIX}{os.getpid()}-*")) - before) == 1
+    assert set(folder.parent.glob(f"{PREFIX}{os.getpid()}-*")) == before
 
 
 def shared_bytes() -> int:
