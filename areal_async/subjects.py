@@ -63,6 +63,10 @@ class Names:
         """The key-value bucket with the run's state."""
         return f"AREAL_{self.run}"
 
+    def account(self, role: str) -> str:
+        """What the broker knows a role of this run as; the operator's holds the streams."""
+        return f"AREAL_{self.run}_{_token(role).upper()}"
+
     # subjects of streams
     def tickets(self, workflow: str) -> str:
         return f"areal.{self.run}.tickets.{_token(workflow)}"

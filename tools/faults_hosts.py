@@ -17,7 +17,8 @@ from areal_async.bus import Role, copied_broker, open_bus
 from areal_async.errors import WireError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.receipts import read_receipts
-from areal_async.sandbox.corpus import ABUSES, ESCAPES
+from areal_async.sandbox.abuses import ABUSES
+from areal_async.sandbox.corpus import ESCAPES
 from areal_async.settings import Settings
 from areal_async.wire import decode_headers, decode_trajectory
 from tools.faults_accounts import account
@@ -37,7 +38,8 @@ import pathlib
 import secrets
 
 from areal_async.sandbox import Limits, shared_sandbox
-from areal_async.sandbox.corpus import ABUSES, ESCAPES
+from areal_async.sandbox.abuses import ABUSES
+from areal_async.sandbox.corpus import ESCAPES
 
 PROGRAMS = {**ESCAPES, **ABUSES, "credentials": "import os\\nprint(os.listdir('CREDENTIALS'))"}
 NAMES = itertools.cycle(PROGRAMS)

@@ -30,8 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_async.bus.broker_config import ensure_key
-from areal_async.bus.permissions import Role, permissions
+from areal_async.bus.accounts import accounts
 from areal_async.bus.server import find_binary
 from areal_async.subjects import Names
 from tools.bench_nodes import BOUND_BY_GENERATION, NODE_ID, SECONDS_PER_TOKEN, num_rollouts
@@ -100,23 +99,14 @@ def linked() -> Iterator[Link]:
 
 @contextmanager
 def broker(link: Link, folder: Path) -> Iterator[str]:
-    """Have a broker in A that shows a certificate and knows two keys; yield its URL."""
+    """Have a broker in A that shows a certificate and knows each role's key; yield its URL."""
     certify(folder)
-    names = Names(NAME)
-    granted = permissions(Role.NODE, names)
-    users = [
-        {"nkey": ensure_key(folder / "run.nk")},
-        {
-            "nkey": ensure_key(folder / "node.nk"),
-            "permissions": {"publish": {"allow": granted.publish}, "subscribe": {"allow": granted.subscribe}},
-        },
-    ]
     config = {
         "listen": f"{ADDRESS_A}:{PORT}",
         "max_payload": 9 << 20,
         "tls": {"cert_file": str(folder / "broker.pem"), "key_file": str(folder / "broker.key")},
         "jetstream": {"store_dir": str(folder / "store"), "sync_interval": "always"},
-        "authorization": {"users": users},
+        "accounts": accounts(Names(NAME), folder / "keys"),
     }
     (folder / "nats.conf").write_text(json.dumps(config))
     with open(folder / "nats.log", "wb") as log:
@@ -159,7 +149,7 @@ class RunInA(FaultRun):
         """Have the second node join, with its own key."""
         folder = self.directory.parent
         words = ["node", "--join", url, "--run", NAME, "--node-id", NODE_ID, "--directory", folder]
-        words += ["--credentials", folder / "node.nk", "--ca", folder / "ca.pem"]
+        words += ["--credentials", folder / "keys" / "node.nk", "--ca", folder / "ca.pem"]
         with open(folder / "node.out", "ab") as output:
             return subprocess.Popen(
                 self.link.command(self.link.b, sys.executable, "-m", "areal_async", *words),
@@ -178,7 +168,7 @@ class RunInA(FaultRun):
 def strike_link(link: Link, folder: Path, *, steps: int, cut_s: float, transfer: str) -> bool:
     """Carry it out; say whether all held."""
     settings: dict[str, Any] = {**BOUND_BY_GENERATION, "inference__weight_transfer": transfer}
-    settings |= {"bus__credentials": folder / "run.nk", "bus__ca": folder / "ca.pem"}
+    settings |= {"bus__credentials": folder / "keys", "bus__ca": folder / "ca.pem"}
     environment, workflow = {TOKEN_S: str(SECONDS_PER_TOKEN)}, "tools/heavy_tail.py:same_length"
     if transfer == "distributed":
         settings["inference__backend"] = "embedded"

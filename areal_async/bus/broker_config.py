@@ -5,46 +5,40 @@ survives a power cut.
 """
 
 import json
-import os
 import shutil
 from pathlib import Path
 
-import nkeys
-
-from areal_async.bus.permissions import Role, permissions
-from areal_async.bus.private import make_private_directory, read_private, write_private
+from areal_async.bus.accounts import accounts, key_path
+from areal_async.bus.permissions import Role
+from areal_async.bus.private import write_private
 from areal_async.errors import UserError
 from areal_async.host import LOOPBACK
 from areal_async.settings import MAX_PAYLOAD_BYTES, Settings
 
 MAX_PENDING_BYTES = 128 << 20
 """A client that leaves more than this unread is cut off; well above what is fetched at once."""
+UNNAMED_ACCOUNT = "$G"
+"""The broker's own name for the account of a configuration that names none."""
 DISK_MARGIN_BYTES = 256 << 20
 """Left free on the disk: a full one would freeze the streams without an error."""
 
 
 def credentials_path(run_directory: Path, role: Role) -> Path:
     """Return where the key of ``role`` lies."""
-    return run_directory / "credentials" / f"{role.value}.nk"
+    return key_path(keys_directory(run_directory), role)
+
+
+def keys_directory(run_directory: Path) -> Path:
+    """Return where the keys of all roles lie."""
+    return run_directory / "credentials"
 
 
 def credentials_for(settings: Settings, run_directory: Path, role: Role) -> Path | None:
-    """Return what ``role`` shows the run's broker: its key at the embedded one, else ``bus.credentials``."""
-    return credentials_path(run_directory, role) if settings.bus.url == "embedded" else settings.bus.credentials
-
-
-def ensure_key(path: Path) -> str:
-    """Return the public key of the seed in ``path``, making the seed first where there is none.
-
-    Raises:
-        UserError: others may read it.
-    """
-    if not path.exists():
-        write_private(path, nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
-    pair = nkeys.from_seed(bytearray(read_private(path, what="key of the embedded broker").strip()))
-    public: str = pair.public_key.decode()
-    pair.wipe()
-    return public
+    """Return what ``role`` shows the run's broker: its key at the embedded one, else what ``bus.credentials`` holds."""
+    if settings.bus.url == "embedded":
+        return credentials_path(run_directory, role)
+    given = settings.bus.credentials
+    return key_path(given, role) if given is not None and given.is_dir() else given
 
 
 def write_config(
@@ -53,7 +47,7 @@ def write_config(
     """Write the configuration; JSON is a form that the broker reads. Its monitoring page is for this host alone."""
     store = path.parent / "jetstream"
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
-    make_private_directory(settings.run_directory / "credentials")
+    _adopt(store / "jetstream", settings.names.account(Role.OPERATOR))
     config = {
         "server_name": f"areal-{settings.run.name}",
         "listen": f"{host}:{port}",
@@ -68,17 +62,16 @@ def write_config(
             "max_file_store": _disk_bytes(store, settings.bus.max_disk_bytes),
             "max_memory_store": 64 << 20,
         },
-        "authorization": {"users": [_user(settings, role) for role in Role]},
+        "accounts": accounts(settings.names, keys_directory(settings.run_directory)),
     }
     write_private(path, json.dumps(config, indent=1).encode())
 
 
-def _user(settings: Settings, role: Role) -> dict[str, object]:
-    granted = permissions(role, settings.names)
-    return {
-        "nkey": ensure_key(credentials_path(settings.run_directory, role)),
-        "permissions": {"publish": {"allow": granted.publish}, "subscribe": {"allow": granted.subscribe}},
-    }
+def _adopt(stores: Path, account: str) -> None:
+    """Give the operator's account the store of a run that was begun when all roles were in the broker's one account."""
+    old, own = stores / UNNAMED_ACCOUNT, stores / account
+    if old.is_dir() and not own.exists():
+        old.rename(own)
 
 
 def _disk_bytes(store: Path, max_disk_bytes: int) -> int:

@@ -1,6 +1,7 @@
 """Messages that their reader cannot use: stored once more as dead letters, with the reason, and counted.
 
-The reader then goes on as if they had never come. Whoever reads such a message does the same, so a dead
+Whoever may store messages may store any number of such: what one process makes of them is bounded, and only the count
+and the log go on. The reader goes on as if they had never come. Whoever reads such a message does the same, so a dead
 letter's id is that of the message: within the stream's duplicate window it is stored once.
 """
 
@@ -23,6 +24,10 @@ R = TypeVar("R", bound=Record)
 
 MAX_DATA_BYTES = 64 << 10
 MAX_HEADER_CHARACTERS = 4096
+MAX_STORED_BYTES = 32 << 20
+"""Of letters with what their message held, by one process; later ones say where it was and why it cannot be used."""
+MAX_LETTERS = 10_000
+"""By one process; a later message is told of in the log and by an event alone."""
 
 log = structlog.get_logger()
 
@@ -52,6 +57,7 @@ class DeadLetters:
         self._names = names
         self.num_buried = 0
         """Only grows."""
+        self._stored_bytes = 0
 
     async def bury(self, message: Stored, reason: str) -> None:
         """Store a dead letter.
@@ -59,17 +65,22 @@ class DeadLetters:
         Raises:
             BusError: it could not be stored; the message is still where it was.
         """
+        is_whole = self._stored_bytes < MAX_STORED_BYTES
+        headers = {_printable(key): _printable(value) for key, value in message.headers.items()} if is_whole else {}
         letter = DeadLetter(
             stream=message.stream,
             subject=message.subject,
             sequence=message.sequence,
             reason=_printable(reason[: wire.MAX_REASON_CHARACTERS]),
             reader=self._api.connection.role.value,
-            headers={_printable(key): _printable(value) for key, value in message.headers.items()},
-            data=message.data[:MAX_DATA_BYTES],
+            headers=headers,
+            data=message.data[:MAX_DATA_BYTES] if is_whole else b"",
         )
-        msg_id = f"undecodable.{message.stream}.{message.sequence}"
-        await self._api.ask(self._names.undecodable, wire.encode(letter), {"Nats-Msg-Id": msg_id})
+        if self.num_buried < MAX_LETTERS:
+            data = wire.encode(letter)
+            msg_id = f"undecodable.{message.stream}.{message.sequence}"
+            await self._api.ask(self._names.undecodable, data, {"Nats-Msg-Id": msg_id})
+            self._stored_bytes += len(data)
         self.num_buried += 1
         event = MessageBuried(stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
         with suppress(ConnectionLostError):

@@ -4,7 +4,8 @@ A bucket is a stream with a subject per key, as every NATS tool knows it. A writ
 own, so that a write whose answer was lost can be recognised as done, and is never taken for another's.
 
 A value that cannot be read becomes a dead letter, and the newest one before it that can stands for it: no
-cursor is ever taken back to its beginning by a damaged write. The next compare-and-set replaces it.
+cursor is ever taken back to its beginning by a damaged write. The next compare-and-set replaces it. Where none of
+those that are kept can be read, the newest that this process has read or written still stands.
 """
 
 from collections import deque
@@ -37,6 +38,8 @@ class Keys:
         self._bells = bells
         self._dead_letters = dead_letters
         self._buried: deque[int] = deque(maxlen=MAX_REMEMBERED)
+        self._known: dict[str, tuple[int, Record]] = {}
+        """The newest value that was read or written here, by subject, and its revision."""
         self._stream = f"KV_{bucket}"
         self._prefix = f"$KV.{bucket}."
 
@@ -54,6 +57,7 @@ class Keys:
     async def put(self, key: str, record: Record) -> int:
         """Set a key whatever it holds; return its new revision."""
         answer = await self._api.ask(self._prefix + key, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
+        self._know(self._prefix + key, int(answer["seq"]), record)
         return int(answer["seq"])
 
     async def create(self, key: str, record: Record) -> int:
@@ -75,6 +79,7 @@ class Keys:
         """
         subject, data = self._prefix + key, wire.encode(record)
         sequence, _ = await publish_after(self._api, self._reader, self._stream, subject, data, uuid4().hex, revision)
+        self._know(subject, sequence, record)
         return sequence
 
     async def delete(self, key: str) -> None:
@@ -124,10 +129,18 @@ class Keys:
                 return None
             record = await self._read(value, kind)
             if record is not None:
+                self._know(message.subject, value.sequence, record)
                 return record
         if len(values) < HISTORY:
             return None  # it never had a value
+        _, known = self._known.get(message.subject, (0, None))
+        if isinstance(known, kind):
+            return known
         raise WireError(f"key {message.subject}: got {len(values)} values that cannot be read; put one by hand")
+
+    def _know(self, subject: str, revision: int, record: Record) -> None:
+        if revision > self._known.get(subject, (0, None))[0]:
+            self._known[subject] = revision, record
 
     async def _read(self, message: Message, kind: type[R]) -> R | None:
         if _is_deleted(message):

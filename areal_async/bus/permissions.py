@@ -7,7 +7,7 @@ cursor, and only the operator declares and deletes. Acks are granted per stream.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, NODES, RUN_STATE, Names
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, NODES, RUN_STATE, Names
 
 SERVICES_INBOX = "_INBOX_services"
 """Where operators hear what services answer. The broker's answers reach them there as well, so that a person's client
@@ -38,19 +38,13 @@ class Permissions:
 
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
-    """``Names.log``, which all may hear, also covers the announcement of weights: nothing there is a secret."""
 
 
 def permissions(role: Role, names: Names) -> Permissions:
     """Return the whole list for one role of one run."""
     run = f"areal.{names.run}"
     publish = ["$JS.API.INFO", f"{run}.metrics.{role}.>", f"{run}.events.{role}.>", names.undecodable]
-    subscribe = [
-        f"{role.inbox_prefix}.>",
-        names.log,
-        f"{run}.events.operator.>",
-        f"$KV.{names.bucket}.>",
-    ]
+    subscribe = [f"{role.inbox_prefix}.>"]
     if role is not Role.OPERATOR:
         publish.append(f"{SERVICES_INBOX}.>")
         subscribe += [*_discovery(role), f"{run}.status.{role}.>"]
@@ -59,7 +53,7 @@ def permissions(role: Role, names: Names) -> Permissions:
     match role:
         case Role.OPERATOR:
             publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", f"$KV.{names.bucket}.>"]
-            subscribe += [f"{run}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
+            subscribe += [f"{run}.>", f"$KV.{names.bucket}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
             publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", "server.>")
@@ -67,13 +61,14 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)
             publish += _state(names.tickets_stream, names.trajectories_stream, names.eval_stream, names.dead_stream)
-            subscribe += [names.all_metrics, names.all_events, f"{run}.control.>"]
+            subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, CONTROL, CHANGES)]
         case Role.NODE:
             publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
             publish += _keys(names, "server.>", f"{NODES}>")
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
             publish += _read(names, names.outcomes_stream, names.trajectories_stream)
+            subscribe += _keys(names, CHANGES, CONTROL, RUN_STATE, LAUNCHER, "weights.>", "fleet.>", f"{NODES}>")
         case Role.TRAINER:
             publish += [names.cuts, names.outcomes, names.dead_groups, names.weights]
             publish += _keys(names, LINEAGE, CHECKPOINT, "weights.>")
@@ -88,8 +83,8 @@ def permissions(role: Role, names: Names) -> Permissions:
             publish += _read(
                 names, names.outcomes_stream, names.trajectories_stream, names.tickets_stream, names.events_stream
             )
-            subscribe.append(names.all_tickets)
-    return Permissions(tuple(publish), tuple(subscribe))
+            subscribe += [names.log, names.all_tickets, *_keys(names, CHANGES)]
+    return Permissions(tuple(publish), tuple(dict.fromkeys(subscribe)))
 
 
 def _discovery(kind: str) -> list[str]:

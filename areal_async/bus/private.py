@@ -4,6 +4,8 @@ import os
 import stat
 from pathlib import Path
 
+import nkeys
+
 from areal_async.errors import UserError
 
 FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
@@ -51,3 +53,17 @@ def check_private(path: Path, *, what: str, need: int) -> None:
         raise UserError(f"{what}: cannot read {path}: {exc}") from exc
     if mode & FORBIDDEN:
         raise UserError(f"{what}: got {path} with mode {mode:o}, which others may use, need {need:o}; chmod it")
+
+
+def ensure_key(path: Path) -> str:
+    """Return the public key of the seed in ``path``, making the seed first where there is none.
+
+    Raises:
+        UserError: others may read it.
+    """
+    if not path.exists():
+        write_private(path, nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER))
+    pair = nkeys.from_seed(bytearray(read_private(path, what="key of the embedded broker").strip()))
+    public: str = pair.public_key.decode()
+    pair.wipe()
+    return public

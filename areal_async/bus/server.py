@@ -35,8 +35,8 @@ PORT_TAKEN = "address already in use"
 STOP_DEADLINE_S = 5.0
 STALE_LOOK_S = 0.02
 HEALTH_INTERVAL_S = 1.0
-FROZEN_LOOKS = 2
-"""Looks in a row that find a broker that answers, and is not ready."""
+FROZEN_LOOKS = 3
+"""Looks in a row at which a broker that answers is not ready, and says the same of why."""
 ROOM_BYTES = 64 << 20
 """Free on the disk before a frozen broker is started again."""
 HEALTHY, UNAVAILABLE = b"200", b"503"
@@ -205,12 +205,15 @@ class EmbeddedBroker:
 
         By itself it never writes that stream again, however much room there is; started anew it has all it had
         acknowledged. Nobody who publishes is told: requests just find no answer. One that does not answer at all
-        (stopped, or very busy) is left alone.
+        (stopped, or very busy) is left alone, and so is one that names another stream or consumer at each look: it is
+        making them, and on a busy host that takes seconds.
         """
-        num_looks = 0
+        num_looks, last = 0, b""
         while num_looks < FROZEN_LOOKS or shutil.disk_usage(self._directory).free < ROOM_BYTES:
             await anyio.sleep(HEALTH_INTERVAL_S)
-            num_looks = num_looks + 1 if await _health(self._http_port) == UNAVAILABLE else 0
+            status, complaint = await _health(self._http_port)
+            same = num_looks if complaint == last else 0
+            num_looks, last = (same + 1 if status == UNAVAILABLE else 0), complaint
             if num_looks == FROZEN_LOOKS:
                 free_bytes = shutil.disk_usage(self._directory).free
                 log.error("broker.frozen", free_bytes=free_bytes, last_words=self._last_words())
@@ -300,19 +303,23 @@ async def _stop(process: anyio.abc.Process) -> None:
 
 async def _is_healthy(port: int) -> bool:
     """Ask whether the broker and its streams are ready."""
-    return await _health(port) == HEALTHY
+    status, _ = await _health(port)
+    return status == HEALTHY
 
 
-async def _health(port: int) -> bytes:
-    """Return the status of the monitoring page for health; empty when there is no answer."""
+async def _health(port: int) -> tuple[bytes, bytes]:
+    """Return the status of the monitoring page for health, and what it says; both empty when there is no answer."""
     try:
         with anyio.fail_after(2):
             async with await anyio.connect_tcp(LOOPBACK, port) as stream:
                 await stream.send(b"GET /healthz HTTP/1.0\r\n\r\n")
-                answer = await stream.receive()
-        return answer.split(b" ", 2)[1]
-    except (OSError, anyio.EndOfStream, anyio.BrokenResourceError, IndexError):
-        return b""
+                answer = b""
+                async for chunk in stream:  # to its end: the broker closes
+                    answer += chunk
+        head, _, said = answer.partition(b"\r\n\r\n")
+        return head.split(b" ", 2)[1], said
+    except (OSError, anyio.BrokenResourceError, IndexError):
+        return b"", b""
 
 
 def _take_lock(path: Path, run: str) -> IO[str]:

@@ -25,6 +25,7 @@ from uuid import uuid4
 import anyio
 import msgspec
 import nats.errors
+import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 from nats.micro.request import Request, ServiceError
 from nats.micro.service import EndpointStats, Service, ServiceConfig
@@ -34,6 +35,7 @@ from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.permissions import SERVICES_INBOX, Role
 from areal_async.errors import PipelineError, UnansweredError, UserError, WireError
+from areal_async.subjects import Names
 from areal_async.wire import decode_json
 
 Report = dict[str, Any]
@@ -44,8 +46,14 @@ Schema = dict[str, Any]
 STOP_DEADLINE_S = 2.0
 BEAT_S, NUM_BEATS = 0.2, 50
 REFUSED = "400"
+SENT_BY_BROKER = frozenset({"Nats-Stream", "Nats-Subject", "Nats-Sequence", "Nats-Time-Stamp", "Status"})
+"""Headers of what it reads for somebody, delivers, or remarks."""
+ASKER = "Nats-Request-Info"
+"""The broker's word on the account from which an answer has come into the operator's."""
 OF_PROCESSES = frozenset(Role) - {Role.OPERATOR}
 """Services that are processes; what servers do stands in their node's report too."""
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,10 +227,17 @@ def _report_in(answer: Received, run: str) -> tuple[tuple[str, str], Report] | N
     with suppress(WireError, KeyError, TypeError, AttributeError, StopIteration):  # another program's service
         stats = decode_json(answer.data, Report, what="statistics of a service")
         role = stats["name"].removeprefix("areal-")
-        if stats["metadata"].get("run") == run and role in OF_PROCESSES:
+        if stats["metadata"].get("run") == run and role in OF_PROCESSES and _speaks_as(role, answer, run):
             data = next(one["data"] for one in stats["endpoints"] if one["name"] == "status")
             return (role, stats["metadata"]["instance"]), data
     return None
+
+
+def _speaks_as(role: str, answer: Received, run: str) -> bool:
+    """Say whether an answer is not another role's, as far as the broker tells: where each has its account, it does."""
+    told = decode_json(answer.headers.get(ASKER, "{}").encode(), dict[str, Any], what=ASKER)
+    speaker = told.get("svc") or told.get("acc")  # of what has come through several, the first is anybody's word
+    return speaker not in {Names(run).account(other) for other in OF_PROCESSES - {role}}
 
 
 @asynccontextmanager
@@ -243,6 +258,15 @@ async def _asked(bus: Bus, subject: str, payload: bytes = b"") -> AsyncIterator[
         with anyio.CancelScope(shield=True):
             await listener.aclose()
             send.close()
+
+
+def _is_asked(request: Request) -> bool:
+    """Say whether somebody asks, rather than the broker: what it sends for others says so, or waits for no answer.
+
+    Where all roles are in one account, a request to the broker may have its answer sent to a service.
+    """
+    reply, headers = request._msg.reply, request.headers or {}
+    return bool(reply) and not reply.startswith("$") and not SENT_BY_BROKER & headers.keys()
 
 
 class _LoopLag:
@@ -271,6 +295,9 @@ class _LoopLag:
 
 def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
     async def handle(request: Request) -> None:
+        if not _is_asked(request):  # whoever sent it there chose where an answer would go
+            log.warning("request.not_believed", subject=request.subject)
+            return
         try:
             body = decode_json(request.data, Report, what=f"request to {request.subject}") if request.data else {}
             answer = await endpoint.answer(body)

@@ -14,10 +14,10 @@ import sys
 _PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent(parent_pid: int) -> None:
-    """Have the kernel kill this process when its parent ends. Does nothing where there is no ``prctl``."""
+def die_with_parent(parent_pid: int, *, by: signal.Signals = signal.SIGKILL) -> None:
+    """Have the kernel send this process a signal when its parent ends. Does nothing where there is no ``prctl``."""
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
         if os.getppid() != parent_pid:  # it ended before the call above took effect
             sys.exit(1)
 

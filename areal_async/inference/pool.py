@@ -38,6 +38,8 @@ class Server:
     """Why nothing is sent to it; empty while it serves."""
     failure: str = ""
     """The last such reason other than its start."""
+    unreadable: str = ""
+    """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
     doubt: str = ""
     """Why it is being asked whether it is well; empty when nobody doubts it."""
     doubted: anyio.Event = field(default_factory=anyio.Event)
@@ -126,7 +128,7 @@ class Pool:
 
     def admit(self, server: Server, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
-        server.url, server.version, server.fence, server.doubt = url, version, "", ""
+        server.url, server.version, server.fence, server.doubt, server.unreadable = url, version, "", "", ""
         server.is_held = False
         self._notify()
 

@@ -1,14 +1,16 @@
 """Of writers that race for a key exactly one wins, each knows whether it did, and readers see every last value."""
 
 import anyio
+import msgspec
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
-from areal_async.errors import ConflictError
+from areal_async.bus.keys import HISTORY
+from areal_async.errors import ConflictError, WireError
 from areal_async.run_state import ServerState
 from areal_async.subjects import ADMITTED, LINEAGE
 from areal_async.types import Admitted, LineageRecord
-from tests.brokers import PATIENCE_S, OpenRole, kill
+from tests.brokers import PATIENCE_S, OpenRole, kill, until
 from tests.loops import on_both_loops
 
 pytestmark = pytest.mark.anyio
@@ -121,28 +123,60 @@ async def test_a_watcher_sees_the_present_value_and_the_newest_after_the_broker_
     broker: EmbeddedBroker, open_role: OpenRole
 ) -> None:
     writer, reader = await open_role(Role.TRAINER), await open_role(Role.NODE)
-    await writer.put(LINEAGE, LineageRecord(lineage=1))
-    watch = reader.watch_key(LINEAGE, LineageRecord)
+    key = reader.names.weights_key()
+    await writer.put(key, LineageRecord(lineage=1))
+    watch = reader.watch_key(key, LineageRecord)
 
     with anyio.fail_after(PATIENCE_S):
         assert (await anext(watch)).lineage == 1
         kill(broker)
-        await writer.put(LINEAGE, LineageRecord(lineage=2))
+        await writer.put(key, LineageRecord(lineage=2))
         assert (await anext(watch)).lineage == 2
 
 
 async def test_a_watcher_of_a_key_that_does_not_exist_waits_for_it(open_role: OpenRole) -> None:
     writer, reader = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    key = reader.names.weights_key()
     seen: list[int] = []
 
     async def watch() -> None:
-        seen.append((await anext(reader.watch_key(LINEAGE, LineageRecord, poll_s=10 * PATIENCE_S))).lineage)
+        seen.append((await anext(reader.watch_key(key, LineageRecord, poll_s=10 * PATIENCE_S))).lineage)
 
     with anyio.fail_after(PATIENCE_S):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(watch)
             await anyio.wait_all_tasks_blocked()
             assert not seen
-            await writer.put(LINEAGE, LineageRecord(lineage=7))
+            await writer.put(key, LineageRecord(lineage=7))
 
     assert seen == [7]
+
+
+async def test_no_number_of_unreadable_values_displaces_the_last_good_one_for_those_who_knew_it(
+    open_role: OpenRole,
+) -> None:
+    """As many as are kept, and one more: an answer of the broker, sent to the key by who asked for it."""
+    operator, controller, node = [await open_role(role) for role in (Role.OPERATOR, Role.CONTROLLER, Role.NODE)]
+    await controller.put(ADMITTED, Admitted(total=6))
+    await node.get(ADMITTED, Admitted)
+    revision = await controller.compare_and_set(ADMITTED, Admitted(total=7), (await node.get(ADMITTED, Admitted))[1])
+    assert (await node.get(ADMITTED, Admitted))[0] == Admitted(total=7)
+
+    for _ in range(HISTORY + 1):
+        body = msgspec.json.encode({"seq": 999})
+        subject = f"$JS.API.DIRECT.GET.{controller.names.outcomes_stream}"
+        await operator.connection.publish(subject, body, reply=f"$KV.{controller.names.bucket}.{ADMITTED}")
+    await until(lambda: _has_revision(operator, revision + HISTORY + 1))
+
+    for bus in (controller, node):
+        assert await bus.get(ADMITTED, Admitted) == (Admitted(total=7), revision + HISTORY + 1)
+        assert await bus.records({ADMITTED: Admitted}) == {ADMITTED: Admitted(total=7)}
+    with pytest.raises(WireError, match=r"admitted: got 16 values that cannot be read; put one by hand"):
+        await (await open_role(Role.CONTROLLER, "1")).get(ADMITTED, Admitted)
+    await controller.compare_and_set(ADMITTED, Admitted(total=8), revision + HISTORY + 1)
+    assert (await (await open_role(Role.CONTROLLER, "1")).get(ADMITTED, Admitted))[0] == Admitted(total=8)
+
+
+async def _has_revision(bus: Bus, revision: int) -> bool:
+    last = await bus.get_last(f"KV_{bus.names.bucket}", f"$KV.{bus.names.bucket}.{ADMITTED}")
+    return last is not None and last.sequence == revision

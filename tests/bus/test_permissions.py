@@ -9,9 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_consumer
-from areal_async.bus.broker_config import ensure_key
 from areal_async.bus.permissions import SERVICES_INBOX
-from areal_async.bus.private import write_private
+from areal_async.bus.private import ensure_key, write_private
 from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
 from areal_async.run_state import Control
@@ -167,8 +166,9 @@ def test_the_table_forbids_what_it_should() -> None:
 
 
 async def test_what_the_broker_writes_for_somebody_is_not_believed(open_role: OpenRole) -> None:
-    """A request names where its answer goes, and the broker does not ask whether the asker may write there."""
+    """As at a broker of one's own where all roles are in one account: there an answer goes wherever its asker says."""
     node, trainer, controller = await open_role(NODE), await open_role(TRAINER), await open_role(CONTROLLER)
+    operator = await open_role(OPERATOR)
     await controller.put(ADMITTED, Admitted(total=7))
     forged = {
         RUN.tickets("w"): ticket("0-9-0", group_size=2),
@@ -182,8 +182,8 @@ async def test_what_the_broker_writes_for_somebody_is_not_believed(open_role: Op
             own = RUN.trajectories("w", f"0-{len(subject)}-{len(headers)}")
             stored = await node.publish(own, record, headers=headers)
             request = msgspec.json.encode({"seq": stored.sequence})
-            await node.connection.publish(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", request, reply=subject)
-    await node.connection.request("$JS.API.INFO", deadline_s=PATIENCE_S)
+            await operator.connection.publish(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", request, reply=subject)
+    await operator.connection.request("$JS.API.INFO", deadline_s=PATIENCE_S)
 
     async with node.consume(RUN.tickets_stream, RUN.nodes_consumer) as inbox:
         for delivery in await fetch_all(inbox, 2):

@@ -1,6 +1,7 @@
 """The embedded broker is private to its owner, is healthy or not there, survives its death and not its launcher's."""
 
 import asyncio
+import json
 import os
 import resource
 import signal
@@ -8,17 +9,23 @@ import socket
 import stat
 import subprocess
 import sys
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
-from areal_async.bus import EmbeddedBroker, Role, connect, open_bus, server
+from areal_async.bus import Bus, EmbeddedBroker, Role, connect, declare, open_bus, server
+from areal_async.bus.broker_config import write_config
+from areal_async.bus.private import write_private
 from areal_async.bus.server import find_binary
 from areal_async.errors import BusError, UserError
 from areal_async.host import LOOPBACK, free_port
 from areal_async.settings import BusSettings, Settings
-from tests.brokers import PATIENCE_S, kill, running_broker, until
+from areal_async.subjects import ADMITTED
+from areal_async.types import Admitted
+from tests.brokers import PATIENCE_S, fetch_all, kill, running_broker, until
 from tests.loops import UVLOOP, on_both_loops
 
 anyio_backend = on_both_loops
@@ -83,6 +90,31 @@ async def test_a_broker_that_froze_a_stream_for_want_of_room_is_started_again_an
 
 
 @pytest.mark.anyio
+async def test_a_broker_that_names_another_stream_at_each_look_is_making_them_and_is_left_alone(
+    broker: EmbeddedBroker, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ask, answers = server._health, list[tuple[bytes, bytes]]()
+    (streams,) = (settings.run_directory / "bus").glob("**/streams")
+    pid = broker.pid
+
+    async def ask_while_it_makes_one(port: int) -> tuple[bytes, bytes]:
+        made = streams / f"MAKING_{len(answers)}"
+        made.mkdir()  # a stream's folder is there before the stream is
+        answer = await ask(port)
+        made.rmdir()
+        if answer[0] == server.UNAVAILABLE:  # on a very busy host it may not answer in time
+            answers.append(answer)
+        return answer
+
+    monkeypatch.setattr("areal_async.bus.server.HEALTH_INTERVAL_S", 0.02)
+    monkeypatch.setattr("areal_async.bus.server._health", ask_while_it_makes_one)
+    await until(lambda: len(answers) >= 10)
+
+    assert len(set(answers)) == len(answers)
+    assert broker.pid == pid
+
+
+@pytest.mark.anyio
 async def test_a_killed_broker_comes_back_on_its_port_and_clients_go_on(
     broker: EmbeddedBroker, settings: Settings
 ) -> None:
@@ -129,6 +161,40 @@ async def test_keys_and_messages_outlive_the_broker(settings: Settings) -> None:
             keys.append(broker.credentials(Role.OPERATOR).read_text())
 
     assert keys[0] == keys[1]
+
+
+@pytest.mark.anyio
+async def test_a_run_that_was_begun_in_the_brokers_one_account_goes_on_in_its_operators(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the store, the name of the account is all that another configuration changes."""
+    names = settings.names
+
+    def write_older(settings: Settings, *, path: Path, **places: Any) -> None:
+        write_config(settings, path=path, **places)
+        config = json.loads(path.read_text())
+        users = [user for account in config.pop("accounts").values() for user in account["users"]]
+        write_private(path, json.dumps({**config, "authorization": {"users": users}}).encode())
+
+    monkeypatch.setattr(server, "write_config", write_older)
+    async with running_broker(settings) as broker, _as(broker, settings, Role.OPERATOR) as operator:
+        await declare(operator, settings)
+        await operator.put(ADMITTED, Admitted(total=7))
+        stored = [await operator.publish(names.tickets("w"), b"%d" % number) for number in range(3)]
+        async with operator.consume(names.tickets_stream, names.nodes_consumer) as inbox:
+            for delivery in await fetch_all(inbox, 2):
+                assert await delivery.ack_sync()
+    monkeypatch.undo()
+
+    async with running_broker(settings) as broker, _as(broker, settings, Role.NODE) as node:
+        assert (await node.get(ADMITTED, Admitted))[0] == Admitted(total=7)
+        async with node.consume(names.tickets_stream, names.nodes_consumer) as inbox:
+            (delivery,) = await fetch_all(inbox, 1)
+    assert (delivery.data, delivery.sequence) == (b"2", stored[2].sequence)
+
+
+def _as(broker: EmbeddedBroker, settings: Settings, role: Role) -> AbstractAsyncContextManager[Bus]:
+    return open_bus(broker.url, names=settings.names, role=role, credentials=broker.credentials(role))
 
 
 @pytest.mark.anyio

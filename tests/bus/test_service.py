@@ -13,7 +13,18 @@ import nats
 import pytest
 from nats.aio.client import Client
 
-from areal_async.bus import Bus, EmbeddedBroker, Report, Role, ask_service, gather_reports, hearing_reports, serving
+from areal_async.bus import (
+    Bus,
+    EmbeddedBroker,
+    Endpoint,
+    Report,
+    Role,
+    ask_service,
+    gather_reports,
+    hearing_reports,
+    json_object,
+    serving,
+)
 from areal_async.bus.connection import ConnectionLostError
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.controller.steering import Steering
@@ -24,6 +35,13 @@ from areal_async.subjects import CHANGES, CONTROL
 from tests.brokers import PATIENCE_S, OpenRole, kill, until
 
 pytestmark = pytest.mark.anyio
+
+
+STATISTICS = {
+    "metadata": {"run": "test", "instance": "0"},
+    "endpoints": [{"name": "status", "data": {"state": "forged"}}],
+}
+"""What a service answers, as far as it is looked at."""
 
 
 class _Record(msgspec.Struct):
@@ -337,3 +355,76 @@ async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(
         "trainer.lr": 2e-6,
         "trainer.checkpoint_every_steps": 7,
     }
+
+
+async def test_an_order_that_the_broker_sends_for_somebody_is_not_obeyed(open_role: OpenRole) -> None:
+    """As at a broker of one's own where all roles are in one account: there an answer goes wherever its asker says."""
+    operator, controller = await open_role(Role.OPERATOR), await open_role(Role.CONTROLLER)
+    trainer, names = await open_role(Role.TRAINER), operator.names
+    order, forged = names.control("set"), b'{"trainer.lr": 1}'
+    heard: list[bytes] = []
+    obeyed: list[Report] = []
+
+    async def obey(body: Report) -> Report:
+        obeyed.append(body)
+        return {}
+
+    endpoint = Endpoint(
+        name="set", subject=order, description="", request=json_object(), response=json_object(), answer=obey
+    )
+    await operator.publish(names.tickets("w"), forged)
+    stored = await operator.publish(names.trajectories("w", "0-0-0"), forged)
+    await operator.connection.listen(order, lambda message: heard.append(message.data))
+    read = f"$JS.API.DIRECT.GET.{names.trajectories_stream}"
+    pull = f"$JS.API.CONSUMER.MSG.NEXT.{names.tickets_stream}.{names.nodes_consumer}"
+    requests = (
+        (read, msgspec.json.encode({"seq": stored.sequence}), "what is stored"),
+        (read, b'{"seq": 999}', "that it is not"),
+        (pull, b"", "what is to be done"),
+        (pull, b'{"batch": 1, "no_wait": true}', "that nothing is"),
+        (names.trajectories("w", "0-0-0"), forged, "that it is stored now"),
+        ("$JS.API.INFO", b"", "how full it is"),
+    )
+
+    async with serving(controller, description="", report=dict, endpoints=[endpoint]):
+        for number, (subject, payload, _) in enumerate(requests, start=1):
+            await operator.connection.publish(subject, payload, reply=order)
+            await until(lambda expected=number: len(heard) >= expected)  # type: ignore[misc]
+        pushed = {"deliver_subject": order, "ack_policy": "explicit", "headers_only": True, "name": "pushed"}
+        where = f"{names.trajectories_stream}.pushed"
+        body = {"stream_name": names.trajectories_stream, "config": pushed}
+        await trainer.api.ask(f"$JS.API.CONSUMER.CREATE.{where}", body)
+        await until(lambda: len(heard) > len(requests))
+        await operator.connection.publish(order, forged)
+        assert await ask_service(operator, order, {"trainer.lr": 2}, deadline_s=PATIENCE_S) == {}
+
+    assert obeyed == [{"trainer.lr": 2}]
+
+
+async def test_what_a_role_says_in_anothers_name_is_not_heard(open_role: OpenRole) -> None:
+    """Everybody answers operators in one inbox; the broker tells from which account an answer came."""
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE, "1")
+    names = node.names
+    heard: dict[tuple[str, str], Report] = {}
+    asked: list[str] = []
+    await node.connection.listen("$SRV.STATS", lambda message: asked.append(message.reply))
+    told = json.dumps({"acc": names.account(Role.CONTROLLER)})
+    stored = await node.publish(  # the broker takes the first such header off what it stores, and leaves the second
+        names.trajectories("w", "0-0-0"),
+        json.dumps({**STATISTICS, "name": "areal-controller"}).encode(),
+        headers={"Nats-Request-Info": f"{told}\r\nNats-Request-Info: {told}"},
+    )
+
+    async with (
+        serving(node, kind="controller", description="", report=lambda: _report("forged")),
+        serving(node, instance="1", description="a node", report=lambda: _report("generating")),
+        hearing_reports(operator, lambda who, report: heard.update({who: report})) as ask,
+    ):
+        await ask()
+        await until(lambda: bool(asked) and bool(heard))
+        read = f"$JS.API.DIRECT.GET.{names.trajectories_stream}"
+        await node.connection.publish(read, json.dumps({"seq": stored.sequence}).encode(), reply=asked[0])
+        await node.get_message(names.trajectories_stream, stored.sequence)
+        heard |= await gather_reports(operator, within_s=0.5)
+
+    assert list(heard) == [("node", "1")]

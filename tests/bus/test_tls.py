@@ -7,6 +7,7 @@ import asyncio
 import json
 import shutil
 import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -16,16 +17,18 @@ import anyio
 import pytest
 
 from areal_async.bus import Role, connect, credentials_for, declare, delete_run, open_bus, take_trainer_consumer
-from areal_async.bus.broker_config import ensure_key
+from areal_async.bus.__main__ import main
+from areal_async.bus.accounts import accounts
+from areal_async.bus.private import ensure_key
 from areal_async.bus.server import find_binary
 from areal_async.doctor import examine
 from areal_async.errors import BusError, UserError
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import ADMITTED
+from areal_async.subjects import ADMITTED, Names
 from areal_async.types import Admitted
 from tests.brokers import PATIENCE_S, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket
-from tests.loops import on_both_loops
+from tests.loops import UVLOOP, on_both_loops
 
 pytestmark = pytest.mark.anyio
 anyio_backend = on_both_loops
@@ -58,16 +61,23 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return made
 
 
+def one_user(key: str) -> dict[str, object]:
+    """The part of a broker's configuration that lets in whoever has the key."""
+    return {"authorization": {"users": [{"nkey": key}]}}
+
+
 @asynccontextmanager
-async def external_broker(directory: Path, *, key: str, authority: Authority | None) -> AsyncIterator[int]:
-    """A broker with one user; yields its port."""
+async def external_broker(
+    directory: Path, *, users: dict[str, object], authority: Authority | None
+) -> AsyncIterator[int]:
+    """A broker of one's own; yields its port."""
     directory.mkdir()  # noqa: ASYNC240 - quick
     config: dict[str, object] = {
         "listen": "127.0.0.1:-1",
         "ports_file_dir": str(directory),
         "max_payload": 9 << 20,
         "jetstream": {"store_dir": str(directory / "store")},
-        "authorization": {"users": [{"nkey": key}]},
+        **users,
     }
     if authority is not None:
         config["tls"] = {"cert_file": str(authority.certificate), "key_file": str(authority.key)}
@@ -84,16 +94,40 @@ async def external_broker(directory: Path, *, key: str, authority: Authority | N
 
 @pytest.fixture
 async def port(tmp_path: Path, authority: Authority, anyio_backend: object) -> AsyncIterator[int]:
-    async with external_broker(tmp_path / "broker", key=ensure_key(tmp_path / "user.nk"), authority=authority) as port:
+    users = one_user(ensure_key(tmp_path / "user.nk"))
+    async with external_broker(tmp_path / "broker", users=users, authority=authority) as port:
         yield port
 
 
 async def test_the_bus_works_over_tls_with_credentials(tmp_path: Path, port: int, authority: Authority) -> None:
+    await _work(tmp_path, port, tmp_path / "user.nk", authority)
+
+
+@pytest.mark.parametrize("anyio_backend", [UVLOOP])
+async def test_the_bus_works_with_a_folder_of_keys_and_the_accounts_that_are_made_for_them(
+    tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = tmp_path / "keys"
+    command = [sys.executable, "-m", "areal_async.bus", "test", str(keys)]
+    made = json.loads((await anyio.run_process(command)).stdout)
+
+    async with external_broker(tmp_path / "broker", users=made, authority=authority) as port:
+        await _work(tmp_path, port, keys, authority)
+
+    assert json.loads(json.dumps(accounts(Names("test"), keys))) == made["accounts"], "keys that are there are kept"
+    keys.chmod(0o755)
+    monkeypatch.setattr(sys, "argv", command[2:])
+    with pytest.raises(SystemExit, match=r"^accounts: directory of keys: got .* with mode 755, .* need 700; chmod it$"):
+        main()
+
+
+async def _work(directory: Path, port: int, credentials: Path, authority: Authority) -> None:
+    """Do a little of each role's work."""
     settings = Settings(
-        run=RunSettings(name="test", directory=tmp_path),
+        run=RunSettings(name="test", directory=directory),
         rollout=RolloutSettings(group_size=2, min_group_size=2, max_stream_bytes=64 << 20),
         bus=BusSettings(
-            url=f"tls://localhost:{port}", credentials=tmp_path / "user.nk", ca=authority.ca, operation_deadline_s=60.0
+            url=f"tls://localhost:{port}", credentials=credentials, ca=authority.ca, operation_deadline_s=60.0
         ),
     )
     names = settings.names
@@ -160,7 +194,7 @@ async def test_what_is_wrong_is_said_in_one_sentence(tmp_path: Path, port: int, 
 
 async def test_credentials_are_never_shown_to_a_broker_without_the_tls_that_was_asked_for(tmp_path: Path) -> None:
     key = ensure_key(tmp_path / "user.nk")
-    async with external_broker(tmp_path / "broker", key=key, authority=None) as port:
+    async with external_broker(tmp_path / "broker", users=one_user(key), authority=None) as port:
         with pytest.raises(UserError, match="offers no TLS"):
             await _connect(f"tls://localhost:{port}", tmp_path / "user.nk", None)
 
@@ -174,7 +208,7 @@ async def test_a_broker_that_comes_back_without_tls_is_not_talked_to(tmp_path: P
         shown.append(await reader.read())
         writer.close()
 
-    async with external_broker(tmp_path / "broker", key=key, authority=authority) as port:
+    async with external_broker(tmp_path / "broker", users=one_user(key), authority=authority) as port:
         connection = await connect(
             f"tls://localhost:{port}", name="x", role=Role.NODE, credentials=tmp_path / "user.nk", ca=authority.ca,
             deadline_s=PATIENCE_S,
