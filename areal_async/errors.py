@@ -16,7 +16,7 @@
         │   ├── StreamFullError the stream holds ``max_bytes``: wait, the message is not stored
         │   ├── ConflictError   a compare-and-set lost: the value is no longer the one that was read
         │   └── ConsumerGoneError  the consumer was deleted: for a trainer, a newer lineage has taken over
-        ├── WireError           bytes that are not a message of ours
+        ├── WireError           bytes that are not a message of ours, or that this run cannot train
         ├── StalenessError      a token over the bound reached the loss: a broken promise
         └── FencedError         a newer lineage has taken over: this process must not write any more
 
@@ -43,9 +43,11 @@ class ContextFull(WorkflowError):
     and the trajectory has failed. ``policy.act`` catches it once the model has said something.
     """
 
-    def __init__(self, num_prompt_tokens: int, most: int, setting: str) -> None:
+    def __init__(self, num_prompt_tokens: int, most: int, setting: str, *, num_characters: int = 0) -> None:
+        """Take ``num_characters`` where they alone say that there are ``num_prompt_tokens`` at the least."""
+        got = f"{num_characters} characters, at least {num_prompt_tokens}" if num_characters else f"{num_prompt_tokens}"
         super().__init__(
-            f"prompt is too long: got {num_prompt_tokens} tokens, which leave no room for an answer in a maximum "
+            f"prompt is too long: got {got} tokens, which leave no room for an answer in a maximum "
             f"context length of {most} tokens ({setting}); shorten it, raise that, or catch ContextFull and return a "
             "reward"
         )
@@ -102,7 +104,7 @@ class ConsumerGoneError(BusError):
 
 
 class WireError(PipelineError):
-    """Bytes that are not a message of ours: wrong schema, wrong length or a checksum that does not match."""
+    """Bytes that are no message of ours (wrong schema, length or checksum), or a trajectory that no step can train."""
 
 
 class StalenessError(PipelineError):

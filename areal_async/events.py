@@ -80,6 +80,15 @@ class CheckpointWritten(Event, frozen=True, kw_only=True, tag="checkpoint.writte
     version: str
 
 
+class CheckpointDamaged(Event, frozen=True, kw_only=True, tag="checkpoint.damaged"):
+    """The newest one is not what was written; it is set aside, and the run goes on from an older one."""
+
+    version: str
+    reason: str
+    taken: str
+    """Version of the one that is taken instead."""
+
+
 class RunOrdered(Event, frozen=True, kw_only=True, tag="run.ordered"):
     """An operator has paused, resumed or stopped the run."""
 
@@ -118,10 +127,12 @@ class EvaluationFinished(Event, frozen=True, kw_only=True, tag="evaluation.finis
     version: str
     workflow: str
     accuracy: float | None
+    """Mean reward; told under that name where ``is_graded``."""
     num_scored: int
     num_failed: int
     pass_at: dict[str, float] = {}
     reasons: dict[str, int] = {}
+    is_graded: bool = False
 
 
 class AlarmEvent(Event, frozen=True, kw_only=True):

@@ -14,6 +14,14 @@ MAX_CREDITS = 256
 """Replies of one trajectory that are credited one by one; the headers of a message hold them all."""
 OWN_INFO = "rollout/"
 """Begins the names of the numbers that every trajectory brings along by itself, beside those of its workflow."""
+MAX_INFO_KEYS = 64
+"""Numbers that a workflow brings along in one trajectory (``policy.info``)."""
+MAX_INFO = 1e30
+"""Of each: their sum over a batch has to be finite too."""
+MAX_REWARD = 1e6
+"""Either way. What is made of it in float32, gradients and their squares among them, is finite up to there."""
+MAX_LOGPROB = 1e4
+"""Either way, of a sampled token in nats. Some servers say -9999 of what cannot be sampled."""
 MAX_TEMPERATURE = 100.0
 """Beyond which every token is about as likely as every other."""
 MAX_TOP_K = (1 << 31) - 1
@@ -29,6 +37,7 @@ _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
 _ROLE = "[A-Za-z0-9_-]{0,64}"
 
+is_info_key = re.compile(r"[A-Za-z0-9._/-]{1,64}").fullmatch
 is_role = re.compile(_ROLE).fullmatch
 is_version = re.compile(_VERSION).fullmatch
 is_group_id = re.compile(_GROUP_ID).fullmatch
@@ -39,6 +48,8 @@ OptionalVersionText = Annotated[str, Meta(pattern=rf"\A({_VERSION})?\Z")]
 """A version, or empty for none."""
 GroupIdText = Annotated[str, Meta(pattern=rf"\A{_GROUP_ID}\Z")]
 """What ``GroupId.parse`` reads."""
+SampleUidText = Annotated[str, Meta(pattern=r"\A[!-~]{1,400}\Z")]
+"""A slot's, which goes into a header: no blank, no line break, nothing beyond ASCII."""
 TokenText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,200}\Z")]
 """One token of a subject."""
 LineageText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}\Z")]
@@ -50,5 +61,7 @@ RoleText = Annotated[str, Meta(pattern=rf"\A{_ROLE}\Z")]
 StretchText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}-[0-9]{1,9}\Z")]
 """A pool of rows and its stretch, as the key of a JSON object."""
 Count = Annotated[int, Meta(ge=0, le=MAX_EXACT)]
+NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
+"""At one prompt: a group's id has nine digits for them."""
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]

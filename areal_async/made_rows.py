@@ -1,10 +1,7 @@
 """Rows that nobody has written down: those that a Python function returns, and numbers to seed environments with."""
 
-import hashlib
 import inspect
 import itertools
-import json
-import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,43 +48,11 @@ def rows_of_seeds(first: int, end: int) -> Any:
     return datasets.Dataset(pyarrow.table({SEED: pyarrow.array(range(first, end), type=pyarrow.int64())}))
 
 
-def refuse_other_rows(file: Path, made: Mapping[str, Iterable[Mapping[str, Any]]]) -> None:
-    """Check that functions return what they returned when the run was started: its prompts are known by their place.
-
-    Args:
-        file: where their digests are kept; written at the first start.
-        made: the rows that they return now, by task.
-
-    Raises:
-        UserError: one returns others.
-    """
-    before = json.loads(file.read_text()) if file.is_file() else {}
-    digests = {task: _digest(rows) for task, rows in made.items()}
-    if changed := [task for task, digest in digests.items() if before.get(task, digest) != digest]:
-        raise UserError(
-            f"dataset of {changed[0]}: its function returns other rows than when the run was started, need the same in "
-            "the same order; seed what is random in it, or start another run"
-        )
-    if digests != before:
-        temporary = file.with_suffix(".tmp")
-        with temporary.open("w") as written:
-            json.dump(before | digests, written)
-            written.flush()
-            os.fsync(written.fileno())
-        temporary.replace(file)
-
-
-def _digest(rows: Iterable[Mapping[str, Any]]) -> str:
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(json.dumps(row, default=str).encode())
-    return digest.hexdigest()
-
-
 def _read(function: Callable[[], Iterable[Any]], what: str) -> list[dict[str, Any]]:
     returned = function()
     if not isinstance(returned, Iterable) or isinstance(returned, str | bytes | Mapping):
-        raise UserError(f"{what}: returned a {type(returned).__name__}, need a list of rows like {{'question': ...}}")
+        got = "None" if returned is None else f"a {type(returned).__name__}"
+        raise UserError(f"{what}: returned {got}, need a list of rows like {{'question': ...}}")
     rows = []
     for place, row in enumerate(itertools.islice(returned, MAX_ROWS + 1)):
         if not isinstance(row, Mapping) or not all(isinstance(key, str) for key in row):

@@ -110,6 +110,8 @@ class ServerState(Record, frozen=True, kw_only=True):
     reason: str = ""
     failure: str = ""
     """Why it was fenced the last time, other than to be started."""
+    unreadable: str = ""
+    """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
 
 
 class FleetSize(Record, frozen=True, kw_only=True):

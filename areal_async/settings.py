@@ -238,7 +238,8 @@ class BusSettings(Section):
     url: str = "embedded"
     """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``."""
     credentials: LocalPath | None = None
-    """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; ``None`` for none."""
+    """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; a folder with one for each
+    role (``node.nk``; ``python -m areal_async.bus`` makes them); ``None`` for none."""
     ca: LocalPath | None = None
     """PEM file of the authority that signed an external broker's certificate; ``None`` trusts the system's."""
     monitor_url: str | None = None

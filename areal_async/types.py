@@ -1,8 +1,7 @@
 """The stations on the road from a row to a gradient, and the records that account for them.
 
-Every one is an immutable struct that can cross a process boundary (``wire``); the arrays of a
-``Sequence`` are the only large part. One word for one thing: these names are used in code, logs,
-metrics and documents alike.
+Every one is an immutable struct that can cross a process boundary (``wire``); the arrays of a ``Sequence`` are the
+only large part. One word for one thing: these names are used in code, logs, metrics and documents alike.
 
 What a field may hold stands in its type (``fields``) and is checked where a record is decoded.
 """
@@ -25,6 +24,7 @@ from areal_async.fields import (
     LineageText,
     OptionalVersionText,
     RoleText,
+    SampleUidText,
     StretchText,
     TokenText,
     VersionText,
@@ -173,7 +173,7 @@ class Slot(Record, frozen=True, kw_only=True):
     """The header of one trajectory: all that the cut needs, without its tokens."""
 
     sibling: Count
-    sample_uid: str
+    sample_uid: SampleUidText
     """Names the producer too, so that two producers of one slot can be told apart."""
     status: SlotStatus
     reward: float = 0.0
@@ -471,11 +471,11 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     low: float | None = None
     high: float | None = None
     """Ends of the accuracy's 95 % interval, where it has one."""
-    num_samples: Count = 1
-    """Answers to each row; one is greedy."""
+    num_samples: Count = 1  # answers to each row; one is greedy
     pass_at: dict[str, float] = {}  # by k, where there are several
     reasons: dict[str, Count] = {}
     """Why answers have no reward, and how often: the most frequent."""
+    is_graded: bool = False  # a reward is neither 0 nor 1: ``accuracy`` is a mean reward then, and is called so
 
 
 class DeadLetter(Record, frozen=True, kw_only=True):

@@ -80,6 +80,11 @@ def weights(version: str) -> str:
     return f"weights {version}"
 
 
+def files(version: str) -> str:
+    """Name the copy on disk that servers load a version from."""
+    return f"files of weights {version}"
+
+
 def publication(version: str) -> str:
     """Name the making of a version: gathered, and sent or written."""
     return f"publication {version}"

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.errors import WireError
-from areal_async.fields import MAX_TEMPERATURE, Count, GroupIdText, GroupSize, TokenText, VersionText
+from areal_async.fields import MAX_TEMPERATURE, GroupIdText, GroupSize, NumAttempts, TokenText, VersionText
 from areal_async.types import (
     NOT_CREDITED,
     NOT_SAMPLED,
@@ -108,7 +108,7 @@ class _GroupHeader(Record, frozen=True, kw_only=True):
     group_id: GroupIdText
     workflow: TokenText
     ticket_version: VersionText
-    num_failed_attempts: Count
+    num_failed_attempts: NumAttempts
     group_size: GroupSize
 
 

@@ -4,10 +4,11 @@
     python -m tools.bench_growth --steps 1500 --after 500
 
 Memory is what a process has for itself alone and what is anonymous (``Private_Dirty`` of ``smaps_rollup``): files that
-are mapped or cached do not count. Prints a row per process: bytes per step over the steps after ``--after``, the
-95 % interval of the slope (blocks of samples drawn anew, so that neighbours which move together count as one), the
-size at the end, and what each file of the run directory takes per step. Exits with 1 when a process grows by more than
-``--most`` bytes per step, the lower end of its interval included.
+are mapped or cached do not count, nor does what is done once after the last step (the plots, the export). Prints a row
+per process: bytes per step over the steps after ``--after``, the 95 % interval of the slope (blocks of samples drawn
+anew, so that neighbours which move together count as one), the size at the end, and what each file of the run directory
+takes per step. Exits with 1 when a process grows by more than ``--most`` bytes per step, the lower end of its interval
+included.
 """
 
 import argparse
@@ -57,7 +58,8 @@ def main() -> int:
     if process.returncode:
         print(f"the run ended with status {process.returncode}: see {directory / 'logs'}")
         return 1
-    grows = [name for name, points in sorted(samples.items()) if judge(name, points, arguments.after, arguments.most)]
+    counted = range(arguments.after + 1, arguments.steps)
+    grows = [name for name, points in sorted(samples.items()) if judge(name, points, counted, arguments.most)]
     for path in sorted(directory.iterdir()):
         size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
         print(f"{path.name:16} {size / arguments.steps:10,.0f} bytes of disk per step")
@@ -120,11 +122,11 @@ def private_bytes(pid: int) -> int:
     return int(kilobytes["Private_Dirty"]) << 10
 
 
-def judge(name: str, points: list[tuple[int, int]], after: int, most: float) -> bool:
-    """Print a process's row; say whether it certainly grows by more than it may."""
-    late = np.array([point for point in points if point[0] > after], dtype=float)
+def judge(name: str, points: list[tuple[int, int]], counted: range, most: float) -> bool:
+    """Print a process's row over the steps that are ``counted``; say whether it certainly grows by more than it may."""
+    late = np.array([point for point in points if point[0] in counted], dtype=float)
     if len(late) < 3 * BLOCK:
-        print(f"{name:10}  {len(late)} samples after step {after}: too few to say")
+        print(f"{name:10}  {len(late)} samples from step {counted.start} on: too few to say")
         return False
     slope = slope_of(late)
     low, high = np.percentile(resampled(late), [2.5, 97.5])

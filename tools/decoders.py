@@ -14,12 +14,15 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import torch
+from safetensors.torch import save
 
 from areal_async import run_state, types, wire
 from areal_async.bus.api import decode_answer as decode_broker_answer
 from areal_async.cli.tail import decode_object
 from areal_async.errors import BusError, GenerationError, UserError, WireError
 from areal_async.inference.completion import Completion
+from areal_async.inference.embedded.tensor_files import read_tensors
 from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import context_tokens_of, error_message, read_load
@@ -32,7 +35,7 @@ from areal_async.settings import Settings
 from areal_async.settings_sources import dump_settings, load_settings
 from areal_async.trainer.archive import lines_through
 from areal_async.trainer.health import Told
-from areal_async.trainer.loop import Ledger
+from areal_async.trainer.ledger import Ledger, LedgerFile
 from areal_async.types import NOT_SAMPLED, CutKind, OutcomeKind, SlotStatus, Version
 
 
@@ -157,6 +160,13 @@ _REPORT = json.dumps(
 _REFUSED = b'{"error": {"message": "too long", "code": 400}}'
 
 
+def _tensor_file(data: bytes) -> object:
+    with TemporaryDirectory() as directory:
+        path = Path(directory, "model.safetensors")
+        path.write_bytes(data)
+        return dict(read_tensors(path))
+
+
 def _settings_file(data: bytes) -> object:
     with TemporaryDirectory() as directory:
         path = Path(directory, "config.yaml")
@@ -265,11 +275,14 @@ DECODERS: tuple[Decoder, ...] = (
     # files of the run directory
     decoder(
         "ledger",
-        partial(wire.decode_json, kind=Ledger, what="ledger"),
-        msgspec.json.encode(Ledger(version="1-4", trained={"3": ["0-1-0"], "4": ["0-2-0", "0-3-1"]})),
+        partial(Ledger.decode, what="ledger"),
+        msgspec.json.encode(LedgerFile(version="1-4", trained={"3": ["0-1-0"], "4": ["0-2-0", "0-3-1"]})),
     ),
     decoder("alarm", partial(wire.decode_json, kind=Told, what="alarm"), _ALARM),
     decoder("receipt", partial(wire.decode_json, kind=Receipt, what="receipt"), _RECEIPT),
     decoder("metrics file", partial(lines_through, step=1), _STEP_LINES),
+    decoder(
+        "model.safetensors", _tensor_file, save({"a": torch.ones(4), "b": torch.ones(2, 2)}), refuses=(ValueError,)
+    ),
     decoder("config.yaml", _settings_file, dump_settings(Settings()).encode(), refuses=(UserError,)),
 )

@@ -29,7 +29,7 @@ def running_server(directory: Path) -> Iterator[int]:
     port, http_port = free_port(), free_port()
     write_config(settings, path=config, port=port, http_port=http_port, pid_file=config.with_name("nats.pid"))
     without_keys = json.loads(config.read_text())
-    del without_keys["authorization"]
+    del without_keys["accounts"]
     config.write_text(json.dumps(without_keys))
     with open(directory / "nats.log", "ab") as output:
         process = subprocess.Popen([str(find_binary()), "-c", str(config)], stdout=output, stderr=output)

@@ -37,7 +37,7 @@ def icepop(gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None, *, low: flo
     Source: IcePop, Ring-1T, arXiv 2510.18855, with alpha = 0.5 and beta = 5.
     """
     weight = gap_T.exp()
-    return weight * _within(weight, low, high)
+    return torch.where(_within(weight, low, high) > 0, weight, 0.0)  # inf * 0 is not 0
 
 
 def reject_tokens(gap_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None, *, low: float, high: float) -> Tensor:

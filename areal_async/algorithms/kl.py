@@ -13,6 +13,9 @@ from torch import Tensor
 
 from areal_async.algorithms.sequences import sequence_sums
 
+MAX_DISTANCE = 20.0
+"""Either way, of one token in nats, where an exponential is taken of it: beyond, k3 is as there, without a gradient."""
+
 Estimator = Callable[[Tensor], Tensor]
 """d_T -> estimate [T]."""
 
@@ -32,6 +35,7 @@ def k3(d_T: Tensor) -> Tensor:
 
     Source: also GRPO, arXiv 2402.03300 eq. 4.
     """
+    d_T = d_T.clamp(-MAX_DISTANCE, MAX_DISTANCE)
     return torch.expm1(-d_T) + d_T
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from areal_async.algorithms.corrections import Correction, truncate, uncorrected
-from areal_async.algorithms.kl import k3, kl_estimate
+from areal_async.algorithms.kl import MAX_DISTANCE, k3, kl_estimate
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.ratios import LogRatio, loglinear_proximal, token_log_ratio
 from areal_async.algorithms.sequences import masked_max, masked_sum
@@ -96,7 +96,7 @@ class PolicyLoss:
                 "ratio": masked_max(ratio, mask),
                 "behave_weight": masked_max(weight, mask),
                 "current_gap": masked_max(gap.abs(), current),
-                "current_ratio_deviation": masked_max(gap.expm1().abs(), current),
+                "current_ratio_deviation": masked_max(gap.clamp(max=MAX_DISTANCE).expm1().abs(), current),
             }
         return LossTerms(loss=loss, sums=sums, maxima=maxima)
 

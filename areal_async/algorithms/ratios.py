@@ -11,6 +11,10 @@ from torch import Tensor
 
 from areal_async.algorithms.sequences import sequence_means
 
+MAX_LOG_RATIO = 20.0
+"""Either way, of one token: beyond it the loss is as there, without a gradient. The exponential of what a server may
+report would not be finite; that of this is, and its square."""
+
 LogRatio = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """(logprobs_T, anchor_T, mask_T, sequence_T) -> log ratio [T]."""
 
@@ -21,7 +25,8 @@ def token_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sequen
     Source: PPO, arXiv 1707.06347 section 3.
     """
     # Where the mask is False anything may stand, and inf * 0 is not 0: mask the difference before any exponential.
-    return torch.where(mask_T, logprobs_T - anchor_T.detach(), logprobs_T.new_zeros(()))
+    log_ratio_T = torch.where(mask_T, logprobs_T - anchor_T.detach(), logprobs_T.new_zeros(()))
+    return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def sequence_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None) -> Tensor:

@@ -1,4 +1,7 @@
-"""What can be seen to be wrong before anything is started: by looking at files, importing none of them."""
+"""What can be seen to be wrong before anything is started: by looking at files, importing none of them.
+
+A name that no file or folder has is the hub's, or misspelt: the hub is asked for one small file of it.
+"""
 
 import ast
 import shutil
@@ -6,7 +9,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from areal_async.errors import UserError
-from areal_async.hub import is_local
+from areal_async.hub import fetch, is_local
 from areal_async.made_rows import FUNCTION, place_of
 from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
 from areal_async.settings import DatasetSettings, Settings, TemplateSettings
@@ -71,17 +74,24 @@ def check_policies(specs: Iterable[str], policies: Collection[str]) -> None:
         check_all_taken(policies, taken)
 
 
-def check_dataset(dataset: DatasetSettings, setting: str) -> None:
-    """Make sure that a data set on this machine is there; one of the hub is found out about later.
+def check_dataset(dataset: DatasetSettings, setting: str, *, asks_hub: bool = True) -> None:
+    """Make sure that a data set is there, on this machine or on the hub.
+
+    Args:
+        asks_hub: unless other hosts load it, whose cache may have what this one's has not.
 
     Raises:
-        UserError: a path, or a function that is to return the rows, that is not there.
+        UserError: a path, or a function that is to return the rows, that is not there; or a name that nobody knows.
     """
     if dataset.python is not None:
         _check_function(dataset.python, f"{setting}.python")
     path = dataset.path
-    if path is not None and is_local(path) and not Path(path).exists():
+    if path is None or Path(path).exists():
+        return
+    if is_local(path):
         raise UserError(f"{setting}.path: no file {path}; give a file, a folder or a hub name")
+    if asks_hub:
+        fetch("dataset", path, files=("README.md",), setting=f"{setting}.path")
 
 
 def _check_function(spec: str, setting: str) -> None:
@@ -91,8 +101,32 @@ def _check_function(spec: str, setting: str) -> None:
             f"{setting}: no file {file}; name a Python file, with :name when its function is not {FUNCTION}"
         )
     tree = _parsed(file, setting)
-    if name not in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)} | _other_names(tree):
+    found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    if name in _other_names(tree):
+        return  # what it is shows only when the file runs
+    if not found:
         raise UserError(f"{setting}: no function {name} in {file}; write def {name}() that returns rows")
+    if not found[-1].decorator_list and not _may_return(found[-1]):
+        raise UserError(
+            f"{setting}: {name}() in {file} returns None, need rows like {{'question': ...}}; return a list of dicts, "
+            "or yield them"
+        )
+
+
+def _may_return(function: ast.FunctionDef) -> bool:
+    """Say whether a function returns or yields anything but None, or raises, in its own body."""
+    waiting: list[ast.AST] = list(function.body)
+    while waiting:
+        node = waiting.pop()
+        match node:
+            case ast.Return(value=None | ast.Constant(value=None)):
+                continue
+            case ast.Return() | ast.Yield() | ast.YieldFrom() | ast.Raise():
+                return True
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda() | ast.ClassDef():
+                continue
+        waiting.extend(ast.iter_child_nodes(node))
+    return False
 
 
 def _parsed(file: Path, what: str) -> ast.Module:
@@ -102,16 +136,21 @@ def _parsed(file: Path, what: str) -> ast.Module:
         raise UserError(f"{what}: {file} is not Python: {exc}") from exc
 
 
-def check_model(path: str, setting: str = "model.path") -> None:
-    """Make sure that a model on this machine is there; one of the hub is found out about later.
+def check_model(path: str, setting: str = "model.path", *, asks_hub: bool = True) -> None:
+    """Make sure that a model is there, on this machine or on the hub.
+
+    Args:
+        asks_hub: as for ``check_dataset``.
 
     Raises:
-        UserError: a path that is not there, or a folder without a model.
+        UserError: a path that is not there, a folder without a model, or a name that nobody knows.
     """
     folder = Path(path)
     if not folder.exists():
         if is_local(path):
             raise UserError(f"{setting}: no folder {path}; give a model's folder or a hub name")
+        if asks_hub:
+            fetch("model", path, files=("config.json",), setting=setting)
     elif not (folder / "config.json").is_file():
         raise UserError(f"{setting}: no config.json in {path}; give a model's folder or a hub name")
 

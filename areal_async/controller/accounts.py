@@ -5,9 +5,11 @@ unfenced server holds. A trained group settles when those servers hold the weigh
 its outcome is written; any other outcome settles its group when it is recorded.
 """
 
+from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import overload
 
 import msgspec
 
@@ -27,6 +29,34 @@ class Readmission:
     num_failed_attempts: int
 
 
+class Readmissions(Sequence[Readmission]):
+    """A list of them that only grows, 32 bytes each."""
+
+    _WIDTH = 4
+
+    def __init__(self) -> None:
+        self._numbers = array("q")
+
+    def append(self, item: Readmission) -> None:
+        """Add one."""
+        group = item.group_id
+        self._numbers.extend((group.epoch, group.index, group.attempt, item.num_failed_attempts))
+
+    def __len__(self) -> int:
+        return len(self._numbers) // self._WIDTH
+
+    @overload
+    def __getitem__(self, place: int) -> Readmission: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[Readmission]: ...
+    def __getitem__(self, place: int | slice) -> Readmission | list[Readmission]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(*place.indices(len(self)))]
+        start = range(len(self))[place] * self._WIDTH
+        epoch, index, attempt, num_failed = self._numbers[start : start + self._WIDTH]
+        return Readmission(group_id=GroupId(epoch, index, attempt), num_failed_attempts=num_failed)
+
+
 @dataclass(slots=True)
 class Accounts:
     """The controller's books."""
@@ -42,7 +72,7 @@ class Accounts:
     """Groups that have ended otherwise than trained since the last cut, by how; not those that were only given up."""
     last_untrained: str = ""
     """Why the last one of them ended so."""
-    readmissions: list[Readmission] = field(default_factory=list)
+    readmissions: Readmissions = field(default_factory=Readmissions)
     """Every one ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
     again_after_death: set[GroupId] = field(default_factory=set)
     """Dead groups that the operator has had tried again."""
@@ -50,8 +80,8 @@ class Accounts:
 
     def add_cut(self, entry: Cut, *, sequence: int) -> None:
         """Read a journal entry. Its slots are not kept: the books need no more than the groups' names."""
-        ended = {group_id for group_id, one in self.journal.outcomes.items() if one.kind is not OutcomeKind.TRAINED}
-        groups = [one for one in without_slots(entry).groups if one.group_id not in ended]
+        in_time = (None, OutcomeKind.TRAINED)
+        groups = [one for one in without_slots(entry).groups if self.journal.end_of(one.group_id) in in_time]
         if self.journal.add_cut(msgspec.structs.replace(entry, groups=groups), sequence=sequence) and groups:
             self.num_consecutive_failed = 0
             self.untrained.clear()
@@ -89,8 +119,7 @@ class Accounts:
 
     def is_dead(self, group_id: str) -> bool:
         """Say whether a group ended ``dead``, whatever was asked for its prompt since."""
-        ended = self.journal.outcomes.get(group_id)
-        return ended is not None and ended.kind is OutcomeKind.DEAD
+        return self.journal.end_of(group_id) is OutcomeKind.DEAD
 
     def hold(self, servers: Iterable[ServerState]) -> None:
         """Take note of what the servers run."""
@@ -112,9 +141,7 @@ class Accounts:
     @property
     def num_settled(self) -> int:
         """Groups whose credit has returned."""
-        held_step = self.held_step
-        cuts = self.journal.cuts.items()
-        return self._num_settled_untrained + sum(len(cut.groups) for step, cut in cuts if step <= held_step)
+        return self._num_settled_untrained + self.journal.num_cut_groups(through_step=self.held_step)
 
     @property
     def num_in_flight(self) -> int:

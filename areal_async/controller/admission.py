@@ -9,6 +9,7 @@ the tasks is on record before any ticket is chosen by it, and decides about no p
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import msgspec
 
@@ -54,7 +55,7 @@ class Admission:
 
 def missing_for_admission(accounts: Accounts, *, last_step: int) -> str:
     """Say what an admission waits for; nothing when one can be made now."""
-    if last_step in accounts.journal.cuts:
+    if accounts.journal.is_cut(last_step):
         return "the last step"
     if accounts.held is None:
         return "a server that holds an announced version"
@@ -137,17 +138,13 @@ def first_groups(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | 
     return sampler.first_groups(admitted.num_fresh, admitted.mixes)
 
 
-def left_over(
-    accounts: Accounts, sampler: Sampler, *, last_step: int, curriculum: Curriculum | None = None
-) -> list[Outcome]:
+def left_over(accounts: Accounts, sampler: Sampler, *, curriculum: Curriculum | None = None) -> list[Outcome]:
     """Return what is to be recorded of groups that were admitted and can never train now."""
-    admitted = accounts.admitted
-    ids = list(first_groups(admitted, sampler, curriculum))
-    ids += [item.group_id for item in accounts.readmissions[: admitted.num_readmitted]]
-    settled = accounts.journal.trained_groups(through_step=last_step) | accounts.journal.outcomes.keys()
-    lineage = accounts.journal.lineage
+    admitted, journal = accounts.admitted, accounts.journal
+    again = (item.group_id for item in accounts.readmissions[: admitted.num_readmitted])
+    in_cuts = journal.open_groups()
     return [
-        Outcome(group_id=name, kind=OutcomeKind.ABANDONED, lineage=lineage, reason=RUN_ENDED)
-        for name in map(str, ids)
-        if name not in settled
+        Outcome(group_id=name, kind=OutcomeKind.ABANDONED, lineage=journal.lineage, reason=RUN_ENDED)
+        for name in map(str, chain(first_groups(admitted, sampler, curriculum), again))
+        if name not in journal.settled and name not in in_cuts
     ]

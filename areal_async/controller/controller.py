@@ -143,9 +143,8 @@ class Controller:
 
     async def _read_existing_log(self) -> None:
         names = self._bus.names
-        for message in await self._bus.read_log(
-            names.outcomes_stream, names.log, start_sequence=self._log_sequence + 1
-        ):
+        start_sequence = self._log_sequence + 1
+        async for message in self._bus.find_messages(names.outcomes_stream, names.log, start_sequence=start_sequence):
             await self._read(message)
 
     async def run_log(self) -> None:
@@ -162,15 +161,20 @@ class Controller:
     async def _read(self, message: Message) -> None:
         entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
         self._log_sequence = message.sequence
+        if isinstance(entry, Cut):
+            # Whoever may store trajectories may name any group; one that was not admitted has no credit to return.
+            entry = msgspec.structs.replace(entry, groups=[one for one in entry.groups if self._may_be(one.group_id)])
+            self._accounts.add_cut(entry, sequence=message.sequence)
+        elif isinstance(entry, Outcome) and not self._may_be(entry.group_id):
+            await self._bus.bury(message, f"group {entry.group_id}: not admitted, of {len(self._tasks)} prompts")
+            return
+        elif isinstance(entry, Outcome):
+            self._accounts.add_outcome(entry)
         if self._order.curriculum is not None and isinstance(entry, Cut | Outcome):
             self._visits.read(entry)
-        if isinstance(entry, Cut):
-            self._accounts.add_cut(entry, sequence=message.sequence)
-        elif isinstance(entry, Outcome):
-            if GroupId.parse(entry.group_id).index < len(self._tasks):
-                self._accounts.add_outcome(entry)
-            else:
-                await self._bus.bury(message, f"group {entry.group_id}: there are {len(self._tasks)} prompts")
+
+    def _may_be(self, group_id: str) -> bool:
+        return self._order.may_be_admitted(GroupId.parse(group_id), self._accounts.admitted)
 
     def _stop_after_failures(self) -> None:
         limit = self._settings.run.max_failed_groups
@@ -353,12 +357,7 @@ class Controller:
         """Record what was admitted and can never train now, after any other controller has been made to stop."""
         await self._take_over()
         await self._read_existing_log()
-        outcomes = left_over(
-            self._accounts,
-            self._order.sampler,
-            last_step=self._settings.run.steps,
-            curriculum=self._order.curriculum,
-        )
+        outcomes = left_over(self._accounts, self._order.sampler, curriculum=self._order.curriculum)
         async with anyio.create_task_group() as publishing:
             for outcome in outcomes:
                 publishing.start_soon(self._publish_outcome, outcome)

@@ -55,7 +55,7 @@ class Drought:
         journal, held = self._accounts.journal, self._accounts.held
         return kind(
             name=NAME,
-            step=max(journal.cuts, default=journal.restored_step),
+            step=journal.last_step,
             weights_version=str(held or ""),
             sentence=sentence,
             value=count,

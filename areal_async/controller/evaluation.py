@@ -129,6 +129,7 @@ class Evaluator:
                     num_failed=record.num_failed,
                     pass_at=record.pass_at,
                     reasons=record.reasons,
+                    is_graded=record.is_graded,
                 )
             )
             log.info("evaluation.finished", **msgspec.structs.asdict(record))
@@ -184,5 +185,6 @@ def _record(version: Version, workflow: str, results: Collection[EvalResult], nu
         high=measured.high,
         num_samples=num_samples,
         pass_at=measured.pass_at,
+        is_graded=measured.is_graded,
         reasons=most_frequent(result.error for result in results if result.error),
     )

@@ -22,7 +22,7 @@ from areal_async.data import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.exporters.prometheus import exporting
 from areal_async.exporters.traces import recording
-from areal_async.made_rows import refuse_other_rows
+from areal_async.recorded_rows import Used, refuse_other_rows
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import RUN_STATE
@@ -36,13 +36,12 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     stacks.install(stacks.path_for(run_directory, "controller"))
     if not settings.tasks:
         raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
-    parts = [(task.name, load_rows(task.dataset)) for task in settings.tasks]
-    tasks = Tasks(parts)
+    trained, held_out = _rows_of(settings)
+    tasks = Tasks([(task.name, one.rows) for task, one in zip(settings.tasks, trained, strict=True)])
     _check_sendable(tasks)
-    made = {task.name: rows for task, (_, rows) in zip(settings.tasks, parts, strict=True) if task.dataset.python}
-    refuse_other_rows(run_directory / "rows.json", made)
-    held_out = Tasks([(task.name, _head(load_rows(dataset), limit)) for task, dataset, limit in settings.held_out])
-    main = functools.partial(_run, settings, run_directory, bus_url, tasks, held_out)
+    refuse_other_rows(run_directory / "rows.json", [*trained, *held_out], run=settings.run.name)
+    evaluated = [(task.name, one.rows) for (task, *_), one in zip(settings.held_out, held_out, strict=True)]
+    main = functools.partial(_run, settings, run_directory, bus_url, tasks, Tasks(evaluated))
     with recording(settings, run_directory, role="controller"):
         is_told_to_end = anyio.run(_run_until_told, main, backend_options={"use_uvloop": True})
     if is_told_to_end:  # by the signal itself: status 0 would say that the run has finished
@@ -67,6 +66,19 @@ async def _run_until_told(main: Callable[[], Awaitable[None]]) -> bool:
         await main()
         tasks.cancel_scope.cancel()
     return is_told
+
+
+def _rows_of(settings: Settings) -> tuple[list[Used], list[Used]]:
+    """Return each task's rows, and those that are held out."""
+    trained = [
+        Used(f"tasks.{number}.dataset", task.dataset, load_rows(task.dataset))
+        for number, task in enumerate(settings.tasks)
+    ]
+    held_out = []
+    for task, dataset, limit in settings.held_out:
+        setting = f"tasks.{settings.tasks.index(task)}.eval.dataset" if task.eval.dataset else "eval.dataset"
+        held_out.append(Used(setting, dataset, _head(load_rows(dataset), limit), limit))
+    return trained, held_out
 
 
 def _check_sendable(tasks: Tasks) -> None:

@@ -1,12 +1,12 @@
 """In which order a run's prompts have their turn, given its record and what operators want of the mix of its tasks."""
 
-from areal_async.controller.admission import Mixing, first_free
-from areal_async.controller.curriculum import Visits, curriculum_of
+from areal_async.controller.admission import ADMISSION_BATCH, Mixing, first_free
+from areal_async.controller.curriculum import MAX_LOOKED_AT, Visits, curriculum_of
 from areal_async.controller.sampler import MixedSampler, Share, sampler_of, whole_weights
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
 from areal_async.settings import Settings
-from areal_async.types import Admitted
+from areal_async.types import Admitted, GroupId
 
 
 class Order:
@@ -18,6 +18,13 @@ class Order:
         self.sampler = sampler_of(self._shares(settings), seed=settings.run.seed, admitted=record)
         self.curriculum = curriculum_of(settings, self.sampler, visits)
         self._first_free = first_free(record, has_curriculum=self.curriculum is not None)
+
+    def may_be_admitted(self, group: GroupId, record: Admitted) -> bool:
+        """Say whether a prompt may have had a ticket: none has to which the order comes after the next admission."""
+        slack = ADMISSION_BATCH if self.curriculum is None else MAX_LOOKED_AT
+        return group.index < self.sampler.num_rows and self.sampler.is_among_first(
+            group, record.num_fresh + slack, record.mixes
+        )
 
     def mixing(self, settings: Settings) -> Mixing:
         """Return how tasks are to take turns by these settings."""

@@ -64,6 +64,10 @@ class Sampler:
         index = int(_permutation(self.num_rows, (self._seed, epoch))[offset])
         return GroupId(epoch=epoch, index=index, attempt=0)
 
+    def is_among_first(self, group: GroupId, num_positions: int, mixes: Sequence[Mix] = ()) -> bool:
+        """Say whether the first positions have a prompt's visit in its epoch, without a look at each of them."""
+        return _is_among(group, self.pools[0], (self._seed, group.epoch), num_positions)
+
     def first_groups(self, num_positions: int, mixes: Sequence[Mix] = ()) -> Iterator[GroupId]:
         """Yield what is visited at the first positions; of those that no mix on record decides about, task by task."""
         return (self.group_at(position) for position in range(num_positions))
@@ -95,6 +99,12 @@ class MixedSampler(Sampler):
         for position in range(first.start, num_positions):
             yield self.group_at(position, mixes)
 
+    def is_among_first(self, group: GroupId, num_positions: int, mixes: Sequence[Mix] = ()) -> bool:
+        task = next(task for task, pool in enumerate(self._pools) if pool.holds(group.index))
+        mix = self.mix_at(num_positions, mixes)
+        had = mix.counts[task] + turns_of(mix).counts(num_positions - mix.start)[task]
+        return _is_among(group, self._pools[task], (self._seed, group.epoch, task), had)
+
     def mix_at(self, position: int, mixes: Sequence[Mix]) -> Mix:
         """Return the mix that decides about a position."""
         return next(mix for mix in reversed(mixes or [self._given]) if mix.start <= position)
@@ -123,6 +133,14 @@ class MixedSampler(Sampler):
         epoch, offset = divmod(count, pool.num_rows)
         index = pool.first_index + int(_permutation(pool.num_rows, (self._seed, epoch, task))[offset])
         return GroupId(epoch=epoch, index=index, attempt=0)
+
+
+def _is_among(group: GroupId, pool: Pool, seeds: tuple[int, ...], num_visits: int) -> bool:
+    """Say whether a pool's first visits have a prompt in its epoch."""
+    num_visited = num_visits - group.epoch * pool.num_rows
+    if not 0 < num_visited < pool.num_rows:
+        return num_visited > 0  # whoever names an epoch far out has no order made of it
+    return int(_places(pool.num_rows, seeds)[group.index - pool.first_index]) < num_visited
 
 
 def sampler_of(shares: Sequence[Share], *, seed: int, admitted: Admitted | None = None) -> Sampler:
@@ -189,6 +207,12 @@ class Turns:
 def turns_of(mix: Mix) -> Turns:
     """Return whose turn it is under a mix."""
     return _turns(tuple(mix.weights))
+
+
+@lru_cache(maxsize=8)
+def _places(num_rows: int, seeds: tuple[int, ...]) -> NDArray[np.int64]:
+    """Return where each row is in a permutation."""
+    return np.argsort(_permutation(num_rows, seeds))
 
 
 @lru_cache(maxsize=8)

@@ -39,13 +39,30 @@ class Fate(NamedTuple):
     """Why it is lost."""
 
 
+class WholeJournal(Journal):
+    """Every surviving cut with its slots, and every outcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: dict[str, Outcome] = {}
+        """The first settling one of each group."""
+
+    def add_outcome(self, outcome: Outcome) -> bool:
+        settles = super().add_outcome(outcome)
+        if settles:
+            self.outcomes[outcome.group_id] = outcome
+        return settles
+
+    def close_cuts(self) -> None:
+        """Let go of nothing."""
+
+
 @dataclass(slots=True)
 class Books:
     """Everything that several promises ask for."""
 
     evidence: Evidence
-    journal: Journal = field(init=False)
-    """Of the surviving cuts, with their slots."""
+    journal: WholeJournal = field(init=False)
     accounts: Accounts = field(init=False)
     checkpoint_step: int = field(init=False)
     steps: dict[int, list[ArchivedSlot]] = field(init=False)
@@ -65,7 +82,7 @@ class Books:
 
     def __post_init__(self) -> None:
         evidence = self.evidence
-        self.journal = Journal()
+        self.journal = WholeJournal()
         self.accounts = Accounts(max_groups_in_flight=evidence.rules.max_groups_in_flight)
         self.ended = set()
         for entry in evidence.log:

@@ -1,4 +1,7 @@
-"""P1: what was acknowledged is trained, settled or still stored. P2: in the surviving lineage, once. Pure."""
+"""P1: what was acknowledged is trained, settled or still stored, and checkpoints are as they were written.
+
+P2: in the surviving lineage, once. Pure.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,6 +19,7 @@ def rule_durable(books: Books, admitted: list[GroupId]) -> Ruling:
     """
     findings = [Finding(Kind.LOST, uid, fate.reason) for uid, fate in books.lost().items()]
     findings += _missing_siblings(books, admitted)
+    findings += [Finding(Kind.DAMAGED, one.version, one.reason) for one in books.evidence.damaged_checkpoints]
     num_received = len(books.received)
     num_used = sum(uid not in books.received for uid in books.fates)
     sentence = f"{num_received} trajectories acknowledged to {len(books.evidence.produced)} producers"

@@ -10,6 +10,7 @@ from areal_async.controller.sampler import Sampler, Share, sampler_of
 from areal_async.fields import GroupIdText, StepText, VersionText
 from areal_async.receipts import Produced, Stamp
 from areal_async.settings import CurriculumSettings
+from areal_async.trainer.intact import Damage
 from areal_async.types import Admitted, Credit, Cut, GroupId, Outcome, SlotStatus
 
 
@@ -161,6 +162,8 @@ class Evidence:
     absent_streams: list[str] = field(default_factory=list)
     """Streams that the broker does not have, or not any more."""
     unreadable_files: list[str] = field(default_factory=list)
+    damaged_checkpoints: list[Damage] = field(default_factory=list)
+    """Those whose files are not what was written."""
     """Of the archive and the checkpoints, each with its reason."""
     notes: list[str] = field(default_factory=list)
     """What else was noticed."""

@@ -12,7 +12,9 @@ import pyarrow.parquet as pq
 from areal_async.doctor.evidence import ArchivedSlot, Ledger
 from areal_async.doctor.versions import Array, Columns, count_versions, find_faults
 from areal_async.errors import WireError
-from areal_async.types import Credit, Version
+from areal_async.trainer.folders import LEDGER
+from areal_async.trainer.keeping import versions_in
+from areal_async.types import Credit
 from areal_async.wire import decode_json
 
 SCALARS = (
@@ -92,18 +94,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 def read_ledger(directory: Path) -> tuple[Ledger | None, list[str]]:
     """Return the ledger of the newest checkpoint that has one that can be read, and why newer ones cannot."""
-    folders = [path for path in directory.glob("*-*") if path.is_dir() and not path.name.startswith(".")]
     unreadable: list[str] = []
-    for folder in sorted(folders, key=_version_of, reverse=True):
+    for version in reversed(versions_in(directory)):
         try:
-            return decode_json((folder / "ledger").read_bytes(), Ledger, what="ledger"), unreadable
+            return decode_json((directory / str(version) / LEDGER).read_bytes(), Ledger, what="ledger"), unreadable
         except (OSError, WireError) as exc:
-            unreadable.append(f"checkpoint {folder.name}: {exc}")
+            unreadable.append(f"checkpoint {version}: {exc}")
     return None, unreadable
-
-
-def _version_of(folder: Path) -> Version:
-    try:
-        return Version.parse(folder.name)
-    except ValueError:
-        return Version(0, 0)

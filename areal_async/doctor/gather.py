@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+import anyio.to_thread
+
 from areal_async.bus import Bus, Message
 from areal_async.bus.api import STREAM_NOT_FOUND, ApiError
 from areal_async.doctor.evidence import Evidence, Rules, StoredSlot
@@ -18,6 +20,7 @@ from areal_async.errors import WireError
 from areal_async.receipts import Receipt, decode_stamp, read_receipts
 from areal_async.run_state import RunState
 from areal_async.subjects import ADMITTED, RUN_STATE
+from areal_async.trainer.intact import find_damage, set_aside_in
 from areal_async.types import Admitted, Cut, Outcome, Record, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.wire import decode, decode_headers, decode_trajectory
 
@@ -37,6 +40,9 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
     await reader.read_trajectories()
     evidence.metrics = read_metrics(run_directory / "metrics.jsonl")
     evidence.ledger, unreadable = read_ledger(run_directory / "checkpoints")
+    # In a thread: it reads every byte of them, and the connection to a live run's broker has to be kept up meanwhile.
+    evidence.damaged_checkpoints = await anyio.to_thread.run_sync(find_damage, run_directory / "checkpoints")
+    evidence.notes += [f"checkpoint {name}: was set aside" for name in set_aside_in(run_directory / "checkpoints")]
     evidence.archive, more = read_archive(run_directory / "trajectories")
     evidence.unreadable_files = unreadable + more
     evidence.log = await reader.read_log()

@@ -28,6 +28,7 @@ class Kind(StrEnum):
     OUT_OF_TURN = "out of turn"
     ATTEMPTS = "attempts"
     NO_LETTER = "no dead letter"
+    DAMAGED = "damaged"
 
 
 class Finding(msgspec.Struct, frozen=True):

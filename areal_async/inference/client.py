@@ -9,6 +9,7 @@ everybody's requests.
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, Self
@@ -196,7 +197,8 @@ class InferenceClient:
         now_s = asyncio.get_running_loop().time
         limit_s = self._settings.first_token_deadline_s
         renewed_until_s = 0.0
-        asked_s, num_before, is_silent = now_s(), len(completion.output_ids), True
+        asked_s = time.monotonic()  # a loop's own clock may go by milliseconds
+        num_before, is_silent = len(completion.output_ids), True
         try:
             async with (
                 asyncio.timeout(limit_s) as deadline,
@@ -215,7 +217,7 @@ class InferenceClient:
                         if is_silent and len(completion.output_ids) > num_before:
                             is_silent = False
                             server.num_first_tokens += 1
-                            server.first_token_total_s += now_s() - asked_s
+                            server.first_token_total_s += time.monotonic() - asked_s
                         limit_s = self._settings.between_tokens_deadline_s
                         due_s = now_s() + limit_s
                         if due_s > renewed_until_s:  # now and then: a timer moved at each event costs more than it

@@ -55,7 +55,7 @@ class Staging:
         started = time.monotonic()
         async with self._lock:
             if self._checked != target.version:
-                await anyio.to_thread.run_sync(_check_files, target)
+                await anyio.to_thread.run_sync(check_files, target)
                 self._checked = target.version
         return time.monotonic() - started
 
@@ -64,7 +64,12 @@ class Staging:
         self._checked = ""
 
 
-def _check_files(target: WeightsVersion) -> None:
+def check_files(target: WeightsVersion) -> None:
+    """Hold the files of a version against their announced hashes.
+
+    Raises:
+        StagingFault: a file is missing or differs.
+    """
     for name, expected in target.sha256.items():
         path = Path(target.path, name)
         try:
@@ -99,7 +104,8 @@ async def swap_by_broadcast(api: ServerApi, target: WeightsVersion, *, mode: str
 
     async def receive() -> None:
         with anyio.move_on_after(deadline_s):
-            await _receive(api, target, mode=mode, deadline_s=deadline_s)
+            # The whole has the deadline; one that a request had as well could be over a moment before it.
+            await _receive(api, target, mode=mode, deadline_s=2 * deadline_s)
             return
         raise ServerFault(
             f"broadcast of {target.version}: not over within inference.transfer_deadline_s = {deadline_s:g} s"

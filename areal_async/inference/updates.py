@@ -125,13 +125,26 @@ class Updater:
                     waits.on(waits.server(self._server.id), "an update of", waiter=waits.weights(order.version)),
                     stations.part_of_step(Version.parse(order.version), "swap", server_id=self._server.id),
                 ):
-                    await self._carry_out(order)
-            except StagingFault as exc:
-                # Replaced by a newer one meanwhile, or not visible on this host yet: look again.
-                log.warning("weights.unreadable", server_id=self._server.id, cause=str(exc))
-                await anyio.sleep(STAGING_RETRY_S)
+                    try:
+                        await self._carry_out(order)
+                    except StagingFault as exc:
+                        await self._wait_for_files(order, str(exc))
             except ServerFault as exc:
                 return f"weights {order.version}: {exc}"
+
+    async def _wait_for_files(self, order: WeightsVersion, cause: str) -> None:
+        """Say that they cannot be loaded, for the trainer to write them anew where they are damaged; then look again.
+
+        They may also be replaced by newer ones meanwhile, or not be visible on this host yet.
+        """
+        log.warning("weights.unreadable", server_id=self._server.id, cause=cause)
+        if cause != self._server.unreadable:
+            self._server.unreadable = cause
+            await self._around.publish(self._server)
+        with waits.on(
+            waits.files(order.version), f"readable ones ({cause}) among", waiter=waits.server(self._server.id)
+        ):
+            await anyio.sleep(STAGING_RETRY_S)
 
     def _next(self) -> WeightsVersion | None:
         """Choose the version to change to now; None while there is none that this server could take."""

@@ -6,7 +6,9 @@ Files appear whole or not at all. What a restored lineage replaces moves to ``ab
 """
 
 import json
+import math
 import os
+import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,6 +27,7 @@ from areal_async.trainer.rows import TrainRow
 from areal_async.types import Cut, Metrics, Trajectory, Version
 from areal_async.types import Sequence as TokenSequence
 
+_FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
 _CREDIT = pa.struct(
     [("reward", pa.float64()), ("num_tokens", pa.int64()), ("role", pa.string()), ("advantage", pa.float64())]
 )
@@ -192,14 +195,15 @@ def abandon_archive(directory: Path, *, after_step: int, before_lineage: int) ->
 
     More than once: a trainer that was replaced may wake up and write after its successor has begun.
     """
-    moved = 0
-    for path in sorted(directory.glob("step-*.parquet")):
-        _, step, lineage, _ = path.stem.split("-")
-        if int(step) > after_step and int(lineage) < before_lineage:
-            (directory / "abandoned").mkdir(exist_ok=True)
-            path.rename(directory / "abandoned" / path.name)
-            moved += 1
-    return moved
+    if not directory.is_dir():
+        return 0
+    with os.scandir(directory) as entries:  # names alone, with every checkpoint: there is a file for every step
+        files = (match for entry in entries if (match := _FILE(entry.name)))
+        theirs = [match[0] for match in files if int(match[1]) > after_step and int(match[2]) < before_lineage]
+    for name in theirs:
+        (directory / "abandoned").mkdir(exist_ok=True)
+        (directory / name).rename(directory / "abandoned" / name)
+    return len(theirs)
 
 
 class MetricsFile:
@@ -213,6 +217,8 @@ class MetricsFile:
     def append(self, line: Metrics) -> None:
         """Add the line of one step; what a trainer that was replaced has added meanwhile goes.
 
+        JSON has no NaN and no infinity: numbers that are none are left out, and named in ``not_finite``.
+
         Raises:
             FencedError: that trainer is this one: its successor has written.
         """
@@ -224,7 +230,7 @@ class MetricsFile:
                 raise FencedError(f"lineage {mine}: {self._path} is lineage {newest}'s; this trainer must stop")
             self.rewind(to_step=int(line["step"]) - 1)
         with self._path.open("a") as file:
-            file.write(json.dumps(dict(line)) + "\n")
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
         self._state = self._look()
 
     def rewind(self, *, to_step: int) -> None:
@@ -249,6 +255,12 @@ class MetricsFile:
         except FileNotFoundError:
             return ()
         return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _finite(line: Metrics) -> dict[str, float | int | str]:
+    bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+    kept = {name: value for name, value in line.items() if name not in bad}
+    return kept | ({"not_finite": " ".join(bad)} if bad else {})
 
 
 def lines_through(content: bytes, step: int) -> bytes:

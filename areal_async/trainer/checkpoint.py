@@ -2,7 +2,8 @@
 
 Model and optimizer go through torch's distributed checkpoint (DCP), each rank writing its own shards, under the names
 of the whole model; so another number of ranks, and another layout, can load them. The ledger (opaque bytes: the ids of
-what these weights were trained on) lies in the same folder, so the two can never disagree.
+what these weights were trained on) lies in the same folder, so the two can never disagree, and so do the digests of all
+these files (``intact``).
 
 What is not inside follows from what is: the learning rate is a pure function of the training step, and there is no
 random state, because the engine draws no random numbers.
@@ -11,6 +12,7 @@ Only tensors are given to DCP, and it reads those with ``weights_only``. Its own
 format and is a pickle: load no checkpoint from a source you would not run a program from.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from shutil import rmtree
@@ -24,6 +26,7 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.fault_points import reach
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import LEDGER, finish, partial_name
+from areal_async.trainer.intact import digests, write_sums
 
 STATE = "state"
 PARAMETERS = "parameters"
@@ -147,6 +150,7 @@ def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks:
 
     def end() -> None:
         (partial / LEDGER).write_bytes(ledger)
+        write_sums(partial, {name: digest for one in own for name, digest in json.loads(one).items()})
         reach("trainer.during_checkpoint")
         finish(partial, directory)
 
@@ -156,6 +160,8 @@ def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks:
         dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
     except dcp.CheckpointException as exc:
         raise PipelineError(f"checkpoint: {directory} could not be written: {_reasons(exc)}") from exc
+    shards = (partial / STATE).glob(f"__{ranks.rank}_*")  # DCP's names for what this rank wrote
+    own = ranks.gather_bytes(json.dumps(digests(partial, shards)).encode())
     _on_first(ranks, end, directory)
 
 

@@ -5,7 +5,7 @@ The invariants are those of ``sharded``. Every public method is a collective, ca
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self, cast
 
 import structlog
 import torch
@@ -93,6 +93,11 @@ class CriticEngine:
             value_clip=settings.algorithm.value_clip,
             num_minibatches=settings.algorithm.num_minibatches,
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's embedding."""
+        return int(cast(Any, self._critic.classifier).config.vocab_size)
 
     def change(self, settings: Settings) -> None:
         """Take the peak of the learning rate's schedule of these, from the next step on."""

@@ -192,8 +192,12 @@ class Cutter:
 
     def _first_unfit(self) -> Settle | None:
         """Find a complete group that cannot train; count those that can."""
+        age = self._age(self._branches)
         for group in self._inventory.open.values():
             if group.is_complete and not group.is_counted:
+                if group.youngest_age(age) < 0:
+                    reason = f"its tokens are of a version that step {self.step} comes before"
+                    return Settle([group.group_id], OutcomeKind.ABANDONED, reason)
                 verdict = group.verdict(
                     min_group_size=self._rules.of(group).min_group_size,
                     filters_equal=self._rules.filters_equal_groups,

@@ -64,6 +64,12 @@ class Engines:
             },
         )
 
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that every model of the step has."""
+        models = (self.actor, self.critic, self.reference)
+        return min(model.vocab_size for model in models if model is not None)
+
     def change(self, settings: Settings) -> None:
         """Train by these from the next step on; what may not change in a run is as it was."""
         self.actor.change(settings)

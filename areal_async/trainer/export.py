@@ -17,6 +17,7 @@ from areal_async.settings import LoraSettings, ModelSettings
 from areal_async.trainer import weights
 from areal_async.trainer.checkpoint import PARAMETERS, STATE
 from areal_async.trainer.folders import LEDGER
+from areal_async.trainer.intact import damage
 from areal_async.trainer.lora import IN, OUT, merge
 from areal_async.trainer.model import DTYPES
 
@@ -55,7 +56,9 @@ def _read(checkpoint: Path, dtype: torch.dtype) -> dict[str, Tensor]:
     import torch.distributed.checkpoint as dcp  # imported here: it takes seconds
     from torch.distributed.checkpoint.api import CheckpointException
 
-    files = set(checkpoint.rglob("*"))
+    reason, files = damage(checkpoint), set(checkpoint.rglob("*"))
+    if reason and checkpoint.is_dir():
+        raise UserError(f"checkpoint: {checkpoint}: {reason}; take another one")
     try:
         reader = dcp.FileSystemReader(checkpoint / STATE)
         tensors: dict[str, Tensor] = {

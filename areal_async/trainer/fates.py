@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from areal_async.id_sets import GroupIds
 from areal_async.trainer.cut import OpenGroup
 from areal_async.trainer.inventory import Inventory
 from areal_async.types import Cut, CutGroup, Outcome, OutcomeKind, StoredMessage, mean
@@ -28,7 +29,7 @@ class Fates(Generic[D]):
         self.inventory = inventory
         self.lineage = lineage
         self._max_attempts = max_attempts
-        self._recorded = set(recorded)
+        self._recorded = GroupIds(recorded)
         self._in_cuts: dict[str, CutGroup] = {}
         """Groups in cuts that no checkpoint holds, should they fall out."""
         self._num_whole = 0
@@ -47,7 +48,7 @@ class Fates(Generic[D]):
 
     def take(self, groups: Sequence[CutGroup]) -> None:
         """Take groups that were cut once: they are not cut again."""
-        self.inventory.close_cut(groups)
+        self.inventory.close(group.group_id for group in groups)
         self._in_cuts.update({group.group_id: group for group in groups})
 
     def receive(self, message: StoredMessage, delivery: D) -> list[Outcome]:

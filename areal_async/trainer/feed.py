@@ -26,6 +26,7 @@ from areal_async.subjects import CHANGES
 from areal_async.trainer.cutter import CutRules, Cutter, GroupRules, Room, Settle, Wait, Write
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
+from areal_async.trainer.limits import Limits
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.settlement import Settlement
 from areal_async.types import Cut, GroupId, OutcomeKind, StoredMessage, Ticket, Version
@@ -54,10 +55,11 @@ class Feed:
             self._inventory,
             lineage=lineage.number,
             max_attempts=settings.rollout.max_attempts,
-            recorded=journal.outcomes,
+            recorded=journal.settled,
         )
         self._cutter = Cutter(_rules(settings), self._fates, branches=journal.branches)
         self.settlement = Settlement(bus, self._fates, lineage)
+        self._limits = Limits(settings)
         self._without_end = journal.without_end()
         self._fates.take(self._without_end)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
@@ -129,6 +131,7 @@ class Feed:
                 for delivery in deliveries:
                     await self._receive(delivery)
                 if len(deliveries) < INBOX_BATCH:
+                    self._inventory.is_caught_up = True
                     self._caught_up["inbox"].set()  # a short read: the backlog is through
                 if deliveries:
                     self._notify()
@@ -207,6 +210,7 @@ class Feed:
         try:
             message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.stored_bytes)
             self._check_origin(message, delivery)
+            self._limits.check_message(message)
         except WireError as exc:
             await self._give_up_group_of(delivery, str(exc))
             await self._bus.bury(delivery, str(exc))

@@ -2,14 +2,18 @@
 
 Pure but for the deliveries it keeps for their later ack. Filled by three readers (tickets, the inbox, the
 log), in any order and with repetitions: a slot counts once, a settled group stays settled.
+
+What it keeps of groups that have ended are numbers, nearly all of which follow one another (``id_sets``): which groups
+they were, and which messages have come. That tells what is late of a group, however long ago it ended.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from areal_async.id_sets import GroupIds, Numbers
 from areal_async.trainer.cut import OpenGroup
-from areal_async.types import CutGroup, Outcome, OutcomeKind, SlotStatus, StoredMessage, Ticket, Version
+from areal_async.types import Outcome, OutcomeKind, SlotStatus, StoredMessage, Ticket, Version
 
 D = TypeVar("D")
 """A delivery: opaque here."""
@@ -20,13 +24,16 @@ class Inventory(Generic[D]):
     """Open groups, and the un-acked messages of every group."""
 
     open: dict[str, OpenGroup] = field(default_factory=dict)
-    closed: dict[str, frozenset[str] | None] = field(default_factory=dict)
-    """Groups in a cut or with a settling outcome: nothing more that comes for them is trained. The value holds the
-    sample uids that were there when it closed; None where they are not known any more (an older lineage's outcome)."""
+    closed: GroupIds = field(default_factory=GroupIds)
+    """Groups in a cut or with a settling outcome: nothing more that comes for them is trained."""
     deliveries: dict[str, dict[int, D]] = field(default_factory=dict)
     """group id -> stream sequence -> delivery."""
     stored_bytes: int = 0
     """Of the deliveries held."""
+    is_caught_up: bool = False
+    """Whatever was stored before this lineage began has come."""
+    _have_come: Numbers = field(default_factory=Numbers)
+    """Stream sequences. A broker that lost messages may use one again: so they only say what is not recorded twice."""
     _num_bytes: dict[int, int] = field(default_factory=dict)
     _num_known: int = 0
 
@@ -49,10 +56,11 @@ class Inventory(Generic[D]):
             return []
         self._num_bytes[message.sequence] = message.num_bytes
         self.stored_bytes += message.num_bytes
+        is_new = self.is_caught_up and message.sequence not in self._have_come
+        self._have_come.add(message.sequence)
         if message.group_id in self.closed:
-            known = self.closed[message.group_id]
-            scored = [slot for slot in message.slots if slot.status is SlotStatus.SCORED]
-            late = [slot for slot in scored if known is not None and slot.sample_uid not in known]
+            # What is delivered again may be what was trained; so may whatever was there before this lineage.
+            late = [slot for slot in message.slots if is_new and slot.status is SlotStatus.SCORED]
             return [_of_slot(message.group_id, slot.sample_uid, OutcomeKind.LATE) for slot in late]
         if message.group_id not in self.open:
             self._open(
@@ -68,18 +76,8 @@ class Inventory(Generic[D]):
     def close(self, group_ids: Iterable[str]) -> None:
         """Take groups out of the open ones: they are cut or settled."""
         for group_id in group_ids:
-            group = self.open.pop(group_id, None)
-            if group is not None:
-                self.closed[group_id] = frozenset(item.slot.sample_uid for item in group.slots.values())
-            else:
-                self.closed.setdefault(group_id, None)
-
-    def close_cut(self, groups: Iterable[CutGroup]) -> None:
-        """Take the groups of a journalled cut out of the open ones."""
-        for group in groups:
-            self.close([group.group_id])
-            stored = frozenset(item.slot.sample_uid for item in group.slots)
-            self.closed[group.group_id] = (self.closed[group.group_id] or frozenset()) | stored
+            self.open.pop(group_id, None)
+            self.closed.add(group_id)
 
     def release(self, group_ids: Iterable[str]) -> list[D]:
         """Hand over the deliveries of groups whose fate is recorded, to be acked."""
@@ -92,9 +90,12 @@ class Inventory(Generic[D]):
 
     def release_message(self, message: StoredMessage) -> list[D]:
         """Hand over the delivery of one message, to be acked."""
-        delivery = self.deliveries.get(message.group_id, {}).pop(message.sequence, None)
+        held = self.deliveries.get(message.group_id, {})
+        delivery = held.pop(message.sequence, None)
         if delivery is None:
             return []
+        if not held:
+            del self.deliveries[message.group_id]
         self.stored_bytes -= self._num_bytes.pop(message.sequence, 0)
         return [delivery]
 

@@ -6,7 +6,7 @@ until he has read it.
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,29 +55,31 @@ def name_best(run_directory: Path, settings: Settings) -> Version | None:
 
 def find_best(run_directory: Path, settings: Settings) -> Version | None:
     """Return the best of the checkpoints that are there, by ``trainer.keep_best``; None where none can be judged."""
+    keep_best = settings.trainer.keep_best
+    if keep_best is None:
+        return None
     there = versions_in(run_directory / "checkpoints")
-    lines = _json_lines(run_directory / "metrics.jsonl")
-    made = {int(line["step"]): line for line in lines if {"step", "weights_version", "reward_mean"} <= line.keys()}
-    versions = {step: Version.parse(line["weights_version"]) for step, line in made.items()}
-    ours = [version for version in there if versions.get(version.step) == version]
+    made = {
+        int(line["step"]): (line["weights_version"], float(line["reward_mean"]), line.get(INTERVAL))
+        for line in _json_lines(run_directory / "metrics.jsonl")
+        if {"step", "weights_version", "reward_mean"} <= line.keys()
+    }
+
+    def is_ours(version: Version) -> bool:
+        return version.step in made and made[version.step][0] == str(version)
 
     def every_steps(step: int) -> int:
         """Return the interval that was in force then; a line of before does not say it."""
-        return int(made.get(step, {}).get(INTERVAL, settings.trainer.checkpoint_every_steps))
+        interval = made[step][2] if step in made else None
+        return settings.trainer.checkpoint_every_steps if interval is None else int(interval)
 
-    match settings.trainer.keep_best:
-        case None:
-            return None
-        case "reward":
-            rewards = {step: float(line["reward_mean"]) for step, line in made.items()}
-            values = by_reward(ours, rewards, every_steps=every_steps)
-        case "accuracy":
-            accuracies = {
-                version.step: value
-                for version, value in _accuracies(run_directory).items()
-                if versions.get(version.step) == version
-            }
-            values = by_accuracy(ours, accuracies, every_steps=every_steps)
+    ours = [version for version in there if is_ours(version)]
+    if keep_best == "reward":
+        values = by_reward(ours, {step: reward for step, (_, reward, _) in made.items()}, every_steps=every_steps)
+    else:
+        evaluated = _accuracies(run_directory).items()
+        accuracies = {version.step: value for version, value in evaluated if is_ours(version)}
+        values = by_accuracy(ours, accuracies, every_steps=every_steps)
     return max(values, key=lambda version: (values[version], version), default=None)
 
 
@@ -148,14 +150,15 @@ def _accuracies(run_directory: Path) -> dict[Version, float]:
     return {version: mean(list(own.values())) for version, own in by_version.items()}
 
 
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that are whole: the last one may be in the writing."""
-    found = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are whole, one at a time: the last one may be in the writing."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line

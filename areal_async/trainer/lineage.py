@@ -7,7 +7,7 @@ its cuts and outcomes for every reader. Whatever else a lineage writes is compar
 
 from areal_async.bus import Bus, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
-from areal_async.events import CheckpointWritten, WeightsAnnounced
+from areal_async.events import CheckpointDamaged, CheckpointWritten, WeightsAnnounced
 from areal_async.fault_points import reach
 from areal_async.journal import Journal
 from areal_async.subjects import CHECKPOINT, LINEAGE
@@ -46,14 +46,18 @@ class Lineage:
         await lineage._take_checkpoint()
         return lineage
 
-    async def read_log(self) -> Journal:
+    async def read_log(self, *, is_whole: bool = False) -> Journal:
         """Return what the log says before this lineage begins.
+
+        Args:
+            is_whole: keep the cuts of steps that are checkpointed, too.
 
         Raises:
             FencedError: a newer one has begun.
         """
-        journal, names = Journal(), self._bus.names
-        for message in await self._bus.read_log(names.outcomes_stream, names.log):
+        names = self._bus.names
+        journal = Journal(own_lineage=self.number) if is_whole else Journal()
+        async for message in self._bus.find_messages(names.outcomes_stream, names.log):
             entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
             if isinstance(entry, Cut):
                 journal.add_cut(entry, sequence=message.sequence)
@@ -126,6 +130,14 @@ class Lineage:
         await self._write(CHECKPOINT, checkpoint)
         self.checkpoint = checkpoint
         await self._bus.tell(CheckpointWritten(version=checkpoint.version))
+
+    async def fall_back(self, checkpoint: CheckpointRecord, *, reason: str) -> None:
+        """Begin from an older checkpoint than the newest, which is damaged."""
+        assert self.checkpoint is not None
+        damaged = self.checkpoint
+        await self._write(CHECKPOINT, checkpoint)
+        self.checkpoint = checkpoint
+        await self._bus.tell(CheckpointDamaged(version=damaged.version, reason=reason, taken=checkpoint.version))
 
     async def _take_checkpoint(self) -> None:
         """Start from the newest checkpoint, and make it this lineage's to replace.

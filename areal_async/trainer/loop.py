@@ -12,8 +12,9 @@ rank; which steps exist is decided by the journal alone.
 
 import functools
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import anyio
@@ -27,22 +28,26 @@ from areal_async.algorithms.advantages import advantage_rule
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.fault_points import reach
-from areal_async.fields import StepText, VersionText
 from areal_async.journal import Journal
 from areal_async.live_settings import settings_of_step
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
 from areal_async.trainer.archive import MetricsFile, write_archive
 from areal_async.trainer.checkpointer import Checkpointer
+from areal_async.trainer.culprits import find_culprits, said_by
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.health import HISTORY_STEPS, Health
 from areal_async.trainer.keeping import INTERVAL
-from areal_async.trainer.payloads import Placed, SlotKey, build_rows, fetch, place, share
+from areal_async.trainer.ledger import Ledger
+from areal_async.trainer.limits import Limits
+from areal_async.trainer.payloads import AgeStats, Placed, SlotKey, build_rows, fetch, place, share
 from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
+from areal_async.trainer.recorded import find_archived
 from areal_async.trainer.step import (
+    AgreedBatch,
     Report,
     ShareStats,
     StepResult,
@@ -51,10 +56,9 @@ from areal_async.trainer.step import (
     batch_metrics,
     metrics_line,
 )
-from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.step_calls import StepCalls, Trained
 from areal_async.trainer.threads import Beside
 from areal_async.types import Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
-from areal_async.wire import decode_json
 
 log = structlog.get_logger()
 
@@ -68,15 +72,19 @@ class Share:
     """Of the whole cut."""
     mine: list[Placed]
     trajectories: dict[int, Trajectory]
-    missing: list[SlotKey]
+    missing: dict[SlotKey, str]
+    """Those of ``mine`` that cannot be trained, each with why."""
 
 
-class Ledger(msgspec.Struct):
-    """The trained ids, inside the same atomic folder as the weights that they made."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """A batch, trained."""
 
-    version: VersionText
-    trained: dict[StepText, list[str]]
-    """step -> group ids, for every step in the lineage of these weights."""
+    slots: list[Placed]
+    """This rank's."""
+    trajectories: dict[int, Trajectory]
+    ages: AgeStats
+    trained: Trained
 
 
 class Trainer:
@@ -108,6 +116,7 @@ class Trainer:
         self._grid = engines.actor.grid
         self._thread = lanes.engine
         self._calls = StepCalls(settings, engines=engines, lanes=lanes)
+        self._limits = Limits(settings, vocab_size=engines.vocab_size)
         self._publisher = publisher
         self._archiving = archiving
         self._checkpointer = checkpointer
@@ -115,7 +124,7 @@ class Trainer:
         self._reader = reader
         self._number = number
         self._feed = feed
-        self._ledger = Ledger(version=str(Version(number, 0)), trained={})
+        self._ledger = Ledger(Version(number, 0))
         self._wants_stop = False
         self._metrics_file = MetricsFile(run_directory / "metrics.jsonl")
         self._health = Health(settings.health, bus)
@@ -148,8 +157,8 @@ class Trainer:
         """Load a checkpoint and drop what was written after it. Collective; before ``run``."""
         if checkpoint is not None:
             ledger = await self._thread.run(lambda: self._engines.load_checkpoint(checkpoint))
-            self._ledger = decode_json(ledger, Ledger, what=f"ledger of {checkpoint}")
-            self.step = Version.parse(self._ledger.version).step
+            self._ledger = Ledger.decode(ledger, what=f"ledger of {checkpoint}")
+            self.step = self._ledger.version.step
         self._checkpointer.restored(self.step)
         if self._feed is not None:
             self._metrics_file.rewind(to_step=self.step)
@@ -195,8 +204,8 @@ class Trainer:
         first_step = due_step = self.step + 1
         for step in self._reader.journal.steps_to_replay():
             self.state = f"replaying step {step}"
-            part = await self._fetch(self._reader.journal.cut_to_replay(step))
-            reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
+            part = await self._fetch_again(self._reader.journal.cut_to_replay(step))
+            reports = await self._exchange(Report(missing=list(part.missing.items()), stop=self._wants_stop))
             if reports[0].stop:
                 return False
             num_missing = sum(len(report.missing) for report in reports)
@@ -205,7 +214,7 @@ class Trainer:
                 if self._feed is not None:
                     await self._feed.disown(after_step=self.step)
                 break
-            result = await self._run_step(part, [], waited_s=0.0)
+            result = await self._run_step(part, {}, waited_s=0.0)
             await self._close_books(result, weights_s=0.0)
             if self.step == due_step:
                 await self._checkpoint()
@@ -246,10 +255,10 @@ class Trainer:
                 if part is None:
                     await self._checkpoint_now()  # to make room: there may be none to go on with
                     continue
-                reports = await self._exchange(Report(missing=part.missing, stop=self._wants_stop))
+                reports = await self._exchange(Report(missing=list(part.missing.items()), stop=self._wants_stop))
                 if reports[0].stop:
                     return
-                missing = [key for report in reports for key in report.missing]
+                missing = dict(pair for report in reports for pair in report.missing)
                 result = await self._run_step(part, missing, waited_s=time.monotonic() - since)
                 weights_since = time.monotonic()
                 await self._publish_weights()
@@ -259,44 +268,24 @@ class Trainer:
                 if self._feed is not None:
                     self._feed.allow(self.step + 1)
 
-    async def _run_step(self, part: Share, missing: list[SlotKey], *, waited_s: float) -> StepResult:
+    async def _run_step(self, part: Share, missing: dict[SlotKey, str], *, waited_s: float) -> StepResult:
         started = time.monotonic()
         step, settings = part.cut.step, self._settings
         self.state = f"training step {step}"
         if self._feed is not None and settings.rollout.max_staleness > 0:
             self._feed.allow(step + 1)
-        batch = agree_on_batch(
-            part.slots,
-            missing,
-            min_group_size=settings.rollout.min_group_size,
-            min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
-            rule=advantage_rule(settings),
-        )
-        if batch.unusable and self._feed is not None:
-            reason = "stored payloads are damaged or gone"
-            await self._feed.settlement.settle(batch.unusable, OutcomeKind.FAILED, reason=reason, step=step)
-        used = {placed.position for placed in batch.slots}
-        mine = [placed for placed in part.mine if placed.position in used]
-        trajectories = {placed.position: part.trajectories[placed.position] for placed in mine}
-        branches = {int(lineage): shared for lineage, shared in part.cut.branches.items()}
-
-        def age(version: Version) -> int:
-            return age_at(step=step, version=version, lineage=self._number, branches=branches)
-
-        rows, ages = build_rows(
-            trajectories,
-            advantages=batch.advantages,
-            start=self.version,
-            age=age,
-            max_staleness=part.cut.max_staleness,
-            masks_stale=part.cut.masks_stale,
-            temperature=settings.rollout.sampling.temperature,
-        )
+        batch = self._agree(part, missing)
+        if self._feed is not None:
+            for group_id in batch.unusable:
+                reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
+                await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=step)
         train_since = time.monotonic()
         reach("trainer.before_step")
-        self._of_step = settings_of_step(settings, lr=part.cut.lr, numbers=part.cut.numbers)
-        with self._waiting(waits.step(step), "the engine in"), stations.part_of_step(self._made(step), "train"):
-            trained = await self._calls.run(rows, batch, step=step, settings=self._of_step)
+        try:
+            done = await self._train_batch(part, batch)
+        except Exception as exc:
+            await self._give_up_culprits(part, missing, batch, exc)
+            raise
         reach("trainer.after_step")
         train_s = time.monotonic() - train_since
         made = self._made(step)
@@ -306,20 +295,18 @@ class Trainer:
             made=made,
             cut=part.cut,
             rank=self._grid.data.rank,
-            slots=mine,
-            trajectories=trajectories,
+            slots=done.slots,
+            trajectories=done.trajectories,
             advantages=batch.advantages,
-            rows=trained.rows,
+            rows=done.trained.rows,
         )
         own = ShareStats()
         if self._grid.is_speaker:
             await self._archiving.start(lambda: anyio.to_thread.run_sync(archive))
-            own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
+            own = ShareStats(ages=done.ages, info=add_up_info(one.info for one in done.trajectories.values()))
         shares = await self._gather(msgspec.json.encode(own))
         self.step = step
-        self._reader.journal.forget_slots(through_step=self._checkpointer.durable_step)
-        self._ledger.version = str(made)
-        self._ledger.trained[str(step)] = sorted({placed.group_id for placed in batch.slots})
+        self._ledger.add(made, sorted({placed.group_id for placed in batch.slots}))
         return StepResult(
             version=made,
             batch={
@@ -327,16 +314,76 @@ class Trainer:
                     batch,
                     [msgspec.json.decode(one, type=ShareStats) for one in shares],
                     workflows=[task.name for task in settings.tasks],
-                    age=age,
+                    age=self._ages_in(part.cut),
                 ),
-                **trained.others,
+                **done.trained.others,
                 INTERVAL: self._of_step.trainer.checkpoint_every_steps,
             },
-            stats=trained.stats,
+            stats=done.trained.stats,
             started=started - waited_s,
             wait_s=waited_s,
             train_s=train_s,
         )
+
+    def _agree(self, part: Share, missing: Iterable[SlotKey]) -> AgreedBatch:
+        settings = self._settings
+        return agree_on_batch(
+            part.slots,
+            missing,
+            min_group_size=settings.rollout.min_group_size,
+            min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
+            rule=advantage_rule(settings),
+        )
+
+    async def _train_batch(self, part: Share, batch: AgreedBatch) -> Done:
+        """Train this rank's share of a batch. A collective."""
+        step = part.cut.step
+        used = {placed.position for placed in batch.slots}
+        mine = [placed for placed in part.mine if placed.position in used]
+        trajectories = {placed.position: part.trajectories[placed.position] for placed in mine}
+        rows, ages = build_rows(
+            trajectories,
+            advantages=batch.advantages,
+            start=self.version,
+            age=self._ages_in(part.cut),
+            max_staleness=part.cut.max_staleness,
+            masks_stale=part.cut.masks_stale,
+            temperature=self._settings.rollout.sampling.temperature,
+        )
+        self._of_step = settings_of_step(self._settings, lr=part.cut.lr, numbers=part.cut.numbers)
+        with self._waiting(waits.step(step), "the engine in"), stations.part_of_step(self._made(step), "train"):
+            trained = await self._calls.run(rows, batch, step=step, settings=self._of_step)
+        return Done(slots=mine, trajectories=trajectories, ages=ages, trained=trained)
+
+    def _ages_in(self, cut: Cut) -> Callable[[Version], int]:
+        branches = {int(lineage): shared for lineage, shared in cut.branches.items()}
+        return lambda version: age_at(step=cut.step, version=version, lineage=self._number, branches=branches)
+
+    async def _give_up_culprits(
+        self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, error: Exception
+    ) -> None:
+        """Record the groups that a step fails with, so that it is replayed without them; this process is to end.
+
+        What is in its engine is worth nothing any more, and parts of the batch are tried on it. Several ranks meet in
+        collectives that one of them has left: there nothing is found out.
+        """
+        if self._feed is None or self._ranks.size > 1:
+            return
+        groups = list(dict.fromkeys(placed.group_id for placed in batch.slots))
+
+        async def attempt(tried: Sequence[str]) -> str:
+            others = [placed.key for placed in batch.slots if placed.group_id not in tried]
+            try:
+                await self._train_batch(part, self._agree(part, [*missing, *others]))
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
+                return said_by(exc)
+            return ""
+
+        self.state = f"looking for what step {part.cut.step} fails with"
+        for group_id, why in (await find_culprits(groups, said_by(error), attempt)).items():
+            log.warning("group.given_up", step=part.cut.step, group_id=group_id, reason=why)
+            reason = f"the step fails with it: {why}"
+            await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=part.cut.step)
 
     # what a step leaves behind
 
@@ -352,7 +399,7 @@ class Trainer:
     async def _checkpoint(self) -> None:
         """Checkpoint what no checkpoint holds yet; it is written beside the next steps. The same on every rank."""
         self.state = f"copying for the checkpoint of step {self.step}"
-        await self._checkpointer.start(self.version, msgspec.json.encode(self._ledger))
+        await self._checkpointer.start(self.version, self._ledger.encode())
 
     async def _checkpoint_now(self) -> None:
         """Checkpoint it, and wait until that is on disk, recorded and settled."""
@@ -365,7 +412,7 @@ class Trainer:
             return
         stations.trained(
             result.version,
-            self._ledger.trained[str(result.version.step)],
+            self._ledger.newest,
             since_s=result.started,
             wait_s=result.wait_s,
             train_s=result.train_s,
@@ -403,8 +450,27 @@ class Trainer:
             waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)),
             stations.part_of_step(self._made(cut.step), "fetch", num_slots=len(mine)),
         ):
-            trajectories, missing = await fetch(self._bus, mine)
+            check = functools.partial(self._limits.check_trajectory, cut=cut, lineage=self._number)
+            trajectories, missing = await fetch(self._bus, mine, check)
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
+
+    async def _fetch_again(self, cut: Cut) -> Share:
+        """Fetch what was trained before; what is not stored any more is taken from the archive.
+
+        A checkpoint that was whole let its messages go, and turned out damaged later.
+        """
+        part = await self._fetch(cut)
+        if not part.missing:
+            return part
+        wanted = {placed.item.slot.sample_uid: placed for placed in part.mine if placed.key in part.missing}
+        look = functools.partial(find_archived, self._directory, cut.step, set(wanted))
+        archived = await anyio.to_thread.run_sync(look)
+        for uid, trajectory in archived.items():
+            slot = wanted[uid].item.slot
+            part.trajectories[wanted[uid].position] = msgspec.structs.replace(trajectory, slot=slot)
+        missing = {placed.key: part.missing[placed.key] for uid, placed in wanted.items() if uid not in archived}
+        log.info("replay.from_archive", step=cut.step, num_found=len(archived), num_missing=len(missing))
+        return replace(part, missing=missing)
 
     def _check_ledger(self, journal: Journal) -> None:
         """Hold the checkpoint's own list of what it was trained on against the journal.
@@ -412,8 +478,8 @@ class Trainer:
         Raises:
             PipelineError: they disagree: the journal is not of these weights, and going on could train twice.
         """
-        for step, trained in self._ledger.trained.items():
-            strangers = journal.unknown_to(int(step), trained)
+        for step, trained in self._ledger.steps():
+            strangers = journal.unknown_to(step, trained)
             if strangers:
                 raise PipelineError(
                     f"checkpoint {self._ledger.version}: step {step} trained {strangers[:3]}, which the "

@@ -12,7 +12,6 @@ import structlog
 from areal_async import log as logging
 from areal_async import stacks, waits
 from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
-from areal_async.errors import UserError
 from areal_async.exporters.prometheus import exporting
 from areal_async.exporters.traces import recording
 from areal_async.settings import Settings
@@ -26,7 +25,9 @@ from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.loop import Trainer
 from areal_async.trainer.publisher import Publisher, sends_adapter
 from areal_async.trainer.reader import JournalReader
+from areal_async.trainer.restoring import choose_checkpoint
 from areal_async.trainer.threads import Beside, EngineThread
+from areal_async.types import Version
 from areal_async.weight_group import GLOO, NCCL
 
 METRICS_INTERVAL_S = 1.0
@@ -84,7 +85,8 @@ async def _run_rank(
         lineage = await Lineage.take(bus) if ranks.rank == 0 else None
         begin = await _begin(ranks, lineage)
         structlog.contextvars.bind_contextvars(lineage=begin.number)
-        reader = JournalReader(bus)
+        restored_step = Version.parse(Path(begin.checkpoint).name).step if begin.checkpoint else 0
+        reader = JournalReader(bus, lineage=begin.number, restored_step=restored_step)
         loops.start_soon(reader.run)
         await reader.read_through(begin.sequence)
         feed = Feed(bus, settings, lineage, reader.journal) if lineage is not None else None
@@ -128,8 +130,10 @@ async def _run_rank(
             number=begin.number,
             feed=feed,
         )
+        if lineage is not None:
+            loops.start_soon(publisher.run_repairs)
         loops.start_soon(_run_metrics, bus, trainer, ranks.rank, settings, run_directory)
-        await trainer.restore(_existing(begin.checkpoint))
+        await trainer.restore(Path(begin.checkpoint) if begin.checkpoint else None)
         if feed is not None:
             loops.start_soon(feed.run_inbox)
             loops.start_soon(feed.run_tickets)
@@ -145,6 +149,7 @@ async def _run_rank(
 async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
     payload = None
     if lineage is not None:
+        await choose_checkpoint(lineage)
         await lineage.read_log()
         sequence = await lineage.write_begin()
         path = lineage.checkpoint.path if lineage.checkpoint else ""
@@ -162,12 +167,6 @@ def _broadcaster(settings: Settings, lineage: Lineage | None, *, bus_url: str, r
         backend=NCCL if ranks.device.type == "cuda" else GLOO,
         deadline_s=settings.inference.transfer_deadline_s,
     )
-
-
-def _existing(checkpoint: str) -> Path | None:
-    if checkpoint and not Path(checkpoint).is_dir():
-        raise UserError(f"checkpoint: got {checkpoint}, which is gone; restore that folder, or start anew with --fresh")
-    return Path(checkpoint) if checkpoint else None
 
 
 async def _run_metrics(bus: Bus, trainer: Trainer, rank: int, settings: Settings, run_directory: Path) -> None:

@@ -30,6 +30,8 @@ _STEP_BITS = 0xFFFFFFFF
 
 SlotKey = tuple[str, int]
 """Group id and sibling."""
+Check = Callable[[Trajectory], None]
+"""Raises ``WireError`` for what cannot be trained (``limits``)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,17 +91,19 @@ def share(
     return sorted(mine, key=lambda placed: placed.position)
 
 
-async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory], list[SlotKey]]:
+async def fetch(
+    bus: Bus, slots: Sequence[Placed], check: Check = lambda _: None
+) -> tuple[dict[int, Trajectory], dict[SlotKey, str]]:
     """Get and verify the payloads of some slots.
 
     Returns:
-        Trajectories by position, and the keys of the slots whose payload is gone or damaged.
+        Trajectories by position, and the slots whose payload is gone, damaged or refused by ``check``, each with why.
     """
     by_message: dict[tuple[str, str, int], list[Placed]] = defaultdict(list)
     for placed in slots:
         by_message[placed.group_id, placed.workflow, placed.item.sequence].append(placed)
     found: dict[int, Trajectory] = {}
-    missing: list[SlotKey] = []
+    missing: dict[SlotKey, str] = {}
     limiter = anyio.CapacityLimiter(FETCHES_AT_ONCE)
 
     async def fetch_message(sequence: int, wanted: list[Placed]) -> None:
@@ -107,17 +111,16 @@ async def fetch(bus: Bus, slots: Sequence[Placed]) -> tuple[dict[int, Trajectory
             message = await bus.get_message(bus.names.trajectories_stream, sequence)
             blobs = _split(message.data) if message else []
             for placed in wanted:
-                trajectory = _read(blobs, placed.item.slot)
-                trajectory = trajectory or await _search(bus, placed)
-                if trajectory is None:
-                    missing.append(placed.key)
+                read = _read(blobs, placed.item.slot, check) or await _search(bus, placed, check)
+                if isinstance(read, str):
+                    missing[placed.key] = read
                 else:
-                    found[placed.position] = trajectory
+                    found[placed.position] = read
 
     async with anyio.create_task_group() as fetching:
         for (_, _, sequence), wanted in by_message.items():
             fetching.start_soon(fetch_message, sequence, wanted)
-    return found, sorted(missing)
+    return found, dict(sorted(missing.items()))
 
 
 def _split(payload: bytes) -> list[memoryview]:
@@ -127,14 +130,18 @@ def _split(payload: bytes) -> list[memoryview]:
         return []
 
 
-def _read(blobs: Sequence[memoryview], slot: Slot) -> Trajectory | None:
+def _read(blobs: Sequence[memoryview], slot: Slot, check: Check) -> Trajectory | None:
     try:
-        return decode_slot(blobs, slot)
+        trajectory = decode_slot(blobs, slot)
+        check(trajectory)
     except WireError:
         return None  # of another group, where the hint is wrong; the search says which message is damaged
+    return trajectory
 
 
-async def _search(bus: Bus, placed: Placed) -> Trajectory | None:
+async def _search(bus: Bus, placed: Placed, check: Check) -> Trajectory | str:
+    """Return the payload that a slot's subject holds, or why there is none to be trained."""
+    why = "its stored payload is gone"
     subject = bus.names.trajectories(placed.workflow, placed.group_id)
     async for message in bus.find_messages(bus.names.trajectories_stream, subject):
         try:
@@ -144,10 +151,13 @@ async def _search(bus: Bus, placed: Placed) -> Trajectory | None:
         for slot in stored.slots:
             if slot.sample_uid == placed.item.slot.sample_uid:
                 try:
-                    return decode_trajectory(message.data, slot)
+                    trajectory = decode_trajectory(message.data, slot)
+                    check(trajectory)
+                    return trajectory
                 except WireError as exc:
-                    await bus.bury(message, str(exc))
-    return None
+                    why = str(exc)
+                    await bus.bury(message, why)
+    return why
 
 
 def build_rows(

@@ -23,6 +23,8 @@ from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.errors import PipelineError
 from areal_async.inference.commands import choose_backend
+from areal_async.inference.faults import StagingFault
+from areal_async.inference.swap import check_files
 from areal_async.run_state import ServerState
 from areal_async.settings import InferenceSettings, Settings
 from areal_async.trainer.broadcast import Broadcaster
@@ -37,6 +39,7 @@ NUM_KEPT_WEIGHTS = 3
 """Newest weights folders kept: the one announced, and those a slow server may still be reading."""
 SERVER_POLL_S = 0.1
 MEMBER_POLL_S = 0.2
+REPAIR_POLL_S = 2.0
 
 log = structlog.get_logger()
 
@@ -89,6 +92,30 @@ class Publisher:
     async def finish(self) -> None:
         """Wait until the newest version is on disk, and announced so."""
         await self._beside.finish()
+
+    async def run_repairs(self) -> None:
+        """End this trainer where servers cannot load the newest version since its files are not what was written.
+
+        consumes:     the servers' keys
+        waits for:    one that says it cannot read the files of its weights
+        produces:     nothing; started again, the trainer writes weights anew
+        unblocked by: cancellation alone
+
+        Raises:
+            PipelineError: so it is. Files that are whole here are not visible there, which no trainer can mend.
+        """
+        whole = None
+        while True:
+            await anyio.sleep(REPAIR_POLL_S)
+            newest, servers = self._newest, await self._servers()
+            if newest is None or newest is whole or not any(state.unreadable for state, _ in servers.values()):
+                continue
+            try:
+                await anyio.to_thread.run_sync(check_files, newest)
+                whole = newest
+            except StagingFault as exc:
+                if newest is self._newest:
+                    raise PipelineError(f"{exc}; a trainer that starts again writes them anew") from exc
 
     async def announce_final(self) -> None:
         """Say that the newest version is the run's last."""

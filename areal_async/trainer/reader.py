@@ -13,11 +13,12 @@ from areal_async.types import Cut, CutKind, Outcome
 class JournalReader:
     """Follows the log; hands out the cut of a step once it is there."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, *, lineage: int, restored_step: int) -> None:
+        """Follow it for the trainer of ``lineage``, which begins from the checkpoint of ``restored_step``."""
         self._bus = bus
         self._sequence = 0
         self._changed = anyio.Event()
-        self.journal = Journal()
+        self.journal = Journal(own_lineage=lineage, own_step=restored_step)
 
     async def run(self) -> None:
         """Follow the log for ever."""

@@ -4,7 +4,7 @@ Invariant: of each step only what the surviving lineage trained is read, and onl
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,6 +143,25 @@ def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Re
                 "program, which must read it"
             ) from exc
     return sorted(recorded, key=lambda one: one.position)
+
+
+def find_archived(run_directory: Path, step: int, uids: Collection[str]) -> dict[str, Trajectory]:
+    """Return by their ids those trajectories that were trained in ``step``, by any lineage that has archived them.
+
+    A lineage that is replaced has its files in ``abandoned/``. One that cannot be read counts as not there.
+    """
+    folder, found = run_directory / "trajectories", dict[str, Trajectory]()
+    for path in sorted(
+        [*folder.glob(f"step-{step:06d}-*.parquet"), *folder.glob(f"abandoned/step-{step:06d}-*.parquet")]
+    ):
+        try:
+            rows = read_recorded([path])
+        except UserError:
+            continue
+        found |= {
+            one.trajectory.slot.sample_uid: one.trajectory for one in rows if one.trajectory.slot.sample_uid in uids
+        }
+    return found
 
 
 def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:

@@ -1,7 +1,7 @@
 """The engine of the reference: a policy that stays as it is, and says how likely it finds what another one does."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Any, Protocol, Self, cast
 
 from torch import Tensor
 
@@ -21,6 +21,11 @@ from areal_async.trainer.sharded import PackedPasses
 class Reference(Protocol):
     """What says how likely a model that stays as it is finds some rows."""
 
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's embedding."""
+        ...
+
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L].
 
@@ -34,6 +39,11 @@ class BareActor:
 
     def __init__(self, actor: FsdpEngine) -> None:
         self._actor = actor
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's embedding."""
+        return self._actor.vocab_size
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """As ``Reference`` says. In the policy's thread: it is another model meanwhile."""
@@ -69,6 +79,11 @@ class ReferenceEngine:
             trainer=settings.trainer.for_reference,
             ranks=ranks,
         )
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's embedding."""
+        return int(cast(Any, self._policy.causal_lm).config.vocab_size)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""

@@ -44,8 +44,8 @@ def add_up_info(infos: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, 
 class Report(msgspec.Struct):
     """What a rank says before a step."""
 
-    missing: list[SlotKey] = []
-    """Slots whose payload it could not get or verify."""
+    missing: list[tuple[SlotKey, str]] = []
+    """Slots whose payload it could not get or verify, each with why."""
     stop: bool = False
     """Rank 0's wish to end before this step."""
 

@@ -126,7 +126,7 @@ async def running(open_role: OpenRole, settings: Settings) -> AsyncIterator[tupl
     lineage = await Lineage.take(trainer)
     journal = await lineage.read_log()
     sequence = await lineage.write_begin()
-    reader = JournalReader(trainer)
+    reader = JournalReader(trainer, lineage=lineage.number, restored_step=0)
     feed = Feed(trainer, settings, lineage, journal)
     accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
     controller = Controller(bus, settings, Tasks([("w", [{}] * 100)]), None, accounts=accounts)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from areal_async.accuracy import interval_95
-from areal_async.bus import Bus, Role, broker_config, declare, open_bus
+from areal_async.bus import Bus, Role, declare, open_bus
 from areal_async.bus.permissions import Permissions, permissions
 from areal_async.controller.absence import Absence
 from areal_async.controller.accounts import Accounts
@@ -188,7 +188,7 @@ async def test_a_broker_at_which_no_lost_nodes_server_could_be_disowned_is_refus
         now = permissions(role, names)
         return Permissions(tuple(one for one in now.publish if not one.endswith(".server.>")), now.subscribe)
 
-    monkeypatch.setattr(broker_config, "permissions", older)
+    monkeypatch.setattr("areal_async.bus.accounts.permissions", older)
     async with running_broker(settings) as broker:
         key = broker.credentials(Role.OPERATOR)
         async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as operator:
@@ -410,7 +410,7 @@ async def test_every_task_is_evaluated_on_its_own_rows_while_prompts_are_admitte
                     result = EvalResult(
                         eval_id=eval_id,
                         index=one.index,
-                        reward=float(one.workflow == "w"),
+                        reward=1.0 if one.workflow == "w" else -1.0,
                         oldest=eval_id,
                         newest=newest,
                     )
@@ -435,8 +435,9 @@ async def test_every_task_is_evaluated_on_its_own_rows_while_prompts_are_admitte
     assert asked == [("other", 2), ("other", 3), ("other", 4), ("w", 0), ("w", 1)]
     lines = [msgspec.json.decode(line) for line in file.read_text().splitlines()]
     assert [(one["workflow"], one["step"], one["accuracy"], one["num_scored"]) for one in lines] == [
-        ("w", 0, 1.0, 2), ("other", 0, 0.0, 3), ("w", 1, 1.0, 2), ("other", 1, 0.0, 3),
+        ("w", 0, 1.0, 2), ("other", 0, -1.0, 3), ("w", 1, 1.0, 2), ("other", 1, -1.0, 3),
     ]  # fmt: skip
+    assert [one["is_graded"] for one in lines] == [False, True, False, True]
     assert [(one["oldest"], one["newest"]) for one in lines] == [("1-0", "1-0")] * 2 + [("1-1", "1-2")] * 2
 
 

@@ -65,3 +65,31 @@ async def test_sigterm_ends_it_by_that_signal_after_its_spans_are_written(
     lines = (directory.path / "traces" / "controller-0.jsonl").read_text().splitlines()
     spans = [span for line in lines for span in json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]]
     assert [one["name"] for one in spans].count("admit w") == len(await world.all_tickets())
+
+
+async def test_rows_in_another_order_end_it_before_it_admits_any_of_them(
+    broker: EmbeddedBroker, settings: Settings
+) -> None:
+    directory = RunDirectory(settings.run_directory)
+    directory.write_settings(settings)
+    directory.write_bus_url(broker.url)
+    command = [sys.executable, "-m", "areal_async", "controller", "--run-directory", str(directory.path)]
+    source = settings.tasks[0].dataset.path
+    assert source is not None
+
+    async with await anyio.open_process(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        await until((directory.path / "rows.json").is_file, within_s=120.0)
+        process.send_signal(signal.SIGKILL)
+        await process.wait()
+    _swap_first_lines(Path(source))
+    with anyio.fail_after(120.0):
+        ended = await anyio.run_process(command, check=False)
+
+    assert ended.returncode == 2
+    assert b"run test: tasks.0.dataset: got 5 rows with SHA-256" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+def _swap_first_lines(file: Path) -> None:
+    first, second, *others = file.read_text().splitlines(keepends=True)
+    file.write_text("".join([second, first, *others]))

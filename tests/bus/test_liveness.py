@@ -1,18 +1,21 @@
 """A run of which nobody answers is told from one that nobody runs: by its directory, from elsewhere by its beat."""
 
+import io
 from contextlib import ExitStack
 
 import anyio
 import pytest
+from rich.console import Console
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.cli.liveness import BeatsSeen, awaiting_beat
-from areal_async.cli.status import Status, ask_status, read_status
+from areal_async.cli.status import Status, ask_status, read_status, render
 from areal_async.launch.claims import own_holder, run_beats
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import CrewState
+from areal_async.run_state import CrewState, RunState
 from areal_async.settings import Settings
-from areal_async.subjects import LAUNCHER
+from areal_async.subjects import ADMITTED, LAUNCHER, RUN_STATE
+from areal_async.types import Admitted, Cut, CutGroup, CutKind, Outcome, OutcomeKind, WeightsVersion
 from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio
@@ -61,6 +64,29 @@ async def test_from_elsewhere_the_launchers_beat_tells(
 
     assert await state() == "not running"
     assert not await BeatsSeen(bus).is_live()
+
+
+@pytest.mark.parametrize(("state", "told"), [("stopped", "not running"), ("finished", "finished")])
+async def test_a_run_that_is_over_is_shown_with_the_books_that_it_has_left(
+    settings: Settings, open_role: OpenRole, state: str, told: str
+) -> None:
+    bus = await open_role(Role.OPERATOR)
+    group = CutGroup(group_id="0-1-0", workflow="w", slots=[])
+    outcome = Outcome(group_id="0-2-0", kind=OutcomeKind.FILTERED, lineage=1)
+    await bus.publish(bus.names.cuts, Cut(kind=CutKind.BEGIN, lineage=1, step=0))
+    await bus.publish(bus.names.cuts, Cut(lineage=1, step=1, groups=[group]))
+    await bus.publish(bus.names.outcomes, outcome)
+    await bus.put(ADMITTED, Admitted(total=5, num_fresh=5))
+    await bus.put(bus.names.weights_key(), WeightsVersion(version="1-1", path="x"))
+    await bus.put(RUN_STATE, RunState(state=state))
+
+    status = await read_status(settings, bus, ask_live=awaiting_beat(bus))
+
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*render(status), sep="\n")
+    assert status.state == told
+    assert (status.admitted, status.settled, status.in_flight, status.credits) == (5, 2, 3, None)
+    assert "groups  5 admitted, 2 settled, 3 in flight when it ended" in console.export_text()
 
 
 async def test_beats_are_forgotten_when_no_newer_one_comes(

@@ -192,6 +192,22 @@ async def test_a_node_that_was_disowned_while_nobody_heard_it_claims_its_servers
         assert await run.server(lambda state: not state.fenced) == mine
 
 
+@pytest.mark.parametrize(("key", "server_id"), [("n0-7", "n0-7"), ("ghost", "n0-0")])
+async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_fenced_by_the_node(
+    run: Run, key: str, server_id: str
+) -> None:
+    await run.announce()
+    ghost = ServerState(server_id=server_id, node_id="n0", url="http://nowhere", version="1-0")
+    async with run.running_node():
+        mine = await run.server(lambda state: state.version == "1-0" and not state.fenced)
+        await run.node.put(run.names.server_key(key), ghost)
+
+        said = await run.server(lambda state: state.fenced, key)
+
+        assert (said.version, said.server_id) == ("", server_id)
+        assert await run.server(lambda _: True) == mine
+
+
 @pytest.mark.parametrize("anyio_backend", BOTH)
 async def test_ticket_becomes_a_stored_group_with_tokens_and_versions_and_is_acknowledged(run: Run) -> None:
     await run.announce()

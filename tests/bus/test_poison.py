@@ -15,6 +15,7 @@ import pytest
 
 from areal_async import wire
 from areal_async.bus import Bus, Role
+from areal_async.controller.controller import Controller
 from areal_async.errors import WireError
 from areal_async.rollout.node import run_node
 from areal_async.run_state import ServerState
@@ -34,6 +35,7 @@ from areal_async.subjects import ADMITTED
 from areal_async.trainer.payloads import fetch, place
 from areal_async.types import (
     Admitted,
+    CutKind,
     DeadLetter,
     EvalResult,
     EvalTicket,
@@ -239,6 +241,22 @@ async def test_a_group_ends_failed_when_its_stored_message_cannot_be_read(
     assert station.bus.num_dead_letters == 1
 
 
+async def test_what_is_kept_of_messages_that_are_none_is_bounded_and_their_number_known(
+    open_role: OpenRole, operator: Bus, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.bus.dead.MAX_STORED_BYTES", 1)
+    monkeypatch.setattr("areal_async.bus.dead.MAX_LETTERS", 3)
+    async with running(await open_role(Role.TRAINER), settings) as station:
+        for _ in range(5):
+            await operator.publish(operator.names.tickets(WORKFLOW), GARBAGE)
+        await until(lambda: station.bus.num_dead_letters == 5)
+
+        letters = await buried(operator, 3)
+
+    assert [letter.data for letter in letters] == [GARBAGE, b"", b""]
+    assert all(letter.reason.startswith("Ticket: ") for letter in letters)
+
+
 async def until_stored(operator: Bus, count: int) -> None:
     async def is_so() -> bool:
         return await stored_in(operator, operator.names.trajectories_stream) == count
@@ -263,7 +281,7 @@ async def test_a_payload_that_belies_its_header_is_missing_from_its_cut_and_a_de
 
         found, missing = await fetch(station.bus, place(await station.cut(1)))
 
-    assert missing == [("0-0-0", 0)]
+    assert list(missing) == [("0-0-0", 0)]
     assert len(found) == 3
     (letter,) = await buried(operator, 1)
     assert "versions outside 1-0 to 1-0" in letter.reason
@@ -320,6 +338,30 @@ async def test_controller_and_trainer_go_on_after_log_entries_that_are_none(
 
     assert len(letters) == len(unusable) + 2, "one for each, however many read it"
     assert {letter.stream for letter in letters} == {names.outcomes_stream}
+
+
+async def test_what_becomes_of_groups_that_nobody_admitted_changes_no_books(
+    open_role: OpenRole, operator: Bus, settings: Settings
+) -> None:
+    world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
+    await world.cut(CutKind.BEGIN, 0)
+    await world.hold("1-0")
+    async with controlling(open_role, settings) as controller:
+        tickets = await world.tickets(4, controller)
+        before = _books(controller)
+        for number in range(30):  # more than end a run, were they its own
+            await world.outcome(f"900-{number % len(ROWS)}-0", OutcomeKind.FAILED)
+        await world.cut(CutKind.CUT, 1, ["901-0-0", "901-1-0"])
+        await buried(operator, 30)
+        assert _books(controller) == before
+
+        await world.outcome(tickets[0].group_id, OutcomeKind.FAILED, failed=1)
+        await until(lambda: controller.report()["settled"] == 1)
+
+
+def _books(controller: Controller) -> list[int]:
+    report = controller.report()
+    return [report[name] for name in ("admitted", "settled", "in_flight", "credits")]
 
 
 async def test_a_stored_message_cannot_pass_for_the_end_of_its_stream(operator: Bus) -> None:
@@ -423,7 +465,8 @@ async def test_a_key_without_any_readable_value_is_new_or_an_error_but_never_rew
         await operator.publish(key, GARBAGE)
 
     with pytest.raises(WireError, match="16 values that cannot be read"):
-        await controller.get(ADMITTED, Admitted)
+        await (await open_role(Role.CONTROLLER, "1")).get(ADMITTED, Admitted)
+    assert (await controller.get(ADMITTED, Admitted))[0] == Admitted(total=7), "who wrote it knows it"
 
 
 async def test_nodes_and_controller_go_on_after_values_that_are_none(

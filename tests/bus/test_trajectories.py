@@ -1,17 +1,33 @@
 """What a run's broker knows of trajectories: those that wait, whole, and those that failed, with the reason."""
 
-import pytest
+import csv
+import json
+from collections.abc import Iterator
+from pathlib import Path
 
-from areal_async.bus import Role
+import anyio
+import pytest
+import structlog
+
+from areal_async.bus import EmbeddedBroker, Role
+from areal_async.cli.main import main
 from areal_async.cli.trajectory_list import TRAINED, Filters, find_stored, select, untrained
 from areal_async.errors import UserError
+from areal_async.launch.run_directory import RunDirectory
 from areal_async.run_state import RunState
+from areal_async.settings import ModelSettings, Settings
 from areal_async.subjects import RUN_STATE
 from areal_async.types import Cut, DeadLetter, Outcome, OutcomeKind
 from tests.brokers import OpenRole
 from tests.bus.stored import store, trajectory
 
 pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    yield
+    structlog.reset_defaults()  # a verb silences the log of its process
 
 
 async def test_what_waits_and_what_failed_is_listed_with_its_reason_and_shown_whole(open_role: OpenRole) -> None:
@@ -64,3 +80,31 @@ async def test_what_waits_is_left_over_once_its_run_has_finished(
     assert left.error == ("left: its run finished before it was trained" if is_over else "")
     trained = left._replace(state=TRAINED, error="", step=3)
     assert select([trained], [left], filters=Filters(), sort="newest", is_reversed=False, limit=0) == [trained]
+
+
+async def test_what_waits_is_exported_with_its_texts(
+    settings: Settings, broker: EmbeddedBroker, open_role: OpenRole, tmp_path: Path
+) -> None:
+    directory, bus = RunDirectory(settings.run_directory), await open_role(Role.OPERATOR)
+    directory.write_settings(settings.model_copy(update={"model": ModelSettings(path=str(tmp_path / "no-model"))}))
+    directory.write_bus_url(broker.url)
+    await bus.publish(bus.names.outcomes, Outcome(group_id="0-2-0", kind=OutcomeKind.STALE, lineage=1))
+    await store(bus, "0-3-0", [0, 1], group_size=3, version="1-2")
+    await store(bus, "0-3-0", [2], group_size=3, version="1-2", failed="KeyError: 'x'")
+
+    with directory.locked("test"):
+        for suffix in ("csv", "jsonl"):
+            words = ["trajectories", "--run", str(directory.path), "--export", str(tmp_path / f"out.{suffix}")]
+            assert await anyio.to_thread.run_sync(main, words) == 0
+
+    with (tmp_path / "out.csv").open(newline="") as file:
+        facts = {row["id"]: row for row in csv.DictReader(file)}
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert {name: row["state"] for name, row in facts.items()} == {
+        "0-2-0": "stale", "0-3-0.0": "stored", "0-3-0.1": "stored", "0-3-0.2": "failed"
+    }  # fmt: skip
+    texts = {line["id"]: "".join(one["text"] for one in line["sequences"]) for line in lines}
+    assert [line["sequences"][0]["trained"] for line in lines if line["state"] == "stored"] == [None, None]
+    for name in ("0-3-0.0", "0-3-0.1"):
+        ids = trajectory("0-3-0", int(name[-1])).sequences[0].token_ids
+        assert facts[name]["prompt"] + facts[name]["answer"] == texts[name] == "".join(f"<{one}>" for one in ids)

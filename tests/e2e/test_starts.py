@@ -71,7 +71,7 @@ def test_a_start_with_a_wrong_model_leaves_the_name_free(run: Run) -> None:
         ended = collect(process)
 
     assert ended.returncode == 2, ended.stdout
-    assert "model: nobody/none is neither on this disk nor to be had" in ended.stdout
+    assert "model.path: nobody/none is neither on this disk nor to be had" in ended.stdout
     assert not run.directory.exists()
 
 
@@ -149,3 +149,19 @@ def test_a_run_that_goes_on_is_no_other_run(run: Run) -> None:
         "run story: rollout.group_size was 8, is 4; a run that goes on keeps that: it says which data" in refused.stdout
     )
     assert (run.directory / "config.yaml").read_text() == config
+
+
+def test_a_run_whose_store_has_lost_something_begins_nothing_anew(run: Run) -> None:
+    (keys,) = (run.directory / "bus" / "jetstream").rglob("streams/KV_AREAL_story")
+    metrics, aside = (run.directory / "metrics.jsonl").read_bytes(), run.directory / "keys"
+    keys.rename(aside)
+
+    with _start(run, "story", "--run.steps", str(MORE_STEPS + 1)) as process:
+        refused = collect(process)
+
+    assert refused.returncode == 2
+    assert f"run story: its store in {run.directory / 'bus'} has lost KV_AREAL_story (how far the" in refused.stdout
+    assert (run.directory / "metrics.jsonl").read_bytes() == metrics
+    assert (run.directory / "model").is_dir(), "nothing was set aside"
+    aside.rename(keys)
+    assert f"run story is finished already, after step {MORE_STEPS}" in _run(run, "story")

@@ -7,7 +7,7 @@ effect itself is atomic. ``ModelBus`` has the shape of ``Bus`` where production 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -198,6 +198,10 @@ class ModelBus:
     async def read_log(self, stream: str, subject: str, *, start_sequence: int = 1) -> list[LogEntry]:
         await effect()
         return list(self._broker.log)
+
+    async def find_messages(self, stream: str, subject: str) -> AsyncIterator[LogEntry]:
+        for entry in await self.read_log(stream, subject):
+            yield entry
 
     async def get_last(self, stream: str, subject: str) -> LogEntry | None:
         await effect()

@@ -5,7 +5,7 @@ Most replace a piece of production code; those about the order of effects replac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from areal_async.controller.sampler import MixedSampler, Pool, Sampler
 from areal_async.journal import Journal
 from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE
 from areal_async.trainer import cutter
-from areal_async.trainer.cut import CutPlan, OpenGroup, plan_cut
+from areal_async.trainer.cut import CutPlan, OpenGroup, SpanAge, plan_cut
 from areal_async.trainer.cutter import Cutter
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.lineage import Lineage
@@ -114,7 +114,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("credit returns when a cut is journalled, before the servers hold its weights")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Accounts, "held_step", property(lambda self: max(self.journal.cuts, default=0)))
+    patch.setattr(Accounts, "held_step", property(lambda self: self.journal.last_step))
 
 
 @_planted("a cut goes without the due groups that are incomplete")
@@ -236,7 +236,12 @@ def _(patch: pytest.MonkeyPatch) -> None:
 @_planted("ages ignore that lineages have parted")
 def _(patch: pytest.MonkeyPatch) -> None:
     right = Cutter._age
-    patch.setattr(Cutter, "_age", lambda self, branches: right(self, {}))
+
+    def age(self: Cutter, branches: Mapping[str, int]) -> SpanAge:
+        ignorant = right(self, {})
+        return lambda first, last: max(0, ignorant(first, last))  # below 0 another guard would be the one that finds it
+
+    patch.setattr(Cutter, "_age", age)
 
 
 @_planted("the cursor of admissions is written without comparing")

@@ -92,7 +92,7 @@ class ControllerModel:
         await self.take_over()
         for entry in await self.bus.read_new(self.num_read):
             self._read(entry)
-        for outcome in left_over(self.accounts, self.sampler, last_step=last_step, curriculum=self.curriculum):
+        for outcome in left_over(self.accounts, self.sampler, curriculum=self.curriculum):
             await self.bus.publish(NAMES.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
         await self.bus.put(RUN_STATE, RunState(state="finished"))
 

@@ -74,7 +74,7 @@ class TrainerModel:
         config = self.world.config
         self.inventory: Inventory[StoredMessage] = Inventory()
         self.fates = Fates(
-            self.inventory, lineage=self.number, max_attempts=config.max_attempts, recorded=self.journal.outcomes
+            self.inventory, lineage=self.number, max_attempts=config.max_attempts, recorded=self.journal.settled
         )
         self.cutter = Cutter(config.cut_rules, self.fates, branches=self.journal.branches)
         self.cutter.is_stopping = self.wants_stop
@@ -246,6 +246,7 @@ class TrainerModel:
                 continue
             message = await self.bus.fetch(self.number)
             if message is None:
+                self.inventory.is_caught_up = True
                 self.caught_up.add("inbox")
                 self.world.touch()
                 continue

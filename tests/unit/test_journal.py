@@ -1,7 +1,9 @@
 """A lineage inherits its predecessor's cuts, replaces them from its own first one, and fences it."""
 
+import pickle
+
 from areal_async.journal import Journal
-from areal_async.types import Cut, CutGroup, CutKind, CutSlot, Outcome, OutcomeKind, Slot, SlotStatus
+from areal_async.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
 
 
 def _cut(lineage: int, step: int, *ids: str) -> Cut:
@@ -60,17 +62,100 @@ def test_a_branch_is_inherited_by_the_cuts_that_name_it() -> None:
     assert _journal(_begin(2, 1), cut).branches == {"2": 1}
 
 
-def test_slots_are_forgotten_only_through_the_step_that_no_replay_asks_for() -> None:
-    slot = CutSlot(
-        slot=Slot(sibling=0, sample_uid="u", status=SlotStatus.SCORED, oldest="1-0", newest="1-0"), sequence=1
-    )
-    groups = [CutGroup(group_id="a", workflow="w", slots=[slot])]
-    journal = _journal(_begin(1, 0), *(Cut(lineage=1, step=step, groups=groups) for step in (1, 2)))
+def _trained(step: int, *ids: str, lineage: int = 1) -> list[Outcome]:
+    return [Outcome(group_id=one, kind=OutcomeKind.TRAINED, lineage=lineage, step=step) for one in ids]
 
-    journal.forget_slots(through_step=1)
 
-    assert [len(journal.cuts[step].groups[0].slots) for step in (1, 2)] == [0, 1]
-    assert journal.trained_groups(through_step=2) == {"a"}
+def _note(journal: Journal, outcomes: list[Outcome]) -> None:
+    for outcome in outcomes:
+        journal.add_outcome(outcome)
+
+
+def test_a_cut_is_let_go_of_once_a_checkpoint_holds_it_and_each_of_its_groups_has_ended() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b"), _cut(1, 2, "c"), _cut(1, 3, "d"))
+    _note(journal, _trained(2, "a", "c"))
+    journal.close_cuts()
+    assert sorted(journal.cuts) == [1, 2, 3], "the end of b is not recorded"
+
+    journal.add_outcome(Outcome(group_id="b", kind=OutcomeKind.FAILED, lineage=1))
+    journal.add_outcome(Outcome(group_id="d", kind=OutcomeKind.FAILED, lineage=1))
+    journal.close_cuts()
+
+    assert sorted(journal.cuts) == [3], "no checkpoint holds step 3, which is trained without a group"
+    assert [journal.is_cut(step) for step in range(5)] == [False, True, True, True, False]
+    assert (journal.last_step, journal.open_groups()) == (3, {"d"})
+    journal.add_cut(_begin(2, 2), sequence=9)
+    assert journal.steps_to_replay() == [3]
+
+
+def test_a_trainer_keeps_what_was_cut_after_its_own_checkpoint_though_a_newer_one_was_told_of() -> None:
+    """The newer one is damaged."""
+    journal = Journal(own_lineage=2, own_step=1)
+    for sequence, entry in enumerate([_begin(1, 0), *(_cut(1, step, f"0-{step}-0") for step in (1, 2, 3))], start=1):
+        journal.add_cut(entry, sequence=sequence)
+    _note(journal, _trained(3, "0-1-0", "0-2-0", "0-3-0"))
+    journal.add_cut(_begin(2, 1), sequence=9)
+    assert journal.steps_to_replay() == [2, 3]
+    assert sorted(journal.cuts) == [2, 3]
+
+    journal.add_cut(_cut(2, 4, "0-4-0"), sequence=10)
+    _note(journal, [Outcome(group_id="0-4-0", kind=OutcomeKind.TRAINED, lineage=2, step=4)])
+    journal.close_cuts()
+
+    assert not journal.cuts
+
+
+def test_cuts_that_are_closed_go_on_to_count() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b"), _cut(1, 2, "c"), _cut(1, 3, "d", "e"))
+    before = [journal.num_cut_groups(through_step=step) for step in range(5)]
+    _note(journal, _trained(2, "a", "b", "c"))
+
+    journal.close_cuts()
+
+    assert sorted(journal.cuts) == [3]
+    assert [journal.num_cut_groups(through_step=step) for step in range(5)] == before == [0, 2, 3, 5, 5]
+    journal.add_cut(_cut(1, 2, "f"), sequence=9)
+    assert [journal.num_cut_groups(through_step=step) for step in range(5)] == [0, 2, 3, 3, 3]
+
+
+def test_a_checkpoint_may_name_of_closed_cuts_only_what_was_trained() -> None:
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a", "b"), _cut(1, 2, "c"))
+    _note(journal, [*_trained(1, "a"), Outcome(group_id="b", kind=OutcomeKind.FAILED, lineage=1)])
+    journal.close_cuts()
+
+    assert journal.unknown_to(1, ["a"]) == []
+    assert journal.unknown_to(1, ["a", "b", "x"]) == ["b", "x"]
+    assert journal.unknown_to(7, ["a"]) == ["a"]
+
+
+def test_a_checkpoint_that_is_made_is_not_asked_for_any_more() -> None:
+    asked = [Cut(kind=CutKind.CHECKPOINT, lineage=1, step=step) for step in (1, 2)]
+    journal = _journal(_begin(1, 0), _cut(1, 1, "a"), asked[0], _cut(1, 2, "b"), asked[1])
+    _note(journal, _trained(2, "a", "b"))
+
+    journal.close_cuts()
+
+    assert journal.checkpoints == {2}
+
+
+def test_of_ten_thousand_groups_that_have_ended_next_to_nothing_is_kept() -> None:
+    journal, step = _journal(_begin(1, 0)), 0
+    for epoch in range(20):
+        for index in range(0, 500, 2):
+            step += 1
+            ids = [f"{epoch}-{index}-0", f"{epoch}-{index + 1}-0"]
+            journal.add_cut(_cut(1, step, *ids), sequence=step)
+            if step % 10 == 0:
+                before = [group for one in range(step - 9, step + 1) for group in journal.cuts[one].groups]
+                _note(journal, _trained(step, *(group.group_id for group in before)))
+                journal.add_outcome(Outcome(group_id=f"{epoch}-{500 + index}-0", kind=OutcomeKind.STALE, lineage=1))
+
+    assert len(journal.cuts) <= 10
+    assert journal.num_cut_groups(through_step=step) == 10_000
+    assert (journal.end_of("7-8-0"), journal.end_of("7-518-0")) == (OutcomeKind.TRAINED, OutcomeKind.STALE)
+    assert journal.end_of("7-519-0") is None
+    num_bytes_per_step = len(pickle.dumps(journal)) / step
+    assert num_bytes_per_step < 24
 
 
 def test_an_end_is_forgotten_by_the_next_lineage() -> None:
@@ -85,7 +170,7 @@ def test_the_first_settling_outcome_of_a_group_stands() -> None:
 
     assert journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.FAILED, lineage=1))
     assert not journal.add_outcome(Outcome(group_id="a", kind=OutcomeKind.STALE, lineage=1))
-    assert journal.outcomes["a"].kind is OutcomeKind.FAILED
+    assert journal.end_of("a") is OutcomeKind.FAILED
 
 
 def test_late_and_duplicate_slots_settle_no_group() -> None:

@@ -10,7 +10,6 @@ from areal_async import made_rows, user_files
 from areal_async.cli.checks import check_dataset
 from areal_async.data import check_columns, load_rows
 from areal_async.errors import UserError
-from areal_async.made_rows import refuse_other_rows
 from areal_async.settings import DatasetSettings, Settings
 from areal_async.settings_sources import load_settings
 
@@ -22,7 +21,10 @@ def rows():
     yield {"question": "2+2?", "board": [], "level": 3}
 
 def listed(): return ROWS
-def none(): return []
+def empty(): return []
+def helped(): return helper()
+def helper(): return None
+def leaving(): raise SystemExit(3)
 def text(): return "rows"
 def words(): return ["a"]
 def numbered(): return [{1: 2}]
@@ -66,7 +68,9 @@ def test_seeds_are_rows_by_their_numbers() -> None:
 
 def test_what_is_no_rows_is_one_sentence(file: Path) -> None:
     for name, says in {
-        "none": "has no rows, need at least one; return some",
+        "helped": "returned None, need a list of rows like",
+        "leaving": "SystemExit: 3",
+        "empty": "has no rows, need at least one; return some",
         "text": "returned a str, need a list of rows like",
         "words": "row 0 is a str 'a', need a dict of named values",
         "numbered": "row 0 is a dict {1: 2}, need a dict of named values",
@@ -85,13 +89,38 @@ def test_what_is_no_rows_is_one_sentence(file: Path) -> None:
 
 
 def test_a_function_that_is_not_there_is_told_without_importing_its_file(file: Path) -> None:
-    file.write_text("raise RuntimeError\ndef rows(): ...\n")
+    file.write_text("raise RuntimeError\ndef rows(): return []\n")
 
     check_dataset(DatasetSettings(python=str(file)), "eval.dataset")
     with pytest.raises(UserError, match=r"^eval.dataset.python: no function other in .*made.py; write def other\(\)"):
         check_dataset(DatasetSettings(python=f"{file}:other"), "eval.dataset")
     with pytest.raises(UserError, match=r"^eval.dataset.python: no file no.py; name a Python file"):
         check_dataset(DatasetSettings(python="no.py"), "eval.dataset")
+
+
+def test_a_function_that_returns_none_is_told_without_importing_its_file(file: Path) -> None:
+    def check(code: str) -> None:
+        file.write_text(f"raise RuntimeError\n{code}\n")
+        check_dataset(DatasetSettings(python=str(file)), "eval.dataset")
+
+    for nothing in (
+        "def rows(): ...",
+        "def rows(): return",
+        "def rows():\n if limit: return None",
+        "def rows():\n def inner(): return []\n inner()",
+    ):
+        with pytest.raises(
+            UserError, match=r"^eval.dataset.python: rows\(\) in .*made.py returns None, need rows like"
+        ):
+            check(nothing)
+    for perhaps in (
+        "def rows(): raise NotImplementedError",
+        "def rows():\n for n in range(9):\n  if n: yield {'a': n}",
+        "def rows():\n with open('a') as file: return list(file)",
+        "@cached\ndef rows(): ...",
+        "def rows(): ...\nfrom elsewhere import rows",
+    ):
+        check(perhaps)
 
 
 def test_rows_come_from_one_place() -> None:
@@ -110,16 +139,3 @@ def test_rows_come_from_one_place() -> None:
         assert says in str(caught.value)
     seeds = load_settings(None, ["--tasks.0.dataset.seeds", "[0, 9]"], Settings)
     assert seeds.tasks[0].dataset.source == "seeds (0, 9)"
-
-
-def test_a_run_that_goes_on_is_refused_other_rows_and_told_of_no_others(tmp_path: Path) -> None:
-    file, rows = tmp_path / "rows.json", [{"a": 1}, {"a": 2}]
-
-    refuse_other_rows(file, {"play": rows, "sums": rows})
-    refuse_other_rows(file, {"play": list(rows)})
-
-    for others in (rows[::-1], rows[:1], [*rows, {"a": 3}]):
-        with pytest.raises(UserError, match=r"^dataset of play: its function returns other rows"):
-            refuse_other_rows(file, {"play": others, "sums": rows})
-    refuse_other_rows(file, {})
-    assert not list(tmp_path.glob("*.tmp"))

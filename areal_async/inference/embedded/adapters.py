@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
 from areal_async.inference.embedded.errors import WeightsError
+from areal_async.inference.embedded.tensor_files import read_tensors
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
@@ -63,9 +63,8 @@ def read_adapter(folder: Path) -> Adapter:
     try:
         description = json.loads((folder / CONFIG_FILE).read_text())
         known = msgspec.convert(description, _Description, strict=False)
-        with safe_open(folder / TENSORS_FILE, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-    except (OSError, ValueError, SafetensorError) as exc:
+        tensors = {name: tensor.clone() for name, tensor in read_tensors(folder / TENSORS_FILE)}
+    except (OSError, ValueError) as exc:
         raise WeightsError(f"{type(exc).__name__}: {exc}; write the adapter whole, then rename it") from exc
     _check_plain(description, known, tensors)
     return Adapter(tensors, known.lora_alpha / (known.r**0.5 if known.use_rslora else known.r))

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from areal_async.inference.embedded.adapters import base_name, is_adapter, merge_adapter, read_adapter
 from areal_async.inference.embedded.errors import WeightsError
+from areal_async.inference.embedded.tensor_files import read_tensors
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -167,10 +167,8 @@ def checksum_weights(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
 def _read_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
     for file in _checkpoint_files(folder):
         try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
-                    yield name, tensors.get_tensor(name)
-        except (SafetensorError, OSError) as exc:
+            yield from read_tensors(file)
+        except (OSError, ValueError) as exc:
             raise WeightsError(f"weights file {file}: cannot be read: {exc}; write it whole, then rename it") from exc
 
 

@@ -32,6 +32,10 @@ def test_icepop_leaves_out_tokens_on_either_side_and_keeps_the_weight_of_others(
     assert icepop(GAPS, MASK, None, low=0.5, high=5.0).tolist() == pytest.approx([2, 0, 0, 1.1])
 
 
+def test_icepop_leaves_out_a_token_whose_weight_is_infinite() -> None:
+    assert icepop(torch.tensor([1e4]), MASK[:1], None, low=0.5, high=5.0).tolist() == [0]
+
+
 def test_rejection_by_token_weighs_what_it_keeps_by_one() -> None:
     assert reject_tokens(GAPS, MASK, None, low=0.5, high=5.0).tolist() == [1, 0, 0, 1]
 

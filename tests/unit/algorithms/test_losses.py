@@ -19,6 +19,7 @@ from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.presets import policy_objective
 from areal_async.algorithms.ratios import RATIOS
+from areal_async.fields import MAX_LOGPROB, MAX_REWARD
 from areal_async.settings import Settings
 from tests.unit.algorithms.plain import Choices, gradient_of, loss_of, on_policy, packed, random_sequences
 
@@ -232,6 +233,20 @@ def test_what_stands_outside_the_mask_changes_nothing(garbage: float) -> None:
         assert terms.loss.item() == clean.loss.item(), name_of(choices)
         assert _reported(terms) == _reported(clean), name_of(choices)
         assert torch.equal(gradients(loss, dirty)[0], gradients(loss, tokens)[0]), name_of(choices)
+
+
+@pytest.mark.parametrize("advantage", [MAX_REWARD, -MAX_REWARD])
+@pytest.mark.parametrize("reported", [MAX_LOGPROB, -MAX_LOGPROB, -100.0])
+def test_a_loss_is_finite_whatever_a_server_reports_and_a_reward_is(reported: float, advantage: float) -> None:
+    tokens = packed(random_sequences(5), dtype=torch.float32)
+    like = tokens.behave_T
+    lying = replace(tokens, behave_T=torch.full_like(like, reported), advantages_T=torch.full_like(like, 2 * advantage))
+    for choices in KINDS:
+        terms = loss_for(choices)(lying)
+        assert all(map(math.isfinite, [terms.loss.item(), *_reported(terms).values()])), name_of(choices)
+        by_logprob, _ = gradients(loss_for(choices), lying)
+        assert by_logprob.isfinite().all(), name_of(choices)
+        assert math.isfinite(by_logprob.square().sum().item()), name_of(choices)
 
 
 def _reported(terms: LossTerms) -> dict[str, float]:

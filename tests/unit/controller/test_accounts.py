@@ -1,8 +1,9 @@
 """Credit is admitted minus settled, and comes back when the servers hold what a group made."""
 
 import msgspec
+import pytest
 
-from areal_async.controller.accounts import Accounts
+from areal_async.controller.accounts import Accounts, Readmission, Readmissions
 from areal_async.run_state import ServerState
 from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind
 
@@ -110,6 +111,18 @@ def test_a_readmission_is_not_due_twice() -> None:
     assert accounts.due_readmissions == []
 
 
+def test_readmissions_are_a_list() -> None:
+    items = [Readmission(group_id=GroupId(7, index, 2), num_failed_attempts=index % 3) for index in range(9)]
+    made = Readmissions()
+    for item in items:
+        made.append(item)
+
+    assert list(made) == items
+    assert (made[3], made[-1], made[2:5], made[7:]) == (items[3], items[-1], items[2:5], items[7:])
+    with pytest.raises(IndexError):
+        made[9]
+
+
 def test_dead_groups_are_not_tried_again_but_count_as_failures() -> None:
     accounts = _accounts()
     accounts.add_outcome(_outcome("0-3-0", OutcomeKind.DEAD, failed=3))
@@ -178,7 +191,7 @@ def test_the_operator_can_have_nothing_tried_again_that_is_not_dead() -> None:
     for group_id in ("0-1-0", "0-2-0"):
         accounts.add_outcome(_outcome(group_id, OutcomeKind.READMITTED, lineage=0))
 
-    assert accounts.readmissions == []
+    assert len(accounts.readmissions) == 0
 
 
 def test_the_operators_word_counts_under_every_lineage() -> None:

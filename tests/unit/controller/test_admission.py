@@ -74,7 +74,7 @@ def test_what_is_neither_cut_nor_recorded_is_left_over() -> None:
     accounts.add_cut(_cut(1, first), sequence=2)
     accounts.add_outcome(Outcome(group_id=second, kind=OutcomeKind.STALE, lineage=1))
 
-    left = left_over(accounts, SAMPLER, last_step=LAST_STEP)
+    left = left_over(accounts, SAMPLER)
 
     assert [(one.group_id, one.kind) for one in left] == [(third, OutcomeKind.ABANDONED)]
 

@@ -129,7 +129,7 @@ def test_what_was_passed_over_is_not_left_over() -> None:
     accounts = Accounts(max_groups_in_flight=300)
     accounts.admitted = Admitted(total=1, num_fresh=2 * NUM_ROWS, known={"0-1": NUM_ROWS})
 
-    left = left_over(accounts, sampler, last_step=9, curriculum=curriculum)
+    left = left_over(accounts, sampler, curriculum=curriculum)
 
     expected = list(curriculum.first_groups(2 * NUM_ROWS, {"0-1": NUM_ROWS}))
     assert NUM_ROWS < len(expected) < 2 * NUM_ROWS

@@ -28,6 +28,18 @@ def test_an_epoch_visits_every_row_once(num_rows: int, epoch: int, seed: int) ->
     assert {group.epoch for group in groups} == {epoch}
 
 
+@given(SHARES, st.integers(0, 60), st.integers(0, 5))
+def test_the_first_positions_have_the_groups_that_they_visit_and_no_other(
+    shares: list[Share], num_positions: int, seed: int
+) -> None:
+    for sampler in (Sampler(shares[0].num_rows, seed=seed), MixedSampler(shares, seed=seed)):
+        visited = set(sampler.first_groups(num_positions))
+        later = {sampler.group_at(num_positions + offset) for offset in range(30)}
+
+        assert all(sampler.is_among_first(group, num_positions) for group in visited)
+        assert not any(sampler.is_among_first(group, num_positions) for group in later)
+
+
 def test_another_sampler_of_the_same_seed_goes_on_where_the_first_stopped() -> None:
     first = [Sampler(10, seed=7).group_at(position) for position in range(25)]
 

@@ -12,6 +12,7 @@ from areal_async.doctor.examination import baseline_of, diagnose
 from areal_async.doctor.report import Kind, Ruling, Verdict
 from areal_async.receipts import Stamp
 from areal_async.settings import CurriculumSettings, Settings
+from areal_async.trainer.intact import Damage
 from areal_async.types import Admitted, Cut, CutKind, Mix, Outcome, OutcomeKind, Version
 from tests.unit.doctor.remains import (
     GROUPS,
@@ -66,6 +67,13 @@ def test_an_acknowledged_trajectory_that_is_neither_stored_nor_settled_is_lost()
     evidence.stored = [stored(WAITING, 0)]
 
     assert refuted_ids(evidence, "P1", Kind.LOST) == [uid(WAITING, 1)]
+
+
+def test_a_checkpoint_that_is_not_what_was_written_is_found() -> None:
+    evidence = whole_run()
+    evidence.damaged_checkpoints = [Damage("1-2", "state/__0_0.distcp is missing")]
+
+    assert refuted_ids(evidence, "P1", Kind.DAMAGED) == ["1-2"]
 
 
 def test_a_stored_trajectory_with_a_damaged_payload_is_lost() -> None:

@@ -231,10 +231,12 @@ async def test_file_that_is_damaged_after_it_was_checked_is_read_again_before_it
         scene.announce(announced)
         await scene.until("", num_states=2)
         fake.failing.clear()
-        await wait_all_tasks_blocked()
+        await scene.until("", num_states=3)
         assert scene.server.fence == "update to 1-1 failed: /update_weights_from_disk: status 400: torn"
         assert (fake.is_paused, scene.reasons) == (True, [])
+        assert f"{file} has hash" in scene.server.unreadable
         scene.announce(on_disk("1-2"))
         await scene.until("1-2")
 
-    assert [state for state, _ in scene.states] == ["1-0", "", "1-2"]
+    assert scene.server.unreadable == ""
+    assert [state for state, _ in scene.states] == ["1-0", "", "", "1-2"], "fenced, then without files to load"

@@ -13,7 +13,9 @@ from areal_async.weight_group import WeightGroup, WeightGroupError, empty_bucket
 DEADLINE_S = 60.0
 
 
-def state_of(server_id: str, *, version: str = "1-0", incarnation: str = "first", reason: str = "") -> ServerState:
+def state_of(
+    server_id: str, *, version: str = "1-0", incarnation: str = "first", reason: str = "", unreadable: str = ""
+) -> ServerState:
     """Return what a server says of itself; fenced when there is a reason."""
     return ServerState(
         server_id=server_id,
@@ -23,6 +25,7 @@ def state_of(server_id: str, *, version: str = "1-0", incarnation: str = "first"
         incarnation=incarnation,
         fenced=bool(reason),
         reason=reason,
+        unreadable=unreadable,
     )
 
 

@@ -1,6 +1,8 @@
 """Archive files appear whole, and what a restored lineage replaces is moved or dropped."""
 
 import json
+import math
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +78,19 @@ def test_what_the_lineage_itself_wrote_stays(tmp_path: Path) -> None:
     assert abandon_archive(tmp_path, after_step=0, before_lineage=1) == 0
 
 
+def test_to_look_through_the_archive_of_a_long_run_takes_no_memory_for_what_stays(tmp_path: Path) -> None:
+    for step in range(1, 3001):
+        (tmp_path / f"step-{step:06d}-2-0.parquet").touch()
+    (tmp_path / "step-002900-1-0.parquet").touch()
+
+    tracemalloc.start()
+    try:
+        assert abandon_archive(tmp_path, after_step=2500, before_lineage=2) == 1
+        assert tracemalloc.get_traced_memory()[1] < 64 << 10
+    finally:
+        tracemalloc.stop()
+
+
 def test_metrics_are_rewound_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_path: Path) -> None:
     file = MetricsFile(tmp_path / "metrics.jsonl")
     for step in (1, 2, 3):
@@ -88,6 +103,17 @@ def test_metrics_are_rewound_to_the_checkpoint_and_a_torn_line_is_dropped(tmp_pa
 
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_numbers_that_are_none_are_named_and_not_written(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+
+    file.append({**_line(1), "loss": math.nan, "grad_norm": math.inf, "reward_mean": 0.5})
+    file.append(_line(2))
+
+    first, second = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    assert first == {**_line(1), "reward_mean": 0.5, "not_finite": "loss grad_norm"}
+    assert second == _line(2)
 
 
 def test_what_a_replaced_trainer_still_writes_is_dropped_by_its_successor(tmp_path: Path) -> None:

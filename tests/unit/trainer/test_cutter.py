@@ -74,6 +74,16 @@ class Bench:
         return self.cutter.decide(now=now, room=Room.AMPLE)
 
 
+def test_a_group_of_a_version_to_come_is_given_up_and_never_cut() -> None:
+    bench = Bench(step=3)
+    bench.add(_message(1, 0, 1, oldest="1-1", newest="1-3"), _message(2, 0, 1, oldest="1-2"))
+
+    decision = bench.decide()
+
+    reason = "its tokens are of a version that step 3 comes before"
+    assert decision == Settle(["0-1-0"], OutcomeKind.ABANDONED, reason)
+
+
 def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None:
     bench = Bench()
     bench.add(_message(1, 0, 1), _message(2, 0, 1))

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.api import CheckpointException
 
 from areal_async.cli.export import write_best
 from areal_async.cli.main import main
@@ -81,8 +80,20 @@ def test_a_checkpoint_that_a_live_run_removes_meanwhile_is_no_traceback(
         export()
     assert not (tmp_path / "exported").exists()
 
-    with pytest.raises((OSError, CheckpointException)):
+    with pytest.raises(UserError, match=r"1-1: state/__0_0.distcp is missing; take another one"):
         export()  # what was damaged before is another matter
+
+
+def test_a_damaged_checkpoint_is_not_exported(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine_of(model, ranks).save_checkpoint(tmp_path / "1-1", b"")
+    shard = tmp_path / "1-1" / STATE / "__0_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 64
+    shard.write_bytes(content)
+
+    with pytest.raises(UserError, match=r"1-1: state/__0_0.distcp is not what was written: its SHA-256 differs"):
+        export_policy(tmp_path / "1-1", tmp_path / "exported", model=ModelSettings(path=str(model)))
+    assert not (tmp_path / "exported").exists()
 
 
 @pytest.fixture

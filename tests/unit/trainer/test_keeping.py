@@ -1,6 +1,7 @@
 """Checkpoints are kept by newness, by number and by merit; what a restart needs stays whatever the rules are."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -191,3 +192,24 @@ def test_a_best_that_there_is_no_more_is_not_named(run: Run) -> None:
     run.keep("1-4", keep_best="reward")
 
     assert not (run.path / "checkpoints" / "best").is_symlink()
+
+
+def test_to_keep_the_best_of_a_long_run_takes_no_more_memory_than_its_rewards(run: Run) -> None:
+    run.has("1-4999", "1-5000")
+    run.trained(*(number / 5000 for number in range(5000)), loss={str(number): 0.5 for number in range(100)})
+
+    peaks = {keep_best: _peak_bytes(run, keep_best) for keep_best in ("reward", None)}
+
+    assert (run.path / "metrics.jsonl").stat().st_size > 5 << 20
+    assert peaks["reward"] < 2 << 20
+    assert peaks[None] < 128 << 10
+
+
+def _peak_bytes(run: Run, keep_best: str | None) -> int:
+    run.keep("1-5000", keep_best=keep_best)  # what is imported, or made once
+    tracemalloc.start()
+    try:
+        run.keep("1-5000", keep_best=keep_best)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()

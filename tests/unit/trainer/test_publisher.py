@@ -236,6 +236,24 @@ async def test_adapters_are_announced_alone_or_merged(
         await Staging().check(alone)
 
 
+async def test_trainer_ends_where_a_server_cannot_read_files_that_are_damaged_and_not_where_they_are_whole(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.trainer.publisher.REPAIR_POLL_S", 0.02)
+    bus, server = await open_role(Role.TRAINER), Server(await open_role(Role.NODE), "0-0")
+    await server.say(unreadable="not visible here")
+    async with publishing(bus, tmp_path, engine) as publisher:
+        for step in (1, 2):
+            await publisher.publish(Version(1, step))
+            await publisher.finish()
+            with anyio.move_on_after(0.5):
+                await publisher.run_repairs()
+        (tmp_path / "weights" / "1-2" / "model.safetensors").write_bytes(b"")
+
+        with pytest.raises(PipelineError, match=r"1-2/model.safetensors has hash .*; a trainer that starts again"):
+            await publisher.run_repairs()
+
+
 @pytest.mark.parametrize(
     ("given", "is_sent"),
     [

@@ -16,7 +16,7 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.settings import Settings
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines
-from areal_async.trainer.recorded import Recorded, read_recorded, whole_steps
+from areal_async.trainer.recorded import Recorded, find_archived, read_recorded, whole_steps
 from areal_async.trainer.replay import Difference, Replay, compare, place_recorded
 from areal_async.trainer.rows import TrainRow
 from areal_async.types import Metrics, Version
@@ -45,6 +45,26 @@ def _settings(model: Path, directory: Path, **algorithm: object) -> Settings:
             "algorithm": algorithm,
         }
     )
+
+
+def test_payload_that_is_not_stored_any_more_is_found_in_the_archive_by_its_id(tmp_path: Path) -> None:
+    trained = archive_step(tmp_path, 2)
+    folder = tmp_path / "trajectories"
+    (path,) = folder.glob("step-*.parquet")
+    (folder / "abandoned").mkdir()
+    path.rename(folder / "abandoned" / path.name)  # as a lineage that goes back to an older checkpoint does
+    (folder / "step-000002-9-0.parquet").write_bytes(b"cut short")
+    first, *_ = trained.values()
+
+    found = find_archived(tmp_path, 2, {first.slot.sample_uid, "another"})
+
+    assert list(found) == [first.slot.sample_uid]
+    (sequence,), (wanted,) = found[first.slot.sample_uid].sequences, first.sequences
+    assert all(
+        np.array_equal(getattr(sequence, name), getattr(wanted, name))
+        for name in ("token_ids", "loss_mask", "logprobs", "versions", "temperatures")
+    )
+    assert find_archived(tmp_path, 3, {first.slot.sample_uid}) == {}
 
 
 def _record(directory: Path, step: int, *, max_staleness: int = 2, masks_stale: bool = False) -> list[TrainRow]:

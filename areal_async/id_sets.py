@@ -1,0 +1,133 @@
+"""Sets of numbers and of group ids that only grow, kept as intervals: a long run's nearly all follow one another.
+
+What a run has admitted is every prompt of an epoch but the newest ones, so all that is settled takes a few numbers for
+each epoch, however many prompts it has; what is missing in between takes 16 bytes.
+"""
+
+import re
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from collections.abc import Set as AbstractSet
+
+_INT64 = "q"
+_PARTS = re.compile("(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,8})").fullmatch
+_EPOCH = 10**9
+"""More than any index that ``_PARTS`` takes, so that no two prompts have one number, and 10**18 is within 64 bits."""
+
+
+class Numbers(AbstractSet[int]):
+    """A set of 64-bit numbers, iterated over in their order."""
+
+    __slots__ = ("_first", "_last", "_num")
+
+    def __init__(self, numbers: Iterable[int] = ()) -> None:
+        self._first = array(_INT64)
+        """Of each interval, ascending; no two of them touch."""
+        self._last = array(_INT64)
+        self._num = 0
+        for number in numbers:
+            self.add(number)
+
+    def add(self, number: int) -> None:
+        """Take a number in; one that is there already changes nothing."""
+        first, last = self._first, self._last
+        after = bisect_right(first, number)
+        if after and number <= last[after - 1]:
+            return
+        self._num += 1
+        follows = after > 0 and last[after - 1] == number - 1
+        precedes = after < len(first) and first[after] == number + 1
+        if follows and precedes:
+            last[after - 1] = last[after]
+            del first[after], last[after]
+        elif follows:
+            last[after - 1] = number
+        elif precedes:
+            first[after] = number
+        else:
+            first.insert(after, number)
+            last.insert(after, number)
+
+    @property
+    def num_intervals(self) -> int:
+        """What it takes: 16 bytes for each."""
+        return len(self._first)
+
+    def copy(self) -> "Numbers":
+        """Return another set of the same numbers."""
+        made = Numbers()
+        made._first, made._last, made._num = self._first[:], self._last[:], self._num
+        return made
+
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
+        after = bisect_right(self._first, number)
+        return after > 0 and number <= self._last[after - 1]
+
+    def __iter__(self) -> Iterator[int]:
+        for first, last in zip(self._first, self._last, strict=True):
+            yield from range(first, last + 1)
+
+    def __len__(self) -> int:
+        return self._num
+
+
+class GroupIds(AbstractSet[str]):
+    """A set of group ids; which came first is not kept."""
+
+    __slots__ = ("_by_attempt", "_others")
+
+    def __init__(self, group_ids: Iterable[str] = ()) -> None:
+        self._by_attempt: dict[str, Numbers] = {}
+        """Attempt -> epoch and index, as one number."""
+        self._others: set[str] = set()
+        """Texts that no numbers stand for."""
+        if isinstance(group_ids, GroupIds):
+            self._by_attempt = {attempt: prompts.copy() for attempt, prompts in group_ids._by_attempt.items()}
+            self._others = set(group_ids._others)
+        else:
+            self.update(group_ids)
+
+    def add(self, group_id: str) -> None:
+        """Take a group in; one that is there already changes nothing."""
+        parts = _PARTS(group_id)
+        if parts is None:
+            self._others.add(group_id)
+            return
+        epoch, index, attempt = parts.groups()
+        prompts = self._by_attempt.get(attempt)
+        if prompts is None:
+            prompts = self._by_attempt[attempt] = Numbers()
+        prompts.add(int(epoch) * _EPOCH + int(index))
+
+    def update(self, group_ids: Iterable[str]) -> None:
+        """Take groups in."""
+        for group_id in group_ids:
+            self.add(group_id)
+
+    @property
+    def num_intervals(self) -> int:
+        """What it takes, but for texts that no numbers stand for: 16 bytes for each."""
+        return sum(prompts.num_intervals for prompts in self._by_attempt.values())
+
+    def __contains__(self, group_id: object) -> bool:
+        if not isinstance(group_id, str):
+            return False
+        parts = _PARTS(group_id)
+        if parts is None:
+            return group_id in self._others
+        epoch, index, attempt = parts.groups()
+        prompts = self._by_attempt.get(attempt)
+        return prompts is not None and int(epoch) * _EPOCH + int(index) in prompts
+
+    def __iter__(self) -> Iterator[str]:
+        for attempt, prompts in self._by_attempt.items():
+            for prompt in prompts:
+                epoch, index = divmod(prompt, _EPOCH)
+                yield f"{epoch}-{index}-{attempt}"
+        yield from self._others
+
+    def __len__(self) -> int:
+        return sum(map(len, self._by_attempt.values())) + len(self._others)

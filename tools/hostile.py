@@ -1,0 +1,354 @@
+"""Hostile trajectories, well formed by all that a message says of itself: what the decoder and the run's limits let
+through, the engine trains.
+
+    python -m tools.hostile --inputs 1000000 [--seed N] [--algorithm NAME ...]
+
+Each input is a message of one group. Those that are accepted are cut, packed, trained and archived by the functions of
+a run, a batch at a time. A finding is whatever raises, an update that is skipped, or a number of the metrics line that
+is not finite. Exits with 1 when there are findings.
+"""
+
+import argparse
+import functools
+import math
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import anyio
+import msgspec
+import numpy as np
+
+from areal_async.algorithms.advantages import advantage_rule
+from areal_async.errors import WireError
+from areal_async.settings import Settings
+from areal_async.staleness import age_at
+from areal_async.trainer.archive import write_archive
+from areal_async.trainer.cut import OpenGroup
+from areal_async.trainer.distributed import Ranks, joined_ranks
+from areal_async.trainer.engines import Engines, Lanes
+from areal_async.trainer.limits import Limits
+from areal_async.trainer.payloads import build_rows, place
+from areal_async.trainer.step import ShareStats, StepResult, add_up_info, agree_on_batch, batch_metrics, metrics_line
+from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.threads import EngineThread
+from areal_async.types import Credit, Cut, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
+
+MODEL = Path(__file__).parents[1] / "configs" / "models" / "tiny"
+WORKFLOW = "w"
+GROUP_SIZE = 2
+LINEAGE, STEP, MAX_STALENESS = 3, 9, 2
+TOKEN_BUDGET = 64
+BATCH_MESSAGES = 16
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "coupled": {"decoupled": False, "advantage_std": "none", "num_minibatches": 2},
+    "icepop": {"correction": "icepop", "proximal": "loglinear"},
+    "m2po": {"name": "m2po"},
+    "reference": {"kl_coef": 0.1, "aggregation": "sequence_mean"},
+    "ppo": {"name": "ppo"},
+}
+FRESH = (Version(LINEAGE, STEP - 1), Version(LINEAGE, STEP - 2), Version(LINEAGE - 1, STEP - 3))
+
+Arrays = dict[str, Any]
+"""What a ``Sequence`` is made of, before it is one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The run that messages are made for; its groups have ``GROUP_SIZE`` siblings."""
+
+    vocab_size: int
+    workflow: str = WORKFLOW
+    fresh: Seq[Version] = FRESH
+    """Versions that may be trained now, the newest first."""
+    share_odd: float = 0.1
+    """Of the messages, those that lack slots, or are of another group size, workflow or number of attempts."""
+
+
+def hostile_message(random: Random, group_id: str, target: Target) -> EncodedMessage:
+    """Return the message of a group in which a few things are otherwise than any node of ours would have them."""
+    workflow = target.workflow
+    trajectories = [_trajectory(random, group_id, sibling, target) for sibling in range(GROUP_SIZE)]
+    is_odd = random.random() < target.share_odd
+    return encode_message(
+        trajectories[: random.choice([1, 2])] if is_odd else trajectories,
+        group_id=group_id,
+        workflow=random.choice([workflow, "other"]) if is_odd else workflow,
+        ticket_version=str(random.choice(target.fresh)),
+        num_failed_attempts=random.choice([0, 2, 1 << 53]) if is_odd else 0,
+        group_size=random.choice([GROUP_SIZE, 1, 3, 1 << 16]) if is_odd else GROUP_SIZE,
+    )
+
+
+def _trajectory(random: Random, group_id: str, sibling: int, target: Target) -> Trajectory:
+    sequences = [_arrays(random, target) for _ in range(random.choice([1, 1, 1, 2, 3, 40]))]
+    num_replies = random.choice([0, 0, 0, 1, 3])
+    for arrays in sequences if num_replies else ():
+        numbers = np.arange(len(arrays["token_ids"])) % (num_replies + 1) - 1
+        arrays["turns"] = np.where(arrays["loss_mask"], numbers, -1).astype(np.int16)
+    info: dict[str, Any] = {"length": float(random.randrange(100)), "rollout/num_turns": 1.0}
+    versions = [Version.unpack(int(one)) for arrays in sequences for one in arrays["versions"] if one >= 0] or [
+        target.fresh[0]
+    ]
+    slot: dict[str, Any] = {
+        "sibling": sibling,
+        "sample_uid": f"{group_id}.{sibling}.hostile.{random.randrange(1 << 32):x}",
+        "status": SlotStatus.SCORED,
+        "reward": random.choice([0.0, 1.0, random.random()]),
+        "oldest": str(min(versions)),
+        "newest": str(max(versions)),
+    }
+    for _ in range(random.choice([0, 0, 1, 1, 2])):
+        random.choice(SPOILED)(random, random.choice(sequences), slot, info, target)
+    made = [Sequence(**arrays) for arrays in sequences][: slot.pop("num_sequences", None)]
+    if num_replies:
+        of_replies = [sum(int(np.sum(one.turns == number)) for one in made) for number in range(num_replies)]
+        rewards = [slot["reward"], *(random.choice(REWARDS[:4]) for _ in of_replies[1:])]
+        slot["credits"] = [Credit(reward, count) for reward, count in zip(rewards, of_replies, strict=True)]
+        slot["reward"] = mean(rewards)
+    num_tokens = sum(one.num_tokens for one in made)
+    num_sampled = sum(int(one.loss_mask.sum()) for one in made)
+    whole = {"num_tokens": num_tokens, "num_output_tokens": num_sampled} | slot
+    return Trajectory(slot=Slot(**whole), sequences=made, info=info)
+
+
+def _arrays(random: Random, target: Target) -> Arrays:
+    length = random.choice([2, 3, 8, 20])
+    mask = np.arange(length) >= random.randrange(1, length)
+    version = random.choice(target.fresh).pack()
+    return {
+        "token_ids": np.array([random.randrange(target.vocab_size) for _ in range(length)], dtype=np.int32),
+        "loss_mask": mask,
+        "logprobs": np.where(mask, -random.random() * 4, 0).astype(np.float32),
+        "versions": np.where(mask, version, -1),
+    }
+
+
+Spoil = Callable[[Random, Arrays, dict[str, Any], dict[str, Any], Target], None]
+"""Takes a sequence, its slot and the trajectory's info, and changes one of them."""
+REWARDS = [1e6, -1e6, -0.0, 5e-324, 1.0000001e6, 1e7, 1e30, 1e308, -1e308]
+
+
+def _token_ids(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    at = random.randrange(len(arrays["token_ids"]))
+    arrays["token_ids"][at] = random.choice([0, *(target.vocab_size + one for one in (-1, 0, 1)), (1 << 31) - 1, -1])
+
+
+def _logprobs(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    value = random.choice([0.0, 1.0, 100.0, -100.0, 1e4, -9999.0, -1e4, 1.1e4, 3e38, -3e38, math.nan, math.inf])
+    at = random.choice([slice(None), random.randrange(len(arrays["logprobs"]))])
+    arrays["logprobs"][at] = value
+
+
+def _temperatures(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    choices = [0.0, 1e-7, 2e-6, 1e-5, 1e-3, 0.7, 100.0, 101.0]
+    length = len(arrays["token_ids"])
+    mixed = [random.choice(choices[:-1]) for _ in range(length)]
+    arrays["temperatures"] = np.array(random.choice([mixed, [random.choice(choices)] * length]), dtype=np.float32)
+
+
+def _masks(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    arrays["loss_mask"] = np.full(len(arrays["loss_mask"]), random.choice([True, False]))
+    arrays["versions"] = np.where(arrays["loss_mask"], target.fresh[0].pack(), -1)
+    slot["oldest"], slot["newest"] = str(min(target.fresh)), str(max(target.fresh))
+    if "turns" in arrays:
+        arrays["turns"] = np.where(arrays["loss_mask"], 0, -1).astype(np.int16)
+
+
+def _versions(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    newest = max(target.fresh)
+    next_one, before = Version(newest.lineage, newest.step + 1), Version(newest.lineage - 1, 999_999_999)
+    strange = [before, next_one, Version(newest.lineage, 0), Version(1, 1)]
+    one = random.choice(strange)
+    arrays["versions"] = np.where(arrays["loss_mask"], one.pack(), -1)
+    ends = [Version.parse(slot["oldest"]), Version.parse(slot["newest"]), one]
+    if random.random() < 0.5:
+        ends = list(target.fresh)  # the header says nothing of it
+    slot["oldest"], slot["newest"] = str(min(ends)), str(max(ends))
+
+
+def _lengths(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    length = random.choice([1, TOKEN_BUDGET - 1, TOKEN_BUDGET, TOKEN_BUDGET + 1, 5000])
+    for name, values in list(arrays.items()):
+        arrays[name] = np.resize(values, length)
+
+
+def _header(random: Random, arrays: Arrays, slot: dict[str, Any], info: Any, target: Target) -> None:
+    slot |= random.choice(
+        [
+            {"num_tokens": random.choice([0, 1, 1 << 53])},
+            {"num_output_tokens": random.choice([0, 1, 1 << 53])},
+            {"num_truncated": 1 << 53},
+            {"sample_uid": random.choice(["", "a\r\nNats-Msg-Id: b", "x" * 10_000, "\u2028"])},
+            {"num_sequences": 0},
+            {"reason": "\x00\r\n" * 300},
+        ]
+    )
+
+
+def _reward(random: Random, arrays: Arrays, slot: dict[str, Any], info: Any, target: Target) -> None:
+    slot["reward"] = random.choice(REWARDS)
+
+
+def _info(random: Random, arrays: Arrays, slot: Any, info: dict[str, Any], target: Target) -> None:
+    info |= random.choice(
+        [
+            {"big": random.choice([1e30, -1e30, 1.1e30, 1e308, math.nan])},
+            {random.choice(["", "a b", "a\n", "x" * 65, "rollout/", "ü"]): 1.0},
+            {f"key{number}": 1.0 for number in range(random.choice([60, 64, 500]))},
+        ]
+    )
+
+
+def _steered(random: Random, arrays: Arrays, slot: Any, info: Any, target: Target) -> None:
+    arrays["steered"] = arrays["loss_mask"].copy()
+
+
+SPOILED: list[Spoil] = [
+    _token_ids, _logprobs, _temperatures, _masks, _versions, _lengths, _header, _reward, _info, _steered
+]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Score:
+    """What became of some inputs."""
+
+    num_inputs: int = 0
+    num_accepted: int = 0
+    """Trajectories that were trained."""
+    refusals: Counter[str] = field(default_factory=Counter)
+    """By the beginning of the reason."""
+    findings: list[str] = field(default_factory=list)
+
+
+class Course:
+    """From the bytes of messages to a metrics line, as a trainer of one rank goes it."""
+
+    def __init__(self, algorithm: Mapping[str, Any], ranks: Ranks, directory: Path) -> None:
+        """``directory`` is for the archive."""
+        self.settings = Settings.model_validate(
+            {
+                "model": {"path": str(MODEL), "dtype": "float32"},
+                "algorithm": dict(algorithm),
+                "rollout": {"group_size": GROUP_SIZE, "min_group_size": 1, "max_staleness": MAX_STALENESS},
+                "tasks": [{"workflow": f"{WORKFLOW}.py", "dataset": {"path": "none"}}],
+                "trainer": {"token_budget": TOKEN_BUDGET, "lr": 1e-9},
+            }
+        )
+        self._engines = Engines.for_run(self.settings, ranks)
+        lanes = Lanes.for_run(self.settings, ranks, EngineThread())
+        self._calls = StepCalls(self.settings, engines=self._engines, lanes=lanes)
+        self._target = Target(vocab_size=self._engines.vocab_size)
+        self._limits = Limits(self.settings, vocab_size=self._engines.vocab_size)
+        self._directory = directory
+
+    def run(self, *, seed: int, first: int, count: int) -> Score:
+        """Send ``count`` messages through, from index ``first`` on."""
+        score = Score()
+        for begin in range(first, first + count, BATCH_MESSAGES):
+            numbers = range(begin, min(begin + BATCH_MESSAGES, first + count))
+            made = [hostile_message(Random(f"{seed}.{number}"), f"0-{number}-0", self._target) for number in numbers]
+            score.num_inputs += len(made)
+            try:
+                self._train(made, score)
+            except Exception as exc:  # noqa: BLE001 - whatever it is, it is what is looked for
+                score.findings.append(f"messages {numbers}: {type(exc).__name__}: {exc}")
+        return score
+
+    def _train(self, made: list[EncodedMessage], score: Score) -> None:
+        settings, stored = self.settings, []
+        for sequence, one in enumerate(made, start=1):
+            try:
+                message = decode_headers(one.headers, sequence=sequence, num_bytes=len(one.payload))
+                self._limits.check_message(message)
+            except WireError as exc:
+                score.refusals[_kind(exc)] += 1
+                continue
+            group = OpenGroup(
+                group_id=message.group_id, workflow=message.workflow, group_size=message.group_size,
+                ticket_version=Version.parse(message.ticket_version), num_failed_attempts=0, order=sequence,
+            )  # fmt: skip
+            group.add(message)
+            stored.append(group.as_cut_group())
+        cut = Cut(lineage=LINEAGE, step=STEP, groups=stored, max_staleness=MAX_STALENESS)
+        trajectories, missing = {}, []
+        for placed in place(cut):
+            try:
+                trajectory = decode_trajectory(made[placed.item.sequence - 1].payload, placed.item.slot)
+                self._limits.check_trajectory(trajectory, cut=cut, lineage=LINEAGE)
+                trajectories[placed.position] = trajectory
+            except WireError as exc:
+                missing.append(placed.key)
+                score.refusals[_kind(exc)] += 1
+        batch = agree_on_batch(place(cut), missing, min_group_size=1, rule=advantage_rule(settings))
+        age = functools.partial(_age, cut)
+        rows, ages = build_rows(
+            trajectories,
+            advantages=batch.advantages,
+            start=Version(LINEAGE, STEP - 1),
+            age=age,
+            max_staleness=MAX_STALENESS,
+            masks_stale=False,
+            temperature=1.0,
+        )
+        trained = anyio.run(functools.partial(self._calls.run, rows, batch, step=STEP, settings=settings))
+        made_version = Version(LINEAGE, STEP)
+        write_archive(
+            self._directory, made=made_version, cut=cut, rank=0, slots=batch.slots, trajectories=trajectories,
+            advantages=batch.advantages, rows=trained.rows,
+        )  # fmt: skip
+        said = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
+        said = msgspec.json.decode(msgspec.json.encode(said), type=ShareStats)
+        numbers = batch_metrics(batch, [said], workflows=[WORKFLOW], age=age) | trained.others
+        result = StepResult(
+            version=made_version, batch=numbers, stats=trained.stats, started=0.0, wait_s=0.0, train_s=0.0
+        )
+        line = metrics_line(result, weights_s=0.0, checkpoint_s=0.0, dropped_stale=0, failed=0)
+        bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+        bad += [name for name in ("num_skipped", "value_num_skipped") if line.get(name)]
+        if bad:
+            raise ArithmeticError(f"got {', '.join(f'{name}={line[name]}' for name in bad)}")
+        score.num_accepted += len(trajectories)
+
+
+def _age(cut: Cut, version: Version) -> int:
+    return age_at(step=cut.step, version=version, lineage=cut.lineage)
+
+
+def _kind(error: WireError) -> str:
+    return str(error).split(": got ")[-1][:40]
+
+
+def main() -> None:
+    """Run the algorithms and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--inputs", type=int, default=10_000, help="messages, shared among the algorithms")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument(
+        "--algorithm", choices=list(ALGORITHMS), nargs="+", default=list(ALGORITHMS), help="these alone"
+    )
+    arguments = parser.parse_args()
+    count, num_findings = arguments.inputs // len(arguments.algorithm), 0
+    with joined_ranks(deadline_s=600.0) as ranks, tempfile.TemporaryDirectory() as directory:
+        for number, name in enumerate(arguments.algorithm):
+            course = Course(ALGORITHMS[name], ranks, Path(directory))
+            score = course.run(seed=arguments.seed, first=number * count, count=count)
+            num_findings += len(score.findings)
+            print(f"{name}: {score.num_inputs} messages, {score.num_accepted} trajectories trained", flush=True)
+            for reason, times in score.refusals.most_common():
+                print(f"    {times:8} {reason}")
+            for finding in score.findings[:10]:
+                print(f"    FINDING {finding}", flush=True)
+    sys.exit(1 if num_findings else 0)
+
+
+if __name__ == "__main__":
+    main()
