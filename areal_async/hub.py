@@ -44,8 +44,11 @@ def is_local(name: str, folder: Path | None = None) -> bool:
     return not looks_like_hub_name(name) or os.path.exists((folder or Path()) / name)
 
 
-def fetch(kind: Literal["model", "dataset"], name: str, *, files: Sequence[str]) -> Path:
+def fetch(kind: Literal["model", "dataset"], name: str, *, files: Sequence[str], setting: str | None = None) -> Path:
     """Return the folder with those files of a hub repository, from the cache when the hub cannot be reached.
+
+    Args:
+        setting: has the name; an error begins with it, else with the kind.
 
     Raises:
         UserError: the hub has no such repository for us, or cannot be reached and the cache has nothing.
@@ -59,6 +62,6 @@ def fetch(kind: Literal["model", "dataset"], name: str, *, files: Sequence[str])
     except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError) as exc:
         reason = str(exc).strip().partition("\n")[0].rstrip(".")
         raise UserError(
-            f"{kind}: {name} is neither on this disk nor to be had from the Hugging Face hub ({reason}); "
+            f"{setting or kind}: {name} is neither on this disk nor to be had from the Hugging Face hub ({reason}); "
             f"give a local path, or fetch it where there is a network"
         ) from exc

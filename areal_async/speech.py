@@ -8,11 +8,19 @@ import io
 import logging
 import os
 import sys
+from pathlib import Path
 from typing import TextIO
 
+SCRIPT = "areal-async"
+"""The command that an installation puts beside ``python``."""
 STDIN, STDOUT, STDERR = 0, 1, 2
 
 _losses: list[OSError] = []
+
+
+def program() -> str:
+    """Return how this program was called: by the installed command, whatever its file is called, or as a module."""
+    return SCRIPT if Path(sys.argv[0]).name.startswith(SCRIPT) else "python -m areal_async"
 
 
 def say(line: str) -> None:

@@ -53,6 +53,10 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
     try:
         spec.loader.exec_module(module)
         is_loaded = True
+    except SystemExit as exc:  # else it would end this process without a word
+        raise ImportError(
+            f"it calls sys.exit({exc.code!r}) as it is imported; do that where __name__ == '__main__' alone"
+        ) from exc
     except ModuleNotFoundError as exc:
         raise ModuleNotFoundError(f"{exc}, neither installed, nor in {root_entry}, nor beside the file") from exc
     finally:
@@ -90,12 +94,15 @@ def imported_files(path: Path, roots: Sequence[Path]) -> Iterator[Path]:
 
 @contextmanager
 def mistakes_in(what: str) -> Iterator[None]:
-    """Turn whatever a user's file raises while no workflow runs into a mistake of the user's, keeping the cause."""
+    """Turn whatever a user's file raises while no workflow runs into a mistake of the user's, keeping the cause.
+
+    ``sys.exit`` too: the process would end with that status, without a word, and be started again.
+    """
     try:
         yield
     except ArealError:
         raise
-    except Exception as exc:
+    except (Exception, SystemExit) as exc:
         message = " ".join(str(exc).split())[:MAX_MESSAGE_CHARACTERS]
         raise UserError(f"{what}: {type(exc).__name__}: {message}") from exc
 

@@ -9,6 +9,7 @@ from typing import Final
 from areal_async.cli.tail import Line
 from areal_async.cli.view import number
 from areal_async.settings import Settings, TaskSettings
+from areal_async.speech import program
 from areal_async.types import mean
 
 MUCH: Final = 0.3
@@ -123,7 +124,7 @@ def _every(steps: Sequence[Line]) -> str:
 
 
 def _try(task: TaskSettings) -> str:
-    return f"look at answers and their rewards with `python -m areal_async try {task.workflow} --n 8`"
+    return f"look at answers and their rewards with `{program()} try {task.workflow} --n 8`"
 
 
 def _total(steps: Sequence[Line], key: str) -> float:

@@ -55,39 +55,39 @@ class Register:
     """The dead letters of a run, as its log tells them. Pure."""
 
     def __init__(self, accounts: Accounts) -> None:
-        self._accounts = accounts
-        self._recorded_at: dict[str, str] = {}
+        self.accounts = accounts
+        self._dead: dict[str, tuple[Outcome, str]] = {}
+        """Group -> its end, and when that was recorded."""
 
     def add(self, entry: Cut | Outcome, *, sequence: int, stored_at: str) -> None:
         """Read an entry of the log."""
         if isinstance(entry, Cut):
-            self._accounts.add_cut(entry, sequence=sequence)
+            self.accounts.add_cut(entry, sequence=sequence)
         else:
-            self._accounts.add_outcome(entry)
-            if entry.kind is OutcomeKind.DEAD:
-                self._recorded_at.setdefault(entry.group_id, stored_at)
+            self.accounts.add_outcome(entry)
+            if entry.kind is OutcomeKind.DEAD and self.accounts.is_dead(entry.group_id):
+                self._dead.setdefault(entry.group_id, (entry, stored_at))
 
     @property
     def letters(self) -> list[DeadLetter]:
         """Every group that ended dead, in the order of the log."""
-        due = {item.group_id for item in self._accounts.due_readmissions}
-        known = {item.group_id for item in self._accounts.readmissions}
+        due = {item.group_id for item in self.accounts.due_readmissions}
+        known = {item.group_id for item in self.accounts.readmissions}
         letters = []
-        for group_id, outcome in self._accounts.journal.outcomes.items():
-            if outcome.kind is OutcomeKind.DEAD:
-                group = GroupId.parse(group_id)
-                following = group.next_attempt
-                letters.append(
-                    DeadLetter(
-                        group=group_id,
-                        prompt=group.index,
-                        workflow=outcome.workflow,
-                        attempts=outcome.num_failed_attempts,
-                        reason=outcome.reason,
-                        when=self._recorded_at[group_id],
-                        state=WAITING if following in due else AGAIN if following in known else DEAD,
-                    )
+        for group_id, (outcome, recorded_at) in self._dead.items():
+            group = GroupId.parse(group_id)
+            following = group.next_attempt
+            letters.append(
+                DeadLetter(
+                    group=group_id,
+                    prompt=group.index,
+                    workflow=outcome.workflow,
+                    attempts=outcome.num_failed_attempts,
+                    reason=outcome.reason,
+                    when=recorded_at,
+                    state=WAITING if following in due else AGAIN if following in known else DEAD,
                 )
+            )
         return letters
 
     def choose(self, groups: Sequence[str] | None) -> list[str]:
@@ -114,7 +114,7 @@ class Register:
         name, last_step = settings.run.name, settings.run.steps
         if state is not None and state.state == "finished":
             raise UserError(f"run {name}: it has finished, and tries nothing again; start another with --run.name")
-        if last_step in self._accounts.journal.cuts:
+        if self.accounts.journal.is_cut(last_step):
             raise UserError(f"run {name}: the batch of its last step {last_step} is cut, and it tries nothing again")
 
 

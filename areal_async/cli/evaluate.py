@@ -22,6 +22,7 @@ import structlog
 from areal_async import log
 from areal_async.accuracy import measure, most_frequent
 from areal_async.bus import Bus, Report, ask_service
+from areal_async.cli import evaluated
 from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, chosen, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
@@ -70,11 +71,13 @@ class Result:
     """Answers to each row."""
     pass_at: dict[str, float] = field(default_factory=dict)
     """pass@k by k, of several answers."""
+    is_graded: bool = False
+    """Whether a reward is neither 0 nor 1: ``accuracy`` is a mean reward then, and is called so."""
 
     @property
     def sentence(self) -> str:
         """The line for people."""
-        name, counted = ("accuracy", "rows") if self.num_samples == 1 else (f"avg@{self.num_samples}", "answers")
+        name, counted = evaluated.kind(asdict(self)), evaluated.answers(asdict(self))
         count = f"{self.num_scored} {counted} scored, {self.num_failed} failed"
         if self.accuracy is None:
             return f"{self.workflow}: no {name}: {count}"
@@ -173,6 +176,7 @@ def result_of(answers: Sequence[tuple[int, Slot]], *, workflow: str, model: str,
         reasons=most_frequent(slot.reason for _, slot in answers if slot.status is not SlotStatus.SCORED),
         num_samples=num_samples,
         pass_at=measured.pass_at,
+        is_graded=measured.is_graded,
     )
 
 
@@ -338,4 +342,5 @@ def _result_of_record(record: EvalRecord) -> Result:
         reasons=record.reasons,
         num_samples=record.num_samples,
         pass_at=record.pass_at,
+        is_graded=record.is_graded,
     )

@@ -16,7 +16,7 @@ def last_evaluation(run_directory: Path) -> dict[str, Any]:
 def kind(line: Mapping[str, Any]) -> str:
     """Return what its figure is called."""
     num_samples = line.get("num_samples") or 1
-    return f"avg@{num_samples}" if num_samples > 1 else "accuracy"
+    return f"avg@{num_samples}" if num_samples > 1 else "mean reward" if line.get("is_graded") else "accuracy"
 
 
 def figure(line: Mapping[str, Any]) -> str:
@@ -24,19 +24,19 @@ def figure(line: Mapping[str, Any]) -> str:
     accuracy = line.get("accuracy")
     if accuracy is None or line.get("num_scored") == 0:
         return "none"
-    name = f"{kind(line)} " if kind(line) != "accuracy" else ""
+    name = f"{kind(line)} " if kind(line).startswith("avg") else ""
     return f"{name}{accuracy:.3f}{passing(line)}"
 
 
 def measured(line: Mapping[str, Any]) -> str:
-    """Return ``accuracy 0.512``, or as ``figure``, with its name in any case."""
+    """Return ``accuracy 0.512``, ``mean reward -0.120`` or as ``figure``, with its name in any case."""
     text = figure(line)
-    return text if text.startswith("avg") else f"accuracy {text}"
+    return text if text.startswith("avg") else f"{kind(line)} {text}"
 
 
 def answers(line: Mapping[str, Any]) -> str:
     """Return what its numbers of scored and failed ones count."""
-    return "rows" if kind(line) == "accuracy" else "answers"
+    return "answers" if kind(line).startswith("avg") else "rows"
 
 
 def passing(line: Mapping[str, Any]) -> str:

@@ -12,20 +12,16 @@ import itertools
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from areal_async.collector import importing
 from areal_async.errors import PipelineError, UserError, leaves_of
-from areal_async.speech import loss
+from areal_async.speech import loss, program
 
 INTERRUPTED = 130
 """Exit status of a command that the user broke off."""
 UNREAD = 141
 """Whoever read it has gone: as of a program that SIGPIPE ends."""
-SCRIPT = "areal-async"
-"""The command that an installation puts beside ``python``."""
-
 
 Argument = tuple[str, Mapping[str, Any]]
 """Name and keywords of ``argparse``'s ``add_argument``."""
@@ -343,7 +339,7 @@ def _dispatch(arguments: Sequence[str]) -> int:
         near = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.5)
         remedy = f"did you mean {near[0]}" if near else f"need one of {', '.join(VERBS)}"
         raise UserError(f"unknown verb {name}; {remedy}")
-    parser = _Parser(prog=f"{_program()} {name}", description=verb.sentence, allow_abbrev=False)
+    parser = _Parser(prog=f"{program()} {name}", description=verb.sentence, allow_abbrev=False)
     for argument, keywords in verb.arguments:
         parser.add_argument(argument, **keywords)
     if verb.takes_settings:
@@ -363,15 +359,10 @@ def _if_heard(status: int) -> int:
     return status if lost is None else _status_unheard(lost)
 
 
-def _program() -> str:
-    """Return how this program was called."""
-    return SCRIPT if Path(sys.argv[0]).name == SCRIPT else "python -m areal_async"
-
-
 def _top_parser() -> argparse.ArgumentParser:
     parser = _Parser(
-        prog=_program(),
-        usage=f"{_program()} VERB [-h] ...",
+        prog=program(),
+        usage=f"{program()} VERB [-h] ...",
         description="Asynchronous reinforcement learning for language models.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="verbs:\n" + "\n".join(f"  {name:<14}{verb.sentence}" for name, verb in VERBS.items()),

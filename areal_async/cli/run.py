@@ -137,6 +137,11 @@ def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: 
             origin=f"those that the run recorded, {directory.config}",
             notices=resumed.notices,
         )
+    if arguments.file is not None and file is None and not arguments.fresh:
+        raise UserError(
+            f"run: got {arguments.file}, need the name of a run that was started in {run.directory}, "
+            "or a workflow FILE.py"
+        )
     config = choose_config(arguments.file, arguments.config, has_gpu=has_gpu)
     return Chosen(
         settings=load_run_settings(config, arguments.file, overrides),
@@ -276,28 +281,29 @@ def load_run_settings(config: Path, file: str | None, overrides: Sequence[str]) 
 
 
 def check(settings: Settings) -> None:
-    """Refuse what can be seen to be wrong without fetching anything; much is imported only where a template is given.
+    """Refuse what can be seen to be wrong before much is fetched; much is imported only where a template is given.
 
     Raises:
         UserError: a workflow, a data set, a policy, a model, its tokenizer or template, the servers' interpreter or
             parser is not there, or the calls of a step do not fit together, an extra that is asked for is not
             installed, or the broker's address or that of its metrics is not this host's.
     """
+    loads_here = settings.launch.backend == "local"
     for index, task in enumerate(settings.tasks):
         check_workflow(task.workflow)
-        check_dataset(task.dataset, f"tasks.{index}.dataset")
+        check_dataset(task.dataset, f"tasks.{index}.dataset", asks_hub=loads_here)
         if task.eval.dataset is not None:
-            check_dataset(task.eval.dataset, f"tasks.{index}.eval.dataset")
+            check_dataset(task.eval.dataset, f"tasks.{index}.eval.dataset", asks_hub=loads_here)
     if settings.eval.dataset is not None:
-        check_dataset(settings.eval.dataset, "eval.dataset")
+        check_dataset(settings.eval.dataset, "eval.dataset", asks_hub=loads_here)
     check_policies((task.workflow for task in settings.tasks), settings.policies)
     model = settings.model
     for setting, path in (("", model.path), ("critic.", model.critic.path), ("reference.", model.reference.path)):
         if path is not None:
-            check_model(path, f"model.{setting}path")
+            check_model(path, f"model.{setting}path", asks_hub=loads_here)
     check_tokenizer(model.path)
     for name, policy in settings.frozen_policies.items():
-        check_model(str(policy.path), f"policies.{name}.path")
+        check_model(str(policy.path), f"policies.{name}.path", asks_hub=loads_here)
         check_tokenizer(str(policy.path), f"policies.{name}.path")
     step_graph(settings)
     check_groups(settings)

@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus, Message, Report, gather_reports
+from areal_async.cli.dead import read_register
+from areal_async.cli.durations import duration_text, seconds_since
 from areal_async.cli.evaluated import figure, last_evaluation
 from areal_async.cli.liveness import AskLive, awaiting_beat, locked
 from areal_async.cli.tail import decode_object, read_last_json_line
 from areal_async.cli.token_text import visible
 from areal_async.cli.view import event_text
-from areal_async.errors import BusError, UnreachableError, UserError, leaves_of
+from areal_async.errors import BusError, UnreachableError, UserError, WireError, leaves_of
 from areal_async.inference.pool import STARTING
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit, visit_at
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -34,7 +35,7 @@ from areal_async.live_settings import held_changes
 from areal_async.run_state import Changes, Control, CrewState, RunState, ServerState
 from areal_async.settings import BusSettings, RunSettings, Settings
 from areal_async.subjects import CHANGES, CONTROL, RUN_NAME, RUN_STATE
-from areal_async.types import Record, WeightsVersion
+from areal_async.types import Record, Version, WeightsVersion
 
 R = TypeVar("R", bound=Record)
 
@@ -52,6 +53,8 @@ LOAD = (
     "num_swaps", "swap_total_s",
 )  # fmt: skip
 """What a node tells of each of its servers that stands in the status."""
+BOOKS = ("admitted", "settled", "in_flight", "credits")
+"""Groups, as the controller's report counts them."""
 NUM_EVENTS = 8
 """Of the newest that are shown."""
 NUM_READ = 200
@@ -95,10 +98,12 @@ class Status:
     accuracy: float | None
     evaluation: dict[str, Any] = field(default_factory=dict)
     """Of the newest evaluation, and all that it came to."""
-    admitted: int
-    settled: int
-    in_flight: int
-    credits: int
+    admitted: int | None
+    """As the controller has it in its books, or, once the run is over, as it has left them; None where nobody says."""
+    settled: int | None
+    in_flight: int | None
+    credits: int | None
+    """None in a run that is over, too."""
     queue: dict[str, dict[str, int]]
     """Stream -> ``num_messages`` and ``num_bytes``."""
     members: list[Member]
@@ -186,9 +191,19 @@ async def ask_status(directory: RunDirectory) -> Status:
 
 
 async def read_status(settings: Settings, bus: Bus, *, ask_live: AskLive) -> Status:
-    """Ask everybody."""
+    """Ask everybody, and read the books of a run that is over."""
     gather = functools.partial(gather_reports, bus, within_s=ANSWER_S)
-    return await read_snapshot(settings, bus, gather=gather, ask_live=ask_live)
+    status = await read_snapshot(settings, bus, gather=gather, ask_live=ask_live)
+    if status.state not in OVER:
+        return status
+    try:
+        accounts = (await read_register(bus)).accounts
+    except WireError:  # what is damaged is for `doctor` to say
+        return status
+    accounts.held = Version.parse(status.weights_version) if status.weights_version else None
+    return replace(
+        status, admitted=accounts.admitted.total, settled=accounts.num_settled, in_flight=accounts.num_in_flight
+    )
 
 
 async def read_snapshot(
@@ -258,10 +273,7 @@ async def read_snapshot(
         weights_version=weights.version if weights is not None else "",
         reward_mean=line.get("reward_mean"),
         **last_evaluation(settings.run_directory),
-        admitted=int(books.get("admitted", 0)),
-        settled=int(books.get("settled", 0)),
-        in_flight=int(books.get("in_flight", 0)),
-        credits=int(books.get("credits", 0)),
+        **_counts(books),
         queue=queue,
         members=members,
         servers=listed,
@@ -298,10 +310,7 @@ def without_broker(settings: Settings, reason: str) -> Status:
         weights_version=str(line.get("weights_version", "")),
         reward_mean=line.get("reward_mean"),
         **last_evaluation(settings.run_directory),
-        admitted=0,
-        settled=0,
-        in_flight=0,
-        credits=0,
+        **_counts({}),
         queue={},
         members=[Member(role="broker", instance="0", presence=MISSING, why=reason), *others],
         servers=[],
@@ -408,10 +417,7 @@ def render(status: Status) -> Iterable[Table | Text]:
     if status.reward_mean is not None:
         held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
         facts.add_row("reward", f"{status.reward_mean:.3f}{held_out}")
-    facts.add_row(
-        "groups",
-        f"{status.admitted} admitted, {status.settled} settled, {status.in_flight} in flight, {status.credits} credits",
-    )
+    facts.add_row("groups", _groups(status))
     stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
     facts.add_row("stored", ", ".join(stored))
     if status.changes:
@@ -429,7 +435,7 @@ def render(status: Status) -> Iterable[Table | Text]:
             *(Text(text) for text in (member.state, member.waits_for, str(member.num_starts or ""), member.why)),
         )
     yield processes
-    if status.servers:
+    if status.servers and status.state not in OVER:
         servers = Table(
             "server", "version", "requests", "tokens/s", "fenced", "last failure", box=None, padding=(0, 2, 0, 0)
         )
@@ -447,6 +453,13 @@ def render(status: Status) -> Iterable[Table | Text]:
         yield events
     for note in status.notes:
         yield Text(note, style="red")
+
+
+def _groups(status: Status) -> str:
+    if status.admitted is None:
+        return "unknown: the controller keeps the books, and does not answer"
+    counted = f"{status.admitted} admitted, {status.settled} settled, {status.in_flight} in flight"
+    return f"{counted} when it ended" if status.credits is None else f"{counted}, {status.credits} credits"
 
 
 def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str, Any]]) -> Iterable[str]:
@@ -468,6 +481,10 @@ def alarm_notes(reports: Mapping[tuple[str, str], Report]) -> list[str]:
     return [f"alarm: {sentence}" for one in raised if isinstance(one, list) for sentence in one]
 
 
+def _counts(books: Report) -> dict[str, Any]:
+    return {key: int(books[key]) if key in books else None for key in BOOKS}
+
+
 def _load(node: Report, server_id: str) -> dict[str, Any]:
     servers = node.get("servers")
     found = servers.get(server_id) if isinstance(servers, dict) else None
@@ -481,18 +498,3 @@ def reason_of(state: str, run_state: RunState, control: Control) -> str:
     since = f", {duration_text(seconds_since(control.at))} ago" if control.at else ""
     because = f": {control.reason}" if control.reason else ""
     return visible(f"by {control.by or 'an operator'}{since}{because}", newline=" ")
-
-
-def seconds_since(at: str) -> float:
-    """Return how long ago a moment in ISO 8601 is; 0 for what is none."""
-    try:
-        return max(0.0, (datetime.now(UTC) - datetime.fromisoformat(at)).total_seconds())
-    except (ValueError, TypeError):
-        return 0.0
-
-
-def duration_text(seconds: float) -> str:
-    """Return a duration in the unit that suits it."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -16,7 +16,7 @@ NUM_EDGE_STEPS = 5
 PLACES = {
     "metrics.jsonl": "one line per step",
     "eval.jsonl": "one line per evaluation",
-    "reward.png": "reward, accuracy and staleness per step",
+    "reward.png": "reward, evaluation and staleness per step",
     "model": "the trained model, a Hugging Face folder",
     "model_best": "that of the best checkpoint",
     "trajectories": "what was trained on, Parquet",
@@ -64,8 +64,13 @@ def _accuracy_texts(workflow: str, evaluations: Sequence[Line]) -> list[str]:
     return [f"{_name(last)}{of_task}: {figures}{rows}{failures(last)}"]
 
 
+def _label(evaluation: Line) -> str:
+    name = kind(evaluation)
+    return name if name.startswith("avg") else f"greedy {name}"
+
+
 def _name(evaluation: Line) -> str:
-    return "greedy accuracy" if kind(evaluation) == "accuracy" else "sampled answers"
+    return "sampled answers" if kind(evaluation).startswith("avg") else _label(evaluation)
 
 
 def _time_text(steps: Sequence[Line]) -> str:
@@ -88,7 +93,7 @@ def _tokens_text(steps: Sequence[Line]) -> str:
 
 
 def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Draw reward and each task's accuracy above staleness, per step."""
+    """Draw reward and each task's evaluations above staleness, per step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a run's end should pay
     from matplotlib.figure import Figure
 
@@ -103,7 +108,7 @@ def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path:
                 [number(line, "step") for line in part],
                 [number(line, "accuracy") for line in part],
                 marker="o",
-                label=f"{kind(part[-1]).replace('accuracy', 'greedy accuracy')}, held out {workflow}".strip(),
+                label=f"{_label(part[-1])}, held out {workflow}".strip(),
             )
     below.plot(at, [number(line, "staleness_mean") for line in steps], label="staleness, mean")
     below.plot(at, [number(line, "staleness_max") for line in steps], label="staleness, max", linestyle=":")

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from areal_async.cli.display import sparkline
-from areal_async.cli.status import OK, Member, duration_text, seconds_since
+from areal_async.cli.durations import duration_text, seconds_since
+from areal_async.cli.status import OK, Member
 from areal_async.cli.tail import Line
 from areal_async.cli.view import event_text, number
 from areal_async.types import Version, mean
@@ -16,7 +17,9 @@ from areal_async.waits import WaitRecord
 ROLE_ORDER = ("broker", "controller", "trainer", "node")
 UNBOUNDED = 1 << 30
 """A limit of requests from which on it is none."""
-BAD_EVENTS = ("role.lost", "server.fenced", "run.stalled", "alarm.raised", "group.dead", "message.buried")
+BAD_EVENTS = (
+    "role.lost", "server.fenced", "run.stalled", "alarm.raised", "group.dead", "message.buried", "checkpoint.damaged",
+)  # fmt: skip
 NUM_CURVE_STEPS = 20
 NUM_TASK_STEPS = 10
 """Of the newest, over which a task's groups are counted and its rewards averaged."""

@@ -5,10 +5,12 @@ never were, from the run's broker: a live run's own, and that of a stopped one i
 """
 
 import argparse
+import functools
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import structlog
@@ -16,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from areal_async.bus import Bus
 from areal_async.cli.output import check_place
 from areal_async.cli.recorded_text import draw
 from areal_async.cli.speech import json_text
@@ -30,6 +33,7 @@ from areal_async.cli.trajectory_list import (
     Filters,
     archived,
     find_stored,
+    read_stored,
     select,
     untrained,
 )
@@ -40,6 +44,8 @@ from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.speech import say
 from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
 from areal_async.types import Trajectory
+
+T = TypeVar("T")
 
 ASK_S = 20.0
 """How long the broker may take to tell all that it has; then the archive must do."""
@@ -73,9 +79,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         limit=limit,
     )
     if arguments.export is not None:
-        path = Path(arguments.export)
-        count = export(path, entries, find_recorded(directory, entries), load_decoder(directory))
-        say(f"{count} trajectories written to {path}")
+        write(directory, Path(arguments.export), entries)
     elif arguments.json:
         for entry in entries:
             say(json_text(entry._asdict()))
@@ -123,18 +127,36 @@ def _note(text: str) -> None:
 
 def ask_untrained(directory: RunDirectory, *, note: Callable[[str], None] = _note) -> list[Entry]:
     """Return what only the broker knows; nothing, with a note (by itself on stderr), where it cannot be asked."""
+    return _ask(directory, untrained, note=note, otherwise="only what was trained is listed") or []
 
-    async def ask() -> list[Entry]:
+
+def _ask(
+    directory: RunDirectory, read: Callable[[Bus], Awaitable[T]], *, note: Callable[[str], None], otherwise: str
+) -> T | None:
+    async def ask() -> T:
         with anyio.fail_after(ASK_S):
             async with visit(directory) as (_, bus):
-                return await untrained(bus)
+                return await read(bus)
 
     try:
         return anyio.run(ask, backend_options={"use_uvloop": True})
     except* (PipelineError, TimeoutError, OSError) as group:
         reason = str(leaves_of(group)[0]) or "it does not answer"
-    note(f"only what was trained is listed: the run's broker cannot be asked: {reason}\n")
-    return []
+    note(f"{otherwise}: the run's broker cannot be asked: {reason}\n")
+    return None
+
+
+def write(directory: RunDirectory, path: Path, entries: Sequence[Entry]) -> None:
+    """Export entries with their tokens, from the archive and, as far as they are stored, from the broker."""
+    stored: dict[str, Trajectory] = {}
+    if wanted := {entry.id for entry in entries if entry.state != TRAINED and entry.sibling is not None}:
+        read = functools.partial(read_stored, wanted=wanted)
+        stored = _ask(directory, read, note=_note, otherwise="what was not trained has no tokens") or {}
+    if gone := wanted - stored.keys():  # a live run has trained them meanwhile
+        now = {entry.id: entry for entry in archived(directory.path) if entry.id in gone}
+        entries = [now.get(entry.id, entry) for entry in entries]
+    count = export(path, entries, find_recorded(directory, entries), load_decoder(directory), stored=stored)
+    say(f"{count} trajectories written to {path}")
 
 
 def print_list(entries: Sequence[Entry], *, limit: int) -> None:

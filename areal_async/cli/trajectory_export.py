@@ -3,6 +3,7 @@
 import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from areal_async.cli.output import replacing
@@ -18,25 +19,30 @@ TEXTS = ("prompt", "answer")
 """Columns of CSV besides the facts: what was given up to the first sampled token, and all from there on."""
 
 
-def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded], decoder: Decoder) -> int:
-    """Write entries, with the tokens of those that were trained; return how many.
+def export(
+    path: Path,
+    entries: Sequence[Entry],
+    recorded: Mapping[str, Recorded],
+    decoder: Decoder,
+    *,
+    stored: Mapping[str, Trajectory] = MappingProxyType({}),
+) -> int:
+    """Write entries, with the tokens of those that were trained, and of those that are stored; return how many.
 
     The file's name ends in one of ``SUFFIXES``. It appears whole or not at all.
 
     Raises:
         UserError: it cannot be written.
     """
+    whole = {name: one.trajectory for name, one in recorded.items()} | dict(stored)
     with replacing("--export", path) as temporary:
         if path.suffix == ".csv":
             with temporary.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
                 writer.writerow((*Entry._fields, *TEXTS))
-                writer.writerows((*entry, *_texts(recorded.get(entry.id), decoder)) for entry in entries)
+                writer.writerows((*entry, *_texts(whole.get(entry.id), decoder)) for entry in entries)
         else:
-            rows = []
-            for entry in entries:
-                own = recorded.get(entry.id)
-                rows.append(describe(entry, own, own.trajectory if own else None, decoder))
+            rows = [describe(entry, recorded.get(entry.id), whole.get(entry.id), decoder) for entry in entries]
             if path.suffix == ".jsonl":
                 temporary.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
             else:
@@ -44,10 +50,10 @@ def export(path: Path, entries: Sequence[Entry], recorded: Mapping[str, Recorded
     return len(entries)
 
 
-def _texts(recorded: Recorded | None, decoder: Decoder) -> tuple[str, str]:
+def _texts(trajectory: Trajectory | None, decoder: Decoder) -> tuple[str, str]:
     """Return prompt and answer; those of several sequences one below the other, nothing without tokens."""
     parts = []
-    for sequence in recorded.trajectory.sequences if recorded is not None else ():
+    for sequence in trajectory.sequences if trajectory is not None else ():
         tokens, first = sequence.token_ids.tolist(), int(sequence.loss_mask.argmax())
         parts.append(tuple(decoder.decode(one, skip_special_tokens=False) for one in (tokens[:first], tokens[first:])))
     prompts, answers = zip(*parts, strict=True) if parts else ((), ())

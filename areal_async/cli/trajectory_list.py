@@ -5,7 +5,8 @@ trained, and the reasons of what never was; a run whose broker cannot be asked s
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -171,6 +172,19 @@ async def untrained(bus: Bus) -> list[Entry]:
         except WireError:
             continue
     return stored + settled
+
+
+async def read_stored(bus: Bus, wanted: Collection[str]) -> dict[str, Trajectory]:
+    """Return stored trajectories, whole, by id; those that are stored no more or were damaged are not among them."""
+    found = {}
+    async for message in bus.find_messages(bus.names.trajectories_stream, bus.names.all_trajectories):
+        with suppress(WireError):
+            group = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+            for slot in group.slots:
+                name = f"{group.group_id}.{slot.sibling}"
+                if name in wanted:
+                    found[name] = decode_trajectory(message.data, slot)
+    return found
 
 
 async def find_stored(bus: Bus, entry: Entry) -> Trajectory:

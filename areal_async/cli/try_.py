@@ -96,7 +96,7 @@ def task_of(settings: Settings, file: str) -> TaskSettings:
 
 
 def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: bool) -> None:
-    """Refuse what can be seen to be wrong without importing or fetching anything.
+    """Refuse what can be seen to be wrong before much is imported or fetched.
 
     Raises:
         UserError: the workflow, its rows, the model or the server's interpreter is not there.

@@ -125,7 +125,7 @@ def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[L
 def notice_text(data: bytes) -> str | None:
     """Return one line about an event of the run as a whole; the others are shown elsewhere, or at ``status``."""
     message = decode_object(data)
-    if message is None or not str(message.get("event", "")).startswith(("run.", "alarm.")):
+    if message is None or not str(message.get("event", "")).startswith(("run.", "alarm.", "checkpoint.damaged")):
         return None
     return event_text(message)
 
@@ -140,7 +140,11 @@ def _event_text(event: Line) -> str:
     if "sentence" in event:
         since = f" for {number(event, 'quiet_s'):.0f} s" if "quiet_s" in event else ""
         return f"{kind}{since}: {event['sentence']}"
-    values = {key: value for key, value in event.items() if key not in ("event", "at", "teller")}
+    if kind == "checkpoint.damaged":
+        return f"{kind}: {event.get('version')}: {event.get('reason')}; set aside, going on from {event.get('taken')}"
+    values = {key: value for key, value in event.items() if key not in ("event", "at", "teller", "is_graded")}
+    if event.get("is_graded"):
+        values = {"mean_reward" if key == "accuracy" else key: value for key, value in values.items()}
     if kind.partition(".")[0] in ("role", "server"):
         return " ".join([kind, *(str(value) for value in _named_first(values))])
     return " ".join([kind, *(f"{key}={value}" for key, value in values.items())])

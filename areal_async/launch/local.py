@@ -112,9 +112,13 @@ LEAKS = ("nanobind:", " - leaked", " - ... skipped", "See https://nanobind")
 
 
 def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:
-    """Return the last line from ``start_bytes`` on that says something and does not begin with ``noise``."""
+    """Return the last line from ``start_bytes`` on that says something and does not begin with ``noise``.
+
+    The frame that Python draws around a group of exceptions says nothing.
+    """
     with open(path, "rb") as output:
         end_bytes = output.seek(0, os.SEEK_END)
         output.seek(max(start_bytes, end_bytes - TAIL_BYTES))
         lines = output.read().decode(errors="replace").splitlines()
-    return next((line.strip() for line in reversed(lines) if line.strip() and not line.startswith(noise)), "")
+    said = (line.strip().lstrip("| ") for line in reversed(lines) if not line.startswith(noise))
+    return next((line for line in said if line.strip("+-")), "")

@@ -26,6 +26,7 @@ from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.claims import own_holder, run_beats, wait_released
+from areal_async.launch.lost import find_lost
 from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.presence import BROKER, PresenceKeeper
@@ -84,7 +85,7 @@ async def launch(
         stack.enter_context(said)
         stack.enter_context(changes)
         bus = await stack.enter_async_context(
-            _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note)
+            _open_run(settings, directory, host=host, is_fresh=start.is_fresh, on_change=note, notify=notify)
         )
         if first is not None:
             first.has_begun = True  # for whatever ends this before it is asked
@@ -344,11 +345,13 @@ async def _open_run(
     host: str,
     is_fresh: bool,
     on_change: Callable[[CrewChange], None],
+    notify: Notify,
 ) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
     async with _broker(settings, host, on_change) as url, _operator(settings, directory, url) as bus:
         if is_fresh and settings.bus.url != EMBEDDED:  # the embedded one's store went with the directory
             await delete_run(bus)
+        await find_lost(bus, directory, settings, notify=notify)
         await declare(bus, settings)
         directory.write_bus_url(url)
         yield bus

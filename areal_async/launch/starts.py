@@ -114,7 +114,7 @@ async def _last_cut_step(bus: Bus) -> int:
     for message in await bus.read_log(names.outcomes_stream, names.cuts):
         if (entry := await bus.decode(message, Cut)) is not None:
             journal.add_cut(entry, sequence=message.sequence)
-    return max(journal.cuts, default=journal.restored_step)
+    return journal.last_step
 
 
 async def _tell_where(bus: Bus, directory: RunDirectory, run: str, notify: Notify) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 from areal_async.contracts import Message
 from areal_async.errors import WorkflowError
 from areal_async.rollout.messages import are_same, checked_messages, is_same
-from areal_async.rollout.text import TextCodec
+from areal_async.rollout.text import Room, TextCodec
 from areal_async.rollout.tools.parse import is_in_thought
 from areal_async.types import Turn
 
@@ -83,15 +83,18 @@ class Conversations:
         self._codec = codec
         self._recorded: list[Recorded] = []
 
-    def open(self, messages: Sequence[Message], tools: Schemas = ()) -> Opening:
+    def open(self, messages: Sequence[Message], tools: Schemas = (), *, rooms: Sequence[Room] = ()) -> Opening:
         """Return the prompt for a conversation.
 
         Raises:
+            ContextFull: it has more characters than could fit into one of ``rooms``.
             WorkflowError: it is none, or the chat template refuses it.
         """
         messages, tools = checked_messages(messages), list(tools)
         self._codec.check_roles(messages, tools)
         text = self._codec.render(messages, tools)
+        for room in rooms:
+            room.check_length(text)
         base, body = self._base(messages, tools, text)
         seen = base.messages if base else []
         start = len(seen)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from areal_async.errors import WorkflowError
-from areal_async.fields import MAX_CREDITS, is_role
+from areal_async.fields import MAX_CREDITS, MAX_REWARD, is_role
 from areal_async.rollout.boundary import shown
 from areal_async.rollout.number import finite_number
 from areal_async.types import Credit, Turn, mean
@@ -33,10 +33,11 @@ def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Sco
         name: of the workflow.
 
     Raises:
-        WorkflowError: not a finite number, or rewards for replies that the trajectory does not have, or for too many.
+        WorkflowError: not a finite number of at most ``MAX_REWARD``, or rewards for replies that the trajectory does
+            not have, or for too many.
     """
     if not isinstance(returned, Mapping):
-        return Scores(given_number(returned, name))
+        return Scores(_reward(returned, name))
     if not returned or not set(returned) <= set(reply_ids):
         unknown = [key for key in returned if key not in reply_ids]
         raise WorkflowError(
@@ -47,9 +48,18 @@ def checked_scores(returned: object, reply_ids: Sequence[str], name: str) -> Sco
             f"workflow {name}: got rewards for {len(returned)} replies, need at most {MAX_CREDITS}; "
             "name fewer, or return one number for all of them"
         )
-    values = {key: given_number(value, name) for key, value in returned.items()}
+    values = {key: _reward(value, name) for key, value in returned.items()}
     by_turn = {place: values[reply_id] for place, reply_id in enumerate(reply_ids) if reply_id in values}
-    return Scores(given_number(mean(list(by_turn.values())), name), by_turn)
+    return Scores(mean(list(by_turn.values())), by_turn)
+
+
+def _reward(returned: object, name: str) -> float:
+    reward = given_number(returned, name)
+    if abs(reward) > MAX_REWARD:
+        raise WorkflowError(
+            f"workflow {name}: returned {reward:g}, need at most {MAX_REWARD:g} either way; scale the reward"
+        )
+    return reward
 
 
 def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: int) -> list[Credit]:

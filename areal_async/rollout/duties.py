@@ -11,7 +11,7 @@ from areal_async.types import StoredMessage, Ticket
 
 def is_settled(journal: Journal, ticket: Ticket) -> bool:
     """Say whether the ticket's group has ended, as the log says: it is owed nothing."""
-    return ticket.group_id in journal.outcomes
+    return ticket.group_id in journal.settled
 
 
 def missing_siblings(ticket: Ticket, stored: Iterable[StoredMessage]) -> list[int]:

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.contracts import Message
+from areal_async.contracts import Message, ToolCall
 from areal_async.errors import WorkflowError
 
 _SHAPE = 'a list of messages, [{"role": "user", "content": "..."}]'
@@ -26,6 +26,8 @@ def checked_messages(messages: object) -> list[Message]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             got = f"a {type(message).__name__}" if not isinstance(message, Mapping) else "no role"
             raise WorkflowError(f"messages: got {got} in place {number}, need {_SHAPE}")
+        if message["role"] in ("user", "system") and message.get("content") is None:  # templates would write none
+            raise WorkflowError(f"messages: got {sorted(message)} without content in place {number}, need {_SHAPE}")
     return listed
 
 
@@ -65,3 +67,21 @@ def _with_objects(call: Any) -> Any:
     except (msgspec.DecodeError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def reply_message(text: str, content: str, calls: list[ToolCall]) -> dict[str, Any]:
+    """Return what goes on with the conversation; calls that are none stay in its text, as they were written."""
+    if not calls or any(call.error for call in calls):
+        return {"role": "assistant", "content": text}
+    return {
+        "role": "assistant",
+        "content": content,
+        "tool_calls": [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
+            }
+            for call in calls
+        ],
+    }

@@ -183,7 +183,6 @@ class _Node:
 
     async def _run_size(self) -> None:
         """Follow the number of servers that the operator wants."""
-        await self._disown_servers()
         key = self._bus.names.fleet_key(self._node_id)
         async for size in self._bus.watch_key(key, FleetSize, poll_s=POLL_S):
             wanted = self._settings.inference.num_servers if size.num_servers is None else size.num_servers
@@ -192,16 +191,11 @@ class _Node:
             else:
                 self._fleet.resize(wanted)
 
-    async def _disown_servers(self) -> None:
-        """Fence what an earlier life of this node, which had more servers, said of them and cannot take back."""
-        for state, _ in (await self._bus.entries("server.", ServerState)).values():
-            if state.node_id != self._node_id or state.server_id in self._fleet.pool.servers or state.fenced:
-                continue
-            gone = msgspec.structs.replace(state, version="", fenced=True, reason=LEFT)
-            await self._bus.put(self._bus.names.server_key(state.server_id), gone)
-
     async def _run_claims(self) -> None:
-        """Take back servers that the controller has disowned while this node could not be heard.
+        """Keep what is said of this node's servers true: all wait for what one holds.
+
+        Servers that the controller has disowned while this node could not be heard are taken back. What is said of one
+        that this node does not have, by an earlier life of it that had more or by somebody else, is fenced.
 
         consumes:     the servers' keys
         waits for:    the next look
@@ -209,14 +203,19 @@ class _Node:
         unblocked by: cancellation alone
         """
         while True:
-            await anyio.sleep(POLL_S)
             for key, (said, revision) in (await self._bus.entries("server.", ServerState)).items():
                 server = self._fleet.pool.servers.get(said.server_id)
-                if server is None or not (said.fenced and said.reason == DISOWNED):
-                    continue
-                with suppress(ConflictError):
-                    await self._bus.compare_and_set(key, self._state(server), revision)
-                    log.warning("server.claimed", server_id=server.id, version=server.version)
+                is_its_key = key == self._bus.names.server_key(said.server_id)
+                if said.node_id == self._node_id and not (server and is_its_key) and not said.fenced:
+                    gone = msgspec.structs.replace(said, version="", fenced=True, reason=LEFT)
+                    with suppress(ConflictError):
+                        await self._bus.compare_and_set(key, gone, revision)
+                        log.warning("server.unknown", key=key, server_id=said.server_id, version=said.version)
+                elif server and is_its_key and said.fenced and said.reason == DISOWNED:
+                    with suppress(ConflictError):
+                        await self._bus.compare_and_set(key, self._state(server), revision)
+                        log.warning("server.claimed", server_id=server.id, version=server.version)
+            await anyio.sleep(POLL_S)
 
     def _state(self, server: Server) -> ServerState:
         return ServerState(
@@ -229,6 +228,7 @@ class _Node:
             fenced=bool(server.fence),
             reason=server.fence,
             failure=server.failure,
+            unreadable=server.unreadable,
         )
 
     async def _publish_state(self, server: Server) -> None:

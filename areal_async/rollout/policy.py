@@ -6,6 +6,7 @@ reply, the recorded tokens are the prompt, and only what was added since is toke
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, overload
 
 import anyio
@@ -16,12 +17,14 @@ from areal_async.contracts import Act, Message, Reply, RunnableTool, ToolCall, T
 from areal_async.errors import ContextFull, WorkflowError
 from areal_async.inference.call_parser import FoundCalls
 from areal_async.inference.pool import Server
-from areal_async.policy_settings import GRAMMARS, CallSampling
+from areal_async.policy_settings import CallSampling
+from areal_async.rollout.beside import is_long, run_beside
 from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.conversation import Conversations, Opening
-from areal_async.rollout.messages import checked_messages
+from areal_async.rollout.messages import checked_messages, reply_message
+from areal_async.rollout.sampling import sampling_params
 from areal_async.rollout.stream import RecordingStream
-from areal_async.rollout.text import TextCodec
+from areal_async.rollout.text import Room, TextCodec
 from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found, split_thought
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.tools.schema import describe_tool
@@ -31,10 +34,6 @@ from areal_async.types import Turn
 MAX_REPLIES = 256
 """To one question, asked at once with ``n=``."""
 TOOL_TIMEOUT_S = 30.0
-ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos")
-"""Of the sampling, whatever it is."""
-CALL_FORMS = ("stop_token_ids", "seed", "top_logprobs", *GRAMMARS)
-"""Of the sampling of a call, what SGLang has in another form or under another name."""
 
 
 class Generator(Protocol):
@@ -185,7 +184,7 @@ class RecordingPolicy:
         params = self._sampling_params(sampling)
         if n is not None and not 1 <= n <= MAX_REPLIES:
             raise WorkflowError(f"policy call: got n={n!r}, need 1 to {MAX_REPLIES}, or none for a single reply")
-        opening = self._open(messages, tools)
+        opening = await self._opening_of(messages, tools)
         turns = await self._generate(opening.prompt_ids, params, 1 if n is None else n)
         parsed = [await self._parse(turn, opening) for turn in turns]
         replies = [self._record(turn, opening, found) for turn, found in zip(turns, parsed, strict=True)]
@@ -196,9 +195,10 @@ class RecordingPolicy:
     ) -> RecordingStream:
         """Answer a conversation piece by piece."""
         params = self._sampling_params(sampling)
-        opening = self._open(messages, tools)
+        opened = None if is_long(messages, tools) else self._open(messages, tools)
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
+            opening = opened or await self._opening_of(messages, tools)
             fitting = self._fitted(params, opening.prompt_ids)
             with in_nobodys_name():
                 turn, self._server = await self._generator.generate(
@@ -212,7 +212,7 @@ class RecordingPolicy:
     async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
         """Go on from a text or from token ids."""
         params = self._sampling_params(sampling)
-        ids = self._codec.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        ids = await self._encoded(prompt) if isinstance(prompt, str) else list(prompt)
         (turn,) = await self._generate(ids, params, 1)
         return self._record(turn, None, await self._parse(turn, None))
 
@@ -257,16 +257,41 @@ class RecordingPolicy:
         for stream in self._streams:
             stream.cancel()
 
+    async def _opening_of(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
+        if not is_long(messages, tools):
+            return self._open(messages, tools)
+        work = partial(self._conversations.open, messages, self._schemas(tools), rooms=self._rooms())
+        return self._noted(await run_beside(work))
+
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
+        return self._noted(self._conversations.open(messages, self._schemas(tools), rooms=self._rooms()))
+
+    def _noted(self, opening: Opening) -> Opening:
+        self._own.num_breaks += opening.is_break
+        return opening
+
+    def _schemas(self, tools: Sequence[ToolLike]) -> list[Mapping[str, Any]]:
         schemas = [tool if isinstance(tool, Mapping) else describe_tool(tool).schema for tool in tools]
         if schemas and self.tool_format == "unknown":
             raise WorkflowError(
                 "policy call: got tools for a model whose chat template has it write calls in a way that is not known "
                 "here; name SGLang's parser for them, inference.tool_call_parser"
             )
-        opening = self._conversations.open(messages, schemas)
-        self._own.num_breaks += opening.is_break
-        return opening
+        return schemas
+
+    async def _encoded(self, prompt: str) -> list[int]:
+        for room in self._rooms():
+            room.check_length(prompt)
+        work = partial(self._codec.encode, prompt, add_special_tokens=True)
+        return await run_beside(work) if is_long(prompt) else work()
+
+    def _rooms(self) -> list[Room]:
+        """Return what is known of the room for a prompt: a trainer's packed row, and a server that was met."""
+        row = self._own.max_sequence_tokens
+        rooms = [] if row is None else [Room(row, "trainer.token_budget")]
+        if self._server is not None and self._server.context_tokens is not None:
+            rooms.append(Room(self._server.context_tokens, "inference.context_length or the model's"))
+        return rooms
 
     async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any], num_turns: int) -> list[Turn]:
         """Return ``num_turns`` completions of one prompt, generated side by side."""
@@ -327,7 +352,7 @@ class RecordingPolicy:
             ToolCall(id=self._next_call_id(), name=call.name, arguments=call.arguments, error=call.error)
             for call in parsed.calls
         ]
-        message = _message(text, parsed.content, calls)
+        message = reply_message(text, parsed.content, calls)
         if opening is not None:
             self._conversations.record(opening, message, turn)
         return Reply(
@@ -361,40 +386,3 @@ class RecordingPolicy:
                 names = ", ".join(CallSampling.model_fields)
                 raise WorkflowError(f"policy call: got bad sampling ({problems}), need any of {names}") from exc
         return sampling_params(sampling, self._codec.stop_token_ids)
-
-
-def sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> dict[str, Any]:
-    """Return SGLang's form of the settings; what asks for nothing is left out, but for what every request says.
-
-    ``top_logprobs_num`` is among them, which SGLang has beside its sampling parameters.
-    """
-    params: dict[str, Any] = {name: getattr(sampling, name) for name in ALWAYS_SAID}
-    params |= sampling.model_dump(mode="json", exclude_defaults=True, exclude={*ALWAYS_SAID, *CALL_FORMS})
-    params["stop_token_ids"] = [] if sampling.ignore_eos else stop_token_ids
-    if isinstance(sampling, CallSampling):
-        params |= sampling.grammar
-        if not sampling.ignore_eos:
-            params["stop_token_ids"] = sorted({*stop_token_ids, *sampling.stop_token_ids})
-        if sampling.seed is not None:
-            params["sampling_seed"] = sampling.seed
-        if sampling.top_logprobs:
-            params["top_logprobs_num"] = sampling.top_logprobs
-    return params
-
-
-def _message(text: str, content: str, calls: list[ToolCall]) -> dict[str, Any]:
-    """Return what goes on with the conversation; calls that are none stay in its text, as they were written."""
-    if not calls or any(call.error for call in calls):
-        return {"role": "assistant", "content": text}
-    return {
-        "role": "assistant",
-        "content": content,
-        "tool_calls": [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": msgspec.json.encode(call.arguments).decode()},
-            }
-            for call in calls
-        ],
-    }

@@ -26,7 +26,7 @@ class SettledGroups:
         """Say of each ticket whether its group is settled as of now."""
         names = self._bus.names
         async with self._lock:
-            for message in await self._bus.read_log(
+            async for message in self._bus.find_messages(
                 names.outcomes_stream, names.log, start_sequence=self._next_sequence
             ):
                 self._next_sequence = message.sequence + 1

@@ -3,23 +3,18 @@
 Pure. Invariant: ``fill_slot`` returns a trajectory whatever user code returned or raised.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.fields import OWN_INFO
+from areal_async.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
 from areal_async.rollout.boundary import attributed_to, shown, text_of
 from areal_async.rollout.credit import Scores, checked_scores, credits_of, given_number
 from areal_async.rollout.merge import merge_turns
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.settings import MAX_CREDIT_BYTES
 from areal_async.types import Credit, Sequence, Slot, SlotStatus, Trajectory, Turn, Version
-from areal_async.wire import BYTES_PER_TOKEN, encode_trajectory, max_encoded_bytes
-
-MAX_INFO_KEYS = 64
-MAX_INFO = 1e30
-_INFO_KEY = re.compile(r"[A-Za-z0-9._/-]{1,64}")
+from areal_async.wire import BYTES_PER_TOKEN, MAX_SEQUENCES, encode_trajectory, max_encoded_bytes
 
 MAX_REASON_CHARACTERS = 1000
 """The reasons of a whole group travel in the headers of one message, which hold 64 KB."""
@@ -81,6 +76,12 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration
         credits = credits_of(ending, policy.turns, name=place.workflow, max_bytes=place.max_credit_bytes)
         numbers = {turn: number for number, turn in enumerate(ending.by_turn)}
         sequences = merge_turns(policy.turns, numbers if credits else None)
+        if len(sequences) > MAX_SEQUENCES:
+            num_sequences, sequences, credits = len(sequences), [], []
+            raise WorkflowError(
+                f"trajectory: got {num_sequences} sequences, need at most {MAX_SEQUENCES}; let more prompts extend "
+                "what was said before"
+            )
         reward = ending.reward
     except Reject as exc:
         status, reason = SlotStatus.REJECTED, text_of(exc) or "rejected"
@@ -172,7 +173,7 @@ def checked_info(info: object, name: str) -> dict[str, float]:
     """
     if not isinstance(info, Mapping) or len(info) > MAX_INFO_KEYS:
         raise WorkflowError(f"workflow {name}: got policy.info {shown(info)}, need a dict of up to {MAX_INFO_KEYS}")
-    bad = [key for key in info if not isinstance(key, str) or not _INFO_KEY.fullmatch(key) or key.startswith(OWN_INFO)]
+    bad = [key for key in info if not isinstance(key, str) or not is_info_key(key) or key.startswith(OWN_INFO)]
     if bad:
         raise WorkflowError(
             f"workflow {name}: got policy.info[{shown(bad[0])}], need a name of at most 64 letters, digits and ._/-, "

@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from areal_async.chat_template import take_template, text_of, write
 from areal_async.collector import importing
 from areal_async.contracts import Message
-from areal_async.errors import UserError, WorkflowError
+from areal_async.errors import ContextFull, UserError, WorkflowError
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.messages import for_template
 from areal_async.rollout.tools.parse import ToolFormat, guess_format
@@ -18,8 +18,30 @@ USUAL_TEMPLATE = TemplateSettings()
 USUAL_ROLES = {"system", "user", "assistant", "tool"}
 """Every template is expected to know them; one that leaves such a message out is found out."""
 _MARK = "areal0mark0"
-ENCODE_CACHE_TEXTS = 1024
+ENCODE_CACHE_TEXTS, ENCODE_CACHE_LONG_TEXTS = 1024, 8
 """All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
+LONG_TEXT_CHARACTERS = 1 << 16
+"""A tokenizer takes some ten milliseconds for so many; a longer text is tokenized beside the loop, and few are kept."""
+CHARACTERS_PER_TOKEN = 16
+"""More than any text has on average: prose has four or five, source code indented deeply eight."""
+
+
+class Room(NamedTuple):
+    """What a prompt has to fit into."""
+
+    num_tokens: int
+    setting: str
+    """Says so, for a user."""
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text before it is tokenized: no tokenizer could fit it in.
+
+        Raises:
+            ContextFull: it has too many characters.
+        """
+        at_least = len(text) // CHARACTERS_PER_TOKEN
+        if at_least >= self.num_tokens:
+            raise ContextFull(at_least, self.num_tokens, self.setting, num_characters=len(text))
 
 
 class TextCodec:
@@ -44,6 +66,7 @@ class TextCodec:
         self.vocab_size = vocab_size
         """Of the model, which may know more tokens than its tokenizer uses, or fewer."""
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
+        self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)
 
     def render(
@@ -94,7 +117,8 @@ class TextCodec:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Tokenize; a rendered conversation holds its special tokens already."""
-        return list(self._encode_once(text, add_special_tokens))
+        encode_once = self._encode_once if len(text) <= LONG_TEXT_CHARACTERS else self._encode_long_once
+        return list(encode_once(text, add_special_tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text."""

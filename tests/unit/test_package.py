@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import areal_async
+from areal_async.cli.main import VERBS, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -29,12 +30,24 @@ def test_types_are_shipped() -> None:
     assert (ROOT / "areal_async" / "py.typed").is_file()
 
 
+@pytest.mark.parametrize(
+    ("called", "named"),
+    [
+        ("/usr/bin/areal-async", "areal-async"),
+        ("areal-async.exe", "areal-async"),
+        ("/x/areal_async/__main__.py", "python -m areal_async"),
+    ],
+)
 def test_the_installed_command_is_the_door_and_names_itself(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    called: str, named: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     module, _, function = project["project"]["scripts"]["areal-async"].partition(":")
-    monkeypatch.setattr(sys, "argv", ["/usr/bin/areal-async", "--help"])
+    monkeypatch.setattr(sys, "argv", [called, "--help"])
 
     assert getattr(importlib.import_module(module), function)() == 0
-    assert capsys.readouterr().out.startswith("usage: areal-async VERB")
+    assert capsys.readouterr().out.startswith(f"usage: {named} VERB")
+    for verb in VERBS:
+        with pytest.raises(SystemExit):
+            main([verb, "--help"])
+        assert capsys.readouterr().out.startswith(f"usage: {named} {verb} [-h]")

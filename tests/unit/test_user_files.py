@@ -71,6 +71,15 @@ def test_a_module_of_the_same_name_in_two_folders_is_told_and_never_mixed(tmp_pa
         load_workflow(f"{tmp_path}/second/second.py")
 
 
+def test_a_file_that_ends_the_program_as_it_is_imported_is_told_by_its_name(tmp_path: Path) -> None:
+    folder = _write(tmp_path, script="import sys\n\nasync def script(prompt, policy): ...\n\nsys.exit(4)\n")
+
+    with pytest.raises(
+        UserError, match=r"^workflow .*script.py: importing .*: it calls sys.exit\(4\) as it is imported"
+    ):
+        load_workflow(f"{folder}/script.py")
+
+
 def test_the_root_goes_before_a_files_own_folder(tmp_path: Path) -> None:
     _write(tmp_path, common="NAME = 'root'\n")
     _write(tmp_path / "a", common="NAME = 'a'\n", play="import common\nasync def play(p, q): return common.NAME\n")

@@ -30,7 +30,14 @@ def evaluations(*accuracies: float) -> dict[str, list[dict[str, Any]]]:
 
 
 NEVER = {"reward_mean": 0.0, "reward_std": 0.0, "groups_all_equal": 16}
-TRY = "look at answers and their rewards with `python -m areal_async try workflows/a.py --n 8`"
+TRY = "look at answers and their rewards with `areal-async try workflows/a.py --n 8`"
+
+
+@pytest.fixture(autouse=True)
+def called_by_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/areal-async", "run"])
+
+
 HARD = "the task may be too hard for the model as it is"
 
 

@@ -69,6 +69,14 @@ def test_without_a_scored_row_there_is_no_accuracy() -> None:
     assert result.sentence == "mine: no accuracy: 0 rows scored, 1 failed"
 
 
+def test_a_mean_of_rewards_that_are_not_0_or_1_is_called_no_accuracy() -> None:
+    graded = result_of(answers((SlotStatus.SCORED, -1.0, ""), RIGHT), workflow="mine", model="m")
+
+    assert graded.is_graded
+    assert graded.sentence.startswith("mine: mean reward 0.000 (95 % interval ")
+    assert not result_of(answers(RIGHT, WRONG), workflow="mine", model="m").is_graded
+
+
 def test_several_answers_to_a_row_are_told_as_avg_and_pass() -> None:
     ended = answers(RIGHT, WRONG, WRONG, WRONG, WRONG, WRONG, LATE, LATE, num_samples=4)
 

@@ -26,13 +26,17 @@ def test_a_host_without_the_extra_for_traces_is_refused_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
+    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)  # not every machine reaches a hub
     settings = Settings().model_copy(update={"metrics": MetricsSettings(traces="http://h:4318")})
 
     with pytest.raises(UserError, match=r"metrics.traces: got 'http://h:4318', need the packages .*, or set it to fil"):
         join.check_host(settings)
 
 
-def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_its_own() -> None:
+def test_a_host_that_cannot_be_scraped_at_the_address_is_refused_and_may_have_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("areal_async.cli.checks.fetch", lambda *_, **__: None)
     metrics = MetricsSettings(prometheus=True, prometheus_host="192.0.2.1")
     settings = Settings().model_copy(update={"metrics": metrics})
 

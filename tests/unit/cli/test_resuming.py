@@ -218,7 +218,7 @@ def test_a_run_is_called_by_its_workflow_where_nothing_names_it(place: Path) -> 
     ("words", "sentence"),
     [
         ([], "run: got neither a workflow nor settings; name FILE.py, --config FILE.yaml, or both, or the run that "),
-        (["nobody"], "workflow: no file nobody; "),
+        (["nobody"], "run: got nobody, need the name of a run that was started in runs, or a workflow FILE.py"),
         (["--run.name", "nobody"], "run: got neither a workflow nor settings; "),
         (["--run.name", "No Body"], "run.name: got 'No Body', need 1 to 48 characters"),
         (["g", "--fresh"], "workflow: no file g; "),

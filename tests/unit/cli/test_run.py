@@ -146,11 +146,40 @@ def test_data_set_that_should_be_here_is_refused(path: str) -> None:
         check_dataset(DatasetSettings(path=path), "eval.dataset")
 
 
-@pytest.mark.parametrize("path", ["openai/gsm8k", "gsm8k", "rows.jsonl"])
-def test_data_set_that_is_here_or_may_be_on_the_hub_passes(path: str) -> None:
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One model and one data set that the hub gave once; it cannot be reached now."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    for folder, file in (("models--org--small", "config.json"), ("datasets--org--sums", "README.md")):
+        there = tmp_path / "hub" / folder
+        (there / "snapshots" / "1a").mkdir(parents=True)
+        (there / "snapshots" / "1a" / file).write_text("{}")
+        (there / "refs").mkdir()
+        (there / "refs" / "main").write_text("1a")
+
+
+@pytest.mark.usefixtures("hub_cache")
+@pytest.mark.parametrize("path", ["org/sums", "rows.jsonl"])
+def test_data_set_that_is_here_or_on_the_hub_passes(path: str) -> None:
     check_dataset(DatasetSettings(path=path), "eval.dataset")
 
 
+@pytest.mark.usefixtures("hub_cache")
+@pytest.mark.parametrize("setting", ["model.path", "tasks.0.dataset.path"])
+def test_a_name_that_nobody_knows_is_told_before_anything_starts(
+    place: Path, setting: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "workflows/gsm8k.py", "--config", "configs/gsm8k_cpu.yaml"]
+    assert main([*words, f"--{setting}", "org/smal"]) == 2
+
+    told = capsys.readouterr().err
+    assert told.startswith(f"{setting}: org/smal is neither on this disk nor to be had from the Hugging Face hub (")
+    assert len(told.splitlines()) == 1
+    assert not (place / "runs").exists()
+
+
+@pytest.mark.usefixtures("hub_cache")
 def test_model_that_should_be_here_is_refused(place: Path) -> None:
     (place / "empty").mkdir()
 
@@ -159,7 +188,7 @@ def test_model_that_should_be_here_is_refused(place: Path) -> None:
     with pytest.raises(UserError, match="model.path: no config.json in empty"):
         check_model("empty")
     check_model("model")
-    check_model("Qwen/Qwen2.5-1.5B-Instruct")
+    check_model("org/small")
 
 
 def test_model_without_a_tokenizer_is_refused_before_anything_starts(

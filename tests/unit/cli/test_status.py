@@ -168,6 +168,9 @@ def test_without_its_broker_a_run_is_shown_from_its_files_and_nobody_is_accused(
         ("broker", MISSING), ("controller", UNKNOWN), ("trainer", UNKNOWN),
     ]  # fmt: skip
     assert status.notes == ["the broker does not answer: broker nats://127.0.0.1:1: not reachable within 2 s"]
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(*render(status), sep="\n")
+    assert "groups  unknown: the controller keeps the books, and does not answer" in console.export_text()
 
 
 def test_a_broker_that_was_started_again_tells_why() -> None:

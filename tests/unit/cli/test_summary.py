@@ -51,6 +51,14 @@ def test_summary_compares_the_ends_and_draws_the_curve(settings: Settings) -> No
     assert (directory / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_mean_of_rewards_that_are_not_0_or_1_is_called_no_accuracy(settings: Settings) -> None:
+    directory = settings.run_directory
+    _write(directory / "metrics.jsonl", [{"step": 1, "reward_mean": 0.5}])
+    _write(directory / "eval.jsonl", [{"step": 0, "accuracy": -0.25, "num_scored": 8, "is_graded": True}])
+
+    assert "greedy mean reward: -0.250 at step 0" in summarise(settings)
+
+
 def test_summary_compares_each_task_with_itself(settings: Settings) -> None:
     rows = DatasetSettings(path="x")
     both = settings.model_copy(

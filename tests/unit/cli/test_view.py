@@ -141,6 +141,9 @@ def test_events_are_told_in_one_line() -> None:
     assert notice_text(b'{"event": "role.left", "crew": "node-0"}') is None, "status tells it, and the launcher"
     alarm = b'{"event": "alarm.raised", "name": "equal_rewards", "sentence": "all rewards are equal for 5 steps"}'
     assert notice_text(alarm) == "alarm.raised: all rewards are equal for 5 steps"
+    evaluated = {"event": "evaluation.finished", "version": "1-4", "accuracy": -0.5}
+    assert event_text(evaluated | {"is_graded": False}) == "evaluation.finished version=1-4 accuracy=-0.5"
+    assert event_text(evaluated | {"is_graded": True}) == "evaluation.finished version=1-4 mean_reward=-0.5"
     lost = {"event": "role.lost", "at": "2026", "crew": "node-0", "reason": "node-0 ended by SIGKILL", "num_starts": 2}
     assert event_text(lost) == "role.lost node-0 (node-0 ended by SIGKILL)"
 
@@ -174,6 +177,7 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(
     _append(
         view.settings.run_directory / "eval.jsonl",
         {"eval_id": "1-20", "accuracy": 0.5, "num_scored": 256},
+        {"eval_id": "1-25", "accuracy": -0.5, "num_scored": 256, "is_graded": True},
         {"eval_id": "1-30", "accuracy": None, "num_scored": 0, "num_failed": 3, "reasons": {"late": 1, "no tool": 2}},
         {"eval_id": "1-40", "accuracy": 0.5, "num_scored": 2048} | sampled,
     )
@@ -184,10 +188,11 @@ def test_plain_display_writes_one_line_per_step_and_evaluation(
         " 1.9 s (wait 0.2 train 1.1 weights 0.1) gen 3200 tok/s train 5000 tok/s",
         "eval of version 1-12: accuracy 0.438 over 256 rows, 1 failed",
         "eval of version 1-20: accuracy 0.500 over 256 rows",
+        "eval of version 1-25: mean reward -0.500 over 256 rows",
         "eval of version 1-30: accuracy none over 0 rows, 3 failed: no tool (2 times)",
         "eval of version 1-40: avg@8 0.500, pass@8 0.875 over 2048 answers",
     ]
-    assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20", "1-30", "1-40"]
+    assert [line["eval_id"] for line in view.evaluations] == ["1-12", "1-20", "1-25", "1-30", "1-40"]
 
 
 def test_each_of_several_tasks_is_shown_with_its_own_evaluations(

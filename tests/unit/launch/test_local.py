@@ -61,6 +61,15 @@ async def test_last_sentence_of_a_child_that_ended_before_its_start_returned(
     assert process.last_sentence() == "bye"
 
 
+async def test_last_sentence_of_a_group_of_exceptions_is_not_the_frame_around_it(tmp_path: Path) -> None:
+    code = "raise ExceptionGroup('two', [ValueError('first'), KeyError('second')])"
+
+    process = await LocalBackend().start(_spec(code, tmp_path / "child.out"))
+    await process.wait()
+
+    assert process.last_sentence() == "KeyError: 'second'"
+
+
 async def test_kill_takes_the_grandchildren_along(tmp_path: Path) -> None:
     code = (
         "import subprocess, sys\n"

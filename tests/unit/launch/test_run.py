@@ -24,8 +24,8 @@ from areal_async.launch.supervisor import Notify, RunEnd
 from areal_async.live_settings import settings_now
 from areal_async.run_state import Change, Changes, Holder, RunState
 from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, LAUNCHER, RUN_STATE
-from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, Mix, Ticket, WeightsVersion
+from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, LAUNCHER, LINEAGE, RUN_STATE
+from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, LineageRecord, Mix, Ticket, WeightsVersion
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
@@ -286,7 +286,9 @@ async def test_a_finished_run_goes_on_when_it_is_given_more_steps(settings: Sett
     async with _bucket(settings) as bus:
         await bus.put(RUN_STATE, RunState(state="finished"))
         await bus.put(bus.names.weights_key(), WeightsVersion(version="2-3", final=True))
+        await bus.put(LINEAGE, LineageRecord(lineage=2))
         await bus.put(CHECKPOINT, CheckpointRecord(version="2-3", path="x"))
+        await bus.publish(bus.names.cuts, Cut(kind=CutKind.BEGIN, lineage=2, step=0))
     said: list[str] = []
 
     for steps in (2, 3):
@@ -329,8 +331,9 @@ async def test_a_run_says_from_which_step_it_goes_on_and_where_another_start_wou
     (directory.path / "metrics.jsonl").write_text('{"step": 9}\n')
     async with _bucket(settings) as bus:
         await bus.put(RUN_STATE, RunState())  # as kill -9 leaves it
-        if checkpoint is not None:
-            await bus.put(CHECKPOINT, CheckpointRecord(version=f"1-{checkpoint}", path="x"))
+        await bus.put(LINEAGE, LineageRecord(lineage=1))
+        path = "" if checkpoint is None else "x"
+        await bus.put(CHECKPOINT, CheckpointRecord(version=f"1-{checkpoint or 0}", path=path))
         for cut in cuts:
             await bus.publish(bus.names.cuts, cut)
     said: list[str] = []
@@ -346,6 +349,8 @@ async def test_a_run_comes_no_shorter_than_it_is_cut(settings: Settings, directo
     directory.write_settings(_with_steps(settings, 9))
     async with _bucket(settings) as bus:
         await bus.put(RUN_STATE, RunState(state="stopped"))
+        await bus.put(LINEAGE, LineageRecord(lineage=1))
+        await bus.put(CHECKPOINT, CheckpointRecord(version="1-0", path=""))
         for cut in (_cut(1), _cut(2), _cut(3), _cut(4, CutKind.END)):
             await bus.publish(bus.names.cuts, cut)
 

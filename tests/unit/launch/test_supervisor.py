@@ -287,9 +287,11 @@ async def test_run_declared_failed_ends_with_the_declared_reason(stage: _Stage) 
 
 
 async def test_all_ranks_are_started_again_when_one_dies(stage: _Stage) -> None:
+    other = repr(str(stage.output("trainer-1")))
     stage.add(
         "trainer",
-        _fails_first(1),
+        f"import os, time\nwhile not (os.path.exists({other}) and os.path.getsize({other})): time.sleep(0.01)\n"
+        + _fails_first(1),  # the other is ended with it, so not before it has written that it started
         _fails_first(0, last="import time; time.sleep(0 if starts else 600)"),
         may_finish=True,
     )

@@ -281,6 +281,8 @@ def test_what_is_no_conversation_is_told_in_one_sentence() -> None:
         (["2 and 3?"], "got a str in place 1"),
         ([QUESTION, {"content": "x"}], "got no role in place 2"),
         ([{"role": ["user"], "content": "x"}], "got no role in place 1"),
+        ([QUESTION, {"role": "user", "text": "x"}], r"got \['role', 'text'\] without content in place 2"),
+        ([{"role": "system", "content": None}], r"got \['content', 'role'\] without content in place 1"),
     ):
         with pytest.raises(WorkflowError, match=f"^messages: {got}, need a list of messages"):
             talk.open(messages)  # type: ignore[arg-type]

@@ -77,7 +77,8 @@ async def test_one_number_leaves_no_trace_of_credits() -> None:
         (lambda first, second: {}, "got rewards for replies []"),
         (lambda first, second: {first: 1.0, "x": 1.0}, "got rewards for replies ['x'], need ids out of ['uid.1'"),
         (lambda first, second: {first: float("nan")}, "returned nan, need a finite number"),
-        (lambda first, second: {first: 1.5e308, second: 1.5e308}, "returned inf, need a finite number"),
+        (lambda first, second: {first: 1.5e308, second: 1.5e308}, "returned 1.5e+308, need at most 1e+06 either way"),
+        (lambda first, second: -1.1e6, "returned -1.1e+06, need at most 1e+06 either way; scale the reward"),
         (lambda first, second: {first: "good"}, "returned 'good', need a float, or {reply.id: reward}"),
     ],
 )
