@@ -5,6 +5,7 @@ be retried at once; a denied subject fails its request quickly instead of by tim
 what is wrong in one sentence; and a connection that the broker ended for good fails everything loudly.
 """
 
+import asyncio
 import re
 import ssl
 from collections import deque
@@ -119,15 +120,24 @@ class _Client(nats.aio.client.Client):
             parsed[FORWARDED] = "1"
         return parsed
 
-    # The library's own writes what is left; where nobody is to read it, that raises before anything is let go.
+    # The library's own writes what is left; where nobody is to read it, that raises before anything is let go. It waits
+    # for the transport's end on one future for all, which its reconnecting takes along when it is cancelled there.
     async def _close(self, status: int, do_cbs: bool = True) -> None:
+        task = asyncio.current_task()
+        num_cancels = task.cancelling() if task else 0
         try:
             await super()._close(status, do_cbs)
         except (OSError, RuntimeError, nats.errors.Error) as exc:  # RuntimeError: uvloop's, of a closed transport
             log.debug("bus.closed_unwritten", num_bytes=self._pending_data_size, reason=str(exc))
             self._pending, self._pending_data_size = [], 0
-            self._status = _Client.DISCONNECTED
-            await super()._close(status, do_cbs)
+        except asyncio.CancelledError:
+            if task and task.cancelling() > num_cancels:
+                raise
+            self._transport = None
+        else:
+            return
+        self._status = _Client.DISCONNECTED
+        await self._close(status, do_cbs)
 
 
 class Connection:

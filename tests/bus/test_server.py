@@ -9,7 +9,7 @@ import socket
 import stat
 import subprocess
 import sys
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +151,25 @@ async def test_a_connection_whose_broker_has_gone_is_closed_like_any_other(setti
 
     assert connection.is_closed
     assert len(asyncio.all_tasks()) == num_tasks
+
+
+@pytest.mark.anyio
+async def test_a_connection_is_closed_though_another_that_waited_for_its_end_was_cancelled(settings: Settings) -> None:
+    """As the library's reconnecting is, in the turn of the loop in which it closes the transport."""
+    async with running_broker(settings) as broker:
+        key = broker.credentials(Role.OPERATOR)
+        connection = await connect(broker.url, name="x", role=Role.OPERATOR, credentials=key, deadline_s=PATIENCE_S)
+        transport = connection._raw._transport
+        assert transport is not None
+        waiting = asyncio.ensure_future(transport.wait_closed())  # type: ignore[no-untyped-call]
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with suppress(asyncio.CancelledError):
+            await waiting
+
+        await connection.aclose()
+
+        assert connection.is_closed
 
 
 @pytest.mark.anyio
