@@ -1,6 +1,7 @@
 """A program is scored by what it computes, whatever it says about itself."""
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rewards.code_tests import passes_all, program_in, share_passed
 pytestmark = pytest.mark.anyio
 
 ADD = [{"function": "add", "arguments": [a, b], "returns": a + b} for a, b in ((1, 2), (3, 4), (-1, 1))]
-SUM = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 6\n", "stdout": "11"}]
+SUM: list[dict[str, Any]] = [{"stdin": "1 2\n", "stdout": "3\n"}, {"stdin": "5 6\n", "stdout": "11"}]
 HONEST = "def add(a, b):\n    return a + b\n"
 
 
@@ -143,6 +144,13 @@ async def test_fractions_differ_by_no_more_than_the_tests_tolerance(
         ("1_0.0", "10.0", 1e-9, False),
         ("1e999", "1.0", 1e9, False),
         ("x", "1.0", 1e9, False),
+        ("0.5\\x0c0.5", "0.5 0.5", 1e-9, False),
+        ("0.5 \\t 0.5\\r", "0.5 0.5", 1e-9, True),
+        ("1e", "1.0", 1e9, False),
+        ("1.5.", "1.5", 1e9, False),
+        ("5.", "5.0", 1e-9, True),
+        ("+5e-1", "0.5", 1e-9, True),
+        (".", "0.5", 1e9, False),
     ],
 )
 async def test_fractions_that_are_printed_differ_only_where_a_test_says_so(
@@ -150,6 +158,16 @@ async def test_fractions_that_are_printed_differ_only_where_a_test_says_so(
 ) -> None:
     test = {"stdin": "", "stdout": expected} | ({} if tolerance is None else {"tolerance": tolerance})
     assert await passes_all(f"print('{prints}')", [test]) == float(passes)
+
+
+@pytest.mark.parametrize(
+    "word", ["'1' * 60_000 + 'ex'", "'1' * 30_000 + '.' + '1' * 30_000 + 'x'", "'.' * 60_000", "'1' * 60_000"]
+)
+async def test_comparing_a_long_word_takes_no_time(word: str) -> None:
+    test: dict[str, Any] = {"stdin": "", "stdout": "1.5", "tolerance": 1e-3}
+    started = time.process_time()
+    assert await passes_all(f"print({word})", [test]) == 0.0
+    assert time.process_time() - started < 5.0, "it would be a minute, and the node would stand still"
 
 
 @pytest.mark.parametrize("separator", ["\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029", "\r"])
