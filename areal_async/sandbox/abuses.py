@@ -191,6 +191,8 @@ print("left")
     "claim to have passed": "print('PASSED 100 tests')\nimport sys\nsys.exit(0)",
     "kill itself": "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)",
     "kill everyone": "import os\nos.kill(-1, 9)",
+    "kill its process group": "import os\nos.kill(0, 9)",
+    "stop its process group": "import os, signal\nos.kill(0, signal.SIGSTOP)",
     "crash": "import ctypes\nctypes.string_at(0)",
     "deep recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
     "break the interpreter": """

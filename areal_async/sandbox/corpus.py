@@ -192,6 +192,7 @@ print("held" if not found else found)
 """,
     "sources in the frames": """
 import sys
+    "the process group of its keeper": "import os\nprint('held' if os.getpgrp() and os.getsid(0) else 'shared')",
 frame, found = sys._getframe(), []
 while frame:
     found += [name for name, value in frame.f_locals.items() if name in ("files", "outside", "writer") and frame.f_back]
