@@ -238,6 +238,10 @@ open("/dev/shm/mine", "w").write("left")
 print("held" if not found else found)
 """,
     # network
+    "what is beside the interpreter": """
+import os
+print("held" if {*os.listdir("/python")} <= {"bin", "lib", "lib64"} else os.listdir("/python"))
+""",
     "the broker by loopback": _raises("socket.create_connection", "('127.0.0.1', 4222)", "1"),
     "the network": _raises("socket.create_connection", "('1.1.1.1', 53)", "1"),
     "datagrams": _raises("socket.socket", "socket.AF_INET", "socket.SOCK_DGRAM"),

@@ -47,7 +47,10 @@ def main() -> None:
 def _arguments(prefix: str, warden: int, interpreter: str) -> list[str]:
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
-    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--ro-bind", prefix, "/python"]
+    arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
+    for folder in ("bin", "lib", "lib64"):  # what else is beside them may be anybody's: under /usr, src and local
+        if os.path.isdir(f"{prefix}/{folder}"):
+            arguments += ["--ro-bind", f"{prefix}/{folder}", f"/python/{folder}"]
     for folder in ("/lib", "/lib64", "/usr/lib", "/usr/lib64"):
         if os.path.islink(folder):
             arguments += ["--symlink", os.readlink(folder), folder]
