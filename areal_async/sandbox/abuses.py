@@ -112,6 +112,85 @@ try:
 except OSError:
     time.sleep(60)
 """,
+    "memory in connections that nobody takes": """
+import socket, time
+listening = [socket.socket(socket.AF_UNIX) for _ in range(32)]
+for number, one in enumerate(listening):
+    one.bind(f"\\0{number}")
+    one.listen(4096)
+for number in range(32):
+    for _ in range(4096):
+        sending = socket.socket(socket.AF_UNIX)
+        try:
+            sending.setblocking(False)
+            sending.connect(f"\\0{number}")
+            while sending.send(bytes(1 << 16)):
+                pass
+        except BlockingIOError:
+            pass
+        sending.close()
+time.sleep(60)
+""",
+    "memory in sockets on their way": """
+import os, socket, time
+for _ in range(40):
+    try:
+        if not os.fork():
+            break
+    except OSError:
+        pass
+kept = socket.socketpair()
+try:
+    while True:
+        pairs = [socket.socketpair() for _ in range(8)]
+        for one in sum(pairs, ()):
+            one.setblocking(False)
+            try:
+                while one.send(bytes(1 << 16)):
+                    pass
+            except BlockingIOError:
+                pass
+        socket.send_fds(kept[0], [b"x"], [one.fileno() for one in sum(pairs, ())])
+except OSError:
+    time.sleep(1)
+""",
+    "memory in attributes of an output": """
+import os
+count = 0
+try:
+    while count < 40_000:
+        os.setxattr(1, f"user.{count}", bytes(1 << 15))
+        count += 1
+except OSError:
+    pass
+print("left", count)
+""",
+    "memory in pages given to sockets": """
+import os, socket
+reader, writer = os.pipe()
+pairs = [socket.socketpair() for _ in range(20)]
+for one in sum(pairs, ()):
+    one.setblocking(False)
+pages = [bytes(4096 * 16)] * 16
+def fill(sending):
+    file = os.open("/tmp/f", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+    os.writev(file, pages)
+    for page in range(256):
+        os.splice(file, writer, 1, page * 4096)
+        if page % 16 == 15:
+            os.splice(reader, sending.fileno(), 16, flags=2)
+    os.close(file)
+try:
+    for pair in pairs:
+        for sending in pair:
+            try:
+                while True:
+                    fill(sending)
+            except BlockingIOError:
+                os.read(reader, 1 << 16)
+except OSError:
+    print("left")
+""",
     "memory in locks": """
 import fcntl, os
 for _ in range(40):

@@ -64,6 +64,22 @@ ESCAPES: Final[dict[str, str]] = {
     "restart the machine": _calls(169, 142, "0xfee1dead", "0x28121969", "0x1234567", 0),
     "flush the machine's disks": _calls(162, 81),
     "flush one of the machine's disks": _calls(306, 267, 0),
+    "make the machine's disks wait": """
+import os
+try:
+    os.fsync(os.pipe()[0])  # not done, and so no error
+    os.fdatasync(os.pipe()[0])
+    print("held")
+except OSError as exc:
+    print("came through:", exc)
+""",
+    "a filter of its own": _CALL + "\nheld(libc.prctl(22, 2, 0, 0, 0))",
+    "a filter by the new call": _calls(317, 277, 1, 0, 0),
+    "who shares a core": _CALL + "\nheld(libc.prctl(62, 0, 0, 0, 0))",
+    "equal pages of others": _CALL + "\nheld(libc.prctl(67, 1, 0, 0, 0))",
+    "pages for merging": _raises("mmap.mmap(-1, 4096, 34).madvise", "12"),
+    "a command to a file": _calls(16, 29, "os.open(os.__file__, 0)", "0x80086601", "ctypes.create_string_buffer(8)"),
+    "how busy the machine is": _calls(99, 179, "ctypes.create_string_buffer(256)"),
     "system calls of another size": _calls("0x40000000 | 39", "0x40000000 | 172"),
     "system calls of 32 bits": """
 import ctypes, mmap, os
@@ -84,6 +100,16 @@ print("held" if os.WIFSIGNALED(os.waitpid(child, 0)[1]) else "came through")
     "semaphores of System V": _calls(64, 190, 0, 1, "0o1600"),
     "messages of System V": _calls(68, 186, 0, "0o1600"),
     "shared memory without a file": _calls(9, 222, 0, 4096, 3, "0x21", -1, 0),
+    "huge pages": _calls(9, 222, 0, 2 << 20, 3, "0x40022", -1, 0),
+    "attributes of an output": _raises("os.setxattr", "1", "'user.mine'", "bytes(1 << 15)"),
+    "attributes of a file": _calls(188, 5, "b'/tmp'", "b'user.mine'", "b''", 0, 0),
+    "attributes of a link": _calls(189, 6, "b'/tmp'", "b'user.mine'", "b''", 0, 0),
+    "pages of a file given to a pipe": _raises("os.splice", "os.open(os.__file__, 0)", "os.pipe()[1]", "1"),
+    "pages of a file sent to a pipe": _raises("os.sendfile", "os.pipe()[1]", "os.open(os.__file__, 0)", "0", "1"),
+    "pages of a pipe given to a pipe": _calls(276, 77, "os.pipe()[0]", "os.pipe()[1]", 1, 2),
+    "memory that is swapped out": _raises("mmap.mmap(-1, 4096, 34).madvise", "21"),
+    "datagrams whose sender has gone": _raises("socket.socketpair", "1", "socket.SOCK_DGRAM"),
+    "datagrams by a raw socket": _raises("socket.socket", "1", "socket.SOCK_RAW"),
     "shared memory by a device": _raises("mmap.mmap", "os.open('/dev/zero', os.O_RDWR)", "4096"),
     "large buffers of a socket": _raises("socket.socketpair()[0].setsockopt", "1", "7", "1 << 30"),
     "contexts of asynchronous I/O": _calls(206, 0, 1, "ctypes.byref(ctypes.c_ulong())"),
@@ -94,6 +120,11 @@ print("held" if os.WIFSIGNALED(os.waitpid(child, 0)[1]) else "came through")
     "a lock on a part of a shared file": _raises("fcntl.lockf", "os.open(os.__file__, 0)", "fcntl.LOCK_SH", "1"),
     "locks of others": _raises("fcntl.fcntl", "os.open(os.__file__, 0)", "5", "bytes(32)"),
     "locks on an open file": _raises("fcntl.fcntl", "os.open('/tmp/f', 66)", "37", "bytes([1] + [0] * 31)"),
+    "a hint on a file": _raises("fcntl.fcntl", "os.open('/tmp/f', 66)", "1036", "bytes([2, 0, 0, 0, 0, 0, 0, 0])"),
+    "reads past the cache": _calls(257, 56, -100, "b'/tmp/f'", "os.O_DIRECT | os.O_CREAT", "0o600"),
+    "reads past the cache by the new call": _calls(437, 437, -100, "b'/tmp'", "ctypes.create_string_buffer(24)", 24),
+    "reads past the cache from now on": _calls(72, 25, "os.open('/tmp/f', 66)", 4, "os.O_DIRECT"),
+    "reads of what is cached": _raises("os.preadv", "os.open(os.__file__, 0)", "[bytearray(1)]", "0", "os.RWF_NOWAIT"),
     "a lease": _raises("fcntl.fcntl", "os.open('/tmp/f', 64)", "1024", "0"),
     "large pipes": _raises("fcntl.fcntl", "os.pipe()[1]", "1031", "1 << 20"),
     "pages given to a pipe": _calls(278, 75, "os.pipe()[1]", "ctypes.create_string_buffer(16)", 1, 8),
@@ -145,6 +176,7 @@ print("held" if not any(data) else list(data))
     "another user": _raises("os.setuid", "0"),
     "other groups": _raises("os.setgroups", "[0]"),
     "go before others": _raises("os.nice", "-5"),
+    "go before others at a disk": _calls(251, 30, 1, 0, "2 << 13"),
     "run in real time": _raises("os.sched_setscheduler", "0", "os.SCHED_FIFO", "os.sched_param(1)"),
     "higher limits": """
 import resource
@@ -160,6 +192,7 @@ for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE", "MEMLOCK"):
 print("held" if not found else found)
 """,
     # processes
+    "the process group of its keeper": "import os\nprint('held' if os.getpgrp() and os.getsid(0) else 'shared')",
     "see processes": "import os\nprint('held' if os.getpid() == 2 and not os.path.exists('/proc/self') else 'sees')",
     "signal a process outside": _raises("os.kill", "3", "9"),
     "end its own keeper": """
@@ -192,7 +225,6 @@ print("held" if not found else found)
 """,
     "sources in the frames": """
 import sys
-    "the process group of its keeper": "import os\nprint('held' if os.getpgrp() and os.getsid(0) else 'shared')",
 frame, found = sys._getframe(), []
 while frame:
     found += [name for name, value in frame.f_locals.items() if name in ("files", "outside", "writer") and frame.f_back]
@@ -206,6 +238,10 @@ def is_socket(number):
 print("held" if not any(map(is_socket, range(1024))) else found)
 """,
     # files
+    "what is beside the interpreter": """
+import os
+print("held" if {*os.listdir("/python")} <= {"bin", "lib", "lib64"} else os.listdir("/python"))
+""",
     "the password file": _raises("open", "'/etc/passwd'"),
     "root's home": _raises("os.listdir", "'/root'"),
     "homes": _raises("os.listdir", "'/home'"),
@@ -238,10 +274,6 @@ open("/dev/shm/mine", "w").write("left")
 print("held" if not found else found)
 """,
     # network
-    "what is beside the interpreter": """
-import os
-print("held" if {*os.listdir("/python")} <= {"bin", "lib", "lib64"} else os.listdir("/python"))
-""",
     "the broker by loopback": _raises("socket.create_connection", "('127.0.0.1', 4222)", "1"),
     "the network": _raises("socket.create_connection", "('1.1.1.1', 53)", "1"),
     "datagrams": _raises("socket.socket", "socket.AF_INET", "socket.SOCK_DGRAM"),

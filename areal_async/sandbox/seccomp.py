@@ -1,11 +1,12 @@
 """The filter of system calls, as the kernel reads it: a classic BPF program over ``struct seccomp_data``.
 
 What is refused: everything that reaches into other processes, mounts, namespaces, keys, kernel modules, performance
-counters, BPF, io_uring, clocks of the machine, its disks as a whole; all sockets but UNIX ones; memory that belongs to
-no process and that no limit counts (files in memory, System V, shared memory without a file, pages given to a pipe,
-watches, filters); what shows or slows the use of files that the host and other sandboxes share (watches, locks, leases,
-what is cached); and, unheard, every call that is newer than this file. The namespaces make most of these harmless
-already; the filter keeps programs away from the code behind them.
+counters, BPF, io_uring, clocks of the machine, its disks as a whole; all sockets but UNIX ones that connect; memory
+that belongs to no process and that no limit counts (files in memory, System V, shared memory without a file, huge
+pages, pages given to a pipe or a socket, attributes of files, watches, filters); what shows or slows the use of files
+and memory that the host and other sandboxes share (watches, locks, leases, hints, what is cached, reads past the cache,
+how busy the machine is); all commands to devices and files but a few; and, unheard, every call that is newer than this
+file. The namespaces make most of these harmless already; the filter keeps programs away from the code behind them.
 
 Sources: ``include/uapi/linux/{seccomp,filter,audit}.h``, and the kernel's tables of system calls.
 """
@@ -16,23 +17,36 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-_LOAD, _EQUAL, _GREATER, _ANY_BIT, _RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _SECOND_ARGUMENT, _THIRD_ARGUMENT, _FOURTH_ARGUMENT = 0, 4, 16, 24, 32, 40
+_LOAD, _AND, _EQUAL, _GREATER, _RETURN = 0x20, 0x54, 0x15, 0x25, 0x06
+_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT, _ARGUMENT_BYTES = 0, 4, 16, 8
 """Offsets in ``seccomp_data``; of the arguments the lower half, on little-endian machines."""
 _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_ALL_BITS = 0xFFFFFFFF
 _NEW_NAMESPACES = 0x7E020000
 """``CLONE_NEW{NS,CGROUP,UTS,IPC,USER,PID,NET}``."""
 _AF_UNIX = 1
-_MAP_SHARED, _MAP_ANONYMOUS = 0x01, 0x20
+_KIND_OF_SOCKET, _SOCK_DGRAM, _SOCK_RAW = 0xF, 2, 3
+_MAP_SHARED, _MAP_ANONYMOUS, _MAP_HUGETLB = 0x01, 0x20, 0x40000
 _SOCKET_OPTIONS = (7, 8, 26, 50, 51, 52)
 """``SO_SNDBUF``, ``SO_RCVBUF``, ``SO_ATTACH_*``: what waits in a socket, and its filters, are the kernel's memory."""
-_TERMINAL_INPUT = (0x5412, 0x541C)
-"""``TIOCSTI`` and ``TIOCLINUX``: typing into a terminal."""
-_FILE_COMMANDS = (5, 6, 7, 36, 37, 38, 1024, 1025, 1026, 1031)
-"""``F_{GETLK,SETLK,SETLKW}``, ``F_OFD_*``, ``F_{SETLEASE,GETLEASE,NOTIFY}``: locks, which whoever opens the file sees,
-and watches on folders. ``F_SETPIPE_SZ``: larger pipes are taken from what all of a user share."""
+_DEVICE_COMMANDS = (
+    *(0x5401, 0x5402, 0x5403, 0x5404, 0x802C542A),  # what a terminal is set to: is it one?
+    *(0x540F, 0x5411, 0x5413, 0x541B),  # whose it is, how large, what waits in it
+    *(0x5421, 0x5450, 0x5451),  # FIONBIO, FIONCLEX, FIOCLEX
+    0x40049409,  # FICLONE: copy a file if it goes without a copy
+)
+"""All that a program needs of ``ioctl``."""
+_F_SETFL = 4
+_FILE_COMMANDS = (0, 1, 2, 3, _F_SETFL, 8, 9, 10, 11, 15, 16, 1027, 1030, 1032, 1034)
+"""``F_{DUPFD,GETFD,SETFD,GETFL,SETFL}``, whom signals go to, ``F_DUPFD_{QUERY,CLOEXEC}``, ``F_GET{PIPE_SZ,_SEALS}``.
+Not locks, leases, hints and watches, which whoever opens the file sees; nor larger pipes, which all of a user share."""
+_PROCESS_COMMANDS = (22, 62, 67)
+"""``PR_SET_SECCOMP``, ``PR_SCHED_CORE``, ``PR_SET_MEMORY_MERGE``: filters are the kernel's memory, and who shares
+a core or equal pages is told of others."""
+_MEMORY_ADVICE = (12, 20, 21)
+"""``MADV_{MERGEABLE,COLD,PAGEOUT}``: what is swapped out is in no process; shared files leave the cache."""
+_RWF_NOWAIT = 0x8
 _NEWEST_KNOWN = 448
-_CLONE3 = 435
 _SAME_EVERYWHERE = {
     "io_uring_setup": 425,
     "io_uring_enter": 426,
@@ -56,37 +70,65 @@ _SAME_EVERYWHERE = {
 """Since 5.1 every architecture has the same numbers."""
 
 
+_ANSWERED_EVERYWHERE = {"clone3": (435, errno.ENOSYS), "openat2": (437, errno.ENOSYS)}
+"""Their flags are behind a pointer; the C library falls back on the older calls."""
+_ANSWERS = {"fsync": 0, "fdatasync": 0, "sync_file_range": 0, "sendfile": errno.ENOTSOCK}
+"""Done without being done: nothing that a program may write is on a disk, and the machine's would be flushed. Who calls
+``sendfile`` copies by other means on this error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """Refuse a call by an argument."""
+
+    call: str
+    argument: int
+    mask: int = _ALL_BITS
+    refused: tuple[int, ...] = ()
+    allowed: tuple[int, ...] = ()
+    """Where there are any: all others are refused."""
+    only_with: tuple[int, int] | None = None
+    """An argument and its value: with another the rule does not hold."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Architecture:
     """Numbers of one machine."""
 
     audit: int
-    clone: int
-    fcntl: int
-    ioctl: int
-    mmap: int
-    setsockopt: int
-    socket: int
-    socketpair: int
+    o_direct: int
+    looked_into: dict[str, int]
+    """Calls that have rules."""
+    answered: dict[str, int]
     refused: dict[str, int]
 
 
 ARCHITECTURES = {
     "x86_64": Architecture(
         audit=0xC000003E,
-        clone=56,
-        fcntl=72,
-        ioctl=16,
-        mmap=9,
-        setsockopt=54,
-        socket=41,
-        socketpair=53,
+        o_direct=0x4000,
+        looked_into={
+            "open": 2,
+            "mmap": 9,
+            "ioctl": 16,
+            "madvise": 28,
+            "socket": 41,
+            "socketpair": 53,
+            "setsockopt": 54,
+            "clone": 56,
+            "fcntl": 72,
+            "prctl": 157,
+            "openat": 257,
+            "preadv2": 327,
+        },
+        answered={"sendfile": 40, "fsync": 74, "fdatasync": 75, "sync_file_range": 277},
         refused={
             "mincore": 27,
             "shmget": 29,
             "semget": 64,
             "msgget": 68,
             "flock": 73,
+            "sysinfo": 99,
             "ptrace": 101,
             "syslog": 103,
             "uselib": 134,
@@ -112,6 +154,9 @@ ARCHITECTURES = {
             "delete_module": 176,
             "quotactl": 179,
             "nfsservctl": 180,
+            "setxattr": 188,
+            "lsetxattr": 189,
+            "fsetxattr": 190,
             "io_setup": 206,
             "lookup_dcookie": 212,
             "fadvise64": 221,
@@ -123,10 +168,13 @@ ARCHITECTURES = {
             "add_key": 248,
             "request_key": 249,
             "keyctl": 250,
+            "ioprio_set": 251,
             "inotify_init": 253,
             "inotify_add_watch": 254,
             "migrate_pages": 256,
             "unshare": 272,
+            "splice": 275,
+            "tee": 276,
             "vmsplice": 278,
             "move_pages": 279,
             "inotify_init1": 294,
@@ -141,6 +189,7 @@ ARCHITECTURES = {
             "process_vm_writev": 311,
             "kcmp": 312,
             "finit_module": 313,
+            "seccomp": 317,
             "memfd_create": 319,
             "kexec_file_load": 320,
             "bpf": 321,
@@ -149,18 +198,30 @@ ARCHITECTURES = {
     ),
     "aarch64": Architecture(
         audit=0xC00000B7,
-        clone=220,
-        fcntl=25,
-        ioctl=29,
-        mmap=222,
-        setsockopt=208,
-        socket=198,
-        socketpair=199,
+        o_direct=0x10000,
+        looked_into={
+            "fcntl": 25,
+            "ioctl": 29,
+            "openat": 56,
+            "prctl": 167,
+            "socket": 198,
+            "socketpair": 199,
+            "setsockopt": 208,
+            "clone": 220,
+            "mmap": 222,
+            "madvise": 233,
+            "preadv2": 286,
+        },
+        answered={"sendfile": 71, "fsync": 82, "fdatasync": 83, "sync_file_range": 84},
         refused={
             "io_setup": 0,
+            "setxattr": 5,
+            "lsetxattr": 6,
+            "fsetxattr": 7,
             "lookup_dcookie": 18,
             "inotify_init1": 26,
             "inotify_add_watch": 27,
+            "ioprio_set": 30,
             "flock": 32,
             "umount2": 39,
             "mount": 40,
@@ -170,6 +231,8 @@ ARCHITECTURES = {
             "vhangup": 58,
             "quotactl": 60,
             "vmsplice": 75,
+            "splice": 76,
+            "tee": 77,
             "sync": 81,
             "acct": 89,
             "personality": 92,
@@ -185,6 +248,7 @@ ARCHITECTURES = {
             "setdomainname": 162,
             "settimeofday": 170,
             "adjtimex": 171,
+            "sysinfo": 179,
             "msgget": 186,
             "semget": 190,
             "shmget": 194,
@@ -211,6 +275,7 @@ ARCHITECTURES = {
             "process_vm_writev": 271,
             "kcmp": 272,
             "finit_module": 273,
+            "seccomp": 277,
             "memfd_create": 279,
             "bpf": 280,
             "userfaultfd": 282,
@@ -230,51 +295,72 @@ def build_filter(machine: str | None = None) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in _instructions(architecture))
 
 
+def _rules(machine: Architecture) -> Iterator[Rule]:
+    yield Rule(call="clone", argument=0, mask=_NEW_NAMESPACES, allowed=(0,))
+    for call in ("socket", "socketpair"):
+        yield Rule(call=call, argument=0, allowed=(_AF_UNIX,))
+        # what senders that have gone since have sent waits at whom they sent it to
+        yield Rule(call=call, argument=1, mask=_KIND_OF_SOCKET, refused=(_SOCK_DGRAM, _SOCK_RAW))
+    shared = _MAP_SHARED | _MAP_ANONYMOUS
+    yield Rule(call="mmap", argument=3, mask=shared, refused=(shared,))
+    yield Rule(call="mmap", argument=3, mask=_MAP_HUGETLB, refused=(_MAP_HUGETLB,))
+    yield Rule(call="madvise", argument=2, refused=_MEMORY_ADVICE)
+    yield Rule(call="setsockopt", argument=2, refused=_SOCKET_OPTIONS)
+    yield Rule(call="prctl", argument=0, refused=_PROCESS_COMMANDS)
+    yield Rule(call="ioctl", argument=1, allowed=_DEVICE_COMMANDS)
+    yield Rule(call="fcntl", argument=1, allowed=_FILE_COMMANDS)
+    past_the_cache = (machine.o_direct,)
+    yield Rule(call="fcntl", argument=2, mask=machine.o_direct, refused=past_the_cache, only_with=(1, _F_SETFL))
+    yield Rule(call="openat", argument=2, mask=machine.o_direct, refused=past_the_cache)
+    if "open" in machine.looked_into:
+        yield Rule(call="open", argument=1, mask=machine.o_direct, refused=past_the_cache)
+    yield Rule(call="preadv2", argument=5, mask=_RWF_NOWAIT, refused=(_RWF_NOWAIT,))  # whether it is in the cache
+
+
 def _instructions(machine: Architecture) -> Iterator[tuple[int, int, int, int]]:
-    def give(value: int) -> tuple[int, int, int, int]:
-        return _RETURN, 0, 0, value
-
-    def load(offset: int) -> tuple[int, int, int, int]:
-        return _LOAD, 0, 0, offset
-
-    refuse, unknown = give(_ERRNO | errno.EPERM), give(_ERRNO | errno.ENOSYS)
-    yield load(_ARCHITECTURE)
+    answered = {number: _ANSWERS[name] for name, number in machine.answered.items()}
+    answered |= dict(_ANSWERED_EVERYWHERE.values())
+    answered |= dict.fromkeys((*machine.refused.values(), *_SAME_EVERYWHERE.values()), errno.EPERM)
+    yield _load(_ARCHITECTURE)
     yield _EQUAL, 1, 0, machine.audit
-    yield give(_KILL)
-    yield load(_NUMBER)
+    yield _give(_KILL)
+    yield _load(_NUMBER)
     yield _GREATER, 0, 1, _NEWEST_KNOWN
-    yield unknown
-    yield _EQUAL, 0, 1, _CLONE3  # its flags are behind a pointer; the C library falls back on clone
-    yield unknown
-    for number in (*machine.refused.values(), *_SAME_EVERYWHERE.values()):
+    yield _give(_ERRNO | errno.ENOSYS)
+    for number, error in answered.items():
         yield _EQUAL, 0, 1, number
-        yield refuse
-    yield _EQUAL, 0, 4, machine.clone
-    yield load(_FIRST_ARGUMENT)
-    yield _ANY_BIT, 0, 1, _NEW_NAMESPACES
-    yield refuse
-    yield give(_ALLOW)
-    for number in (machine.socket, machine.socketpair):
-        yield _EQUAL, 0, 4, number
-        yield load(_FIRST_ARGUMENT)
-        yield _EQUAL, 1, 0, _AF_UNIX
-        yield refuse
-        yield give(_ALLOW)
-    yield _EQUAL, 0, 5, machine.mmap
-    yield load(_FOURTH_ARGUMENT)
-    yield _ANY_BIT, 0, 2, _MAP_ANONYMOUS
-    yield _ANY_BIT, 0, 1, _MAP_SHARED
-    yield refuse
-    yield give(_ALLOW)
-    for number, offset, values in (
-        (machine.setsockopt, _THIRD_ARGUMENT, _SOCKET_OPTIONS),
-        (machine.ioctl, _SECOND_ARGUMENT, _TERMINAL_INPUT),
-        (machine.fcntl, _SECOND_ARGUMENT, _FILE_COMMANDS),
-    ):
-        yield _EQUAL, 0, 2 * len(values) + 2, number
-        yield load(offset)
-        for value in values:
-            yield _EQUAL, 0, 1, value
-            yield refuse
-        yield give(_ALLOW)
-    yield give(_ALLOW)
+        yield _give(_ERRNO | error)
+    for rule in _rules(machine):
+        body = list(_body(rule))
+        yield _EQUAL, 0, len(body), machine.looked_into[rule.call]
+        yield from body
+    yield _give(_ALLOW)
+
+
+def _body(rule: Rule) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the part of a rule for its own call: it refuses, or goes on with the number of the call."""
+    values = rule.allowed or rule.refused
+    tests = [_load(_argument(rule.argument)), (_AND, 0, 0, rule.mask)]
+    for num_left, value in zip(reversed(range(len(values))), values, strict=True):
+        # to the refusal, which stands behind the last value, or beyond it
+        is_last = num_left == 0
+        tests.append((_EQUAL, num_left + bool(rule.allowed), is_last and not rule.allowed, value))
+    tests.append(_give(_ERRNO | errno.EPERM))
+    if rule.only_with:
+        other, value = rule.only_with
+        yield _load(_argument(other))
+        yield _EQUAL, 0, len(tests), value
+    yield from tests
+    yield _load(_NUMBER)
+
+
+def _argument(position: int) -> int:
+    return _FIRST_ARGUMENT + position * _ARGUMENT_BYTES
+
+
+def _give(value: int) -> tuple[int, int, int, int]:
+    return _RETURN, 0, 0, value
+
+
+def _load(offset: int) -> tuple[int, int, int, int]:
+    return _LOAD, 0, 0, offset

@@ -28,6 +28,66 @@ MADE_TO_END = {
     "ignore every signal": End.OUT_OF_TIME,
     "memory by many processes": End.OUT_OF_MEMORY,
     "memory in sockets of many processes": End.OUT_OF_MEMORY,
+    "memory in connections that nobody takes": End.OUT_OF_MEMORY,
+}
+ORDINARY = {
+    "files": """
+import os, shutil, tempfile
+with tempfile.TemporaryDirectory() as folder, open(f"{folder}/a", "w+") as file:
+    file.write("x" * 100_000)
+    file.flush()
+    os.fsync(file.fileno())
+    shutil.copy2(file.name, f"{folder}/b")
+    shutil.copytree(folder, "/tmp/c")
+    assert os.path.getsize("/tmp/c/b") == 100_000 and not os.isatty(0)
+""",
+    "a database": """
+import sqlite3
+with sqlite3.connect("file:/tmp/base?nolock=1", uri=True) as base:
+    base.execute("create table t (n)")
+    base.executemany("insert into t values (?)", [(n,) for n in range(100)])
+assert sqlite3.connect("file:/tmp/base?nolock=1", uri=True).execute("select sum(n) from t").fetchone() == (4950,)
+""",
+    "threads": """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(4) as pool:
+    assert sum(pool.map(int, "1234")) == 10
+""",
+    "processes": """
+import multiprocessing
+if __name__ == "__main__":
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        assert pool.map(abs, [-1, -2]) == [1, 2]
+    with multiprocessing.Manager() as manager:
+        assert manager.list([1])[0] == 1
+""",
+    "a server": """
+import asyncio
+async def answer(reader, writer):
+    writer.write(await reader.readline())
+    await writer.drain()
+    writer.close()
+async def main():
+    async with await asyncio.start_unix_server(answer, "/tmp/server"):
+        reader, writer = await asyncio.open_unix_connection("/tmp/server")
+        writer.write(b"said\\n")
+        assert await reader.readline() == b"said\\n"
+        writer.close()
+asyncio.run(main())
+""",
+    "a file sent": """
+import socket
+one, other = socket.socketpair()
+open("/tmp/f", "wb").write(b"x" * 1000)
+assert one.sendfile(open("/tmp/f", "rb")) == 1000 and other.recv(2000) == b"x" * 1000
+""",
+    "a child in its own session": """
+import os, signal, subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1, start_new_session=True)
+os.killpg(child.pid, signal.SIGTERM)
+assert child.wait() == -15
+assert subprocess.run([sys.executable, "-c", "print(1)"], stdout=-1).stdout == b"1\\n"
+""",
 }
 NO_GROUP = "nobody here may make a control group, and what the kernel holds is bounded by the filter alone"
 PROVES_NOTHING_LEFT = "import os\nprint(os.listdir('/tmp') + os.listdir('/dev/shm'), os.getpid())"
@@ -136,6 +196,12 @@ asyncio.run(main())
 """
     execution = await sandbox.run(source)
     assert execution.stdout == b"1 b'2\\n'\n", execution
+
+
+@pytest.mark.parametrize("name", ORDINARY)
+async def test_an_ordinary_program_works(sandbox: Sandbox, name: str) -> None:
+    execution = await sandbox.run(ORDINARY[name])
+    assert (execution.end, execution.status) == (End.ENDED, 0), execution
 
 
 @pytest.mark.parametrize("name", ESCAPES)
