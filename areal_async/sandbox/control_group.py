@@ -43,11 +43,17 @@ class ControlGroup:
             OSError: it is gone.
         """
         try:
-            total, name = (self._folder / "memory.current").read_text(), "file"
+            total, name = self._number("memory.current"), "file"
         except FileNotFoundError:
-            total, name = (self._folder / "memory.usage_in_bytes").read_text(), "cache"
+            total, name = self._number("memory.usage_in_bytes"), "cache"
         counts = dict(line.split(" ", 1) for line in (self._folder / "memory.stat").read_text().splitlines())
-        return int(total) - int(counts[name])
+        swapped = int(counts.get("swap", 0))
+        with suppress(FileNotFoundError):  # not there without swap
+            swapped = self._number("memory.swap.current")
+        return total + swapped - int(counts[name])
+
+    def _number(self, name: str) -> int:
+        return int((self._folder / name).read_text())
 
     async def remove(self) -> None:
         """Remove it once its processes have gone; one that stays is removed by the next that is made."""

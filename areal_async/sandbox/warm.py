@@ -7,7 +7,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -258,33 +257,32 @@ def _read(file: int, limit: int) -> tuple[bytes, bool]:
 
 
 def _held_bytes_below(pid: int) -> int:
-    """Return what a process and all below it hold, and at most what waits in their sockets."""
-    total, rest, sockets = 0, [pid], set[str]()
+    """Return what a process and all below it hold, swapped out too, and at most what waits in their sockets."""
+    total, num_sockets, rest, top = 0, 0, [pid], pid
     while rest:
         pid = rest.pop()
         try:
             total += _proportional_bytes(pid)
             for children in Path(f"/proc/{pid}/task").glob("*/children"):
                 rest += map(int, children.read_text().split())
-            sockets.update(_sockets_of(pid))
+            if pid != top and not num_sockets:  # all below are in one network namespace, of their own
+                num_sockets = _num_sockets_beside(pid)
         except OSError:  # it has just ended
             continue
-    return total + len(sockets) * _SOCKET_BYTES
+    return total + num_sockets * _SOCKET_BYTES
 
 
-def _sockets_of(pid: int) -> Iterator[str]:
-    for file in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):
-            if (name := os.readlink(file)).startswith("socket:"):
-                yield name
+def _num_sockets_beside(pid: int) -> int:
+    """Return how many sockets are in a process's network namespace, those too that no process has open.
+
+    One that waits to be accepted, or is on its way to another process, keeps what was sent to it.
+    """
+    return Path(f"/proc/{pid}/net/unix").read_text(errors="replace").count("\n") - 1
 
 
 def _proportional_bytes(pid: int) -> int:
     """Return a process's share of the memory it is in; all it is in where the kernel does not tell the shares."""
-    try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) << 10
-    except PermissionError:
-        pass
+    with suppress(PermissionError):
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("Pss:", "SwapPss:")))
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

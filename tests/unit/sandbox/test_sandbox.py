@@ -305,10 +305,11 @@ async def test_no_program_has_memory_that_is_in_no_process(sandbox: Sandbox) -> 
     await until(lambda: shared_bytes() - before < 32 << 20)
 
 
-async def test_sockets_are_counted_without_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["memory in sockets of many processes", "memory in connections that nobody takes"])
+async def test_sockets_are_counted_without_a_control_group(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr("areal_async.sandbox.warm.make_control_group", lambda: None)
     async with Sandbox(limits=PATIENT) as sandbox:
-        execution = await sandbox.run(ABUSES["memory in sockets of many processes"])
+        execution = await sandbox.run(ABUSES[name])
     assert execution.end is End.OUT_OF_MEMORY
 
 
@@ -331,6 +332,22 @@ async def test_memory_is_counted_where_a_control_group_may_be_made_and_not_joine
     async with Sandbox(limits=PATIENT) as sandbox:
         execution = await sandbox.run(ABUSES["memory by many processes"])
     assert execution.end is End.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"memory.current": "700", "memory.swap.current": "40", "memory.stat": "anon 500\nfile 200\n"},
+        {"memory.current": "740", "memory.stat": "anon 500\nfile 200\n"},
+        {"memory.usage_in_bytes": "700", "memory.stat": "cache 200\nrss 500\nswap 40\n"},
+        {"memory.usage_in_bytes": "740", "memory.stat": "cache 200\nrss 540\n"},
+    ],
+    ids=["two", "two without swap", "one", "one without swap"],
+)
+def test_a_control_group_counts_what_is_swapped_out_and_not_files(tmp_path: Path, files: dict[str, str]) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert ControlGroup(tmp_path).held_bytes() == 540
 
 
 async def test_a_sandbox_leaves_no_control_group_and_removes_what_a_dead_one_left() -> None:
