@@ -12,7 +12,8 @@ import msgspec
 from structlog.testing import capture_logs
 
 from areal_async.bus import Bus, Role, credentials_for, open_bus
-from areal_async.bus.connection import FORWARDED, Received
+from areal_async.bus.client import FORWARDED
+from areal_async.bus.connection import Received
 from areal_async.bus.keys import HISTORY
 from areal_async.bus.permissions import permissions
 from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, SETTINGS, Names

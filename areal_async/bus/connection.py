@@ -1,11 +1,10 @@
-"""One connection to the broker: the only module, besides ``service``, that imports the client library.
+"""One connection to the broker; ``client`` below it is what the client library becomes here.
 
 It adds what the library leaves open. A request ends as soon as the connection is lost, so that it can
 be retried at once; a denied subject fails its request quickly instead of by timeout; connecting says
 what is wrong in one sentence; and a connection that the broker ended for good fails everything loudly.
 """
 
-import asyncio
 import re
 import ssl
 from collections import deque
@@ -24,6 +23,7 @@ import nats.errors
 import structlog
 
 from areal_async.bus.access import authentication_of, check_url, trust_of
+from areal_async.bus.client import Client, NoTlsError
 from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, DeniedError, UnreachableError, UserError
 
@@ -43,11 +43,6 @@ MAX_QUEUED_BYTES = 1 << 30
 
 NO_RESPONDERS = "503"
 """The status with which the broker answers a request that nobody listens for."""
-
-FORWARDED = "Areal-Forwarded"
-"""Added here, to what was read and had been the answer to a read before it was stored."""
-_READ_MARK = b"Nats-Sequence: "
-"""The broker adds this header to what it reads for somebody; no message of ours is stored with it."""
 
 _DENIED = re.compile(r"permissions violation for (publish|subscription) to \"([^\"]+)\"", re.IGNORECASE)
 
@@ -92,54 +87,6 @@ class Listener:
             await self._raw.unsubscribe()
 
 
-class _NoTlsError(nats.errors.Error):
-    """The broker does not ask for the TLS that its address promises."""
-
-
-class _Client(nats.aio.client.Client):
-    """The library's client with three holes closed: ``tls://`` means TLS, no headers end it, and it can be closed."""
-
-    def _connect_command(self) -> bytes:
-        # At every connect, reconnects included: whoever answers without TLS is not shown the credentials.
-        server, transport = self._current_server, self._transport
-        assert server is not None
-        assert transport is not None
-        if server.uri.scheme == "tls" and not self._server_info.get("tls_required"):
-            transport.close()  # type: ignore[no-untyped-call]  # nobody else would: the next try makes a new one
-            raise _NoTlsError("no TLS")
-        return bytes(super()._connect_command())
-
-    # The library's own would end the read loop, and with it the connection, over headers that are none.
-    async def _process_headers(self, headers: bytes) -> dict[str, str] | None:
-        try:
-            parsed: dict[str, str] | None = await super()._process_headers(headers)
-        except (IndexError, ValueError) as exc:
-            log.warning("headers.unreadable", reason=str(exc), head=headers[:100])
-            return None
-        if parsed and headers.count(_READ_MARK) > 1:
-            parsed[FORWARDED] = "1"
-        return parsed
-
-    # The library's own writes what is left; where nobody is to read it, that raises before anything is let go. It waits
-    # for the transport's end on one future for all, which its reconnecting takes along when it is cancelled there.
-    async def _close(self, status: int, do_cbs: bool = True) -> None:
-        task = asyncio.current_task()
-        num_cancels = task.cancelling() if task else 0
-        try:
-            await super()._close(status, do_cbs)
-        except (OSError, RuntimeError, nats.errors.Error) as exc:  # RuntimeError: uvloop's, of a closed transport
-            log.debug("bus.closed_unwritten", num_bytes=self._pending_data_size, reason=str(exc))
-            self._pending, self._pending_data_size = [], 0
-        except asyncio.CancelledError:
-            if task and task.cancelling() > num_cancels:
-                raise
-            self._transport = None
-        else:
-            return
-        self._status = _Client.DISCONNECTED
-        await self._close(status, do_cbs)
-
-
 class Connection:
     """A named, authenticated connection that reconnects for ever. Made by ``connect``."""
 
@@ -151,7 +98,7 @@ class Connection:
         """Called in order each time the connection is back. They must not block."""
         self.num_losses = 0
         """How often the connection was lost: unchanged means that everything sent in between has arrived in order."""
-        self._raw = _Client()
+        self._raw = Client()
         self._connected = anyio.Event()
         self._is_closing = False
         self._last_error: Exception | None = None
@@ -456,7 +403,7 @@ def _check_curable(error: Exception, url: str, role: Role, credentials: Path | N
             f"broker {url}: its certificate is not trusted ({error.verify_message}); "
             "set bus.ca to its authority's certificate, or mend bus.url"
         ) from error
-    if isinstance(error, _NoTlsError):
+    if isinstance(error, NoTlsError):
         raise UserError(f"broker {url}: it offers no TLS; configure it there, or use nats://") from error
     if isinstance(error, DeniedError):
         raise UserError(

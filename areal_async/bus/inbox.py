@@ -35,6 +35,7 @@ HEADER_FRAME_BYTES = len("NATS/1.0\r\n" + "\r\n")
 HEADER_LINE_BYTES = len(": " + "\r\n")
 SIZE_HEADER = "Nats-Msg-Size"
 """Added where only headers are delivered."""
+MAX_SIZE_DIGITS = 19
 
 log = structlog.get_logger()
 
@@ -67,7 +68,8 @@ class Delivery:
     @property
     def num_bytes(self) -> int:
         """Size of the payload, also where only headers were delivered."""
-        return int(self.headers.get(SIZE_HEADER, len(self.data)))
+        told = self.headers.get(SIZE_HEADER, "")  # the broker's, or the sender's own where the broker adds none
+        return int(told) if told.isdecimal() and len(told) < MAX_SIZE_DIGITS else len(self.data)
 
     @property
     def stored_bytes(self) -> int:

@@ -8,6 +8,7 @@ cursor is ever taken back to its beginning by a damaged write. The next compare-
 those that are kept can be read, the newest that this process has read or written still stands.
 """
 
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,10 @@ HISTORY = 16
 """Values kept per key: far enough back to find a write of one's own that others have since overwritten."""
 MAX_REMEMBERED = 1024
 """Unreadable values that are not buried again at every look."""
+
+
+MAX_KEY_CHARACTERS = 400
+_KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 class Keys:
@@ -103,6 +108,8 @@ class Keys:
         found: dict[str, Record] = {}
         for last in await self._reader.read_last_of_each(self._stream, *subjects):
             key = last.subject.removeprefix(self._prefix)
+            if not _is_key(key):
+                continue
             kind = next(kind for one, kind in wanted.items() if key == one or (one[-1] == "." and key.startswith(one)))
             with suppress(WireError):
                 value = await self._value(last, kind)
@@ -160,7 +167,7 @@ class Keys:
             for message in await self._reader.read_last_of_each(self._stream, f"{self._prefix}{tokens}>")
             if not _is_deleted(message)
         }
-        return {key: message for key, message in last.items() if key.startswith(prefix)}
+        return {key: message for key, message in last.items() if key.startswith(prefix) and _is_key(key)}
 
 
 class Watch(AsyncIterator[R], Generic[R]):
@@ -209,6 +216,14 @@ async def publish_after(
             if message.headers.get("Nats-Msg-Id") == msg_id:
                 return message.sequence, True
         raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc
+
+
+def _is_key(text: str) -> bool:
+    """Say whether this may be a key. Any other is nobody's, and as if it was not there.
+
+    The broker takes every byte in a subject, and one so long that nobody can write there again.
+    """
+    return len(text) <= MAX_KEY_CHARACTERS and _KEY.fullmatch(text) is not None
 
 
 def _is_deleted(message: Message) -> bool:

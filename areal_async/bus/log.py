@@ -13,7 +13,8 @@ import anyio
 import msgspec
 
 from areal_async.bus.api import TRY_DEADLINE_S, Api
-from areal_async.bus.connection import FORWARDED, NO_RESPONDERS, ConnectionLostError, Listener, Received
+from areal_async.bus.client import FORWARDED
+from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Listener, Received
 from areal_async.errors import BusError
 
 BATCH_MESSAGES = 512

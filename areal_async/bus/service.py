@@ -31,6 +31,7 @@ from nats.micro.request import Request, ServiceError
 from nats.micro.service import EndpointStats, Service, ServiceConfig
 
 import areal_async
+from areal_async.bus.client import ASKER
 from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.permissions import SERVICES_INBOX, Role
@@ -48,12 +49,23 @@ BEAT_S, NUM_BEATS = 0.2, 50
 REFUSED = "400"
 SENT_BY_BROKER = frozenset({"Nats-Stream", "Nats-Subject", "Nats-Sequence", "Nats-Time-Stamp", "Status"})
 """Headers of what it reads for somebody, delivers, or remarks."""
-ASKER = "Nats-Request-Info"
-"""The broker's word on the account from which an answer has come into the operator's."""
 OF_PROCESSES = frozenset(Role) - {Role.OPERATOR}
 """Services that are processes; what servers do stands in their node's report too."""
 
 log = structlog.get_logger()
+
+
+class _EndpointStatistics(msgspec.Struct):
+    name: str
+    data: Report | None = None
+
+
+class _Statistics(msgspec.Struct):
+    """What a service answers to ``$SRV.STATS``, as far as it is read. Anybody may say so who may answer."""
+
+    name: str
+    metadata: dict[str, str]
+    endpoints: list[_EndpointStatistics]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -224,12 +236,13 @@ async def hearing_reports(
 
 def _report_in(answer: Received, run: str) -> tuple[tuple[str, str], Report] | None:
     """Return which process of this run answers, and what; None for anything else."""
-    with suppress(WireError, KeyError, TypeError, AttributeError, StopIteration):  # another program's service
-        stats = decode_json(answer.data, Report, what="statistics of a service")
-        role = stats["name"].removeprefix("areal-")
-        if stats["metadata"].get("run") == run and role in OF_PROCESSES and _speaks_as(role, answer, run):
-            data = next(one["data"] for one in stats["endpoints"] if one["name"] == "status")
-            return (role, stats["metadata"]["instance"]), data
+    with suppress(WireError):  # another program's service
+        stats = decode_json(answer.data, _Statistics, what="statistics of a service")
+        role, instance = stats.name.removeprefix("areal-"), stats.metadata.get("instance")
+        if stats.metadata.get("run") == run and role in OF_PROCESSES and _speaks_as(role, answer, run):
+            for one in stats.endpoints:
+                if one.name == "status" and one.data is not None and instance is not None:
+                    return (role, instance), one.data
     return None
 
 

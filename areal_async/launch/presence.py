@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import anyio
+import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from areal_async import waits
@@ -19,6 +20,7 @@ from areal_async.errors import WireError
 from areal_async.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted
 from areal_async.launch.supervisor import CrewChange
 from areal_async.run_state import CrewState
+from areal_async.subjects import TOKEN
 from areal_async.wire import decode_json
 
 BROKER = "broker"
@@ -27,6 +29,10 @@ SILENT_S = 2.5
 """Everybody speaks every second."""
 DEAF_S = 1.5
 """When nobody has been heard for this long it is the broker that is away, and nobody else's silence says anything."""
+MAX_CREW_CHARACTERS = 256
+"""Whoever speaks for nodes may call one as he likes."""
+
+log = structlog.get_logger()
 
 
 @dataclass(slots=True)
@@ -132,6 +138,9 @@ class PresenceKeeper:
             async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
                 async for subject, data in messages:
                     crew = crew_of_metrics(subject)
+                    if len(crew) > MAX_CREW_CHARACTERS or not TOKEN.fullmatch(crew):  # it is to become a key
+                        log.warning("report.of_nobody", subject=subject)
+                        continue
                     if _is_farewell(data, subject):
                         await self._tell_all(self._presence.leave(crew))
                     else:

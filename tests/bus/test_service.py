@@ -25,7 +25,7 @@ from areal_async.bus import (
     json_object,
     serving,
 )
-from areal_async.bus.connection import ConnectionLostError
+from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.controller.steering import Steering
 from areal_async.errors import UserError
@@ -428,3 +428,59 @@ async def test_what_a_role_says_in_anothers_name_is_not_heard(open_role: OpenRol
         heard |= await gather_reports(operator, within_s=0.5)
 
     assert list(heard) == [("node", "1")]
+
+
+@pytest.mark.parametrize("headers", [b"NATS/1.0\r\nX: yzz", b"NATS/1.0\r\nX", b"NATS/1.0 404\r\nX: yzz", b"NATS/1.0 "])
+async def test_headers_without_an_end_do_not_hide_who_answers(open_role: OpenRole, headers: bytes) -> None:
+    """The broker adds its word on the account behind them, as they are."""
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE, "1")
+    heard: dict[tuple[str, str], Report] = {}
+    asked: list[str] = []
+    body = json.dumps({**STATISTICS, "name": "areal-controller"}).encode()
+    own = json.dumps({**STATISTICS, "name": "areal-node"}).encode()
+    await node.connection.listen("$SRV.STATS", lambda message: asked.append(message.reply))
+    await node.api.ask("$JS.API.INFO")
+
+    async with hearing_reports(operator, lambda who, report: heard.update({who: report})) as ask:
+        await ask()
+        await until(lambda: bool(asked))
+        size = f"{len(headers)} {len(headers) + len(body)}"
+        await node.connection.client._send_command(f"HPUB {asked[0]} {size}\r\n".encode() + headers + body + b"\r\n")
+        await node.connection.publish(asked[0], own)
+        await until(lambda: bool(heard))
+
+    assert list(heard) == [("node", "0")]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"metadata": {"run": "test", "instance": ["0"]}},
+        {"metadata": {"run": "test", "instance": {}}},
+        {"metadata": {"run": "test", "instance": None}},
+        {"metadata": {"run": "test"}},
+        {"metadata": ["run"]},
+        {"endpoints": [{"name": "status", "data": [1]}]},
+        {"endpoints": [{"name": "status", "data": "x"}]},
+        {"endpoints": [{"name": "status"}]},
+        {"endpoints": {"status": 1}},
+        {"name": 7},
+    ],
+)
+async def test_an_answer_of_another_shape_is_nobodys(open_role: OpenRole, said: dict[str, Any]) -> None:
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE, "1")
+    answers = [json.dumps({**STATISTICS, "name": "areal-node", **one}).encode() for one in (said, {})]
+
+    async def answer(reply: str) -> None:
+        for one in answers:
+            await node.connection.publish(reply, one)
+
+    async with anyio.create_task_group() as tasks:
+
+        def hear(message: Received) -> None:
+            tasks.start_soon(answer, message.reply)
+
+        await node.connection.listen("$SRV.STATS", hear)
+        await node.api.ask("$JS.API.INFO")
+
+        assert await gather_reports(operator, within_s=0.5) == {("node", "0"): {"state": "forged"}}
