@@ -114,8 +114,8 @@ async def listen(bus: Bus, view: RunView, notify: Notify) -> None:
 
 async def _listen_to_events(bus: Bus, notify: Notify) -> None:
     async with bus.subscribe(bus.names.all_events) as messages:
-        async for _, data in messages:
-            if (text := notice_text(data)) is not None:
+        async for subject, data in messages:
+            if (text := notice_text(subject, data)) is not None:
                 notify(text)
 
 

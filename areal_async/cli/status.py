@@ -26,7 +26,7 @@ from areal_async.cli.evaluated import figure, last_evaluation
 from areal_async.cli.liveness import AskLive, awaiting_beat, locked
 from areal_async.cli.tail import decode_object, read_last_json_line
 from areal_async.cli.token_text import visible
-from areal_async.cli.view import event_text
+from areal_async.cli.view import event_text, number
 from areal_async.errors import BusError, UnreachableError, UserError, WireError, leaves_of
 from areal_async.inference.pool import STARTING
 from areal_async.launch.run import EMBEDDED, read_settings_of, visit, visit_at
@@ -386,10 +386,10 @@ def members_of(
                 waits_for=str((report or {}).get("waits_for") or ""),
                 num_starts=crew.num_starts if crew is not None else 0,
                 why=crew.reason if crew is not None else "",
-                up_s=float((report or {}).get("up_s", 0.0)),
-                pid=int((report or {}).get("pid", 0)),
+                up_s=number(report or {}, "up_s"),
+                pid=int(number(report or {}, "pid")),
                 host=str((report or {}).get("host", "")),
-                loop_lag_s=float((report or {}).get("loop_lag_max_s", 0.0)),
+                loop_lag_s=number(report or {}, "loop_lag_max_s"),
             )
         )
     return members

@@ -12,10 +12,14 @@ from typing import Any
 from areal_async.cli.evaluated import answers, failures, measured
 from areal_async.cli.tail import JsonLines, Line, decode_object
 from areal_async.cli.token_text import visible
+from areal_async.errors import WireError
 from areal_async.settings import Settings
 from areal_async.types import mean
+from areal_async.wire import decode_json
 
 MAX_NOTICES = 5
+MAX_NUMBER = 1e300
+"""What is told may have any number of digits, and is shown in those of a float."""
 KEPT_STEPS = 200
 """Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
 
@@ -66,10 +70,11 @@ class RunView:
 
     def on_metrics(self, subject: str, data: bytes) -> None:
         """Take in one message on ``areal.<run>.metrics.<role>.<instance>``; what is no message of ours is ignored."""
-        message = decode_object(data)
-        role, _, instance = subject.split(".", 3)[-1].partition(".")
-        if message is None:
+        try:
+            message = decode_json(data, dict[str, Any], what=subject)  # no NaN, which is no number of anything
+        except WireError:
             return
+        role, _, instance = subject.split(".", 3)[-1].partition(".")
         match role:
             case "node":
                 name = str(message.get("node_id", instance))
@@ -122,9 +127,12 @@ def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[L
     return {name: part for name, part in parts.items() if part}
 
 
-def notice_text(data: bytes) -> str | None:
-    """Return one line about an event of the run as a whole; the others are shown elsewhere, or at ``status``."""
-    message = decode_object(data)
+def notice_text(subject: str, data: bytes) -> str | None:
+    """Return one line about an event of the run as a whole; the others are shown elsewhere, or at ``status``.
+
+    No node speaks for the run as a whole.
+    """
+    message = None if subject.split(".")[3] == "node" else decode_object(data)
     if message is None or not str(message.get("event", "")).startswith(("run.", "alarm.", "checkpoint.damaged")):
         return None
     return event_text(message)
@@ -159,9 +167,9 @@ def _named_first(values: Line) -> Iterator[Any]:
 
 
 def number(line: dict[str, Any], key: str) -> float:
-    """Return a number of a line; 0 when it is missing or something else."""
+    """Return a number of a line; 0 when it is missing, something else or beyond all bounds."""
     value = line.get(key, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+    return float(value) if isinstance(value, int | float) and not abs(value) > MAX_NUMBER else 0.0
 
 
 def trained_tokens_per_s(line: Line) -> float:

@@ -14,6 +14,7 @@ from areal_async.cli.view import KEPT_STEPS, RunView, event_text, notice_text
 from areal_async.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 
 METRICS = "areal.g.metrics."
+EVENTS = "areal.g.events.controller.0.run.ordered"
 _CONTROLLER = b'{"state": "admitting", "waits_for": "credit", "in_flight": 10, "credits": 2}'
 
 
@@ -130,17 +131,36 @@ def test_messages_that_are_none_of_ours_are_ignored(view: RunView, data: bytes) 
     view.on_metrics(METRICS + "node.a", data)
 
     assert view.roles == {}
-    assert notice_text(data) is None
+    assert notice_text(EVENTS, data) is None
+
+
+@pytest.mark.parametrize("count", ["NaN", "1e400", "Infinity", "1" + "0" * 400, '"many"', "[1]", "null"])
+def test_numbers_that_are_none_leave_the_display_as_it_is(view: RunView, count: str) -> None:
+    """The launcher draws it: what ends the display ends the run."""
+    keys = ("num_groups_waiting_for_stream", "num_trajectories_running", "num_groups_running", "tokens_per_s")
+    said = ", ".join(f'"{key}": {count}' for key in keys)
+
+    view.on_metrics(METRICS + "node.a", f'{{{said}, "servers": {{"s": {{"num_requests": {count}}}}}}}'.encode())
+
+    Console(file=io.StringIO()).print(render(view))
+    assert view.generated_tokens_per_s == 0.0
+
+
+def test_a_node_does_not_speak_for_the_run() -> None:
+    forged = b'{"event": "run.ordered", "order": "stop", "by": "ann"}'
+
+    assert notice_text("areal.g.events.node.0.run.ordered", forged) is None
+    assert notice_text("areal.g.events.node.0.server.fenced", forged) is None
 
 
 def test_events_are_told_in_one_line() -> None:
     stalled = b'{"event": "run.stalled", "quiet_s": 120, "sentence": "trainer waits for cut 5", "chain": []}'
 
-    assert notice_text(b'{"event": "run.ordered", "at": "2026", "order": "stop"}') == "run.ordered order=stop"
-    assert notice_text(stalled) == "run.stalled for 120 s: trainer waits for cut 5"
-    assert notice_text(b'{"event": "role.left", "crew": "node-0"}') is None, "status tells it, and the launcher"
+    assert notice_text(EVENTS, b'{"event": "run.ordered", "at": "2026", "order": "stop"}') == "run.ordered order=stop"
+    assert notice_text(EVENTS, stalled) == "run.stalled for 120 s: trainer waits for cut 5"
+    assert notice_text(EVENTS, b'{"event": "role.left", "crew": "node-0"}') is None, "status tells it, and the launcher"
     alarm = b'{"event": "alarm.raised", "name": "equal_rewards", "sentence": "all rewards are equal for 5 steps"}'
-    assert notice_text(alarm) == "alarm.raised: all rewards are equal for 5 steps"
+    assert notice_text(EVENTS, alarm) == "alarm.raised: all rewards are equal for 5 steps"
     evaluated = {"event": "evaluation.finished", "version": "1-4", "accuracy": -0.5}
     assert event_text(evaluated | {"is_graded": False}) == "evaluation.finished version=1-4 accuracy=-0.5"
     assert event_text(evaluated | {"is_graded": True}) == "evaluation.finished version=1-4 mean_reward=-0.5"
@@ -155,7 +175,7 @@ def test_what_an_operator_gave_as_name_and_reason_does_not_act_on_the_terminal(
     told = "run.ordered order=stop by=␛[2Jann reason=late run g finished"
     terminal = io.StringIO()
 
-    assert notice_text(json.dumps(ordered).encode()) == event_text(ordered) == told
+    assert notice_text(EVENTS, json.dumps(ordered).encode()) == event_text(ordered) == told
     for display in (PlainDisplay(view), LiveDisplay(view, Console(file=terminal))):
         display.notify("still paused by \x1b[2Jann\n: nothing is admitted")
     assert capsys.readouterr().out == terminal.getvalue() == "still paused by ␛[2Jann : nothing is admitted\n"
