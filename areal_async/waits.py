@@ -33,6 +33,11 @@ ENDED = "ended"
 """The state in which a node leaves in good order: nothing more is to be heard of it."""
 
 
+def kind_of(entity: str) -> str:
+    """Return the first word of a name: what kind of thing it is of."""
+    return entity.partition(" ")[0]
+
+
 def rank(number: int) -> str:
     """Name one process of the trainer; the first one speaks for it."""
     return f"rank {number}" if number else TRAINER

@@ -121,10 +121,14 @@ class Accounts:
         """Say whether a group ended ``dead``, whatever was asked for its prompt since."""
         return self.journal.end_of(group_id) is OutcomeKind.DEAD
 
-    def hold(self, servers: Iterable[ServerState]) -> None:
-        """Take note of what the servers run."""
+    def hold(self, servers: Iterable[ServerState], *, newest: Version | None) -> None:
+        """Take note of what the servers run.
+
+        A version beyond the ``newest`` that was announced is nobody's, whoever says that he holds it: groups admitted
+        under it would be refused, one after another.
+        """
         versions = [Version.parse(server.version) for server in servers if server.version and not server.fenced]
-        self.held = min(versions, default=None)
+        self.held = min((one for one in versions if newest is not None and one <= newest), default=None)
 
     @property
     def held_step(self) -> int:

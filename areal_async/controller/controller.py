@@ -191,7 +191,7 @@ class Controller:
             servers = [state for state, _ in entries.values()]
             newest, _ = await self._bus.get(self._bus.names.weights_key(), WeightsVersion)
             before = self._accounts.held
-            self._accounts.hold(servers)
+            self._accounts.hold(servers, newest=Version.parse(newest.version) if newest is not None else None)
             if self._accounts.held != before or newest != self._newest:
                 self._newest = newest
                 self._move()

@@ -14,6 +14,11 @@ import msgspec
 from areal_async import waits
 from areal_async.waits import ENDED, WaitReport
 
+NOT_FOR_NODES = (waits.CONTROLLER, "rank")
+"""No node waits for these."""
+OTHERS = (waits.TRAINER, waits.CONTROLLER, "rank", "cut", "step", "checkpoint", "publication")
+"""What these wait for is not for nodes to tell."""
+
 
 class AwakeClock:
     """Seconds of this process's own activity. Invariant: a run that was stopped and goes on has not waited."""
@@ -63,7 +68,7 @@ class Reports:
             heard_s=now_s,
             state=str(said.get("state", "")),
             waits_for=str(said.get("waits_for") or ""),
-            waits=_waits_in(said),
+            waits=_waits_in(role, said),
             servers=_servers_in(said),
             progress=_progress_in(role, said),
         )
@@ -87,11 +92,20 @@ def _name_of(role: str, said: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _waits_in(said: Mapping[str, Any]) -> WaitReport:
+def _waits_in(role: str, said: Mapping[str, Any]) -> WaitReport:
     try:
-        return msgspec.convert(said.get("waits", {}), WaitReport)
+        told = msgspec.convert(said.get("waits", {}), WaitReport)
     except msgspec.ValidationError:
         return WaitReport()
+    if role != "node":
+        return told
+    records = [one for one in told.records if not _is_others(one.waiter) and waits.kind_of(one.on) not in NOT_FOR_NODES]
+    return msgspec.structs.replace(told, records=records)
+
+
+def _is_others(waiter: str) -> bool:
+    """Say whether no node knows what this waits for: a culprit that a node names at will would be killed for it."""
+    return waits.kind_of(waiter) in OTHERS
 
 
 def _servers_in(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

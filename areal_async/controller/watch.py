@@ -163,6 +163,8 @@ class _Walk:
         return _End(entity, f"which nobody has leased, though {', '.join(nodes)} would")
 
     def _behind_room(self, node: str) -> _Link | _End:
+        if node not in self._processes:  # whoever tells of waits may name any
+            return _End(self._chain[-1], "a node that has not been heard")
         records = [one for one in self._processes[node].waits.records if one.waiter == node and _is_group(one.on)]
         if not records:
             return _End(node, "which runs as much as it may")

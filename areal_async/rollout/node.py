@@ -33,7 +33,7 @@ from areal_async.rollout.server_services import run_server_services
 from areal_async.rollout.text import load_codec
 from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
 from areal_async.rollout.workplace import Workplace
-from areal_async.run_state import DISOWNED, FleetSize, ServerState
+from areal_async.run_state import FleetSize, ServerState
 from areal_async.settings import Settings
 from areal_async.types import WeightsVersion
 from areal_async.waits import ENDED
@@ -194,8 +194,9 @@ class _Node:
     async def _run_claims(self) -> None:
         """Keep what is said of this node's servers true: all wait for what one holds.
 
-        Servers that the controller has disowned while this node could not be heard are taken back. What is said of one
-        that this node does not have, by an earlier life of it that had more or by somebody else, is fenced.
+        What is said otherwise of a server that this node has is put right: the controller has disowned it while this
+        node could not be heard, or somebody else has written it. What is said of one that this node does not have, by
+        an earlier life of it that had more or by somebody else, is fenced.
 
         consumes:     the servers' keys
         waits for:    the next look
@@ -211,7 +212,7 @@ class _Node:
                     with suppress(ConflictError):
                         await self._bus.compare_and_set(key, gone, revision)
                         log.warning("server.unknown", key=key, server_id=said.server_id, version=said.version)
-                elif server and is_its_key and said.fenced and said.reason == DISOWNED:
+                elif server and is_its_key and said != self._state(server):
                     with suppress(ConflictError):
                         await self._bus.compare_and_set(key, self._state(server), revision)
                         log.warning("server.claimed", server_id=server.id, version=server.version)

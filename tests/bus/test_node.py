@@ -45,7 +45,7 @@ from areal_async.types import (
     Trajectory,
     WeightsVersion,
 )
-from tests.brokers import PATIENCE_S, OpenRole, fetch_all
+from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
@@ -182,14 +182,26 @@ async def run(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -
     return Run(settings, *[await open_role(role) for role in (Role.OPERATOR, Role.CONTROLLER, Role.TRAINER, Role.NODE)])
 
 
-async def test_a_node_that_was_disowned_while_nobody_heard_it_claims_its_servers_again(run: Run) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param({"version": "", "fenced": True, "reason": DISOWNED}, id="disowned while nobody heard it"),
+        pytest.param({"fenced": True, "reason": "forged"}, id="by another node"),
+        pytest.param({"version": "0-0"}, id="older than it is"),
+        pytest.param({"node_id": "n1"}, id="another's"),
+    ],
+)
+async def test_what_is_said_wrong_of_a_nodes_server_is_put_right_by_the_node(run: Run, said: dict[str, Any]) -> None:
     await run.announce()
     async with run.running_node():
         mine = await run.server(lambda state: state.version == "1-0" and not state.fenced)
-        disowned = msgspec.structs.replace(mine, version="", fenced=True, reason=DISOWNED)
-        await run.controller.put(run.names.server_key(mine.server_id), disowned)
+        wrong = await run.controller.put(run.names.server_key(mine.server_id), msgspec.structs.replace(mine, **said))
 
-        assert await run.server(lambda state: not state.fenced) == mine
+        async def is_right() -> bool:
+            now, revision = await run.controller.get(run.names.server_key(mine.server_id), ServerState)
+            return now == mine and revision > wrong
+
+        await until(is_right)
 
 
 @pytest.mark.parametrize(("key", "server_id"), [("n0-7", "n0-7"), ("ghost", "n0-0")])

@@ -5,7 +5,7 @@ import pytest
 
 from areal_async.controller.accounts import Accounts, Readmission, Readmissions
 from areal_async.run_state import ServerState
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind
+from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, Version
 
 
 def _accounts(*, admitted: int = 4, limit: int = 6) -> Accounts:
@@ -31,10 +31,10 @@ def _server(version: str, *, server_id: str = "s", fenced: bool = False) -> Serv
 def test_a_cut_group_settles_only_when_every_server_holds_its_weights() -> None:
     accounts = _accounts()
     accounts.add_cut(_cut(1, "0-0-0", "0-1-0"), sequence=2)
-    accounts.hold([_server("1-1"), _server("1-0", server_id="t")])
+    accounts.hold([_server("1-1"), _server("1-0", server_id="t")], newest=Version(9, 9))
     assert accounts.num_credits == 2
 
-    accounts.hold([_server("1-1"), _server("1-1", server_id="t")])
+    accounts.hold([_server("1-1"), _server("1-1", server_id="t")], newest=Version(9, 9))
 
     assert accounts.num_credits == 4
 
@@ -43,15 +43,31 @@ def test_a_fenced_server_holds_no_credit_back() -> None:
     accounts = _accounts()
     accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
 
-    accounts.hold([_server("1-1"), _server("1-0", server_id="t", fenced=True)])
+    accounts.hold([_server("1-1"), _server("1-0", server_id="t", fenced=True)], newest=Version(9, 9))
 
     assert accounts.num_settled == 1
+
+
+def test_a_version_that_was_not_announced_is_held_by_nobody_whoever_says_so() -> None:
+    """Tickets under it would be refused by the trainer, group after group, until the run ends."""
+    accounts = _accounts()
+    accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
+    lies = [_server(version, server_id=version) for version in ("1-2", "2-0", "999999999-999999999")]
+
+    accounts.hold(lies, newest=Version(1, 1))
+    assert accounts.held is None
+    accounts.hold([*lies, _server("1-1")], newest=Version(1, 1))
+
+    assert accounts.held == Version(1, 1)
+    assert accounts.num_settled == 1
+    accounts.hold([_server("1-1")], newest=None)
+    assert accounts.held is None
 
 
 def test_a_trained_outcome_is_not_settled_twice() -> None:
     accounts = _accounts()
     accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
-    accounts.hold([_server("1-1")])
+    accounts.hold([_server("1-1")], newest=Version(9, 9))
 
     accounts.add_outcome(_outcome("0-0-0", OutcomeKind.TRAINED))
 
@@ -71,7 +87,7 @@ def test_a_group_that_fell_out_of_its_cut_settles_once() -> None:
     accounts = _accounts()
     accounts.add_cut(_cut(1, "0-0-0"), sequence=2)
     accounts.add_outcome(_outcome("0-0-0", OutcomeKind.FAILED))
-    accounts.hold([_server("1-1")])
+    accounts.hold([_server("1-1")], newest=Version(9, 9))
 
     assert accounts.num_settled == 1
 
@@ -80,13 +96,13 @@ def test_a_new_lineage_takes_back_what_its_checkpoint_does_not_hold() -> None:
     accounts = _accounts()
     for step in (1, 2):
         accounts.add_cut(_cut(step, f"0-{step}-0"), sequence=step + 1)
-    accounts.hold([_server("1-2")])
+    accounts.hold([_server("1-2")], newest=Version(9, 9))
     assert accounts.num_settled == 2
 
     accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=2, step=1), sequence=4)
 
     assert accounts.num_settled == 1
-    accounts.hold([_server("2-2")])
+    accounts.hold([_server("2-2")], newest=Version(9, 9))
     assert accounts.num_settled == 2
 
 
@@ -153,7 +169,7 @@ def test_a_group_that_ended_before_it_was_cut_is_settled_once() -> None:
     accounts = _accounts()
     accounts.add_outcome(_outcome("0-0-0", OutcomeKind.ABANDONED))
     accounts.add_cut(_cut(1, "0-0-0", "0-1-0"), sequence=2)
-    accounts.hold([_server("1-1")])
+    accounts.hold([_server("1-1")], newest=Version(9, 9))
 
     assert accounts.num_settled == 2
 
@@ -168,7 +184,7 @@ def test_a_checkpoints_groups_are_not_settled_while_servers_hold_older_weights()
         accounts.add_cut(_cut(step, f"0-{step}-0"), sequence=step + 1)
 
     accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=2, step=2), sequence=4)
-    accounts.hold([_server("1-1")])
+    accounts.hold([_server("1-1")], newest=Version(9, 9))
 
     assert accounts.num_settled == 1
 

@@ -26,7 +26,7 @@ def _accounts(*, held: str = "1-0", admitted: int = 0, limit: int = 3) -> Accoun
     accounts = Accounts(max_groups_in_flight=limit)
     accounts.admitted = Admitted(total=admitted, num_fresh=admitted)
     accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=1, step=0), sequence=1)
-    accounts.hold([ServerState(server_id="s", node_id="n", url="", version=held)])
+    accounts.hold([ServerState(server_id="s", node_id="n", url="", version=held)], newest=Version(9, 9))
     return accounts
 
 

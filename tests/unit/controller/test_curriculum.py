@@ -12,7 +12,19 @@ from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
 from areal_async.controller.sampler import MixedSampler, Sampler, Share
 from areal_async.run_state import ServerState
 from areal_async.settings import CurriculumSettings
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, CutSlot, GroupId, Outcome, OutcomeKind, Slot, SlotStatus
+from areal_async.types import (
+    Admitted,
+    Cut,
+    CutGroup,
+    CutKind,
+    CutSlot,
+    GroupId,
+    Outcome,
+    OutcomeKind,
+    Slot,
+    SlotStatus,
+    Version,
+)
 
 NUM_ROWS = 200
 SETTINGS = CurriculumSettings(name="pass_rate")
@@ -109,7 +121,7 @@ def test_what_is_known_is_on_record_before_it_decides() -> None:
     curriculum = Curriculum(SETTINGS, Sampler(NUM_ROWS, seed=1), visits, seed=1)
     accounts = Accounts(max_groups_in_flight=300)
     accounts.admitted = Admitted(total=198, num_fresh=198)
-    accounts.hold([ServerState(server_id="s", node_id="n", url="", version="1-0")])
+    accounts.hold([ServerState(server_id="s", node_id="n", url="", version="1-0")], newest=Version(9, 9))
 
     first = next_admission(accounts, Sampler(NUM_ROWS, seed=1), last_step=9, curriculum=curriculum)
 

@@ -6,6 +6,7 @@ import pytest
 
 from areal_async.controller.reports import AwakeClock, Heard, Reports
 from areal_async.controller.watch import Verdict, explain
+from areal_async.launch.stalls import crew_of
 from areal_async.waits import WaitRecord, WaitReport
 
 NOW_S = 1000.0
@@ -79,6 +80,10 @@ def test_a_stream_without_a_token_is_told_from_the_trainer_to_its_server() -> No
         pytest.param(
             {"trainer": _heard(*DUE), "node_b": _heard(left_out=7)},
             "group 0-17-0", "one of 7 that node b has left out", id="a truncated report",
+        ),
+        pytest.param(
+            {"trainer": _heard(*DUE), "node_b": _heard(("group 0-17-0", "room on node x", "", 40.0))},
+            "room on node x", "room on node x, a node that has not been heard", id="room on no node",
         ),
         pytest.param({"trainer": _heard(*DUE)}, "group 0-17-0", "there is no node to lease it", id="no node at all"),
         pytest.param(
@@ -203,6 +208,24 @@ def test_a_node_that_left_is_not_waited_for_and_nonsense_is_not_taken() -> None:
     reports.take("node", {"node_id": "b", "state": "ended"}, now_s=1.0)
     reports.take("trainer", {"reward_mean": 0.5}, now_s=1.0)
     assert reports.by_name == {}
+
+
+@pytest.mark.parametrize("told", [("group 0-17-0", "rank 0"), ("group 0-17-0", "controller"), ("cut 5", "rank 1")])
+def test_no_node_has_a_process_that_it_names_killed_for_a_stall(told: tuple[str, str]) -> None:
+    """It may hold all tickets, so that the run stands still, and then tell that these wait for somebody else."""
+    reports = Reports()
+    reports.take("controller", {"state": "admitting"}, now_s=0.0)
+    for role, who, *records in (
+        ("trainer", {"state": "waiting"}, ("trainer", "cut 5"), ("cut 5", "group 0-17-0")),
+        ("node", {"node_id": "b", "state": "runs 1 groups"}, ("node b", "group 0-17-0"), told),
+    ):
+        lines = [[waiter, on, "", 50.0, 50.0 if role == "trainer" else 1e9] for waiter, on in records]
+        reports.take(role, {**who, "waits": {"records": lines}}, now_s=0.0)
+
+    verdict = explain(reports.by_name, now_s=0.0, silence_s=5.0)
+
+    assert verdict.culprit == "group 0-17-0"
+    assert crew_of(verdict.culprit) is None
 
 
 def test_time_for_which_the_watching_process_was_stopped_does_not_pass() -> None:
