@@ -2,7 +2,6 @@
 
 Every one is an immutable struct that can cross a process boundary (``wire``); the arrays of a ``Sequence`` are the
 only large part. One word for one thing: these names are used in code, logs, metrics and documents alike.
-
 What a field may hold stands in its type (``fields``) and is checked where a record is decoded.
 """
 
@@ -374,8 +373,7 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
     tensors_sha256: dict[str, str] = {}
     """tensor name -> hash of its bytes, for a few tensors that servers keep as they are: proves what a server runs."""
     kind: str = DISK
-    """``DISTRIBUTED`` while it is broadcast; ``ADAPTER`` where the folder holds what a server merges into the weights
-    it started with; else ``DISK``."""
+    """``DISTRIBUTED`` while it is broadcast; ``ADAPTER`` where servers merge it into their base; else ``DISK``."""
     group: UpdateGroup | None = None
     """Whose members receive it now, in ``buckets``."""
     buckets: list[list[TensorSpec]] = []
@@ -390,6 +388,8 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     version: VersionText
     path: str
     """Its folder; empty while there is none."""
+    sums_sha256: str = ""
+    """Of its ``SHA256SUMS``; empty where it has none."""
 
 
 class Mix(Record, frozen=True, kw_only=True):

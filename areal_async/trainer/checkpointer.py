@@ -23,6 +23,7 @@ from areal_async.trainer.checkpoint import CheckpointWriter
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.engines import Engines
 from areal_async.trainer.feed import Feed
+from areal_async.trainer.intact import digest_of_sums
 from areal_async.trainer.keeping import keep
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.threads import Beside, EngineThread
@@ -128,7 +129,8 @@ class Checkpointer:
         reach("trainer.after_checkpoint")
         self.durable_step = version.step
         if self._lineage is not None and self._feed is not None:
-            await self._lineage.record_checkpoint(CheckpointRecord(version=str(version), path=str(folder)))
+            record = CheckpointRecord(version=str(version), path=str(folder), sums_sha256=digest_of_sums(folder))
+            await self._lineage.record_checkpoint(record)
             await self._feed.settlement.on_checkpoint(version.step)
             await anyio.to_thread.run_sync(self.abandon_archive)
             keeping = functools.partial(keep, self._directory, self._feed.now, recorded=version)

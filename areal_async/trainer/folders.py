@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from areal_async.types import Version
@@ -46,11 +46,13 @@ def finish(partial: Path, directory: Path) -> None:
         _sync(Path(folder))
     replaced = directory.with_name(f".{directory.name}.replaced")
     if directory.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
+        with suppress(OSError):
+            _remove(replaced)
         directory.rename(replaced)
     partial.rename(directory)
     _sync(directory.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    with suppress(OSError):
+        _remove(replaced)
 
 
 def keep_newest(directory: Path, count: int, *, also: Collection[str] = (), lease: str = "") -> None:
@@ -60,7 +62,7 @@ def keep_newest(directory: Path, count: int, *, also: Collection[str] = (), leas
         lease: name of the file in each by which its readers hold it (``held``); what is held stays this time.
     """
     for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
-        shutil.rmtree(leftover)  # of a save that a crash cut short
+        _remove(leftover)  # of a save that a crash cut short
     folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
     for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
         if path.name not in also:
@@ -95,7 +97,15 @@ def _delete(folder: Path, lease: str) -> None:
             except BlockingIOError:
                 return
         folder.rename(aside)
-    shutil.rmtree(aside)
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; of one that was put elsewhere, the link to it."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _sync(path: Path) -> None:

@@ -48,18 +48,32 @@ def write_sums(folder: Path, known: Mapping[str, str]) -> None:
     (folder / SUMS).write_text("".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
 
 
-def damage(checkpoint: Path) -> str:
+def digest_of_sums(checkpoint: Path) -> str:
+    """Return the SHA-256 of a checkpoint's ``SHA256SUMS``, to be kept apart from it; empty where it has none."""
+    try:
+        return _digest(checkpoint / SUMS)
+    except FileNotFoundError:
+        return ""
+
+
+def damage(checkpoint: Path, *, sums_sha256: str = "") -> str:
     """Return what is wrong with a checkpoint's files, in words that name the first such file; empty for nothing.
 
     Reads every byte of it; some GB a second.
+
+    Args:
+        sums_sha256: what ``digest_of_sums`` was when it was made, as far as that is known.
     """
     if not (checkpoint / LEDGER).is_file():
         return f"{LEDGER} is missing" if checkpoint.is_dir() else "its folder is gone"
     sums = checkpoint / SUMS
     if not sums.is_file():
-        return ""
+        return f"{SUMS} is missing" if sums_sha256 else ""
+    listed = sums.read_bytes()
+    if sums_sha256 and hashlib.sha256(listed).hexdigest() != sums_sha256:
+        return f"{SUMS} is not what was written: its SHA-256 differs"
     wanted: dict[str, str] = {}
-    for line in sums.read_bytes().decode(errors="replace").removesuffix("\n").split("\n"):
+    for line in listed.decode(errors="replace").removesuffix("\n").split("\n"):
         digest, _, name = line.partition("  ")
         if not _SHA256.fullmatch(digest) or not name:
             return f"{SUMS} cannot be read"
@@ -67,12 +81,22 @@ def damage(checkpoint: Path) -> str:
     for name in sorted(wanted):
         if not (checkpoint / name).is_file():
             return f"{name} is missing"
+    unlisted = [name for name in _essential(checkpoint) if name not in wanted]
+    if unlisted:
+        return f"{unlisted[0]} is not in {SUMS}"
     try:
         found = digests(checkpoint, (checkpoint / name for name in wanted))
     except OSError as exc:
         return f"{exc.filename} cannot be read: {exc.strerror}"
     differing = [name for name in sorted(wanted) if found[name] != wanted[name]]
     return f"{differing[0]} is not what was written: its SHA-256 differs" if differing else ""
+
+
+def _essential(checkpoint: Path) -> list[str]:
+    """Return what is loaded of a checkpoint: a list that was cut short says nothing of the rest."""
+    state = checkpoint / "state"
+    files = (*state.glob(".metadata"), *state.glob("*.distcp"))
+    return [LEDGER, *sorted(str(path.relative_to(checkpoint)) for path in files)]
 
 
 def find_damage(checkpoints: Path) -> list[Damage]:

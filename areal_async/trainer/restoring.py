@@ -4,6 +4,7 @@ What was trained after an older one is trained again from the journal, with payl
 the archive (``recorded.find_archived``): a checkpoint that was whole once let the messages go.
 """
 
+from functools import partial
 from pathlib import Path
 
 import anyio.to_thread
@@ -12,7 +13,7 @@ import structlog
 from areal_async.errors import UserError, WireError
 from areal_async.journal import Journal
 from areal_async.trainer.folders import LEDGER
-from areal_async.trainer.intact import damage, newest_intact, set_aside
+from areal_async.trainer.intact import damage, digest_of_sums, newest_intact, set_aside
 from areal_async.trainer.ledger import Ledger
 from areal_async.trainer.lineage import Lineage
 from areal_async.types import CheckpointRecord, Version
@@ -30,7 +31,7 @@ async def choose_checkpoint(lineage: Lineage) -> None:
     if newest is None:
         return
     path = Path(newest.path)
-    reason = await anyio.to_thread.run_sync(damage, path)
+    reason = await anyio.to_thread.run_sync(partial(damage, path, sums_sha256=newest.sums_sha256))
     if not reason:
         return
 
@@ -47,7 +48,8 @@ async def choose_checkpoint(lineage: Lineage) -> None:
             "or start anew with --fresh"
         )
     log.error("checkpoint.damaged", version=newest.version, reason=reason, taken=older.name)
-    await lineage.fall_back(CheckpointRecord(version=older.name, path=str(older)), reason=reason)
+    record = CheckpointRecord(version=older.name, path=str(older), sums_sha256=digest_of_sums(older))
+    await lineage.fall_back(record, reason=reason)
     await anyio.to_thread.run_sync(set_aside, path)
 
 

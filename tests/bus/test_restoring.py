@@ -12,7 +12,7 @@ from areal_async.cli.tail import decode_object
 from areal_async.errors import UserError
 from areal_async.subjects import CHECKPOINT
 from areal_async.trainer.folders import LEDGER
-from areal_async.trainer.intact import write_sums
+from areal_async.trainer.intact import SUMS, digest_of_sums, write_sums
 from areal_async.trainer.lineage import Lineage
 from areal_async.trainer.restoring import choose_checkpoint
 from areal_async.types import CheckpointRecord, Cut, CutGroup
@@ -47,7 +47,8 @@ async def checkpoints(open_role: OpenRole, tmp_path: Path) -> Path:
         cut = [CutGroup(group_id=one, workflow="w", slots=[]) for one in groups]
         await lineage.write_cut(Cut(lineage=1, step=int(step), groups=cut))
         folder = made(tmp_path / "checkpoints", f"1-{step}", through(int(step)))
-        await lineage.record_checkpoint(CheckpointRecord(version=f"1-{step}", path=str(folder)))
+        record = CheckpointRecord(version=f"1-{step}", path=str(folder), sums_sha256=digest_of_sums(folder))
+        await lineage.record_checkpoint(record)
     return tmp_path / "checkpoints"
 
 
@@ -89,6 +90,21 @@ async def test_damaged_or_missing_one_is_set_aside_and_the_one_before_is_taken(
     assert told[-1] is not None
     assert (told[-1]["version"], told[-1]["reason"], told[-1]["taken"]) == ("1-3", reason, "1-2")
     assert sorted(os.listdir(checkpoints)) == ["1-1", "1-2", "moved" if is_gone else "1-3.damaged"]
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+async def test_digests_that_are_not_those_on_record_vouch_for_nothing(
+    open_role: OpenRole, checkpoints: Path, is_gone: bool
+) -> None:
+    (checkpoints / "1-3" / "shard").write_bytes(b"weighty" * 20)
+    write_sums(checkpoints / "1-3", {})
+    if is_gone:
+        (checkpoints / "1-3" / SUMS).unlink()
+
+    assert await chosen(await open_role(Role.TRAINER)) == "1-2"
+
+    (checkpoints / "1-2" / SUMS).unlink()
+    assert await chosen(await open_role(Role.TRAINER)) == "1-1", "the one that was fallen back to is on record too"
 
 
 async def test_one_that_the_journal_does_not_know_is_passed_over(open_role: OpenRole, checkpoints: Path) -> None:

@@ -52,6 +52,22 @@ def checkpoints(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_a_folder_that_was_put_elsewhere_and_linked_is_deleted_by_its_link(checkpoints: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "disk"
+    for name in ("1-1", ".1-0.replaced"):
+        (elsewhere / name).mkdir(parents=True, exist_ok=True)
+        (elsewhere / name / LEDGER).write_text("{}")
+    shutil.rmtree(checkpoints / "1-1")
+    for name in ("1-1", ".1-0.replaced"):
+        (checkpoints / name).symlink_to(elsewhere / name)
+
+    for _ in range(2):
+        keep_newest(checkpoints, 2, lease=LEDGER)
+
+    assert _names(checkpoints) == ["1-2", "1-3", "disk"]
+    assert _names(elsewhere) == [".1-0.replaced", "1-1"]
+
+
 def _names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 

@@ -7,7 +7,16 @@ import pytest
 
 from areal_async.trainer.distributed import Ranks
 from areal_async.trainer.folders import LEDGER
-from areal_async.trainer.intact import SUMS, damage, find_damage, newest_intact, set_aside, set_aside_in, write_sums
+from areal_async.trainer.intact import (
+    SUMS,
+    damage,
+    digest_of_sums,
+    find_damage,
+    newest_intact,
+    set_aside,
+    set_aside_in,
+    write_sums,
+)
 from areal_async.trainer.keeping import versions_in
 from areal_async.types import Version
 from tests.unit.trainer.models import engine_of
@@ -67,6 +76,39 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     (folder / LEDGER).unlink()
     assert damage(folder) == "ledger is missing"
     assert damage(tmp_path / "1-4") == "its folder is gone"
+
+
+def test_list_that_was_cut_short_says_nothing_of_the_rest(tmp_path: Path) -> None:
+    folder = made(tmp_path, "1-3")
+    whole = (folder / SUMS).read_bytes()
+    for num_bytes in range(len(whole) - 1):  # all but the last line's end
+        (folder / SUMS).write_bytes(whole[:num_bytes])
+        assert damage(folder), f"{num_bytes} bytes"
+    for num_bytes in range(whole.index(b"\n") + 1):
+        (folder / SUMS).write_bytes(whole[num_bytes + 1 :])
+        assert damage(folder), f"without the first {num_bytes + 1} bytes"
+    (folder / SUMS).write_bytes(b"0" * 64 + b"  other\n")
+    (folder / "other").touch()
+    assert damage(folder)
+
+    (folder / "notes.txt").write_text("anybody's")
+    (folder / SUMS).write_bytes(whole)
+    assert damage(folder) == ""
+
+
+def test_list_that_is_not_the_one_on_record_is_damage(tmp_path: Path) -> None:
+    folder = made(tmp_path, "1-3")
+    recorded = digest_of_sums(folder)
+    assert damage(folder, sums_sha256=recorded) == ""
+
+    flip(folder / "state" / "__0_0.distcp", 3)
+    (folder / SUMS).unlink()
+    write_sums(folder, {})
+    assert damage(folder) == "", "by itself it is whole"
+    assert damage(folder, sums_sha256=recorded) == f"{SUMS} is not what was written: its SHA-256 differs"
+    (folder / SUMS).unlink()
+    assert damage(folder, sums_sha256=recorded) == f"{SUMS} is missing"
+    assert digest_of_sums(folder) == ""
 
 
 def test_checkpoint_from_before_there_were_digests_is_taken_as_it_is(tmp_path: Path) -> None:
