@@ -28,7 +28,9 @@ async def find_lost(bus: Bus, directory: RunDirectory, settings: Settings, *, no
     names = bus.names
     states = {stream: await _state(bus, stream) for stream in all_streams(names)}
     counts = {stream: state.last_sequence if state is not None else 0 for stream, state in states.items()}
-    has_admitted = bool(counts[names.tickets_stream] or counts[names.trajectories_stream]) or _has_trained(directory)
+    # Whoever has a node's key may store trajectories before any prompt is admitted: they tell where tickets cannot.
+    told_by = names.tickets_stream if states[names.tickets_stream] is not None else names.trajectories_stream
+    has_admitted = bool(counts[told_by]) or _has_trained(directory)
     if not has_admitted and not counts[f"KV_{names.bucket}"] and not counts[names.outcomes_stream]:
         return  # not even declared to the end, perhaps
     vital, others = _vital(names), _others(names)

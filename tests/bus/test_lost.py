@@ -168,3 +168,18 @@ async def test_a_start_that_came_to_nothing_has_lost_nothing(
     async with served(settings) as bus:
         await bus.put(RUN_STATE, RunState())
     assert (await looked(settings))[0] == []
+
+
+async def test_what_a_node_stores_before_anything_is_admitted_does_not_make_a_run_of_a_start(
+    settings: Settings, write: Callable[..., Awaitable[None]]
+) -> None:
+    """Its key would else keep the run from ever starting again."""
+    await write(keys=False, log=False, prompts=False)
+    async with served(settings) as bus:
+        await bus.put(RUN_STATE, RunState())
+        await bus.publish(RUN.trajectories("w", "0-0-0"), b"x")
+    assert (await looked(settings))[0] == []
+
+    remove(settings, RUN.tickets_stream)
+    with pytest.raises(UserError, match=f"has lost {RUN.tickets_stream} "):
+        await looked(settings)
