@@ -48,12 +48,12 @@ def _records() -> Iterator[str]:
     for module in (types, run_state, wire, receipts, events):
         for kind in vars(module).values():
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__:
-                info = msgspec.structs.fields(kind)
                 tag = kind.__struct_config__.tag
-                yield f"record {kind.__name__.lstrip('_') if tag is None else str(tag)} {' '.join(one.encode_name for one in info)}"
+                name = kind.__name__.lstrip("_") if tag is None else str(tag)
+                yield " ".join(["record", name, *(one.encode_name for one in msgspec.structs.fields(kind))])
     for kind in vars(types).values():
         if inspect.isclass(kind) and issubclass(kind, StrEnum) and kind is not StrEnum:
-            yield f"values {kind.__name__} {' '.join(one.value for one in kind)}"
+            yield " ".join(["values", kind.__name__, *(one.value for one in kind)])
 
 
 def _metrics() -> Iterator[str]:
