@@ -1,16 +1,25 @@
-"""An HTTP server inside a process that has signals, an event loop and logs of its own."""
+"""An HTTP server inside a process that has signals, an event loop and logs of its own, and other uses for its files.
+
+A connection is for requests: one on which none comes is closed by a deadline, and earlier where there are too many.
+"""
 
 import contextvars
-from asyncio import AbstractEventLoop, Task
+from asyncio import AbstractEventLoop, Task, TimerHandle, Transport
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from socket import socket
 from typing import Any
 
+import h11
 import structlog
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SHUTDOWN_GRACE_S = 1
+HEAD_DEADLINE_S = 20.0
+MAX_CONNECTIONS = 8192
 
 log = structlog.get_logger()
 
@@ -24,14 +33,100 @@ class GuestServer(uvicorn.Server):
         yield
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConnectionLimits:
+    """How many connections a server has, and how long one stays open without a request."""
+
+    max_connections: int = MAX_CONNECTIONS
+    head_deadline_s: float = HEAD_DEADLINE_S
+    """From connecting, or from the first byte of a later request, to the end of the request's head."""
+
+
+class PunctualProtocol(H11Protocol):
+    """HTTP/1.1 whose clients have a deadline for the head of a request.
+
+    A connection that was used and is idle has uvicorn's ``timeout_keep_alive``. Where there are too many connections
+    the one goes that has waited longest without a request; where all have one, the newest.
+    """
+
+    def __init__(
+        self, *args: Any, limits: ConnectionLimits, unserved: dict["PunctualProtocol", None], **options: Any
+    ) -> None:
+        """Take ``unserved`` as the server's connections without a request to answer, longest waiting first."""
+        super().__init__(*args, **options)
+        self._limits = limits
+        self._unserved = unserved
+        self._deadline: TimerHandle | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """Expect a head."""
+        super().connection_made(transport)
+        self._unserved[self] = None
+        self._start_deadline()
+        if len(self.connections) > self._limits.max_connections:
+            longest = next(iter(self._unserved))
+            del self._unserved[longest]  # it hears of its end only later
+            self.connections.discard(longest)
+            longest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Expect nothing any more."""
+        super().connection_lost(exc)
+        self._unserved.pop(self, None)
+        self._end_deadline()
+        self._unset_keepalive_if_required()
+
+    def data_received(self, data: bytes) -> None:
+        """Take in a piece of a request."""
+        super().data_received(data)
+        self._note_state()
+
+    def on_response_complete(self) -> None:
+        """Expect the next request, of which a part may have come already."""
+        super().on_response_complete()
+        self._note_state()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Close what was not used again; what its client has not read for so long is not waited for."""
+        self.transport.abort()
+
+    def _note_state(self) -> None:
+        if self.transport.is_closing():
+            self._start_deadline()  # for a client that does not read what is left
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._unserved.pop(self, None)
+            self._end_deadline()
+            return
+        self._unserved.setdefault(self)
+        if self.cycle is None or self.conn.their_state is not h11.IDLE or self.conn.trailing_data[0]:
+            self._start_deadline()  # the rest of a request that was answered before its end has one as well
+            return
+        self._end_deadline()
+        if self.timeout_keep_alive_task is None:  # data ends it, even the last of a request that is answered already
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
+
+    def _start_deadline(self) -> None:
+        if self._deadline is None:
+            self._deadline = self.loop.call_later(self._limits.head_deadline_s, self.transport.abort)
+
+    def _end_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
 def serve_app(
-    app: Any, listening: socket, *, loop: AbstractEventLoop, **options: Any
+    app: Any, listening: socket, *, loop: AbstractEventLoop, limits: ConnectionLimits | None = None, **options: Any
 ) -> tuple[GuestServer, "Task[None]"]:
     """Start to serve an ASGI application; return the server, to be told ``should_exit``, and its task.
 
     Args:
         options: of ``uvicorn.Config``, beside those that make it a guest.
     """
+    protocol: Any = partial(PunctualProtocol, limits=limits or ConnectionLimits(), unserved={})
     server = GuestServer(
         uvicorn.Config(
             app,
@@ -41,6 +136,7 @@ def serve_app(
             lifespan="off",
             loop="none",
             ws="none",
+            http=protocol,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S,
             **options,
         )
