@@ -4,19 +4,20 @@ Tokenizers of the ``tokenizers`` library let the interpreter go meanwhile. A sho
 thread would; a long one waits for one of a few threads.
 """
 
+import asyncio
+import contextvars
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
-
-import anyio
-import anyio.lowlevel
-import anyio.to_thread
 
 from areal_async.rollout.text import LONG_TEXT_CHARACTERS
 
 T = TypeVar("T")
 
 NUM_THREADS = 2
-_threads: anyio.lowlevel.RunVar[anyio.CapacityLimiter] = anyio.lowlevel.RunVar("areal_async_tokenizing")
+_threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="areal_async_tokenizing")
+"""A bound of its own: whoever is cancelled leaves his thread to its work, and nobody else gets a third."""
 
 
 def is_long(*parts: Any) -> bool:
@@ -35,8 +36,6 @@ def is_long(*parts: Any) -> bool:
 
 
 async def run_beside(work: Callable[[], T]) -> T:
-    """Run what takes long in one of the threads for it; it is waited for though the caller is cancelled."""
-    limiter = _threads.get(None)
-    if limiter is None:
-        _threads.set(limiter := anyio.CapacityLimiter(NUM_THREADS))
-    return await anyio.to_thread.run_sync(work, limiter=limiter)
+    """Run what takes long in one of the threads for it; where the caller is cancelled, what has begun ends unheard."""
+    context = contextvars.copy_context()
+    return await asyncio.get_running_loop().run_in_executor(_threads, partial(context.run, work))

@@ -11,15 +11,17 @@ each sibling, in their order.
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from areal_async.contracts import Message, Policy, RewardModel, Workflow
 from areal_async.inference.pool import Pool
+from areal_async.rollout.beside import is_long, run_beside
 from areal_async.rollout.confine import in_nobodys_name
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.messages import checked_messages
 from areal_async.rollout.policy import Generator
-from areal_async.rollout.text import TextCodec
+from areal_async.rollout.text import Room, TextCodec
 from areal_async.settings import PolicySettings, SamplingSettings, Settings
 from areal_async.types import Prompt
 
@@ -50,10 +52,19 @@ class FrozenReward:
     async def score(self, messages: Sequence[Message]) -> float:
         """Score a whole conversation, rendered by the reward model's own chat template."""
         messages = checked_messages(messages)
+        work = partial(self._tokenized, messages)
+        prompt_ids = await run_beside(work) if is_long(messages) else work()
+        with in_nobodys_name():
+            return await self.scorer.score(prompt_ids)
+
+    def _tokenized(self, messages: list[Message]) -> list[int]:
+        """Return the prompt; one that fits into no server is refused before it is tokenized."""
         self.codec.check_roles(messages)
         text = self.codec.render(messages, for_reply=False)
-        with in_nobodys_name():
-            return await self.scorer.score(self.codec.encode(text))
+        rooms = [server.context_tokens for server in self.pool.servers.values()]
+        if known := [tokens for tokens in rooms if tokens is not None]:
+            Room(max(known), "inference.context_length or the reward model's").check_length(text)
+        return self.codec.encode(text)
 
 
 def with_policies(

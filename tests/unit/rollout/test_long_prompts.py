@@ -1,14 +1,21 @@
 """One long conversation holds up no other: it is refused unread where it cannot fit, and is read beside the loop."""
 
+import asyncio
 import threading
+from functools import partial
 from typing import Any
 
+import anyio.lowlevel
 import pytest
 
 from areal_async.errors import ContextFull
+from areal_async.inference.pool import Pool
+from areal_async.rollout.beside import NUM_THREADS, run_beside
+from areal_async.rollout.named import FrozenReward
 from areal_async.rollout.policy import RecordingPolicy
 from areal_async.rollout.text import CHARACTERS_PER_TOKEN, LONG_TEXT_CHARACTERS, TextCodec
 from areal_async.settings import SamplingSettings
+from tests.brokers import until
 from tests.unit.rollout.byte_model import END, ByteTokenizer, ScriptedModel
 from tests.unit.rollout.endpoint.places import chat, client, served, speaker
 
@@ -96,6 +103,32 @@ async def test_a_server_that_was_met_bounds_a_prompt_too() -> None:
     assert tokenizer.encoded == []
 
 
+class Counting:
+    """Scores by length."""
+
+    async def score(self, prompt_ids: list[int]) -> float:
+        return float(len(prompt_ids))
+
+
+@pytest.mark.parametrize("text", [LONG, SHORT], ids=["long", "short"])
+async def test_long_conversation_is_tokenized_for_a_reward_model_beside_the_loop(text: str) -> None:
+    tokenizer = WatchedTokenizer()
+    pool = Pool(["s0"], deadline_s=60.0)
+    model = FrozenReward(
+        scorer=Counting(), codec=TextCodec(tokenizer, stop_token_ids=[END], vocab_size=END + 1), pool=pool
+    )
+    messages = [{"role": "user", "content": text}]
+
+    assert await model.score(messages) > len(text)
+    assert {is_on_loop for is_on_loop, _ in tokenizer.encoded} == {text is SHORT}
+
+    tokenizer.encoded.clear()
+    pool.servers["s0"].context_tokens = len(text) // CHARACTERS_PER_TOKEN
+    with pytest.raises(ContextFull, match="the reward model's"):
+        await model.score(messages)
+    assert tokenizer.encoded == []
+
+
 async def test_long_texts_are_not_kept_by_the_thousand() -> None:
     tokenizer = WatchedTokenizer()
     codec = TextCodec(tokenizer, stop_token_ids=[END], vocab_size=END + 1)
@@ -113,3 +146,27 @@ async def test_a_request_of_megabytes_is_told_that_it_does_not_fit() -> None:
             assert response.status_code == 400
             assert response.json()["error"]["code"] == "context_length_exceeded"
         assert (await http.post("/chat/completions", json=chat())).status_code == 200
+
+
+async def test_work_whose_caller_is_cancelled_keeps_its_thread() -> None:
+    begun: list[int] = []
+    may_end = threading.Event()
+
+    def work(number: int) -> int:
+        begun.append(number)
+        may_end.wait(60.0)
+        return number
+
+    try:
+        tasks = [asyncio.create_task(run_beside(partial(work, number))) for number in range(NUM_THREADS)]
+        await until(lambda: len(begun) == NUM_THREADS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        one_more = asyncio.create_task(run_beside(partial(work, 9)))
+        for _ in range(100):
+            await anyio.lowlevel.checkpoint()
+        assert 9 not in begun, "no thread is free"
+    finally:
+        may_end.set()
+    assert await one_more == 9
