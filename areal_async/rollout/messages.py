@@ -7,6 +7,7 @@ import msgspec
 
 from areal_async.contracts import Message, ToolCall
 from areal_async.errors import WorkflowError
+from areal_async.rollout.json_size import has_too_many_values
 
 _SHAPE = 'a list of messages, [{"role": "user", "content": "..."}]'
 
@@ -61,6 +62,8 @@ def _filled(message: Message) -> dict[str, Any]:
 def _with_objects(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    if has_too_many_values(function["arguments"]):
         return call
     try:
         arguments = msgspec.json.decode(function["arguments"], type=dict[str, Any])

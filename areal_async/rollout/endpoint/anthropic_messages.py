@@ -24,6 +24,7 @@ from areal_async.rollout.endpoint.content import (
     refuse_if,
     text_of,
     tool_result,
+    with_named_results,
 )
 from areal_async.rollout.endpoint.extras import Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
@@ -141,7 +142,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
     )
     tools, choice = _tools(request)
     call = Call(
-        messages=messages,
+        messages=with_named_results(messages),
         tools=tools,
         sampling=sampling_of(
             request,
@@ -213,7 +214,7 @@ def _add(messages: list[dict[str, Any]], message: _Message, where: str) -> None:
                 refuse_if(not block.tool_use_id, place, "need the tool_use_id that this answers")
                 add_text()
                 text = text_of(block.content, types=("text",), param=f"{place}.content")
-                messages.append(tool_result(block.tool_use_id, text, messages))
+                messages.append(tool_result(block.tool_use_id, text))
             case _:
                 refuse_if(
                     True, place, f"got {block.type!r:.50} from {message.role}, this model takes text, calls and results"

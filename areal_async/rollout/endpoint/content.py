@@ -54,13 +54,21 @@ def function_call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def tool_result(call_id: str, text: str, messages: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the answer to a call, named like the tool where ``messages`` have the call."""
-    for message in reversed(messages):
-        for call in message.get("tool_calls") or ():
-            if call["id"] == call_id:
-                return {"role": "tool", "tool_call_id": call_id, "name": call["function"]["name"], "content": text}
+def tool_result(call_id: str, text: str) -> dict[str, Any]:
+    """Return the answer to a call."""
     return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+def with_named_results(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return a conversation whose answers to calls are named like their tools, where the calls are before them."""
+    named: list[dict[str, Any]] = []
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in reversed(message.get("tool_calls") or ()):
+            names[call["id"]] = call["function"]["name"]
+        name = names.get(message["tool_call_id"]) if message["role"] == "tool" else None
+        named.append({**message, "name": name} if name is not None else message)
+    return named
 
 
 def refuse_if(is_wrong: bool, param: str, message: str) -> None:

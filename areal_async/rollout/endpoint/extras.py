@@ -11,6 +11,7 @@ import msgspec
 
 from areal_async.rollout.endpoint.calls import Choice, Form, FormKind
 from areal_async.rollout.endpoint.content import refuse_if
+from areal_async.rollout.json_size import has_too_many_values
 
 Schema = dict[str, Any] | str
 """A JSON schema, or its text."""
@@ -125,7 +126,8 @@ def _object(name: str, kind: FormKind, value: Any) -> Any:
     if kind not in ("json_schema", "structural_tag"):
         return value
     try:
-        value = msgspec.json.decode(value) if isinstance(value, str) else value
+        if isinstance(value, str):
+            value = None if has_too_many_values(value) else msgspec.json.decode(value)
     except (msgspec.DecodeError, RecursionError, UnicodeError):
         value = None
     refuse_if(not isinstance(value, dict), name, "got a text that is no JSON object, need an object or its text")

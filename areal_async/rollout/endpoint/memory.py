@@ -14,6 +14,7 @@ import msgspec
 
 from areal_async.contracts import Message, Reply
 from areal_async.rollout.endpoint.calls import Said
+from areal_async.rollout.json_size import has_too_many_values
 
 _KEY_BYTES = 16
 _encoder = msgspec.json.Encoder(order="deterministic")
@@ -83,7 +84,8 @@ def _call_essence(call: Mapping[str, Any]) -> list[Any]:
     function = call["function"]
     arguments = function["arguments"]
     try:
-        arguments = _encoder.encode(msgspec.json.decode(arguments)).decode()
+        if not has_too_many_values(arguments):
+            arguments = _encoder.encode(msgspec.json.decode(arguments)).decode()
     except (msgspec.DecodeError, RecursionError, UnicodeError, OverflowError):
-        pass  # no JSON: compared as it is written
+        pass  # no JSON, or too much: compared as it is written
     return [call["id"], function["name"], arguments]

@@ -34,6 +34,7 @@ from areal_async.rollout.endpoint.content import (
     refuse_if,
     text_of,
     tool_result,
+    with_named_results,
 )
 from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
@@ -182,7 +183,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "ChatExchange":
     tools, choice = _tools(request)
     refuse_if(bool(request.top_logprobs) and not request.logprobs, "top_logprobs", "need logprobs=true beside it")
     call = Call(
-        messages=_messages(request.messages),
+        messages=with_named_results(_messages(request.messages)),
         tools=tools,
         sampling=sampling_of(
             request,
@@ -253,7 +254,7 @@ def _messages(written: Sequence[_Message]) -> list[dict[str, Any]]:
             case "tool":
                 missing = "missing, need the id of the call that this answers"
                 refuse_if(one.tool_call_id is None, f"{where}.tool_call_id", missing)
-                messages.append(tool_result(one.tool_call_id or "", content, messages))
+                messages.append(tool_result(one.tool_call_id or "", content))
             case "assistant":
                 calls = [
                     function_call(call.id, call.function.name, call.function.arguments) for call in one.tool_calls or ()

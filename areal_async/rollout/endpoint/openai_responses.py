@@ -26,6 +26,7 @@ from areal_async.rollout.endpoint.content import (
     refuse_if,
     text_of,
     tool_result,
+    with_named_results,
 )
 from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
 from areal_async.rollout.endpoint.openai_chat import allowed_tools, error, logprob_items, status
@@ -158,6 +159,7 @@ def parse(body: bytes, history: History, unsupported: Unsupported) -> "Responses
         conversation.append({"role": "user", "content": request.input})
     else:
         _add_items(conversation, request.input)
+        conversation = with_named_results(conversation)
     refuse_if(not conversation, "input", "got nothing, need at least one message")
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
     tools, choice = _tools(request)
@@ -260,7 +262,7 @@ def _add_items(messages: list[dict[str, Any]], items: Sequence[_Item]) -> None:
             case "function_call_output":
                 refuse_if(not item.call_id, where, "need the call_id that this answers")
                 text = text_of(item.output, types=_TEXTS, param=f"{where}.output")
-                messages.append(tool_result(item.call_id or "", text, messages))
+                messages.append(tool_result(item.call_id or "", text))
                 is_open = False
             case "reasoning":
                 pass  # the model never said any

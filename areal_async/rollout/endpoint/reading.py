@@ -16,6 +16,7 @@ import msgspec
 import structlog
 
 from areal_async.rollout.endpoint.calls import Refusal
+from areal_async.rollout.json_size import MAX_JSON_VALUES, has_too_many_values
 
 T = TypeVar("T")
 
@@ -98,6 +99,8 @@ def read(body: bytes, kind: type[T], unsupported: Unsupported) -> T:
     Raises:
         Refusal: it is no JSON, not of this kind, or asks for what cannot be had.
     """
+    if has_too_many_values(body):
+        raise Refusal("too_large", f"request: got more than {MAX_JSON_VALUES} values; put long lists into a text")
     try:
         request = msgspec.json.decode(body, type=kind)
         fields = msgspec.json.decode(body)
