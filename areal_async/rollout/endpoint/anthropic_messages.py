@@ -39,6 +39,8 @@ _ERRORS: dict[RefusalKind, tuple[int, str]] = {
     "not_found": (404, "not_found_error"),
     "not_allowed": (405, "invalid_request_error"),
     "too_large": (413, "request_too_large"),
+    "too_slow": (408, "timeout_error"),
+    "busy": (429, "rate_limit_error"),
     "unavailable": (529, "overloaded_error"),
     "internal": (500, "api_error"),
 }

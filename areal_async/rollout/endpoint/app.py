@@ -2,12 +2,13 @@
 
 A request runs as a task in the name of its workflow; here it is only waited for, beside the client's leaving, which
 cancels it. Every answer is in the shape of the API that was asked, errors too; both SDKs are told not to try again,
-since the policy has.
+since the policy has, unless the policy has not heard of it: the trajectory asks too much at once, or its body was slow.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -15,13 +16,15 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from areal_async.rollout.beside import run_beside
 from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
+from areal_async.rollout.endpoint.admission import Limits, Room, announced_bytes, read_body
 from areal_async.rollout.endpoint.calls import Dialect, Exchange, Refusal, Unexpected
 from areal_async.rollout.endpoint.session import Session, ended, find_session
 
-MAX_BODY_BYTES = 16 << 20
-"""Twice the largest trajectory that is stored; more would hold up the loop while it is decoded."""
+LONG_BODY_BYTES = 256 << 10
+"""A longer body is read beside the loop."""
 _ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")
 
 log = structlog.get_logger()
@@ -46,9 +49,12 @@ _APIS: Mapping[str, Api] = {
 class App:
     """The application of a node's endpoint: ``/<session>/[v1/]<path>``."""
 
-    def __init__(self, sessions: Mapping[str, Session]) -> None:
+    def __init__(self, sessions: Mapping[str, Session], limits: Limits) -> None:
         """Take the sessions by id; they come and go."""
         self._sessions = sessions
+        self._limits = limits
+        self.room = Room(limits)
+        """For the bodies of requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -62,7 +68,7 @@ class App:
             if refusal.kind == "internal":
                 log.exception("endpoint.unexpected", cause=refusal.message)
             dialect = api.dialect if api else _guess_dialect(scope)
-            await _error(dialect, refusal)(scope, receive, send)
+            await _error(dialect, refusal, self._limits)(scope, receive, send)
 
     async def _answer(self, api: Api | None, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         session = find_session(self._sessions, _split(scope["path"])[0], _key(scope))
@@ -74,31 +80,32 @@ class App:
         if api is None:
             raise Refusal("not_found", f"path: got {scope['path']!r:.200}, need one of {', '.join(_APIS)}, models")
         _check_method(scope, "POST")
-        with session.noting_refusal():
-            body = await _body(receive)
-            if body is None:
-                return
-            exchange = api.parse(body, session)
-        await _Answering(session, scope, receive, send).run(exchange)
+        await _Answering(api, session, self.room, self._limits, scope, receive, send).run()
 
 
 class _Answering:
     """One request that may be answered."""
 
-    def __init__(self, session: Session, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, api: Api, session: Session, room: Room, limits: Limits, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        self._api = api
         self._session = session
+        self._room = room
+        self._limits = limits
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._is_read = asyncio.Event()
         self._has_begun = False
 
-    async def run(self, exchange: Exchange) -> None:
+    async def run(self) -> None:
         """Answer it, unless the client leaves or the trajectory ends before.
 
         Raises:
             Refusal: it is not answered.
         """
-        task = self._session.start(self._answer(exchange))
+        task = self._session.start(self._serve())
         leaving = asyncio.create_task(self._left())
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -111,6 +118,27 @@ class _Answering:
         if error is not None and not has_left and not self._has_begun:
             raise error
         # What has begun and is not to be ended well is left without its end: the connection closes.
+
+    async def _serve(self) -> None:
+        session = self._session
+        with session.noting_refusal():
+            num_bytes = announced_bytes(self._scope, self._limits)
+        async with self._room.holding(session.id, num_bytes) as shrink:
+            with session.noting_refusal():
+                body = await read_body(self._receive, self._limits)
+            if body is None:
+                return
+            shrink(len(body))
+            self._is_read.set()
+            async with session.running:
+                with session.noting_refusal():
+                    exchange = await self._parse(body)
+                del body  # what it says is in the exchange
+                await self._answer(exchange)
+
+    async def _parse(self, body: bytes) -> Exchange:
+        parse = partial(self._api.parse, body, self._session)
+        return await run_beside(parse) if len(body) > LONG_BODY_BYTES else parse()
 
     async def _answer(self, exchange: Exchange) -> None:
         if not exchange.call.is_streamed:
@@ -129,6 +157,7 @@ class _Answering:
         await self._send({"type": "http.response.body", "body": b""})
 
     async def _left(self) -> None:
+        await self._is_read.wait()  # until then a client that leaves is noticed by whoever reads
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
@@ -160,20 +189,6 @@ def _check_method(scope: Scope, method: str) -> None:
         raise Refusal("not_allowed", f"method: got {scope['method']:.20}, need {method}")
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """Return the body of a request; None where the client has left."""
-    chunks: list[bytes] = []
-    num_bytes = 0
-    while (message := await receive())["type"] != "http.disconnect":
-        chunks.append(message.get("body", b""))
-        num_bytes += len(chunks[-1])
-        if num_bytes > MAX_BODY_BYTES:
-            raise Refusal("too_large", f"request: got more than {MAX_BODY_BYTES >> 20} MiB")
-        if not message.get("more_body", False):
-            return b"".join(chunks)
-    return None
-
-
 def _model(name: str, model: str) -> dict[str, Any]:
     """Return what both APIs say of a model; a request may call it by any name."""
     about = {"id": name, "object": "model", "created": 0, "owned_by": "areal_async", "root": model}
@@ -189,7 +204,11 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _error(dialect: Dialect, refusal: Refusal) -> Response:
+def _error(dialect: Dialect, refusal: Refusal, limits: Limits) -> Response:
     body = msgspec.json.encode(dialect.error(refusal))
-    headers = {"x-should-retry": "false"}
+    headers = {"x-should-retry": "true" if refusal.kind in ("busy", "too_slow") else "false"}
+    if refusal.kind == "busy":
+        headers["retry-after"] = str(limits.draw_retry_after())
+    if refusal.kind == "too_slow":
+        headers["connection"] = "close"  # the rest of the request would have to be read before another one
     return Response(body, status_code=dialect.status(refusal), headers=headers, media_type="application/json")

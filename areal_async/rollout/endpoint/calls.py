@@ -9,8 +9,9 @@ import msgspec
 from areal_async.errors import ArealError
 
 RefusalKind = Literal[
-    "bad_request", "unauthorized", "not_found", "not_allowed", "too_large", "too_long", "unavailable", "internal"
-]
+    "bad_request", "unauthorized", "not_found", "not_allowed", "too_large", "too_long", "too_slow", "busy",
+    "unavailable", "internal",
+]  # fmt: skip
 Finish = Literal["stop", "stop_sequence", "length", "tool_calls"]
 FormKind = Literal["json_schema", "regex", "ebnf", "structural_tag"]
 

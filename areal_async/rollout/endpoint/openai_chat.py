@@ -41,8 +41,8 @@ from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 _STATUS: dict[RefusalKind, int] = {
-    "bad_request": 400, "too_long": 400, "unauthorized": 401, "not_found": 404, "not_allowed": 405, "too_large": 413,
-    "unavailable": 503, "internal": 500,
+    "bad_request": 400, "too_long": 400, "unauthorized": 401, "not_found": 404, "not_allowed": 405, "too_slow": 408,
+    "too_large": 413, "busy": 429, "unavailable": 503, "internal": 500,
 }  # fmt: skip
 _CODE: dict[RefusalKind, str] = {
     "unauthorized": "invalid_api_key",
@@ -50,6 +50,8 @@ _CODE: dict[RefusalKind, str] = {
     "not_found": "unknown_url",
     "not_allowed": "method_not_supported",
     "too_large": "request_too_large",
+    "too_slow": "request_timeout",
+    "busy": "rate_limit_exceeded",
     "unavailable": "service_unavailable",
     "internal": "internal_error",
 }
@@ -343,6 +345,7 @@ def status(refusal: Refusal) -> int:
 def error(refusal: Refusal) -> dict[str, Any]:
     """Return the JSON object of an error."""
     kind = "server_error" if _STATUS[refusal.kind] >= 500 else "invalid_request_error"
+    kind = "rate_limit_error" if refusal.kind == "busy" else kind
     code = refusal.code or _CODE.get(refusal.kind)
     return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}}
 

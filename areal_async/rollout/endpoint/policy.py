@@ -127,6 +127,7 @@ class ServedPolicy(RecordingPolicy):
                 self,
                 self._codec,
                 max_new_tokens=self.sampling.max_new_tokens,
+                limits=self._endpoint.limits,
                 unsupported=self._endpoint.unsupported,
             )
             self._base_url = self._endpoint.open(self._session)

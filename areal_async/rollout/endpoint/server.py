@@ -13,7 +13,8 @@ import structlog
 
 from areal_async.endpoint_settings import EndpointSettings
 from areal_async.host import LOOPBACK, check_address
-from areal_async.http_server import GuestServer, serve_app
+from areal_async.http_server import ConnectionLimits, GuestServer, serve_app
+from areal_async.rollout.endpoint.admission import Limits
 from areal_async.rollout.endpoint.app import App
 from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.endpoint.session import Session
@@ -29,13 +30,15 @@ log = structlog.get_logger()
 class Endpoint:
     """The sessions of a node and their server. An async context manager that ends both."""
 
-    def __init__(self, settings: EndpointSettings | None = None) -> None:
-        """Take ``None`` for the settings as they are where nothing is said."""
+    def __init__(self, settings: EndpointSettings | None = None, *, limits: Limits | None = None) -> None:
+        """Take ``None`` for the settings as they are where nothing is said, and for this process's limits."""
         settings = settings or EndpointSettings()
+        self.limits = limits or Limits.of_process()
         self._host = settings.host
         self.unsupported = Unsupported(settings.on_unsupported)
         """What its agents ask for and cannot have."""
         self._sessions: dict[str, Session] = {}
+        self._app = App(self._sessions, self.limits)
         self._server: GuestServer | None = None
         self._serving: asyncio.Task[None] | None = None
         self._address = ""
@@ -82,13 +85,17 @@ class Endpoint:
 
     def _start(self) -> None:
         host = self._host or LOOPBACK
-        listening = socket.create_server((host, 0), backlog=BACKLOG)
+        backlog = min(BACKLOG, self.limits.max_connections // 2)  # so many may be taken in beyond the limit, at once
+        listening = socket.create_server((host, 0), backlog=backlog)
         self._address = f"http://{host}:{listening.getsockname()[1]}"
         self._server, self._serving = serve_app(
-            App(self._sessions),
+            self._app,
             listening,
             loop=asyncio.get_running_loop(),
-            backlog=BACKLOG,
+            limits=ConnectionLimits(
+                max_connections=self.limits.max_connections, head_deadline_s=self.limits.head_deadline_s
+            ),
+            backlog=backlog,
             timeout_keep_alive=KEEP_ALIVE_S,
         )
         log.info("endpoint.started", url=self._address)

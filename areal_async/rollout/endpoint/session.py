@@ -11,14 +11,16 @@ import hmac
 import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import structlog
 
 from areal_async.contracts import Message, Reply, ReplyStream, ToolLike
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
+from areal_async.rollout.beside import is_long, run_beside
 from areal_async.rollout.boundary import attributed_to
+from areal_async.rollout.endpoint.admission import Limits
 from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
 from areal_async.rollout.endpoint.forms import grammar_of
 from areal_async.rollout.endpoint.held_text import HeldText
@@ -29,8 +31,6 @@ from areal_async.rollout.text import TextCodec
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, ToolFormat, is_in_thought
 from areal_async.types import Turn
 
-MAX_RUNNING = 256
-"""Requests of one trajectory at once."""
 _KEY_BYTES = 32
 _NOBODYS_KEY = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
 
@@ -66,7 +66,13 @@ class Session:
     """What the endpoint knows of one trajectory."""
 
     def __init__(
-        self, policy: Recorder, codec: TextCodec, *, max_new_tokens: int, unsupported: Unsupported | None = None
+        self,
+        policy: Recorder,
+        codec: TextCodec,
+        *,
+        max_new_tokens: int,
+        limits: Limits | None = None,
+        unsupported: Unsupported | None = None,
     ) -> None:
         """Take the run's own bound on a reply: agents ask for less than it, or get it.
 
@@ -86,23 +92,35 @@ class Session:
         self._max_new_tokens = max_new_tokens
         self._memory = Memory()
         self._context = contextvars.copy_context()
+        limits = limits or Limits()
+        self._max_admitted = limits.max_admitted
         self._tasks: set[asyncio.Task[None]] = set()
+        self.running = asyncio.Semaphore(limits.max_running)
+        """To be had by a request while it is answered."""
         self.is_closed = False
         """Its key is good for nothing any more."""
         tag = f"{OPEN_TAG}{CLOSE_TAG}"
         self._tags_are_seen = codec.decode(codec.encode(tag)) == tag
 
+    @property
+    def num_admitted(self) -> int:
+        """Requests that are answered, or wait for it."""
+        return len(self._tasks)
+
     def start(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
         """Run a request in the name of the workflow.
 
         Raises:
-            Refusal: too many run already, or the trajectory has ended.
+            Refusal: too many run or wait already, or the trajectory has ended.
         """
-        if self.is_closed or len(self._tasks) >= MAX_RUNNING:
+        if self.is_closed or self.num_admitted >= self._max_admitted:
             work.close()
             if self.is_closed:
                 raise ended()
-            raise Refusal("unavailable", f"requests: {MAX_RUNNING} of this trajectory run already; wait for one")
+            with self.noting_refusal():
+                raise Refusal(
+                    "busy", f"requests: {self.num_admitted} of this trajectory wait already; ask less at once"
+                )
         task = asyncio.get_running_loop().create_task(work, context=self._context.copy())
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -131,9 +149,8 @@ class Session:
         """
         call = exchange.call
         with self._answering():
-            replies = await self._policy.chat(
-                self._memory.recall(call.messages), tools=call.tools, n=call.n, **self._sampling(call)
-            )
+            messages = await self._recall(call)
+            replies = await self._policy.chat(messages, tools=call.tools, n=call.n, **self._sampling(call))
             said = [self._take(call, reply) for reply in replies]
             exchange.conclude(said)
             return said
@@ -149,7 +166,7 @@ class Session:
         beginning = writer.begin()
         try:
             with self._answering():
-                messages = self._memory.recall(call.messages)
+                messages = await self._recall(call)
                 ready: asyncio.Queue[_Speaker | bytes] = asyncio.Queue()
                 for index in range(call.n):
                     stream = self._policy.stream(messages, tools=call.tools, **self._sampling(call))
@@ -188,6 +205,10 @@ class Session:
             log.info("endpoint.failed", cause=str(exc))
             raise Refusal(_kind_of(exc), str(exc)) from exc
         self.failure = None
+
+    async def _recall(self, call: Call) -> list[Message]:
+        recall = partial(self._memory.recall, call.messages)
+        return await run_beside(recall) if is_long(call.messages) else recall()
 
     def _sampling(self, call: Call) -> dict[str, Any]:
         wanted = call.sampling.get("max_new_tokens", self._max_new_tokens)

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 
+from areal_async.rollout.endpoint.admission import Limits
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.policy import CallParser, Generator
@@ -40,10 +41,11 @@ async def served(
     name: str = "uid",
     max_new_tokens: int = 99,
     call_parser: CallParser | None = None,
+    limits: Limits | None = None,
     **settings: Any,
 ) -> AsyncIterator[ServedPolicy]:
     """A policy with an address, at an endpoint of its own with these settings."""
-    async with Endpoint(EndpointSettings(**settings)) as endpoint:
+    async with Endpoint(EndpointSettings(**settings), limits=limits) as endpoint:
         sampling = SamplingSettings(max_new_tokens=max_new_tokens)
         yield ServedPolicy(model, codec_with(template), sampling, name=name, endpoint=endpoint, call_parser=call_parser)
 
