@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF = b"GET / HTTP/1.1\r\nhost"
 PATIENCE_S = 60.0
-SHORT_S = 0.2
+SHORT_S = 1.0
 NEVER_S = 10_000.0
 
 
@@ -44,7 +44,7 @@ class Site:
 
 
 @asynccontextmanager
-async def site(limits: ConnectionLimits, *, is_open: bool = True) -> AsyncIterator[Site]:
+async def site(limits: ConnectionLimits, *, is_open: bool = True, keep_alive_s: float = NEVER_S) -> AsyncIterator[Site]:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         place.num_asked += 1
         await place.is_open.wait()
@@ -53,7 +53,7 @@ async def site(limits: ConnectionLimits, *, is_open: bool = True) -> AsyncIterat
 
     with create_server(("127.0.0.1", 0)) as listening:
         server, serving = serve_app(
-            app, listening, loop=asyncio.get_running_loop(), limits=limits, timeout_keep_alive=int(NEVER_S)
+            app, listening, loop=asyncio.get_running_loop(), limits=limits, timeout_keep_alive=keep_alive_s
         )
         place = Site(listening.getsockname()[1], server.server_state.connections)  # type: ignore[arg-type]
         if is_open:
@@ -134,12 +134,20 @@ async def test_connection_goes_on_once_the_rest_has_come() -> None:
         reader, writer = await place.connect(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1234")
         await read_answer(reader)
         writer.write(b"56789")
-        await until(lambda: all(one.timeout_keep_alive_task for one in place.connections))  # type: ignore[attr-defined]
         half, _ = await place.connect(HALF)
         await read_end(half)
         writer.write(GET)
 
         await read_answer(reader)
+
+
+async def test_connection_that_is_idle_once_the_rest_has_come_is_closed_as_any_other() -> None:
+    async with site(ConnectionLimits(head_deadline_s=NEVER_S), keep_alive_s=SHORT_S) as place:
+        reader, writer = await place.connect(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n1234")
+        await read_answer(reader)
+        writer.write(b"56789")
+
+        assert await read_end(reader) == b""
 
 
 async def test_longest_without_a_request_goes_where_there_are_too_many() -> None:
