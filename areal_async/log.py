@@ -2,11 +2,15 @@
 
 Every line carries ``timestamp`` (ISO 8601, UTC), ``level``, ``role``, ``event`` and the ids bound by
 ``structlog.contextvars``. The standard library's loggers come out the same way, so a line of a dependency
-looks like one of ours.
+looks like one of ours. A file that is taken away is made again, with its folder; what cannot be written, as on a full
+disk, is left out and counted. What would act on a terminal that shows a line (escapes) is seen instead.
 """
 
 import logging
+import logging.handlers
 import sys
+from contextlib import suppress
+from io import FileIO, TextIOWrapper
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +18,7 @@ import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
 
 from areal_async.errors import UserError
+from areal_async.plain_text import escaped
 
 CHATTY = ("aiohttp", "asyncio", "httpcore", "httpx", "matplotlib", "nats", "urllib3", "uvicorn.access")
 """Loggers of dependencies that write a line per request or connection; only their warnings are kept."""
@@ -96,6 +101,55 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def stream(self, stream: TextIO) -> None:
         raise AttributeError("stream: always sys.stderr; replace that instead")
 
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing of a line that stderr does not take: the file has it."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _FileHandler(logging.handlers.WatchedFileHandler):
+    """Adds lines to its file, wherever that is at the time. One that cannot be written is no reason to fail."""
+
+    num_left_out = 0
+    """Lines since the last that was written."""
+
+    def _open(self) -> TextIOWrapper:
+        """Open it without a buffer, which would hold what a full disk does not take, and fail again at each line."""
+        Path(self.baseFilename).parent.mkdir(exist_ok=True)  # but no run that was taken away whole
+        return TextIOWrapper(FileIO(self.baseFilename, "a"), "utf-8", errors="backslashreplace", write_through=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        num_before, self.num_left_out = self.num_left_out, 0
+        if num_before:
+            with suppress(OSError):
+                if self.stream is not None:
+                    self.stream.write("\n")  # the last one may have been cut short
+            self._emit(_left_out(num_before))
+            if self.num_left_out:  # still
+                self.num_left_out += num_before
+                return
+        self._emit(record)
+
+    def _emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it: what writing raises is handled already
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Count the line, where it is the disk that does not take it."""
+        if isinstance(sys.exc_info()[1], OSError):
+            self.num_left_out += 1
+        else:
+            super().handleError(record)
+
+
+def _left_out(num_lines: int) -> logging.LogRecord:
+    fields = {"num_lines": num_lines}
+    return logging.makeLogRecord(
+        {"name": "areal_async", "levelno": logging.WARNING, "levelname": "WARNING", "msg": "log.left_out", **fields}
+    )
+
 
 def _stderr_handler(shared: list[Processor]) -> logging.Handler:
     handler = _StderrHandler()
@@ -107,7 +161,7 @@ def _stderr_handler(shared: list[Processor]) -> logging.Handler:
 def _file_handler(path: Path, shared: list[Processor]) -> logging.Handler:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        handler = _FileHandler(path)
     except OSError as exc:
         raise UserError(
             f"log: got {path}, need what can be written: {exc.strerror}; choose another run.directory"
@@ -118,6 +172,7 @@ def _file_handler(path: Path, shared: list[Processor]) -> logging.Handler:
             [
                 structlog.processors.dict_tracebacks,
                 structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+                _escaped,
             ],
         )
     )
@@ -139,7 +194,11 @@ def _readable(logger: WrappedLogger, method: str, event: EventDict) -> str:
     tail = [f"{key}={value}" for key, value in fields.items()]
     if error is not None:
         tail.append(f"({type(error).__name__}: {error})")
-    return " ".join([head, *tail]).replace("\n", " | ")
+    return escaped(" ".join([head, *tail]).replace("\n", " | "))
+
+
+def _escaped(logger: WrappedLogger, method: str, line: Any) -> str:
+    return escaped(line)
 
 
 def _error_of(exc_info: Any) -> BaseException | None:

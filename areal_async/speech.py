@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import TextIO
 
+from areal_async.plain_text import escaped
+
 SCRIPT = "areal-async"
 """The command that an installation puts beside ``python``."""
 STDIN, STDOUT, STDERR = 0, 1, 2
@@ -24,8 +26,8 @@ def program() -> str:
 
 
 def say(line: str) -> None:
-    """Write one line, now: a pipe sees it as soon as a terminal would."""
-    _write(sys.stdout, line + "\n")
+    """Write one line, now: a pipe sees it as soon as a terminal would. Nothing in it acts on the terminal."""
+    _write(sys.stdout, escaped(line) + "\n")
 
 
 class Voice(io.TextIOBase):

@@ -45,17 +45,23 @@ def install(path: Path) -> None:
     hold()
     path.parent.mkdir(parents=True, exist_ok=True)
     is_full = path.exists() and path.stat().st_size > MAX_FILE_BYTES
-    # For as long as the process lives, and without a buffer: two may write at once.
-    file = path.open("wb" if is_full else "ab", buffering=0)
-    signal.signal(signal.SIGUSR1, lambda *_: _write_tasks(file))
-    threading.Thread(target=_answer, args=(file,), name="stacks", daemon=True).start()
+    path.open("wb" if is_full else "ab").close()
+    signal.signal(signal.SIGUSR1, lambda *_: _write_tasks(path))
+    threading.Thread(target=_answer, args=(path,), name="stacks", daemon=True).start()
 
 
-def _answer(file: IO[bytes]) -> None:
+def _answer(path: Path) -> None:
     while True:
         signal.sigwait({signal.SIGUSR1})
-        faulthandler.dump_traceback(file, all_threads=True)
+        with suppress(OSError), _opened(path) as file:
+            faulthandler.dump_traceback(file, all_threads=True)
         _thread.interrupt_main(signal.SIGUSR1)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    """Open the file, made again where it was taken away. Without a buffer: two may write at once."""
+    path.parent.mkdir(exist_ok=True)
+    return path.open("ab", buffering=0)
 
 
 def ask(pid: int) -> bool:
@@ -86,12 +92,13 @@ def task_stacks(tasks: set["asyncio.Task[Any]"]) -> str:
     return "\n".join(parts)
 
 
-def _write_tasks(file: IO[bytes]) -> None:
+def _write_tasks(path: Path) -> None:
     try:
         tasks = asyncio.all_tasks()
     except RuntimeError:  # no loop runs in this thread
         tasks = set()
-    with suppress(OSError):  # of a full disk: raised from here it would end whatever the main thread does
+    # a full disk: raised from here it would end whatever the main thread does
+    with suppress(OSError), _opened(path) as file:
         file.write(f"\nprocess {os.getpid()}, {len(tasks)} tasks\n\n{task_stacks(tasks)}\n".encode())
 
 

@@ -42,9 +42,20 @@ def credentials_for(settings: Settings, run_directory: Path, role: Role) -> Path
 
 
 def write_config(
-    settings: Settings, *, path: Path, port: int, http_port: int, pid_file: Path, host: str = LOOPBACK
+    settings: Settings,
+    *,
+    path: Path,
+    port: int,
+    http_port: int,
+    pid_file: Path,
+    log_file: Path | None = None,
+    host: str = LOOPBACK,
 ) -> None:
-    """Write the configuration; JSON is a form that the broker reads. Its monitoring page is for this host alone."""
+    """Write the configuration; JSON is a form that the broker reads. Its monitoring page is for this host alone.
+
+    Args:
+        log_file: opened anew at SIGUSR1; ``None`` for stderr.
+    """
     store = path.parent / "jetstream"
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     _adopt(store / "jetstream", settings.names.account(Role.OPERATOR))
@@ -53,6 +64,7 @@ def write_config(
         "listen": f"{host}:{port}",
         "http": f"{LOOPBACK}:{http_port}",
         "pid_file": str(pid_file),
+        **({"log_file": str(log_file)} if log_file is not None else {}),
         "max_payload": MAX_PAYLOAD_BYTES,
         "max_pending": MAX_PENDING_BYTES,
         "write_deadline": "10s",

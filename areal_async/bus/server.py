@@ -13,7 +13,7 @@ import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import IO
 
@@ -26,6 +26,7 @@ from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, UserError
 from areal_async.host import LOOPBACK, check_address, free_port
+from areal_async.plain_text import escaped, read_tail
 from areal_async.settings import Settings
 
 START_DEADLINE_S = 20.0
@@ -37,6 +38,7 @@ STALE_LOOK_S = 0.02
 HEALTH_INTERVAL_S = 1.0
 FROZEN_LOOKS = 3
 """Looks in a row at which a broker that answers is not ready, and says the same of why."""
+MAX_TAIL_BYTES = 65536
 ROOM_BYTES = 64 << 20
 """Free on the disk before a frozen broker is started again."""
 HEALTHY, UNAVAILABLE = b"200", b"503"
@@ -211,6 +213,8 @@ class EmbeddedBroker:
         num_looks, last = 0, b""
         while num_looks < FROZEN_LOOKS or shutil.disk_usage(self._directory).free < ROOM_BYTES:
             await anyio.sleep(HEALTH_INTERVAL_S)
+            if not self._log_path.exists():
+                self._make_log_again(process)
             status, complaint = await _health(self._http_port)
             same = num_looks if complaint == last else 0
             num_looks, last = (same + 1 if status == UNAVAILABLE else 0), complaint
@@ -257,12 +261,13 @@ class EmbeddedBroker:
             port=self._port,
             http_port=self._http_port,
             pid_file=self._pid_file,
+            log_file=self._log_path,
         )
         await self._spawn()
 
     async def _spawn(self) -> None:
         command = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())]
-        log_file = os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        log_file = self._open_log()
         try:
             self._process = await anyio.open_process(
                 [*command, str(self._binary), "-c", str(self._config_path)],
@@ -284,9 +289,19 @@ class EmbeddedBroker:
         what = f"not healthy within {START_DEADLINE_S:g} s" if status is None else f"ended with status {status}"
         raise BusError(f"embedded broker: {what}; its last words: {self._last_words()}")
 
+    def _open_log(self) -> int:
+        self._log_path.parent.mkdir(exist_ok=True)
+        return os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def _make_log_again(self, process: anyio.abc.Process) -> None:
+        """Have a broker that is up open its log anew, which was taken away; not where the run was, whole."""
+        with suppress(OSError):
+            os.close(self._open_log())
+            process.send_signal(signal.SIGUSR1)
+
     def _last_words(self) -> str:
-        lines = self._log_path.read_text(errors="replace").splitlines()
-        return " | ".join(line for line in lines[-5:] if line.strip()) or "none"
+        lines = read_tail(self._log_path, start_bytes=0, max_bytes=MAX_TAIL_BYTES).splitlines()
+        return " | ".join(escaped(line) for line in lines[-5:] if line.strip()) or "none"
 
 
 async def _stop(process: anyio.abc.Process) -> None:

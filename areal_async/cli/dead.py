@@ -23,6 +23,7 @@ from areal_async.controller.accounts import Accounts
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
+from areal_async.plain_text import escaped
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.speech import say
@@ -177,7 +178,7 @@ def show(letters: Sequence[DeadLetter], *, is_json: bool) -> None:
         return
     table = Table(*DeadLetter._fields)
     for letter in letters:
-        table.add_row(*(Text(str(value)) for value in letter._replace(when=_local(letter.when))))
+        table.add_row(*(Text(escaped(str(value))) for value in letter._replace(when=_local(letter.when))))
     console = Console(highlight=False)
     console.print(table if letters else "no dead letters")
 

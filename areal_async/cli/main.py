@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from areal_async.collector import importing
 from areal_async.errors import PipelineError, UserError, leaves_of
+from areal_async.plain_text import escaped
 from areal_async.speech import loss, program
 
 INTERRUPTED = 130
@@ -322,7 +323,7 @@ def _tell(error: PipelineError, whole: BaseException) -> int:
     if "areal_async.log" in sys.modules:
         importlib.import_module("areal_async.log").record_failure(whole)
     with suppress(OSError):  # its terminal has gone, or its disk is full
-        sys.stderr.write(" ".join(str(error).split()) + "\n")
+        sys.stderr.write(escaped(" ".join(str(error).split())) + "\n")
     return error.exit_code if isinstance(error, UserError) else 1
 
 

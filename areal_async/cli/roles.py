@@ -12,6 +12,7 @@ from areal_async import stacks
 from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.plain_text import keep_output_plain
 
 MODULES = {
     "controller": "areal_async.controller.main",
@@ -35,6 +36,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     directory = RunDirectory(Path(arguments.run_directory))
     settings = directory.read_settings()
     stacks.hold()
+    keep_output_plain()
     with importing():
         module = importlib.import_module(MODULES[arguments.verb])
     module.run(settings, run_directory=directory.path, bus_url=directory.read_bus_url(), **keywords)

@@ -16,6 +16,7 @@ from areal_async.errors import PipelineError
 from areal_async.host import LOOPBACK
 from areal_async.inference.parenthood import guarded
 from areal_async.launch.backend import ProcessSpec
+from areal_async.plain_text import escaped, read_tail
 
 TAIL_BYTES = 16384
 """How far back the last sentence is looked for."""
@@ -116,9 +117,6 @@ def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> s
 
     The frame that Python draws around a group of exceptions says nothing.
     """
-    with open(path, "rb") as output:
-        end_bytes = output.seek(0, os.SEEK_END)
-        output.seek(max(start_bytes, end_bytes - TAIL_BYTES))
-        lines = output.read().decode(errors="replace").splitlines()
-    said = (line.strip().lstrip("| ") for line in reversed(lines) if not line.startswith(noise))
+    lines = read_tail(path, start_bytes=start_bytes, max_bytes=TAIL_BYTES).splitlines()
+    said = (escaped(line).strip().lstrip("| ") for line in reversed(lines) if not line.startswith(noise))
     return next((line for line in said if line.strip("+-")), "")

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import resource
+import shutil
 import signal
 import socket
 import stat
@@ -180,6 +181,20 @@ async def test_keys_and_messages_outlive_the_broker(settings: Settings) -> None:
             keys.append(broker.credentials(Role.OPERATOR).read_text())
 
     assert keys[0] == keys[1]
+
+
+@pytest.mark.anyio
+async def test_a_log_that_was_taken_away_is_made_again(settings: Settings) -> None:
+    logs = settings.run_directory / "logs"
+    async with running_broker(settings) as broker:
+        pid = broker.pid
+        before = (logs / "nats.log").read_text()
+        shutil.rmtree(logs)
+        await until(lambda: (logs / "nats.log").exists() and "re-opened" in (logs / "nats.log").read_text())
+
+        assert broker.pid == pid
+    assert "Server is ready" in before
+    assert "Shutdown" in (logs / "nats.log").read_text()
 
 
 @pytest.mark.anyio

@@ -24,6 +24,7 @@ LAYERS = (
         "waits",
         "stacks",
         "events",
+        "plain_text",
         "speech",
     },
     {

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -53,6 +54,22 @@ def test_a_process_that_is_asked_writes_where_it_stands(tmp_path: Path, kind: st
         try:
             assert told in path.read_text()
             assert process.poll() is None
+        finally:
+            process.kill()
+
+
+def test_a_file_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "logs" / "stacks.txt"
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path), "awaiting"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        shutil.rmtree(path.parent)
+        ends_at = time.monotonic() + 20.0
+        while not (path.exists() and "waiting_for_nothing" in path.read_text()) and time.monotonic() < ends_at:
+            assert stacks.ask(process.pid)
+            time.sleep(0.05)
+        try:
+            assert "waiting_for_nothing" in path.read_text()
         finally:
             process.kill()
 

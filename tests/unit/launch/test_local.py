@@ -35,6 +35,22 @@ async def test_output_of_both_streams_is_kept_after_what_is_there(tmp_path: Path
     assert process.last_sentence() == "bye"
 
 
+@pytest.mark.parametrize("made_again", [True, False])
+async def test_child_whose_output_is_taken_away_has_the_last_sentence_of_what_is_there(
+    tmp_path: Path, made_again: bool
+) -> None:
+    output = tmp_path / "child.out"
+    output.write_text("earlier\n" * 100)
+    process = await LocalBackend().start(_spec("pass", output))
+    await process.wait()
+
+    output.unlink()
+    if made_again:
+        output.write_text("dying of \x1b[2J\n")
+
+    assert process.last_sentence() == ("dying of \\x1b[2J" if made_again else "")
+
+
 async def test_silent_child_has_no_last_sentence_of_an_earlier_one(tmp_path: Path) -> None:
     output = tmp_path / "child.out"
     output.write_text("earlier\n")
