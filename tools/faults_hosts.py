@@ -85,7 +85,7 @@ def disk_full(case: Case) -> None:
         run = case.new_run(parent=disk, run__steps=12, rollout__max_stream_bytes=STREAM_BYTES)
         run.start()
         run.wait_for_step(2)
-        _fill(disk / "ballast")
+        fill(disk / "ballast")
         # printed: the log lies on the full disk
         alarm_s = run.wait_until(lambda: "broker.frozen" in run.output, "an alarm", deadline_s=ALARM_S)
         case.note(f"alarm after {alarm_s:.1f} s")
@@ -119,7 +119,8 @@ def _tmpfs(case: Case, mount_point: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(mount_point)], check=True)
 
 
-def _fill(path: Path) -> None:
+def fill(path: Path) -> None:
+    """Write until there is no byte left."""
     block = bytes(1 << 20)
     with path.open("wb", buffering=0) as file:
         while True:

@@ -6,6 +6,7 @@ Nothing is started, and nothing of an earlier run is removed, before all checks 
 import argparse
 import functools
 import re
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import anyio
 from areal_async import log
 from areal_async.algorithms.graphs import step_graph
 from areal_async.bus import Bus
+from areal_async.bus.server import ROOM_BYTES
 from areal_async.cli.checks import (
     check_dataset,
     check_file,
@@ -35,7 +37,7 @@ from areal_async.cli.resuming import Request, resume
 from areal_async.cli.speech import settings_help
 from areal_async.cli.summary import summarise
 from areal_async.cli.view import RunView
-from areal_async.errors import UserError
+from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.exporters.prometheus import check_listening
 from areal_async.exporters.traces import check_installed, with_key
 from areal_async.host import check_address, visible_gpus
@@ -181,11 +183,16 @@ def _run_locked(
             first=first,
         )
 
+    name = settings.run.name
     try:
         end = anyio.run(run_to_end, backend_options={"use_uvloop": True})
+    except (PipelineError, OSError, ExceptionGroup) as exc:
+        want = want_of_room(exc, name, directory.path)
+        if want is None:
+            raise
+        raise want from exc
     finally:
         follower.close()
-    name = settings.run.name
     if first is not None and not first.has_begun:
         say(f"run {name} {end.value} before it admitted a prompt: nothing of it is kept")
         return KILLED_STATUS if end is RunEnd.KILLED else 0
@@ -205,6 +212,20 @@ def _run_locked(
     for line in summarise(settings):
         say(line)
     return KILLED_STATUS if end is RunEnd.KILLED else 0
+
+
+def want_of_room(raised: Exception, name: str, path: Path) -> PipelineError | None:
+    """Return what to say of a run that failed on a full disk, whatever failed first; None where there is room."""
+    free_bytes = shutil.disk_usage(path).free
+    leaves = leaves_of(raised)
+    if free_bytes >= ROOM_BYTES or not all(isinstance(leaf, PipelineError | OSError) for leaf in leaves):
+        return None
+    if any(isinstance(leaf, UserError) for leaf in leaves):
+        return None
+    return PipelineError(
+        f"run {name}: no space left on the disk of {path}: got {free_bytes / 1e6:.0f} MB free, need "
+        f"{ROOM_BYTES / 1e6:.0f}; make room, then the same command resumes it (what failed first: {leaves[0]})"
+    )
 
 
 def find_config(file: str | None, config: str | None, *, has_gpu: bool) -> Path | None:

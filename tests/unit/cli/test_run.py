@@ -5,6 +5,7 @@ import socket
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,8 +20,8 @@ from areal_async.cli.checks import (
     check_workflow,
 )
 from areal_async.cli.main import main
-from areal_async.cli.run import choose_config, load_run_settings
-from areal_async.errors import UserError
+from areal_async.cli.run import choose_config, load_run_settings, want_of_room
+from areal_async.errors import BusError, PipelineError, UserError, leaves_of
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.run_directory import RunDirectory
@@ -373,3 +374,26 @@ def test_servers_interpreter_that_is_not_there_is_refused_with_the_remedy(place:
     check_interpreter(Path(sys.executable))
     with pytest.raises(UserError, match=r"inference\.python: no program nowhere/bin/python; .*setup_sglang"):
         check_interpreter(Path("nowhere/bin/python"))
+
+
+@pytest.mark.parametrize(
+    ("raised", "free_bytes", "is_told"),
+    [
+        (BusError("no success within 60 s"), 0, True),
+        (ExceptionGroup("", [PipelineError("died 6 times"), OSError(28, "No space left on device")]), 1 << 20, True),
+        (BusError("no success within 60 s"), 1 << 30, False),
+        (UserError("dataset: got none"), 0, False),
+        (ExceptionGroup("", [KeyError("a bug")]), 0, False),
+    ],
+)
+def test_a_run_that_fails_on_a_full_disk_names_the_disk(
+    raised: Exception, free_bytes: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=free_bytes))
+
+    told = want_of_room(raised, "full", Path("/runs/full"))
+
+    assert (told is not None) == is_told
+    if told is not None:
+        assert str(told).startswith("run full: no space left on the disk of /runs/full: got ")
+        assert str(told).endswith(f"(what failed first: {leaves_of(raised)[0]})")
