@@ -135,7 +135,7 @@ def _ask(
 ) -> T | None:
     async def ask() -> T:
         with anyio.fail_after(ASK_S):
-            async with visit(directory) as (_, bus):
+            async with visit(directory, needs_whole=False) as (_, bus):
                 return await read(bus)
 
     try:
@@ -222,7 +222,7 @@ def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool
 
 def _find_untrained(directory: RunDirectory, name: str) -> tuple[Entry, Trajectory]:
     async def find() -> tuple[Entry, Trajectory]:
-        async with visit(directory) as (_, bus):
+        async with visit(directory, needs_whole=False) as (_, bus):
             found = [entry for entry in await untrained(bus) if entry.id == name]
             if not found:
                 raise UserError(f"--show: got {name}, need GROUP.SIBLING as the list has it")

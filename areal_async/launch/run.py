@@ -182,6 +182,7 @@ async def visit(
     *,
     connect_deadline_s: float = CONNECT_DEADLINE_S,
     operation_deadline_s: float | None = None,
+    needs_whole: bool = True,
 ) -> AsyncIterator[tuple[Settings, Bus]]:
     """Have the settings of a run that was started once, and the operator's connection to it.
 
@@ -190,9 +191,10 @@ async def visit(
 
     Args:
         operation_deadline_s: how long one question is asked again while the broker is away; None takes the run's.
+        needs_whole: the store of a stopped run is to have all that the run needs.
 
     Raises:
-        UserError: the run was never started.
+        UserError: the run was never started, or its store has lost a part.
         HeldError: others look into it for longer than ``OTHERS_S``.
         UnreachableError: its broker does not answer.
     """
@@ -207,6 +209,8 @@ async def visit(
                     break
             else:
                 found = await _open_stopped(stack, directory, connect_deadline_s, operation_deadline_s)
+                if needs_whole:
+                    await find_lost(found[1], directory, found[0], notify=lambda _: None)  # its next start tells
                 break
         yield found
 

@@ -19,8 +19,17 @@ from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.run_state import RunState, ServerState
 from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import RUN_STATE
-from areal_async.types import Cut, CutKind, Outcome, OutcomeKind, Ticket, WeightsVersion
+from areal_async.subjects import CHECKPOINT, LINEAGE, RUN_STATE
+from areal_async.types import (
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    LineageRecord,
+    Outcome,
+    OutcomeKind,
+    Ticket,
+    WeightsVersion,
+)
 from areal_async.wire import decode
 from tests.brokers import OpenRole, until
 
@@ -152,6 +161,8 @@ def test_a_stopped_run_is_visited_with_a_broker_of_its_own_and_left_as_it_was(
         try:
             async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=credentials) as bus:
                 await declare(bus, settings)
+                await bus.put(LINEAGE, LineageRecord(lineage=1))
+                await bus.put(CHECKPOINT, CheckpointRecord(version="1-0", path=""))
                 await begin(bus)
                 await bury(bus)
                 directory.write_settings(settings)

@@ -4,10 +4,12 @@ import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
+import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.bus.streams import all_streams
+from areal_async.cli.main import main
 from areal_async.errors import UserError
 from areal_async.launch.lost import find_lost
 from areal_async.launch.run_directory import RunDirectory
@@ -183,3 +185,24 @@ async def test_what_a_node_stores_before_anything_is_admitted_does_not_make_a_ru
     remove(settings, RUN.tickets_stream)
     with pytest.raises(UserError, match=f"has lost {RUN.tickets_stream} "):
         await looked(settings)
+
+
+@pytest.mark.parametrize("verb", ["status", "dead"])
+def test_who_looks_into_a_stopped_run_is_told_what_is_lost(
+    settings: Settings, write: Callable[..., Awaitable[None]], verb: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    anyio.run(write)
+    directory = RunDirectory(settings.run_directory)
+    directory.write_settings(settings)
+    directory.write_bus_url("nats://127.0.0.1:1")
+    assert main([verb, "--run", str(settings.run_directory)]) == 0
+    before = capfd.readouterr()
+
+    remove(settings, KEYS)
+    status = main([verb, "--run", str(settings.run_directory)])
+
+    after = capfd.readouterr()
+    assert before.err == ""
+    assert (status, after.out) == (2, "")
+    assert after.err.count("\n") == 1
+    assert f"has lost {KEYS} ({VITAL[KEYS]}), and the rest does not make up for it; put it back" in after.err
