@@ -49,7 +49,7 @@ class Bench:
         self._client = client
         self._server = server
         self._arguments = arguments
-        self._api = ServerApi(client.administration, server.url)
+        self._api = ServerApi(client.administration, server.url, admin_key=server.admin_key)
         self._num_swaps = 0
         self.swaps_s: dict[str, list[float]] = {mode: [] for mode in MODES}
 
@@ -103,6 +103,7 @@ async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[
     async with InferenceClient(pool, inference, max_streams=2 * arguments.streams) as client:
         try:
             await process.start(ServerApi(client.administration, ""), deadline_s=START_DEADLINE_S)
+            pool.servers["s0"].admin_key = process.admin_key
             pool.admit(pool.servers["s0"], url=process.url, version="0-0")
             yield client, pool.servers["s0"]
         finally:

@@ -36,6 +36,7 @@ from areal_async.inference.http import (
     make_client,
 )
 from areal_async.inference.pool import Pool, Server
+from areal_async.plain_text import escaped
 from areal_async.settings import InferenceSettings
 from areal_async.types import Turn
 from areal_async.waits import Wait
@@ -189,7 +190,7 @@ class InferenceClient:
             raise ServerFault(str(exc) or "connection lost") from exc
         finally:
             if not is_over:
-                await self._abort(server.url, request_id)
+                await self._abort(server, request_id)
 
     async def _receive(self, server: Server, body: bytes, completion: Completion, wait: Wait) -> None:
         splitter = EventSplitter()
@@ -242,16 +243,17 @@ class InferenceClient:
         server.num_generated_tokens += len(chunk.output_ids)
         reason = chunk.meta_info.finish_reason
         if reason is not None and reason.type == "abort" and (reason.status_code or 0) >= 500:
-            raise ServerFault(f"aborted with status {reason.status_code}: {reason.message}")
+            raise ServerFault(f"aborted with status {reason.status_code}: {escaped(reason.message or '')}")
         return reason is not None
 
-    async def _abort(self, url: str, request_id: str) -> None:
+    async def _abort(self, server: Server, request_id: str) -> None:
         """Tell the server, as well as it can be done quickly, that nobody waits for this any more."""
         with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
             try:
-                await ServerApi(self.administration, url).abort(request_id, deadline_s=ABORT_DEADLINE_S)
+                api = ServerApi(self.administration, server.url, admin_key=server.admin_key)
+                await api.abort(request_id, deadline_s=ABORT_DEADLINE_S)
             except ServerFault as exc:
-                log.debug("stream.abort_failed", url=url, cause=str(exc))
+                log.debug("stream.abort_failed", url=server.url, cause=str(exc))
 
 
 def _fit(completion: Completion, server: Server) -> None:

@@ -1,13 +1,16 @@
 """Which program serves, and its command line: the real SGLang, or the embedded engine with the same routes."""
 
 import importlib.util
+import secrets
 import sys
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 from areal_async.host import visible_gpus
+from areal_async.inference.embedded.admin_key import VARIABLE
 from areal_async.settings import InferenceSettings, Settings
 
 NO_VERSION = "0-0"
@@ -21,6 +24,8 @@ SGLANG_ON_CPU = (
     *("--max-total-tokens", "65536"),
 )
 """SGLang's defaults want a GPU; ``inference.flags`` come later on the command line and win."""
+SGLANG_KEY = "--admin-api-key"
+NUM_SECRET_BYTES = 32
 DETERMINISTIC = "--enable-deterministic-inference"
 """SGLang's flag without which it takes the seed of a request and does nothing with it."""
 
@@ -32,6 +37,13 @@ class ServerCommand:
     id: str
     arguments: tuple[str, ...]
     environment: Mapping[str, str]
+    admin_key: str = field(default="", repr=False)
+    """The secret without which it is not administrated; empty for a server that needs none."""
+
+    @property
+    def whole_environment(self) -> dict[str, str]:
+        """What is added to the environment of the process that starts it: the secret too, which no command line has."""
+        return {**self.environment, **({VARIABLE: self.admin_key} if self.admin_key else {})}
 
     def on_port(self, port: int) -> list[str]:
         """Return the whole command line."""
@@ -39,7 +51,11 @@ class ServerCommand:
 
 
 def server_command(settings: Settings, *, server_id: str, index: int, first_gpu: int = 0) -> ServerCommand:
-    """Return the command of server number ``index`` of a fleet whose GPUs begin at ``first_gpu``."""
+    """Return the command of server number ``index`` of a fleet whose GPUs begin at ``first_gpu``.
+
+    An embedded server gets a secret of its own. SGLang gets none, only what ``inference.flags`` give it: 0.5.23 takes
+    its key from the command line, writes it into its log and tells it to everybody who asks ``/server_info``.
+    """
     inference = settings.inference
     python = str(inference.python or sys.executable)
     is_sglang = choose_backend(settings) == "sglang"
@@ -62,7 +78,8 @@ def server_command(settings: Settings, *, server_id: str, index: int, first_gpu:
             environment |= {"OMP_NUM_THREADS": str(inference.num_threads)}
     else:
         arguments += ["--device", "auto", "--num-threads", str(inference.num_threads)]
-    return ServerCommand(server_id, (*arguments, *inference.flags), environment)
+    admin_key = _value_of(SGLANG_KEY, inference.flags) if is_sglang else secrets.token_urlsafe(NUM_SECRET_BYTES)
+    return ServerCommand(server_id, (*arguments, *inference.flags), environment, admin_key)
 
 
 def choose_backend(settings: Settings) -> Literal["sglang", "embedded"]:
@@ -95,6 +112,13 @@ def _gpu_share(gpus: Sequence[str], first: int, num_gpus: int) -> dict[str, str]
         return {}
     share = [gpus[(first + offset) % len(gpus)] for offset in range(min(num_gpus, len(gpus)))]
     return {"CUDA_VISIBLE_DEVICES": ",".join(share)}
+
+
+def _value_of(name: str, flags: Sequence[str]) -> str:
+    """Return what the last of the flags of this name has; empty where there is none."""
+    values = [after for flag, after in pairwise(flags) if flag == name]
+    values += [flag.removeprefix(f"{name}=") for flag in flags if flag.startswith(f"{name}=")]
+    return values[-1] if values else ""
 
 
 def _seed(seed: int, server_id: str) -> int:

@@ -16,6 +16,7 @@ from httpx_aiohttp import AiohttpTransport
 
 from areal_async.inference.concurrency import Load
 from areal_async.inference.faults import RefusalFault, ServerFault
+from areal_async.plain_text import escaped
 from areal_async.types import TensorSpec, UpdateGroup
 
 CONNECT_S = 30.0
@@ -137,9 +138,11 @@ class Checksums(NamedTuple):
 class ServerApi:
     """The administrative routes of the server at ``url``. Every call has a deadline; failures are ServerFault."""
 
-    def __init__(self, http: httpx.AsyncClient, url: str) -> None:
+    def __init__(self, http: httpx.AsyncClient, url: str, *, admin_key: str = "") -> None:
+        """Take the secret that the server was started with; empty for one that needs none."""
         self._http = http
         self.url = url
+        self.admin_key = admin_key
 
     async def is_healthy(self, *, deadline_s: float) -> bool:
         """Ask ``/health``. A server that cannot be reached is not healthy."""
@@ -244,9 +247,10 @@ class ServerApi:
 
     async def _call(self, method: str, route: str, body: Mapping[str, Any] | None, deadline_s: float) -> dict[str, Any]:
         content = None if body is None else msgspec.json.encode(body)
+        headers = {**JSON, "authorization": f"Bearer {self.admin_key}"} if self.admin_key else JSON
         try:
             response = await self._http.request(
-                method, f"{self.url}{route}", content=content, headers=JSON, timeout=_timeout(deadline_s)
+                method, f"{self.url}{route}", content=content, headers=headers, timeout=_timeout(deadline_s)
             )
         except TRANSPORT_ERRORS as exc:
             raise ServerFault(f"{route}: {type(exc).__name__}: {exc}") from exc
@@ -317,11 +321,11 @@ def error_message(body: bytes) -> str:
     try:
         answer = msgspec.json.decode(body)
     except _NOT_JSON:
-        return body.decode(errors="replace").strip()[:500]
+        return escaped(body.decode(errors="replace").strip()[:500])
     for key in ("error", "detail", "message"):
         if isinstance(answer, dict) and key in answer:
             answer = answer[key]
-    return str(answer)[:500]
+    return escaped(str(answer)[:500])
 
 
 def _timeout(deadline_s: float) -> httpx.Timeout:

@@ -28,6 +28,8 @@ class Server:
 
     id: str
     url: str = ""
+    admin_key: str = field(default="", repr=False)
+    """The secret that it is administrated with; empty for one that needs none."""
     num_ranks: int = 1
     """GPUs it is spread over."""
     incarnation: str = ""

@@ -19,6 +19,7 @@ from areal_async.inference.commands import ServerCommand
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.parenthood import guarded
+from areal_async.plain_text import escaped, read_tail
 
 MAX_PORT_TRIES = 5
 HEALTH_DEADLINE_S = 20.0
@@ -45,13 +46,15 @@ class ServerProcess:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def admin_key(self) -> str:
+        """The secret that it is administrated with."""
+        return self._command.admin_key
+
+    @property
     def last_words(self) -> str:
         """The last lines that it wrote: an error message of ours is one, SGLang ends with the noise of its children."""
-        with open(self._log_path, "rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_start, end - MAX_TAIL_BYTES))
-            text = file.read().decode(errors="replace")
-        lines = [stripped for line in text.splitlines() if (stripped := line.strip())]
+        text = read_tail(self._log_path, start_bytes=self._log_start, max_bytes=MAX_TAIL_BYTES)
+        lines = [escaped(stripped) for line in text.splitlines() if (stripped := line.strip())]
         if not lines:
             return "it wrote nothing"
         if lines[-1].startswith("error: "):
@@ -67,7 +70,7 @@ class ServerProcess:
         """
         for _ in range(MAX_PORT_TRIES):
             await self._spawn()
-            api.url = self.url
+            api.url, api.admin_key = self.url, self._command.admin_key
             with anyio.move_on_after(deadline_s):
                 if await self._becomes_healthy(api):
                     log.info("server.started", server_id=self._command.id, url=self.url, pid=self._pid)
@@ -130,7 +133,7 @@ class ServerProcess:
                 stdout=log_file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env={**os.environ, **self._command.environment},
+                env={**os.environ, **self._command.whole_environment},
             )
 
     def _open_log(self) -> IO[bytes]:

@@ -57,7 +57,7 @@ class Supervisor:
         self.api = ServerApi(administration, "")
         self._updater = self._new_updater()
         self._limit = ConcurrencyLimit(around.settings.max_running_requests)
-        server.limit = self._limit.value
+        server.limit, server.admin_key = self._limit.value, command.admin_key
 
     async def run(self) -> None:
         """Serve for ever, through restarts. When cancelled, the server still runs.

@@ -80,6 +80,8 @@ class FakeSglang:
         self.calls: list[tuple[str, dict[str, Any]]] = []
         self.headers: list[dict[str, str]] = []
         """of each of ``requests``"""
+        self.authorizations: list[str] = []
+        """of all other requests; in small letters"""
         self.failing: dict[str, tuple[int, dict[str, Any]]] = {}
         """route -> the error it answers with"""
         self.silent: set[str] = set()
@@ -132,6 +134,8 @@ class FakeSglang:
                 body = await reader.readexactly(int(headers.get("content-length", 0)))
                 if route == "/generate":
                     self.headers.append(headers)
+                else:
+                    self.authorizations.append(headers.get("authorization", ""))
                 await self._answer(route, json.loads(body or b"{}"), writer)
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
             pass

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.hub import local_model
+from areal_async.inference.embedded.admin_key import take_admin_key
 from areal_async.inference.embedded.lifecycle import bind_socket, die_with_parent
 from areal_async.inference.embedded.options import EngineOptions, parse_options
+from areal_async.plain_text import keep_output_plain
 
 if TYPE_CHECKING:
     import socket
@@ -31,6 +33,8 @@ _SHUTDOWN_GRACE_S = 2
 def main() -> int:
     """Run the engine; return the exit status."""
     options = parse_options()
+    admin_key = take_admin_key()
+    keep_output_plain()
     die_with_parent()
     try:
         bound = bind_socket(options.host, options.port)
@@ -50,7 +54,7 @@ def main() -> int:
     import uvloop
 
     try:
-        return uvloop.run(serve(options, runner, tokenizer, eos_token_ids, bound))
+        return uvloop.run(serve(options, runner, tokenizer, eos_token_ids, bound, admin_key=admin_key))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
 
@@ -61,6 +65,8 @@ async def serve(
     tokenizer: Tokenizer | None,
     eos_token_ids: frozenset[int],
     bound: socket.socket,
+    *,
+    admin_key: str,
 ) -> int:
     """Serve on a bound socket until a signal or the model thread's death; return the exit status."""
     import structlog
@@ -90,7 +96,7 @@ async def serve(
     thread = ModelThread(scheduler, on_death=on_death)
     service = EngineService(runner, thread, options, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
     config = uvicorn.Config(
-        build_app(service),
+        build_app(service, admin_key=admin_key),
         access_log=False,
         log_config=None,
         lifespan="off",

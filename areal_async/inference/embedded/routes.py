@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
@@ -15,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from areal_async.inference.embedded.bodies import JsonResponse, parse, result_response
+from areal_async.inference.embedded.bodies import Endpoint, JsonResponse, guarded, parse, result_response
 from areal_async.inference.embedded.broadcast_routes import BroadcastRoutes
 from areal_async.inference.embedded.broadcasts import Broadcasts
 from areal_async.inference.embedded.classify import ClassifyRoute
@@ -50,27 +51,35 @@ class _CheckBody(msgspec.Struct):
     action: str = "checksum"
 
 
-def build_app(service: EngineService) -> Starlette:
-    """Build the whole application around one service."""
+def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
+    """Build the whole application around one service.
+
+    Args:
+        admin_key: the secret without which nobody administrates; empty for none.
+    """
     admin = AdminRoutes(service)
     broadcast = BroadcastRoutes(Broadcasts(service))
     info = InfoRoutes(service)
     both = ["GET", "POST"]
+
+    def administration(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",)) -> Route:
+        return Route(path, guarded(endpoint, admin_key), methods=list(methods))
+
     return Starlette(
         routes=[
             Route("/generate", GenerateEndpoint(service), methods=["POST", "PUT"]),
             Route("/classify", ClassifyRoute(service).answer, methods=["POST", "PUT"]),
-            Route("/pause_generation", admin.pause, methods=["POST"]),
-            Route("/continue_generation", admin.resume, methods=["POST"]),
-            Route("/update_weights_from_disk", admin.update_weights, methods=["POST"]),
-            Route("/init_weights_update_group", broadcast.join, methods=["POST"]),
-            Route("/destroy_weights_update_group", broadcast.leave, methods=["POST"]),
-            Route("/begin_weight_update", broadcast.begin, methods=["POST"]),
-            Route("/update_weights_from_distributed", broadcast.update, methods=["POST"]),
-            Route("/end_weight_update", broadcast.end, methods=["POST"]),
-            Route("/abort_request", admin.abort, methods=["POST"]),
-            Route("/flush_cache", admin.flush_cache, methods=both),
-            Route("/weights_checker", admin.check_weights, methods=both),
+            administration("/pause_generation", admin.pause),
+            administration("/continue_generation", admin.resume),
+            administration("/update_weights_from_disk", admin.update_weights),
+            administration("/init_weights_update_group", broadcast.join),
+            administration("/destroy_weights_update_group", broadcast.leave),
+            administration("/begin_weight_update", broadcast.begin),
+            administration("/update_weights_from_distributed", broadcast.update),
+            administration("/end_weight_update", broadcast.end),
+            administration("/abort_request", admin.abort),
+            administration("/flush_cache", admin.flush_cache, both),
+            administration("/weights_checker", admin.check_weights, both),
             Route("/health", info.health),
             Route("/health_generate", info.health_generate),
             Route("/model_info", info.model_info),

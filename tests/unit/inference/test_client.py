@@ -287,12 +287,15 @@ async def test_cancelled_request_is_aborted_at_the_server() -> None:
 
     server = FakeSglang(never_end)
     async with client_of(server) as client, anyio.create_task_group() as tasks:
+        client.pool.servers["s0"].admin_key = "secret"
         tasks.start_soon(client.generate, [1], PARAMS)
         await began.wait()
         await wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
 
     assert server.calls == [("/abort_request", {"rid": server.requests[0]["rid"]})]
+    assert server.authorizations == ["bearer secret"]
+    assert "authorization" not in server.headers[0], "the secret was sent where it is not needed"
 
 
 async def test_stream_that_falls_silent_is_given_up_after_its_deadline() -> None:

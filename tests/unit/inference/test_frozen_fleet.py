@@ -101,10 +101,13 @@ async def test_frozen_server_that_is_killed_in_an_answer_returns_with_its_own_we
             os.kill(process_of(server), signal.SIGKILL)
         after, _ = await client.generate(PROMPT, GREEDY)
         held = await ServerApi(client.administration, server.url).weight_version(deadline_s=100)
+        by_others = await client.administration.post(f"{server.url}/pause_generation", json={})
+        await ServerApi(client.administration, server.url, admin_key=server.admin_key).resume(deadline_s=100)
 
     assert server.id == "n0-judge_0", "what follows the last dash is no part of the node's id"
     assert server.incarnation != incarnation, "it was to be another process"
     assert {yard.states[1], yard.states[-1]} == {NO_VERSION}
     assert held == NO_VERSION
+    assert by_others.status_code == 401
     assert [(turn.output_ids, turn.oldest) for turn in turns] == [(whole.output_ids, NO_VERSION)]
     assert (after.output_ids, after.oldest) == (whole.output_ids[: GREEDY["max_new_tokens"]], NO_VERSION)

@@ -4,12 +4,15 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal_async.errors import UserError
 from areal_async.inference.commands import ServerCommand, choose_backend, server_command
+from areal_async.inference.embedded.admin_key import VARIABLE
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.parenthood import guarded
@@ -97,6 +100,52 @@ def fake_command(*flags: str, model_path: str = "/") -> ServerCommand:
     return ServerCommand("n0-0", (*arguments, *flags), {"PYTHONPATH": f"{FAKES}:{FAKES.parents[1]}"})
 
 
+def test_each_embedded_server_has_a_secret_of_its_own_which_no_command_line_shows() -> None:
+    first, second = (
+        server_command(settings_of(backend="embedded"), server_id=f"n0-{index}", index=index) for index in (0, 1)
+    )
+
+    assert len(first.admin_key) >= 32
+    assert first.admin_key != second.admin_key
+    assert first.admin_key not in " ".join(first.on_port(1)) + repr(first)
+    assert first.whole_environment[VARIABLE] == first.admin_key
+
+
+@pytest.mark.parametrize("flags", [("--admin-api-key", "k1"), ("--admin-api-key=k0", "--admin-api-key=k1")])
+def test_sglang_has_the_secret_that_its_flags_give_it(flags: tuple[str, ...]) -> None:
+    without, given = (
+        server_command(settings_of(backend="sglang", flags=words), server_id="n0-0", index=0) for words in ((), flags)
+    )
+
+    assert (without.admin_key, given.admin_key) == ("", "k1")
+    assert VARIABLE not in without.whole_environment
+
+
+@pytest.mark.anyio
+async def test_started_server_gets_its_secret_and_so_does_who_administrates_it(tmp_path: Path) -> None:
+    command = replace(fake_command(), admin_key="secret")
+    process = ServerProcess(command, log_path=tmp_path / "server.log")
+    async with make_client(max_connections=2) as http:
+        api = ServerApi(http, "")
+        await process.start(api, deadline_s=100)
+        try:
+            environment = environment_at(process.port)
+        finally:
+            await process.stop()
+
+    assert api.admin_key == "secret"
+    assert f"{VARIABLE}=secret".encode() in environment.split(b"\0")
+
+
+def environment_at(port: int) -> bytes:
+    """Return the environment of the process with this port on its command line."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if str(port).encode() in (place / "cmdline").read_bytes().split(b"\0"):
+                return (place / "environ").read_bytes()
+    raise AssertionError(f"nobody serves at {port}")
+
+
 @pytest.mark.anyio
 async def test_started_server_answers_and_is_gone_after_stop(tmp_path: Path) -> None:
     process = ServerProcess(fake_command(), log_path=tmp_path / "logs" / "server.log")
@@ -180,3 +229,14 @@ def test_guarded_command_becomes_the_command() -> None:
     done = subprocess.run(guarded([sys.executable, "-c", "print('here')"]), capture_output=True, text=True, check=True)
 
     assert done.stdout == "here\n"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("keeps", "told"), [(True, r"\x1b[31mthe cause\x07"), (False, "it wrote nothing")])
+async def test_last_words_are_plain_and_may_be_gone(tmp_path: Path, keeps: bool, told: str) -> None:
+    remove = "" if keeps else f"import os; os.remove({str(tmp_path / 'server.log')!r}); "
+
+    error = await start_in_vain(python_command(f"{remove}import sys; sys.exit('\\x1b[31mthe cause\\x07')"), tmp_path)
+
+    assert isinstance(error, UserError)
+    assert f"ended with status 1 while starting: {told}; its log" in str(error)
