@@ -1,22 +1,28 @@
 """Hostile trajectories, well formed by all that a message says of itself: what the decoder and the run's limits let
 through, the engine trains.
 
-    python -m tools.hostile --inputs 1000000 [--seed N] [--algorithm NAME ...]
+    python -m tools.hostile --inputs 1000000 [--processes N] [--seed N] [--algorithm NAME ...]
 
-Each input is a message of one group. Those that are accepted are cut, packed, trained and archived by the functions of
-a run, a batch at a time. A finding is whatever raises, an update that is skipped, or a number of the metrics line that
-is not finite. Exits with 1 when there are findings.
+Each input is a message of one group, of about two trajectories. Those that are accepted are cut, packed, trained and
+archived by the functions of a run, in batches of one message and of hundreds; every one is trained. A finding is
+whatever raises, an update that is skipped, or a number of the metrics line that is not finite. Exits with 1 when there
+are findings. What comes of a seed does not depend on the number of processes.
 """
 
 import argparse
 import functools
 import math
+import multiprocessing
+import re
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -30,23 +36,41 @@ from areal_async.errors import WireError
 from areal_async.settings import Settings
 from areal_async.staleness import age_at
 from areal_async.trainer.archive import write_archive
+from areal_async.trainer.culprits import said_by
 from areal_async.trainer.cut import OpenGroup
 from areal_async.trainer.distributed import Ranks, joined_ranks
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.limits import Limits
 from areal_async.trainer.payloads import build_rows, place
-from areal_async.trainer.step import ShareStats, StepResult, add_up_info, agree_on_batch, batch_metrics, metrics_line
-from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.step import (
+    AgreedBatch,
+    ShareStats,
+    StepResult,
+    add_up_info,
+    agree_on_batch,
+    batch_metrics,
+    metrics_line,
+)
+from areal_async.trainer.step_calls import StepCalls, Trained
 from areal_async.trainer.threads import EngineThread
 from areal_async.types import Credit, Cut, Sequence, Slot, SlotStatus, Trajectory, Version, mean
 from areal_async.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
 
-MODEL = Path(__file__).parents[1] / "configs" / "models" / "tiny"
+MODEL: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
+    "num_key_value_heads": 1, "vocab_size": 64, "tie_word_embeddings": True,
+}  # fmt: skip
+"""As small as one can be that goes the same way through the engine as a large one."""
 WORKFLOW = "w"
 GROUP_SIZE = 2
 LINEAGE, STEP, MAX_STALENESS = 3, 9, 2
-TOKEN_BUDGET = 64
-BATCH_MESSAGES = 16
+TOKEN_BUDGET = 1024
+BATCHES = (1, 15, 496)
+"""Messages of batches, again and again: what is too much alone may not show among many, and the other way round."""
+PART_MESSAGES = 8192
+"""After so many a model is made anew."""
+NUM_SEQUENCES = (1,) * 40 + (2,) * 10 + (3,) * 9 + (40,)
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "coupled": {"decoupled": False, "advantage_std": "none", "num_minibatches": 2},
@@ -89,7 +113,7 @@ def hostile_message(random: Random, group_id: str, target: Target) -> EncodedMes
 
 
 def _trajectory(random: Random, group_id: str, sibling: int, target: Target) -> Trajectory:
-    sequences = [_arrays(random, target) for _ in range(random.choice([1, 1, 1, 2, 3, 40]))]
+    sequences = [_arrays(random, target) for _ in range(random.choice(NUM_SEQUENCES))]
     num_replies = random.choice([0, 0, 0, 1, 3])
     for arrays in sequences if num_replies else ():
         numbers = np.arange(len(arrays["token_ids"])) % (num_replies + 1) - 1
@@ -125,7 +149,7 @@ def _arrays(random: Random, target: Target) -> Arrays:
     mask = np.arange(length) >= random.randrange(1, length)
     version = random.choice(target.fresh).pack()
     return {
-        "token_ids": np.array([random.randrange(target.vocab_size) for _ in range(length)], dtype=np.int32),
+        "token_ids": (np.frombuffer(random.randbytes(4 * length), np.uint32) % target.vocab_size).astype(np.int32),
         "loss_mask": mask,
         "logprobs": np.where(mask, -random.random() * 4, 0).astype(np.float32),
         "versions": np.where(mask, version, -1),
@@ -222,21 +246,32 @@ class Score:
     """What became of some inputs."""
 
     num_inputs: int = 0
+    num_trajectories: int = 0
+    """In them."""
     num_accepted: int = 0
     """Trajectories that were trained."""
     refusals: Counter[str] = field(default_factory=Counter)
     """By the beginning of the reason."""
     findings: list[str] = field(default_factory=list)
 
+    def add(self, other: "Score") -> None:
+        """Count another one's inputs too."""
+        self.num_inputs += other.num_inputs
+        self.num_trajectories += other.num_trajectories
+        self.num_accepted += other.num_accepted
+        self.refusals += other.refusals
+        self.findings += other.findings
+
 
 class Course:
     """From the bytes of messages to a metrics line, as a trainer of one rank goes it."""
 
     def __init__(self, algorithm: Mapping[str, Any], ranks: Ranks, directory: Path) -> None:
-        """``directory`` is for the archive."""
+        """``directory`` is for the model and the archive."""
+        _write_model(directory / "model")
         self.settings = Settings.model_validate(
             {
-                "model": {"path": str(MODEL), "dtype": "float32"},
+                "model": {"path": str(directory / "model"), "dtype": "float32"},
                 "algorithm": dict(algorithm),
                 "rollout": {"group_size": GROUP_SIZE, "min_group_size": 1, "max_staleness": MAX_STALENESS},
                 "tasks": [{"workflow": f"{WORKFLOW}.py", "dataset": {"path": "none"}}],
@@ -252,16 +287,26 @@ class Course:
 
     def run(self, *, seed: int, first: int, count: int) -> Score:
         """Send ``count`` messages through, from index ``first`` on."""
-        score = Score()
-        for begin in range(first, first + count, BATCH_MESSAGES):
-            numbers = range(begin, min(begin + BATCH_MESSAGES, first + count))
+        score, begin, end, sizes = Score(), first, first + count, cycle(BATCHES)
+        while begin < end:
+            numbers = range(begin, min(begin + next(sizes), end))
             made = [hostile_message(Random(f"{seed}.{number}"), f"0-{number}-0", self._target) for number in numbers]
             score.num_inputs += len(made)
-            try:
-                self._train(made, score)
-            except Exception as exc:  # noqa: BLE001 - whatever it is, it is what is looked for
-                score.findings.append(f"messages {numbers}: {type(exc).__name__}: {exc}")
+            score.num_trajectories += sum(len(one.slots) for one in made)
+            if reason := self._fails(made, score):
+                alone = zip(numbers, (self._fails([one], Score()) for one in made), strict=True)
+                found = [f"message {number}: {why}" for number, why in alone if why]
+                score.findings += found or [f"messages {numbers}: {reason}"]
+            begin = numbers.stop
         return score
+
+    def _fails(self, made: list[EncodedMessage], score: Score) -> str:
+        """Train these; return why that cannot be done, nothing where it can."""
+        try:
+            self._train(made, score)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, it is what is looked for
+            return said_by(exc)
+        return ""
 
     def _train(self, made: list[EncodedMessage], score: Score) -> None:
         settings, stored = self.settings, []
@@ -299,7 +344,7 @@ class Course:
             masks_stale=False,
             temperature=1.0,
         )
-        trained = anyio.run(functools.partial(self._calls.run, rows, batch, step=STEP, settings=settings))
+        trained = self._run_calls(rows, batch)
         made_version = Version(LINEAGE, STEP)
         write_archive(
             self._directory, made=made_version, cut=cut, rank=0, slots=batch.slots, trajectories=trajectories,
@@ -318,36 +363,76 @@ class Course:
             raise ArithmeticError(f"got {', '.join(f'{name}={line[name]}' for name in bad)}")
         score.num_accepted += len(trajectories)
 
+    def _run_calls(self, rows: Seq[TrainRow], batch: AgreedBatch) -> Trained:
+        done: list[Trained] = []
+
+        async def run() -> None:  # a result would be printed by the loop's runner, into an error that nobody sees
+            done.append(await self._calls.run(rows, batch, step=STEP, settings=self.settings))
+
+        anyio.run(run)
+        return done[0]
+
 
 def _age(cut: Cut, version: Version) -> int:
     return age_at(step=cut.step, version=version, lineage=cut.lineage)
 
 
 def _kind(error: WireError) -> str:
-    return str(error).split(": got ")[-1][:40]
+    return re.sub(r"\d+", "N", str(error)).split(": got ")[-1][:40]
+
+
+def _write_model(directory: Path) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    Qwen3ForCausalLM(Qwen3Config(**MODEL)).save_pretrained(directory)
+
+
+def run_part(algorithm: str, seed: int, numbers: range) -> Score:
+    """Send some messages through a course of their own, in a process of its own."""
+    with joined_ranks(deadline_s=600.0) as ranks, tempfile.TemporaryDirectory() as directory:
+        course = Course(ALGORITHMS[algorithm], ranks, Path(directory))
+        return course.run(seed=seed, first=numbers.start, count=len(numbers))
 
 
 def main() -> None:
     """Run the algorithms and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inputs", type=int, default=10_000, help="messages, shared among the algorithms")
+    parser.add_argument("--processes", type=int, default=1, help="each keeps one core busy")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
         "--algorithm", choices=list(ALGORITHMS), nargs="+", default=list(ALGORITHMS), help="these alone"
     )
     arguments = parser.parse_args()
-    count, num_findings = arguments.inputs // len(arguments.algorithm), 0
-    with joined_ranks(deadline_s=600.0) as ranks, tempfile.TemporaryDirectory() as directory:
+    count, total, since = arguments.inputs // len(arguments.algorithm), Score(), time.monotonic()
+    with ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn")) as processes:
+        coming = {}
         for number, name in enumerate(arguments.algorithm):
-            course = Course(ALGORITHMS[name], ranks, Path(directory))
-            score = course.run(seed=arguments.seed, first=number * count, count=count)
-            num_findings += len(score.findings)
-            print(f"{name}: {score.num_inputs} messages, {score.num_accepted} trajectories trained", flush=True)
+            begins = range(number * count, (number + 1) * count, PART_MESSAGES)
+            parts = [range(begin, min(begin + PART_MESSAGES, begins.stop)) for begin in begins]
+            coming[name] = processes.map(functools.partial(run_part, name, arguments.seed), parts)
+        for name, scores in coming.items():
+            score = Score()
+            for part in scores:
+                score.add(part)
+                _say(name, score, total, since)
             for reason, times in score.refusals.most_common():
                 print(f"    {times:8} {reason}")
             for finding in score.findings[:10]:
                 print(f"    FINDING {finding}", flush=True)
-    sys.exit(1 if num_findings else 0)
+            total.add(score)
+    _say("all", total, Score(), since)
+    sys.exit(1 if total.findings else 0)
+
+
+def _say(what: str, score: Score, others: Score, since: float) -> None:
+    rate = (score.num_inputs + others.num_inputs) / (time.monotonic() - since)
+    share = score.num_accepted / max(1, score.num_trajectories)
+    print(
+        f"{what}: {score.num_inputs} messages, {score.num_accepted} of {score.num_trajectories} trajectories trained "
+        f"({share:.0%}), {len(score.findings)} findings, {rate:.0f} messages/s",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
