@@ -14,7 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from areal_async.errors import PipelineError
+from areal_async.errors import PipelineError, leaves_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +87,12 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group."""
         dist.destroy_process_group()
+
+
+def is_of_peers(error: BaseException) -> bool:
+    """Say whether a collective has failed, for want of a peer: what went wrong, if anything did, is its to tell."""
+    leaves = leaves_of(error)
+    return any(isinstance(one, dist.DistError) or (type(one) is RuntimeError and "gloo" in str(one)) for one in leaves)
 
 
 def join_ranks(*, deadline_s: float, num_threads: int = 1) -> Ranks:

@@ -51,6 +51,10 @@ class Fates(Generic[D]):
         self.inventory.close(group.group_id for group in groups)
         self._in_cuts.update({group.group_id: group for group in groups})
 
+    def is_cut(self, group_id: str) -> bool:
+        """Say whether a group is in a cut that no checkpoint holds."""
+        return group_id in self._in_cuts
+
     def receive(self, message: StoredMessage, delivery: D) -> list[Outcome]:
         """Take a stored message; return what is to be stored of its slots that cannot be used. It settles nothing."""
         unusable = self.inventory.add_message(message, delivery)

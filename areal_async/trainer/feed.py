@@ -73,14 +73,15 @@ class Feed:
         for cut in cuts:
             self._fates.hold(cut)
 
-    async def disown(self, *, after_step: int) -> None:
-        """Give up the adopted cuts beyond ``after_step``: they cannot be replayed.
+    async def disown(self, *, after_step: int, why: str) -> None:
+        """Give up the adopted cuts beyond ``after_step``: the first of them cannot be replayed, for this reason.
 
         Their groups are abandoned, to be admitted again, and ages count on both sides of that step from now on.
         """
         await self._lineage.write_cut(self._cutter.branch(after_step=after_step))
         for step, groups in self._fates.give_up_cuts(after_step=after_step).items():
-            reason = f"its cut of step {step} could not be replayed"
+            what = f"its cut of step {step} could not be replayed"
+            reason = f"{what}: {why}" if step == after_step + 1 else f"{what}: that of step {after_step + 1} could not"
             await self.settlement.settle(groups, OutcomeKind.ABANDONED, reason=reason, step=step)
 
     def allow(self, step: int) -> None:
@@ -210,7 +211,9 @@ class Feed:
         try:
             message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.stored_bytes)
             self._check_origin(message, delivery)
-            self._limits.check_message(message)
+            # Of a group that is cut the journal has the headers, and each payload is checked when it is fetched.
+            if not self._fates.is_cut(message.group_id):
+                self._limits.check_message(message)
         except WireError as exc:
             await self._give_up_group_of(delivery, str(exc))
             await self._bus.bury(delivery, str(exc))

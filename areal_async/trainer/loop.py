@@ -12,9 +12,9 @@ rank; which steps exist is decided by the journal alone.
 
 import functools
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -24,67 +24,43 @@ import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from areal_async import stations, waits
-from areal_async.algorithms.advantages import advantage_rule
 from areal_async.bus import Bus
-from areal_async.errors import PipelineError
+from areal_async.errors import PipelineError, WireError
 from areal_async.fault_points import reach
 from areal_async.journal import Journal
 from areal_async.live_settings import settings_of_step
 from areal_async.settings import Settings
-from areal_async.staleness import age_at
+from areal_async.trainer.alone import Alone, Material
 from areal_async.trainer.archive import MetricsFile, write_archive
 from areal_async.trainer.checkpointer import Checkpointer
 from areal_async.trainer.culprits import find_culprits, said_by
-from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.distributed import Ranks, is_of_peers
 from areal_async.trainer.engines import Engines, Lanes
 from areal_async.trainer.feed import Feed
 from areal_async.trainer.health import HISTORY_STEPS, Health
 from areal_async.trainer.keeping import INTERVAL
 from areal_async.trainer.ledger import Ledger
 from areal_async.trainer.limits import Limits
-from areal_async.trainer.payloads import AgeStats, Placed, SlotKey, build_rows, fetch, place, share
+from areal_async.trainer.payloads import GONE, Check, SlotKey, fetch, place, share
 from areal_async.trainer.publisher import Publisher
 from areal_async.trainer.reader import JournalReader
 from areal_async.trainer.recorded import find_archived
+from areal_async.trainer.settlement import fail_group
+from areal_async.trainer.shares import Done, Share, ages_in, agree, train_share
 from areal_async.trainer.step import (
     AgreedBatch,
     Report,
     ShareStats,
     StepResult,
     add_up_info,
-    agree_on_batch,
     batch_metrics,
     metrics_line,
 )
-from areal_async.trainer.step_calls import StepCalls, Trained
+from areal_async.trainer.step_calls import StepCalls
 from areal_async.trainer.threads import Beside
-from areal_async.types import Cut, CutKind, Metrics, OutcomeKind, Trajectory, Version
+from areal_async.types import Cut, CutKind, Metrics, OutcomeKind, Version
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
-    """This rank's part of a cut, fetched."""
-
-    cut: Cut
-    slots: list[Placed]
-    """Of the whole cut."""
-    mine: list[Placed]
-    trajectories: dict[int, Trajectory]
-    missing: dict[SlotKey, str]
-    """Those of ``mine`` that cannot be trained, each with why."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Done:
-    """A batch, trained."""
-
-    slots: list[Placed]
-    """This rank's."""
-    trajectories: dict[int, Trajectory]
-    ages: AgeStats
-    trained: Trained
 
 
 class Trainer:
@@ -208,13 +184,16 @@ class Trainer:
             reports = await self._exchange(Report(missing=list(part.missing.items()), stop=self._wants_stop))
             if reports[0].stop:
                 return False
-            num_missing = sum(len(report.missing) for report in reports)
-            if num_missing:
-                log.warning("replay.ended", step=step, num_missing=num_missing)
+            missing = dict(pair for report in reports for pair in report.missing)
+            gone = [key for key, why in missing.items() if why == GONE]
+            if gone:
+                log.warning("replay.ended", step=step, num_missing=len(gone))
                 if self._feed is not None:
-                    await self._feed.disown(after_step=self.step)
+                    why = f"{len(gone)} of its payloads are gone, of group {gone[0][0]} for one"
+                    await self._feed.disown(after_step=self.step, why=why)
                 break
-            result = await self._run_step(part, {}, waited_s=0.0)
+            # What cannot be trained for another reason falls out, as it does when a cut is new.
+            result = await self._run_step(part, missing, waited_s=0.0)
             await self._close_books(result, weights_s=0.0)
             if self.step == due_step:
                 await self._checkpoint()
@@ -274,7 +253,7 @@ class Trainer:
         self.state = f"training step {step}"
         if self._feed is not None and settings.rollout.max_staleness > 0:
             self._feed.allow(step + 1)
-        batch = self._agree(part, missing)
+        batch = agree(part, missing, settings)
         if self._feed is not None:
             for group_id in batch.unusable:
                 reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
@@ -314,7 +293,7 @@ class Trainer:
                     batch,
                     [msgspec.json.decode(one, type=ShareStats) for one in shares],
                     workflows=[task.name for task in settings.tasks],
-                    age=self._ages_in(part.cut),
+                    age=ages_in(part.cut, self._number),
                 ),
                 **done.trained.others,
                 INTERVAL: self._of_step.trainer.checkpoint_every_steps,
@@ -325,65 +304,70 @@ class Trainer:
             train_s=train_s,
         )
 
-    def _agree(self, part: Share, missing: Iterable[SlotKey]) -> AgreedBatch:
-        settings = self._settings
-        return agree_on_batch(
-            part.slots,
-            missing,
-            min_group_size=settings.rollout.min_group_size,
-            min_group_sizes={task.name: settings.rollout_of(task.name).min_group_size for task in settings.tasks},
-            rule=advantage_rule(settings),
-        )
-
     async def _train_batch(self, part: Share, batch: AgreedBatch) -> Done:
         """Train this rank's share of a batch. A collective."""
-        step = part.cut.step
-        used = {placed.position for placed in batch.slots}
-        mine = [placed for placed in part.mine if placed.position in used]
-        trajectories = {placed.position: part.trajectories[placed.position] for placed in mine}
-        rows, ages = build_rows(
-            trajectories,
-            advantages=batch.advantages,
-            start=self.version,
-            age=self._ages_in(part.cut),
-            max_staleness=part.cut.max_staleness,
-            masks_stale=part.cut.masks_stale,
-            temperature=self._settings.rollout.sampling.temperature,
-        )
-        self._of_step = settings_of_step(self._settings, lr=part.cut.lr, numbers=part.cut.numbers)
+        step, cut = part.cut.step, part.cut
+        self._of_step = settings_of_step(self._settings, lr=cut.lr, numbers=cut.numbers)
         with self._waiting(waits.step(step), "the engine in"), stations.part_of_step(self._made(step), "train"):
-            trained = await self._calls.run(rows, batch, step=step, settings=self._of_step)
-        return Done(slots=mine, trajectories=trajectories, ages=ages, trained=trained)
-
-    def _ages_in(self, cut: Cut) -> Callable[[Version], int]:
-        branches = {int(lineage): shared for lineage, shared in cut.branches.items()}
-        return lambda version: age_at(step=cut.step, version=version, lineage=self._number, branches=branches)
+            return await train_share(
+                part, batch, self._calls, start=self.version, settings=self._settings, of_step=self._of_step
+            )
 
     async def _give_up_culprits(
         self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, error: Exception
     ) -> None:
         """Record the groups that a step fails with, so that it is replayed without them; this process is to end.
 
-        What is in its engine is worth nothing any more, and parts of the batch are tried on it. Several ranks meet in
-        collectives that one of them has left: there nothing is found out.
+        What is in its engine is worth nothing any more. A single rank tries parts of the batch on it. Of several, the
+        one that has raised looks for them in a process of its own, while its peers wait for it in their collectives;
+        those who only miss a peer look for nothing.
         """
-        if self._feed is None or self._ranks.size > 1:
+        if is_of_peers(error):
             return
+        self.state = f"looking for what step {part.cut.step} fails with"
         groups = list(dict.fromkeys(placed.group_id for placed in batch.slots))
+        find = self._find_here if self._ranks.size == 1 else self._find_alone
+        with self._waiting(waits.step(part.cut.step), "what fails in"):
+            found = await find(part, missing, batch, groups, said_by(error))
+        for group_id, why in found.items():
+            log.warning("group.given_up", step=part.cut.step, group_id=group_id, reason=why)
+            reason = f"the step fails with it: {why}"
+            if self._feed is not None:
+                await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=part.cut.step)
+            else:
+                await fail_group(
+                    self._bus,
+                    group_id,
+                    part.cut,
+                    reason=reason,
+                    lineage=self._number,
+                    max_attempts=self._settings.rollout.max_attempts,
+                )
 
+    async def _find_here(
+        self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+    ) -> dict[str, str]:
         async def attempt(tried: Sequence[str]) -> str:
             others = [placed.key for placed in batch.slots if placed.group_id not in tried]
             try:
-                await self._train_batch(part, self._agree(part, [*missing, *others]))
+                await self._train_batch(part, agree(part, [*missing, *others], self._settings))
             except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
                 return said_by(exc)
             return ""
 
-        self.state = f"looking for what step {part.cut.step} fails with"
-        for group_id, why in (await find_culprits(groups, said_by(error), attempt)).items():
-            log.warning("group.given_up", step=part.cut.step, group_id=group_id, reason=why)
-            reason = f"the step fails with it: {why}"
-            await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=part.cut.step)
+        return await find_culprits(groups, why, attempt)
+
+    async def _find_alone(
+        self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+    ) -> dict[str, str]:
+        """Look in a process of its own, where the whole cut is on one rank; no longer than half of what peers wait."""
+        found: dict[str, str] = {}
+        with anyio.move_on_after(self._ranks.deadline_s / 2):
+            whole = await self._fetch_again(part.cut, is_whole=True)
+            material = Material.of(whole, [*missing, *whole.missing], start=self.version)
+            async with aclosing(Alone(self._directory, material)) as alone:
+                found = await find_culprits(groups, why, alone.attempt)
+        return found
 
     # what a step leaves behind
 
@@ -437,40 +421,51 @@ class Trainer:
         """Return what a step of this lineage makes, or is to make."""
         return Version(self._number, step)
 
-    async def _fetch(self, cut: Cut) -> Share:
+    async def _fetch(self, cut: Cut, *, is_whole: bool = False) -> Share:
+        """Fetch this rank's share of a cut, or the whole of it."""
         slots = place(cut)
-        mine = share(
-            slots,
-            rank=self._grid.data.rank,
-            num_ranks=self._grid.data.size,
-            flops=self._engines.actor.flops,
-            num_minibatches=self._settings.algorithm.num_minibatches,
-        )
+        mine = slots
+        if not is_whole:
+            mine = share(
+                slots,
+                rank=self._grid.data.rank,
+                num_ranks=self._grid.data.size,
+                flops=self._engines.actor.flops,
+                num_minibatches=self._settings.algorithm.num_minibatches,
+            )
         with (
             waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)),
             stations.part_of_step(self._made(cut.step), "fetch", num_slots=len(mine)),
         ):
-            check = functools.partial(self._limits.check_trajectory, cut=cut, lineage=self._number)
-            trajectories, missing = await fetch(self._bus, mine, check)
+            trajectories, missing = await fetch(self._bus, mine, self._check_of(cut))
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 
-    async def _fetch_again(self, cut: Cut) -> Share:
+    async def _fetch_again(self, cut: Cut, *, is_whole: bool = False) -> Share:
         """Fetch what was trained before; what is not stored any more is taken from the archive.
 
         A checkpoint that was whole let its messages go, and turned out damaged later.
         """
-        part = await self._fetch(cut)
+        part = await self._fetch(cut, is_whole=is_whole)
         if not part.missing:
             return part
         wanted = {placed.item.slot.sample_uid: placed for placed in part.mine if placed.key in part.missing}
         look = functools.partial(find_archived, self._directory, cut.step, set(wanted))
-        archived = await anyio.to_thread.run_sync(look)
-        for uid, trajectory in archived.items():
-            slot = wanted[uid].item.slot
-            part.trajectories[wanted[uid].position] = msgspec.structs.replace(trajectory, slot=slot)
-        missing = {placed.key: part.missing[placed.key] for uid, placed in wanted.items() if uid not in archived}
+        archived, missing = await anyio.to_thread.run_sync(look), dict(part.missing)
+        for uid, found in archived.items():
+            placed = wanted[uid]
+            trajectory = msgspec.structs.replace(found, slot=placed.item.slot)
+            try:
+                self._check_of(cut)(trajectory)
+            except WireError as exc:
+                missing[placed.key] = str(exc)
+                continue
+            part.trajectories[placed.position] = trajectory
+            del missing[placed.key]
         log.info("replay.from_archive", step=cut.step, num_found=len(archived), num_missing=len(missing))
         return replace(part, missing=missing)
+
+    def _check_of(self, cut: Cut) -> Check:
+        return functools.partial(self._limits.check_trajectory, cut=cut, lineage=self._number)
 
     def _check_ledger(self, journal: Journal) -> None:
         """Hold the checkpoint's own list of what it was trained on against the journal.

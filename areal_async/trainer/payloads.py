@@ -30,6 +30,8 @@ _STEP_BITS = 0xFFFFFFFF
 
 SlotKey = tuple[str, int]
 """Group id and sibling."""
+GONE = "its stored payload is gone"
+"""Why a slot is missing that is not refused: nobody can say whether it was trained."""
 Check = Callable[[Trajectory], None]
 """Raises ``WireError`` for what cannot be trained (``limits``)."""
 
@@ -141,7 +143,7 @@ def _read(blobs: Sequence[memoryview], slot: Slot, check: Check) -> Trajectory |
 
 async def _search(bus: Bus, placed: Placed, check: Check) -> Trajectory | str:
     """Return the payload that a slot's subject holds, or why there is none to be trained."""
-    why = "its stored payload is gone"
+    why = GONE
     subject = bus.names.trajectories(placed.workflow, placed.group_id)
     async for message in bus.find_messages(bus.names.trajectories_stream, subject):
         try:

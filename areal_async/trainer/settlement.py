@@ -14,8 +14,9 @@ from areal_async.bus import Bus, Delivery
 from areal_async.events import GroupDead
 from areal_async.fault_points import reach
 from areal_async.trainer.fates import Fates
+from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
-from areal_async.types import Outcome, OutcomeKind, StoredMessage
+from areal_async.types import Cut, Outcome, OutcomeKind, StoredMessage
 
 
 class Settlement:
@@ -56,20 +57,33 @@ class Settlement:
         """Take a stored message; record its slots that cannot be used, and remove what needs not be kept."""
         unusable = self._fates.receive(message, delivery)
         for outcome in unusable:
-            await self._publish(outcome)
+            await store_outcome(self._bus, outcome)
         await self._sweep.settle(self._fates.release_received(message, unusable))
 
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
         async with anyio.create_task_group() as publishing:
             for outcome in outcomes:
-                publishing.start_soon(self._publish, outcome)
+                publishing.start_soon(store_outcome, self._bus, outcome)
         self._fates.note_recorded(outcomes)
 
-    async def _publish(self, outcome: Outcome) -> None:
-        names = self._bus.names
-        if outcome.kind is OutcomeKind.DEAD:
-            await self._bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
-            await self._bus.tell(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
-        uid = outcome.sample_uid or outcome.group_id
-        with stations.settled(outcome):
-            await self._bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
+
+async def store_outcome(bus: Bus, outcome: Outcome) -> None:
+    """Record an outcome; once, however often it is said."""
+    names = bus.names
+    if outcome.kind is OutcomeKind.DEAD:
+        await bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
+        await bus.tell(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
+    uid = outcome.sample_uid or outcome.group_id
+    with stations.settled(outcome):
+        await bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
+
+
+async def fail_group(bus: Bus, group_id: str, cut: Cut, *, reason: str, lineage: int, max_attempts: int) -> None:
+    """Record that a group of a cut has failed, from a rank that settles nothing else.
+
+    Its messages stay, as in a crash.
+    """
+    fates: Fates[Delivery] = Fates(Inventory(), lineage=lineage, max_attempts=max_attempts, recorded=())
+    fates.hold(cut)
+    for outcome in fates.of_untrained([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step):
+        await store_outcome(bus, outcome)

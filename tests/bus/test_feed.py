@@ -1,6 +1,6 @@
 """Stored trajectories become journalled cuts; what is trained is acked only by its checkpoint; a zombie is fenced."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -78,7 +78,9 @@ class Station:
 
 
 @asynccontextmanager
-async def running(bus: Bus, settings: Settings, *, first_step: int = 1) -> AsyncIterator[Station]:
+async def running(
+    bus: Bus, settings: Settings, *, first_step: int = 1, adopted: Sequence[Cut] = ()
+) -> AsyncIterator[Station]:
     lineage = await Lineage.take(bus)
     journal: Journal = await lineage.read_log()
     sequence = await lineage.write_begin()
@@ -86,6 +88,7 @@ async def running(bus: Bus, settings: Settings, *, first_step: int = 1) -> Async
     restored_step = Version.parse(restored.version).step if restored else 0
     reader = JournalReader(bus, lineage=lineage.number, restored_step=restored_step)
     feed = Feed(bus, settings, lineage, journal)
+    feed.adopt(adopted)
     async with anyio.create_task_group() as loops:
         loops.start_soon(reader.run)
         await reader.read_through(sequence)
@@ -394,13 +397,37 @@ async def test_cuts_that_cannot_be_replayed_are_given_up_before_their_groups_are
     async with running(second, settings) as new:
         new.feed.adopt([cut])
 
-        await new.feed.disown(after_step=0)
+        await new.feed.disown(after_step=0, why="one of its payloads is gone")
 
         outcomes = await new.outcomes(2)
+        reason = "its cut of step 1 could not be replayed: one of its payloads is gone"
+        assert {one.reason for one in outcomes} == {reason}
         assert {(one.kind, one.num_failed_attempts) for one in outcomes} == {(OutcomeKind.ABANDONED, 1)}
     journal = await (await Lineage.take(first)).read_log()
     assert journal.cuts == {}
     assert journal.branches == {"2": 0}
+
+
+async def test_messages_of_a_cut_to_be_replayed_stay_whatever_a_run_takes_now(
+    open_role: OpenRole, settings: Settings
+) -> None:
+    node, first, second = await open_role(Role.NODE), await open_role(Role.TRAINER), await open_role(Role.TRAINER, "1")
+    async with running(first, settings) as old:
+        old.feed.allow(1)
+        for index in (0, 1):
+            await store(node, f"0-{index}-0", [0, 1], group_size=2)
+        cut = await old.cut(1)
+        await store(node, "0-2-0", [0, 1], group_size=2)
+        await until(lambda: old.feed.num_open_groups == 1)
+    fewer = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"group_size": 1})})
+    async with running(second, fewer, adopted=[cut]) as new:
+        (outcome,) = await new.outcomes(1)  # of what came last
+        found, missing = await fetch(new.bus, place(cut))
+
+    assert "got a group of 2, need 1" in outcome.reason
+    assert outcome.group_id == "0-2-0"
+    assert len(found) == 4
+    assert missing == {}
 
 
 async def test_a_stop_ends_the_journal_instead_of_waiting_for_a_batch(open_role: OpenRole, settings: Settings) -> None:

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.distributed import Ranks, is_of_peers
 from areal_async.trainer.division import divide_shares
 from areal_async.types import TensorSpec, UpdateGroup
 from tests.unit.trainer.models import engine_of, random_rows
@@ -158,3 +158,11 @@ def test_the_comparison_tool_starts_ranks_of_its_own_and_finds_them_in_agreement
 
     assert "1 and 1 ranks agree" in capfd.readouterr().out
     assert status == 0
+
+
+def test_who_misses_a_peer_knows_that_it_is_no_fault_of_what_it_trains() -> None:
+    first, _ = run_on_ranks(2, "tests.unit.trainer.one_of_two_leaving")
+
+    assert first.splitlines()[-1] == "True"
+    assert not is_of_peers(RuntimeError("index out of range in self"))
+    assert not is_of_peers(ExceptionGroup("calls", [ValueError("of gloo")]))

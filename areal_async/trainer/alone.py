@@ -1,0 +1,176 @@
+"""A process beside a rank that trains parts of a cut by itself, to find out what fails.
+
+    python -m areal_async.trainer.alone RUN_DIRECTORY
+
+Several ranks meet in collectives, and one that has raised is missed in them: nothing more can be tried there. Here the
+whole cut is on one rank, with the model that the run began from. Nothing that happens in it ends anything else, and
+after whatever has failed comes a new one.
+
+It reads frames from its standard input, first ``Material``, then names of groups, and answers each of these with why
+they cannot be trained, an empty text where they can.
+"""
+
+import functools
+import os
+import signal
+import struct
+import sys
+import zlib
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO, Self
+
+import anyio
+import anyio.abc
+import msgspec
+from anyio.streams.buffered import BufferedByteReceiveStream
+
+from areal_async.inference.parenthood import die_with_parent
+from areal_async.live_settings import settings_of_step
+from areal_async.settings import Settings
+from areal_async.settings_sources import load_settings
+from areal_async.trainer.culprits import said_by
+from areal_async.trainer.distributed import joined_ranks
+from areal_async.trainer.engines import Engines, Lanes
+from areal_async.trainer.payloads import SlotKey, place
+from areal_async.trainer.shares import Share, agree, train_share
+from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.threads import EngineThread
+from areal_async.types import Cut, Version
+from areal_async.wire import decode_slot, encode_trajectory
+
+LENGTH = struct.Struct("<Q")
+DEADLINE_S = 600.0
+"""Of its own collectives, which wait for nobody."""
+_ENDED = (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, OSError)
+"""What is raised by the pipes of a process that is no more."""
+ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+"""What makes a process one of several ranks."""
+
+
+class Material(msgspec.Struct):
+    """A cut, as a lineage trains it."""
+
+    cut: Cut
+    start: str
+    """The version that its step starts from."""
+    missing: list[SlotKey]
+    """Slots that no rank has."""
+    payloads: dict[int, bytes]
+    """Of the others, by position."""
+
+    @classmethod
+    def of(cls, part: Share, missing: Sequence[SlotKey], *, start: Version) -> Self:
+        """Take a share that is the whole of a cut."""
+        payloads = {position: encode_trajectory(one) for position, one in part.trajectories.items()}
+        return cls(cut=part.cut, start=str(start), missing=list(missing), payloads=payloads)
+
+    def share(self) -> Share:
+        """Return what ``of`` was given."""
+        slots = place(self.cut)
+        trajectories = {}
+        for placed in slots:
+            if (payload := self.payloads.get(placed.position)) is not None:
+                slot = msgspec.structs.replace(placed.item.slot, crc32=zlib.crc32(payload), index=0)
+                trajectories[placed.position] = decode_slot([memoryview(payload)], slot)
+        return Share(cut=self.cut, slots=slots, mine=slots, trajectories=trajectories, missing={})
+
+
+class Alone:
+    """The near end. Close it with ``aclose``."""
+
+    def __init__(self, run_directory: Path, material: Material) -> None:
+        self._command = [sys.executable, "-m", __name__, str(run_directory), str(os.getpid())]
+        self._material = msgspec.msgpack.encode(material)
+        self._process: anyio.abc.Process | None = None
+
+    async def attempt(self, groups: Sequence[str]) -> str:
+        """Train some groups alone; return why that fails, nothing where it does not."""
+        process = self._process or await self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            await process.stdin.send(_frame(msgspec.msgpack.encode(list(groups))))
+            answers = BufferedByteReceiveStream(process.stdout)
+            length = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))[0]
+            reason = msgspec.msgpack.decode(await answers.receive_exactly(length), type=str)
+        except _ENDED:
+            reason = f"a process that trained it ended with status {await process.wait()}"
+        if reason:
+            await self.aclose()
+        return reason
+
+    async def aclose(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            with anyio.CancelScope(shield=True):
+                with suppress(ProcessLookupError):
+                    process.kill()
+                await process.aclose()
+
+    async def _start(self) -> anyio.abc.Process:
+        environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
+        process = self._process = await anyio.open_process(self._command, stderr=None, env=environment)
+        assert process.stdin is not None
+        with suppress(*_ENDED):  # it has ended: whoever asks will see
+            await process.stdin.send(_frame(self._material))
+        return process
+
+
+def _frame(payload: bytes) -> bytes:
+    return LENGTH.pack(len(payload)) + payload
+
+
+def _read(stream: BinaryIO) -> bytes:
+    """Return the next frame; nothing where there is none."""
+    header = stream.read(LENGTH.size)
+    return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
+
+
+def _settings_alone(settings: Settings) -> Settings:
+    """Return the settings for a single rank, which divides nothing."""
+    whole = {"pipeline_parallel": 1, "tensor_parallel": 1, "replicas": 1}
+    trainer = settings.trainer
+    roles = {name: getattr(trainer, name).model_copy(update=whole) for name in ("critic", "reference")}
+    alone = {"num_ranks": 1, "pipeline_schedule": "1f1b"} | whole | roles
+    return settings.model_copy(update={"trainer": trainer.model_copy(update=alone)})
+
+
+def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until nobody asks."""
+    material = msgspec.msgpack.decode(_read(requests), type=Material)
+    part = material.share()
+    with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
+        engines = Engines.for_run(settings, ranks)
+        calls = StepCalls(settings, engines=engines, lanes=Lanes.for_run(settings, ranks, EngineThread()))
+        while request := _read(requests):
+            groups = msgspec.msgpack.decode(request, type=list[str])
+            reason = anyio.run(functools.partial(_try, part, material, groups, calls, settings))
+            answers.write(_frame(msgspec.msgpack.encode(reason)))
+            answers.flush()
+
+
+async def _try(part: Share, material: Material, groups: Sequence[str], calls: StepCalls, settings: Settings) -> str:
+    others = [placed.key for placed in part.slots if placed.group_id not in groups]
+    batch = agree(part, [*material.missing, *others], settings)
+    of_step = settings_of_step(settings, lr=part.cut.lr, numbers=part.cut.numbers)
+    try:
+        await train_share(part, batch, calls, start=Version.parse(material.start), settings=settings, of_step=of_step)
+    except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
+        return said_by(exc)
+    return ""
+
+
+def main() -> None:
+    """Serve the process that started this one."""
+    die_with_parent(int(sys.argv[2]), by=signal.SIGKILL)
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a user's call prints is no answer
+    settings = load_settings(Path(sys.argv[1]) / "config.yaml", use_environment=False)
+    serve(_settings_alone(settings), sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

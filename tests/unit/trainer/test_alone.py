@@ -1,0 +1,89 @@
+"""What several ranks cannot try together is tried in a process of its own, and ends nothing else, whatever it does."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_async.settings import Settings
+from areal_async.settings_sources import dump_settings
+from areal_async.trainer.alone import Alone, Material
+from areal_async.trainer.culprits import find_culprits
+from areal_async.trainer.payloads import place
+from areal_async.trainer.shares import Share
+from areal_async.types import Cut, CutGroup, CutSlot, Trajectory, Version
+from tests.bus.stored import trajectory
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+
+GROUPS = [f"0-{number}-0" for number in range(4)]
+POISON = [101, 102]
+CALL = """
+import os
+
+
+def advantages(rows, advantages):
+    print("not an answer")
+    tokens = {int(one) for row in rows for one in row.token_ids}
+    if 101 in tokens:
+        raise ValueError("a row that no step can take")
+    if 102 in tokens:
+        os._exit(3)
+    return advantages
+"""
+
+
+@pytest.fixture
+def run_directory(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run of two ranks, as one of which this process may count."""
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    call = tmp_path / "call.py"
+    call.write_text(CALL)
+    settings = Settings.model_validate(
+        {
+            "model": {"path": str(model), "dtype": "float32"},
+            "rollout": {"group_size": 1, "min_group_size": 1},
+            "trainer": {"num_ranks": 2, "tensor_parallel": 2, "token_budget": 64},
+            "algorithm": {"calls": [f"{call}:advantages"], "advantage_std": "none"},
+            "tasks": [{"workflow": "w.py", "dataset": {"path": "none"}}],
+        }
+    )
+    (tmp_path / "config.yaml").write_text(dump_settings(settings))
+    return tmp_path
+
+
+def _material() -> Material:
+    trajectories: list[Trajectory] = [trajectory(group_id, 0) for group_id in GROUPS]
+    for one, token in zip(trajectories[1:], POISON, strict=False):
+        one.sequences[0].token_ids[1] = token
+    groups = [
+        CutGroup(group_id=group_id, workflow="w", slots=[CutSlot(slot=one.slot, sequence=1)])
+        for group_id, one in zip(GROUPS, trajectories, strict=True)
+    ]
+    cut = Cut(lineage=1, step=1, groups=groups, max_staleness=1)
+    slots = place(cut)
+    part = Share(cut=cut, slots=slots, mine=slots, trajectories=dict(enumerate(trajectories)), missing={})
+    return Material.of(part, [], start=Version(1, 0))
+
+
+async def test_groups_that_raise_or_end_the_process_are_found_and_the_sound_ones_are_not(run_directory: Path) -> None:
+    alone = Alone(run_directory, _material())
+    try:
+        found = await find_culprits(GROUPS, "it failed", alone.attempt)
+    finally:
+        await alone.aclose()
+
+    assert found == {
+        GROUPS[1]: "ValueError: a row that no step can take",
+        GROUPS[2]: "a process that trained it ended with status 3",
+    }
+
+
+async def test_what_lacks_its_model_blames_nobody(run_directory: Path) -> None:
+    config = run_directory / "config.yaml"
+    config.write_text(config.read_text().replace("token_budget: 64", "token_budget: none"))
+    alone = Alone(run_directory, _material())
+    try:
+        assert await find_culprits(GROUPS, "it failed", alone.attempt) == {}
+    finally:
+        await alone.aclose()
