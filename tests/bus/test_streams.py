@@ -3,8 +3,9 @@
 import pytest
 
 from areal_async.bus import EmbeddedBroker, Role, declare, delete_run, list_runs
+from areal_async.bus.streams import all_streams
 from areal_async.errors import UserError
-from areal_async.settings import RolloutSettings, Settings
+from areal_async.settings import BusSettings, RolloutSettings, Settings
 from tests.brokers import OpenRole
 
 pytestmark = pytest.mark.anyio
@@ -37,6 +38,20 @@ async def test_numbers_follow_from_the_settings_and_with_them(open_role: OpenRol
     assert (await bus.stream_state(bus.names.trajectories_stream)).max_bytes == 2 << 20
     assert consumer["config"]["max_ack_pending"] >= changed.max_tickets
     assert consumer["config"]["ack_wait"] == changed.ticket_ack_wait_s * 1e9
+
+
+@pytest.mark.parametrize(("deadline_s", "window_s"), [(60.0, 120), (300.0, 600)])
+async def test_the_broker_holds_ids_for_twice_as_long_as_a_message_is_repeated_and_no_longer(
+    open_role: OpenRole, settings: Settings, deadline_s: float, window_s: int
+) -> None:
+    """They are in its memory, each with some 150 bytes: a run of quick steps publishes thousands in a minute."""
+    bus = await open_role(Role.OPERATOR)
+
+    await declare(bus, settings.model_copy(update={"bus": BusSettings(operation_deadline_s=deadline_s)}))
+
+    for stream in all_streams(bus.names):
+        config = (await bus.api.ask(f"$JS.API.STREAM.INFO.{stream}"))["config"]
+        assert config["duplicate_window"] == window_s * 10**9, stream
 
 
 async def test_a_stream_is_not_made_smaller_than_what_it_holds(open_role: OpenRole, settings: Settings) -> None:
