@@ -28,6 +28,7 @@ from areal_async.launch.blockages import run_blockages
 from areal_async.launch.claims import BEAT_S, NUM_MISSED, held, next_word, run_beats
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.plan import FIRST_NODE, node_crew
+from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
 from areal_async.rollout.sources import differing, source_hashes
@@ -239,6 +240,7 @@ class _Guest:
         silent_s = SILENT_SHARE * settings.bus.operation_deadline_s
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_blockages, directory.path, self._notify)
+            tasks.start_soon(run_rotation, directory.logs)
             for key, kind in ((RUN_STATE, RunState), (CONTROL, Control)):
                 tasks.start_soon(self._heed, bus, key, kind, supervisor.stop)
             tasks.start_soon(self._follow_launcher, bus, silent_s, supervisor.stop)

@@ -31,6 +31,7 @@ from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.presence import BROKER, PresenceKeeper
 from areal_async.launch.reach import refuse_loopback
+from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
@@ -121,6 +122,7 @@ async def launch(
                 tasks.start_soon(functools.partial(run_beats, bus, LAUNCHER, holder, what=f"run {settings.run.name}"))
                 tasks.start_soon(presence.run_hearing)
                 tasks.start_soon(run_blockages, directory.path, notify)
+                tasks.start_soon(run_rotation, directory.logs)
                 tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
                 async with anyio.create_task_group() as telling:
                     with said:

@@ -14,6 +14,7 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, list_runs, open_bus
 from areal_async.cli.status import read_events
 from areal_async.errors import FencedError, PipelineError, UserError
+from areal_async.launch import rotation
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.claims import own_holder
 from areal_async.launch.local import LocalBackend, LocalProcess
@@ -473,3 +474,20 @@ async def test_a_launcher_whose_run_another_host_has_started_ends_and_leaves_it_
     async with _bucket(settings) as bus:
         assert (await bus.get(RUN_STATE, RunState))[0] == RunState()
         assert (await bus.get(LAUNCHER, Holder))[0] == other
+
+
+async def test_a_log_that_has_grown_too_large_is_set_aside_while_the_run_goes_on(
+    settings: Settings, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rotation, "MAX_LOG_BYTES", 1000)
+    monkeypatch.setattr(rotation, "INTERVAL_S", 0.05)
+    older = directory.logs / "controller.out.1"
+    then = (
+        "print('x' * 2000, flush=True)\n"
+        "ends_at_s = time.monotonic() + 60\n"
+        f"while not os.path.exists({str(older)!r}) and time.monotonic() < ends_at_s: time.sleep(0.01)\n"
+    )
+
+    await _launch(settings, _StandIns(_after_the_watch(settings, then)))
+
+    assert older.read_text() == "x" * 2000 + "\n"
