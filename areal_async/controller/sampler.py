@@ -230,6 +230,6 @@ def whole_weights(shares: Sequence[Share]) -> list[int]:
     return whole if total <= MAX_PERIOD else [max(min(one, 1), one * MAX_PERIOD // total) for one in whole]
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def _permutation(num_rows: int, seed: tuple[int, ...]) -> NDArray[np.int64]:
     return np.random.default_rng(list(seed)).permutation(num_rows)
