@@ -2,6 +2,7 @@
 
     python -m tools.bench_growth                      # 6,000 steps, about half an hour on two cores
     python -m tools.bench_growth --steps 1500 --after 500
+    python -m tools.bench_growth --minutes 20         # as many of them as there is time for
 
 Memory is what a process has for itself alone and what is anonymous (``Private_Dirty`` of ``smaps_rollup``): files that
 are mapped or cached do not count, nor does what is done once after the last step (the plots, the export). Prints a row
@@ -13,7 +14,9 @@ included.
 
 import argparse
 import json
+import math
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -45,6 +48,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=6_000, help="training steps in all")
     parser.add_argument("--after", type=int, default=1_000, help="steps that do not count: caches fill")
     parser.add_argument("--most", type=float, default=1_000.0, help="bytes per step that a process may grow by")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop the run then, and judge what there was")
     parser.add_argument("--directory", type=Path, default=Path("runs"), help="where the run is made")
     arguments, overrides = parser.parse_known_args()
     directory = arguments.directory / "growth"
@@ -54,30 +58,37 @@ def main() -> int:
         "--run.steps", str(arguments.steps), *SMALL, *overrides,
     ]  # fmt: skip
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as process:
-        samples = watch(process, directory / "metrics.jsonl")
-    if process.returncode:
+        samples, was_stopped = watch(process, directory / "metrics.jsonl", within_s=60 * arguments.minutes)
+    if process.returncode and not was_stopped:
         print(f"the run ended with status {process.returncode}: see {directory / 'logs'}")
         return 1
-    counted = range(arguments.after + 1, arguments.steps)
+    num_steps = num_lines(directory / "metrics.jsonl")
+    counted = range(arguments.after + 1, num_steps)
+    print(f"{num_steps} steps, of which those from {counted.start} on count")
     grows = [name for name, points in sorted(samples.items()) if judge(name, points, counted, arguments.most)]
     for path in sorted(directory.iterdir()):
         size = sum(file.stat().st_size for file in [path, *path.rglob("*")] if file.is_file())
-        print(f"{path.name:16} {size / arguments.steps:10,.0f} bytes of disk per step")
+        print(f"{path.name:16} {size / max(num_steps, 1):10,.0f} bytes of disk per step")
     print(f"grow by more than {arguments.most:,.0f} bytes per step: {', '.join(grows) or 'none'}")
     return 1 if grows else 0
 
 
-def watch(process: subprocess.Popen[bytes], metrics: Path) -> Samples:
-    """Sample every process of the run until it ends."""
+def watch(process: subprocess.Popen[bytes], metrics: Path, *, within_s: float) -> tuple[Samples, bool]:
+    """Sample every process of the run until it ends, or has to be stopped: say whether it had."""
     samples: Samples = defaultdict(list)
+    ends_at_s = time.monotonic() + within_s
     while process.poll() is None:
+        if time.monotonic() > ends_at_s:
+            process.send_signal(signal.SIGINT)
+            process.wait()
+            return samples, True
         step = num_lines(metrics)
         for pid in [process.pid, *descendants(process.pid)]:
             name, size = name_of(pid), private_bytes(pid)
             if name and size:
                 samples[name].append((step, size))
         time.sleep(POLL_S)
-    return samples
+    return samples, False
 
 
 def num_lines(path: Path) -> int:
