@@ -9,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.controller.evaluation import newest_due_step
-from areal_async.controller.sampler import MAX_PERIOD, MixedSampler, Sampler, Share, Turns, sampler_of, whole_weights
+from areal_async.controller.sampler import (
+    MAX_PERIOD,
+    MixedSampler,
+    Sampler,
+    Share,
+    Turns,
+    _permutation,
+    sampler_of,
+    whole_weights,
+)
 from areal_async.types import Admitted, GroupId, Mix
 
 MIX = Mix(start=0, weights=[3, 2], counts=[0, 0])
@@ -174,3 +183,12 @@ def test_evaluations_are_due_at_the_first_the_last_and_every_few_steps() -> None
 
     assert due == [0, 0, 20, 20, 40, 50]
     assert newest_due_step(49, every_steps=0, last_step=50) == 0
+
+
+def test_the_orders_of_few_epochs_are_held_however_many_there_were() -> None:
+    sampler = Sampler(10, seed=1)
+
+    for epoch in range(200):
+        sampler.group_at(10 * epoch)
+
+    assert _permutation.cache_info().currsize <= 64
