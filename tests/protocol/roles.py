@@ -128,7 +128,7 @@ class ControllerModel:
             servers = [state for state, _ in (await self.bus.entries("server.", ServerState)).values()]
             newest, _ = await self.bus.get(NAMES.weights_key(), WeightsVersion)
             before = self.accounts.held, self.newest
-            self.accounts.hold(servers)
+            self.accounts.hold(servers, newest=None if newest is None else Version.parse(newest.version))
             self.newest = newest
             if before != (self.accounts.held, newest):
                 self.world.touch()
