@@ -37,7 +37,7 @@ import anyio
 
 from areal_async.bus import gather_reports
 from areal_async.cli.liveness import locked
-from areal_async.cli.status import read_snapshot
+from areal_async.cli.snapshot import read_snapshot
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top import REFRESH_S
 from areal_async.launch.run import visit_live

@@ -10,7 +10,6 @@ import json
 import logging
 from collections.abc import Sequence
 from datetime import datetime
-from typing import NamedTuple
 
 import anyio
 import structlog
@@ -19,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
-from areal_async.controller.accounts import Accounts
+from areal_async.cli.register import DeadLetter, read_register
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
@@ -27,96 +26,8 @@ from areal_async.plain_text import escaped
 from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.speech import say
-from areal_async.subjects import ADMITTED, RUN_STATE
-from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind
-from areal_async.wire import decode
-
-DEAD = "dead"
-WAITING = "to be tried again"
-AGAIN = "tried again"
-
-
-class DeadLetter(NamedTuple):
-    """A group that ended ``dead``."""
-
-    group: str
-    prompt: int
-    """Position of its row in the data."""
-    workflow: str
-    attempts: int
-    """That failed, since the last re-admission."""
-    reason: str
-    """Of the last one."""
-    when: str
-    state: str
-    """``dead``, or what became of its re-admission."""
-
-
-class Register:
-    """The dead letters of a run, as its log tells them. Pure."""
-
-    def __init__(self, accounts: Accounts) -> None:
-        self.accounts = accounts
-        self._dead: dict[str, tuple[Outcome, str]] = {}
-        """Group -> its end, and when that was recorded."""
-
-    def add(self, entry: Cut | Outcome, *, sequence: int, stored_at: str) -> None:
-        """Read an entry of the log."""
-        if isinstance(entry, Cut):
-            self.accounts.add_cut(entry, sequence=sequence)
-        else:
-            self.accounts.add_outcome(entry)
-            if entry.kind is OutcomeKind.DEAD and self.accounts.is_dead(entry.group_id):
-                self._dead.setdefault(entry.group_id, (entry, stored_at))
-
-    @property
-    def letters(self) -> list[DeadLetter]:
-        """Every group that ended dead, in the order of the log."""
-        due = {item.group_id for item in self.accounts.due_readmissions}
-        known = {item.group_id for item in self.accounts.readmissions}
-        letters = []
-        for group_id, (outcome, recorded_at) in self._dead.items():
-            group = GroupId.parse(group_id)
-            following = group.next_attempt
-            letters.append(
-                DeadLetter(
-                    group=group_id,
-                    prompt=group.index,
-                    workflow=outcome.workflow,
-                    attempts=outcome.num_failed_attempts,
-                    reason=outcome.reason,
-                    when=recorded_at,
-                    state=WAITING if following in due else AGAIN if following in known else DEAD,
-                )
-            )
-        return letters
-
-    def choose(self, groups: Sequence[str] | None) -> list[str]:
-        """Return the groups to re-admit: those named, or every dead one for ``None``.
-
-        Raises:
-            UserError: one is not dead, or is re-admitted already.
-        """
-        states = {letter.group: letter.state for letter in self.letters}
-        if groups is None:
-            return [group for group, state in states.items() if state == DEAD]
-        for group in groups:
-            if states.get(group) != DEAD:
-                got = states.get(group, "no dead group")
-                raise UserError(f"--readmit {group}: got {got}, need a dead group; dead --run NAME lists them")
-        return list(dict.fromkeys(groups))
-
-    def refuse_ended(self, state: RunState | None, settings: Settings) -> None:
-        """Check that the run can still try something.
-
-        Raises:
-            UserError: it has finished, or admits nothing any more.
-        """
-        name, last_step = settings.run.name, settings.run.steps
-        if state is not None and state.state == "finished":
-            raise UserError(f"run {name}: it has finished, and tries nothing again; start another with --run.name")
-        if self.accounts.journal.is_cut(last_step):
-            raise UserError(f"run {name}: the batch of its last step {last_step} is cut, and it tries nothing again")
+from areal_async.subjects import RUN_STATE
+from areal_async.types import GroupId, Outcome, OutcomeKind
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -139,19 +50,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     anyio.run(act, backend_options={"use_uvloop": True})
     return 0
-
-
-async def read_register(bus: Bus) -> Register:
-    """Read the dead letters as of now."""
-    names = bus.names
-    accounts = Accounts(max_groups_in_flight=0)
-    register = Register(accounts)
-    async for message in bus.find_messages(names.outcomes_stream, names.log):
-        entry = decode(message.data, Cut) if message.subject == names.cuts else decode(message.data, Outcome)
-        register.add(entry, sequence=message.sequence, stored_at=message.stored_at)
-    record, _ = await bus.get(ADMITTED, Admitted)
-    accounts.admitted = record or Admitted()
-    return register
 
 
 async def readmit(bus: Bus, settings: Settings, groups: Sequence[str] | None) -> list[str]:

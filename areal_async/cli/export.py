@@ -10,8 +10,8 @@ from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
 from areal_async.settings import Settings
 from areal_async.speech import say
-from areal_async.trainer.folders import LEDGER, held
-from areal_async.trainer.keeping import find_best, name_best, versions_in
+from areal_async.trainer.folders import LEDGER, held, versions_in
+from areal_async.trainer.keeping import find_best, name_best
 
 LAST, BEST = "last", "best"
 

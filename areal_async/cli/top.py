@@ -19,7 +19,8 @@ import structlog
 from areal_async.bus import Bus, Report, ask_service, hearing_reports
 from areal_async.cli.liveness import BeatsSeen, locked
 from areal_async.cli.orders import DONE, who
-from areal_async.cli.status import CONNECT_S, NUM_READ, check_remote, event_in, read_snapshot, remote_settings
+from areal_async.cli.snapshot import CONNECT_S, NUM_READ, event_in, read_snapshot
+from areal_async.cli.status import check_remote, remote_settings
 from areal_async.cli.tail import JsonLines
 from areal_async.cli.top_screen import draw
 from areal_async.cli.top_terminal import TopTerminal

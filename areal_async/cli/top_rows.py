@@ -8,7 +8,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from areal_async.cli.display import sparkline
 from areal_async.cli.durations import duration_text, seconds_since
-from areal_async.cli.status import OK, Member
+from areal_async.cli.snapshot import OK, Member
 from areal_async.cli.tail import Line
 from areal_async.cli.view import event_text, number
 from areal_async.types import Version, mean

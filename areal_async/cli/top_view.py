@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from areal_async.bus import Report
-from areal_async.cli.status import ENDED, OVER, Status
+from areal_async.cli.snapshot import ENDED, OVER, Status
 from areal_async.cli.tail import Line
 from areal_async.cli.top_rows import (
     EVENT_COLUMNS,

@@ -7,10 +7,8 @@ never were, from the run's broker: a live run's own, and that of a stopped one i
 import argparse
 import functools
 import logging
-import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import anyio
 import structlog
@@ -18,12 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.bus import Bus
 from areal_async.cli.output import check_place
 from areal_async.cli.recorded_text import draw
 from areal_async.cli.speech import json_text
-from areal_async.cli.token_text import Decoder, visible
-from areal_async.cli.token_views import Numbers
+from areal_async.cli.token_text import visible
 from areal_async.cli.trajectory_export import SUFFIXES, describe, export
 from areal_async.cli.trajectory_list import (
     COLUMNS,
@@ -37,18 +33,15 @@ from areal_async.cli.trajectory_list import (
     select,
     untrained,
 )
-from areal_async.errors import PipelineError, UserError, leaves_of
+from areal_async.cli.trajectory_sources import ask, ask_untrained, find_recorded, load_decoder
+from areal_async.errors import UserError
 from areal_async.fields import is_version
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.speech import say
-from areal_async.trainer.recorded import Recorded, archive_files, read_recorded
+from areal_async.trainer.recorded import Recorded
 from areal_async.types import Trajectory
 
-T = TypeVar("T")
-
-ASK_S = 20.0
-"""How long the broker may take to tell all that it has; then the archive must do."""
 PIPE_WIDTH = 200
 """Columns of a table that no terminal bounds."""
 MAX_ERROR_CHARACTERS = 100
@@ -121,37 +114,12 @@ def _steps(text: str | None) -> tuple[int, int] | None:
     return int(first), int(last or first)
 
 
-def _note(text: str) -> None:
-    sys.stderr.write(text)
-
-
-def ask_untrained(directory: RunDirectory, *, note: Callable[[str], None] = _note) -> list[Entry]:
-    """Return what only the broker knows; nothing, with a note (by itself on stderr), where it cannot be asked."""
-    return _ask(directory, untrained, note=note, otherwise="only what was trained is listed") or []
-
-
-def _ask(
-    directory: RunDirectory, read: Callable[[Bus], Awaitable[T]], *, note: Callable[[str], None], otherwise: str
-) -> T | None:
-    async def ask() -> T:
-        with anyio.fail_after(ASK_S):
-            async with visit(directory, needs_whole=False) as (_, bus):
-                return await read(bus)
-
-    try:
-        return anyio.run(ask, backend_options={"use_uvloop": True})
-    except* (PipelineError, TimeoutError, OSError) as group:
-        reason = str(leaves_of(group)[0]) or "it does not answer"
-    note(f"{otherwise}: the run's broker cannot be asked: {reason}\n")
-    return None
-
-
 def write(directory: RunDirectory, path: Path, entries: Sequence[Entry]) -> None:
     """Export entries with their tokens, from the archive and, as far as they are stored, from the broker."""
     stored: dict[str, Trajectory] = {}
     if wanted := {entry.id for entry in entries if entry.state != TRAINED and entry.sibling is not None}:
         read = functools.partial(read_stored, wanted=wanted)
-        stored = _ask(directory, read, note=_note, otherwise="what was not trained has no tokens") or {}
+        stored = ask(directory, read, otherwise="what was not trained has no tokens") or {}
     if gone := wanted - stored.keys():  # a live run has trained them meanwhile
         now = {entry.id: entry for entry in archived(directory.path) if entry.id in gone}
         entries = [now.get(entry.id, entry) for entry in entries]
@@ -231,29 +199,3 @@ def _find_untrained(directory: RunDirectory, name: str) -> tuple[Entry, Trajecto
             return found[0], await find_stored(bus, found[0])
 
     return anyio.run(find, backend_options={"use_uvloop": True})
-
-
-def find_recorded(directory: RunDirectory, entries: Sequence[Entry]) -> dict[str, Recorded]:
-    """Read the trained ones of some entries with their tokens, by id; each step is read once."""
-    wanted = {entry.id for entry in entries if entry.state == TRAINED}
-    steps = {entry.step for entry in entries if entry.state == TRAINED}
-    found = {}
-    for version, paths in archive_files(directory.path).items():
-        for one in read_recorded(paths) if version.step in steps else ():
-            name = f"{one.group_id}.{one.trajectory.slot.sibling}"
-            if name in wanted:
-                found[name] = one
-    return found
-
-
-def load_decoder(directory: RunDirectory) -> Decoder:
-    """Return the run's tokenizer; numbers, with a note on stderr, where there is none to be read."""
-    # Imported here: it takes seconds.
-    from areal_async.rollout.text import load_codec
-
-    try:
-        final = directory.path / "model"  # there is one at the end of the run, wherever it began
-        return load_codec(str(final) if final.is_dir() else directory.read_settings().model.path)
-    except UserError as exc:
-        sys.stderr.write(f"tokens are shown by their ids: {exc}\n")
-        return Numbers()

@@ -12,8 +12,7 @@ import pyarrow.parquet as pq
 from areal_async.doctor.evidence import ArchivedSlot, Ledger
 from areal_async.doctor.versions import Array, Columns, count_versions, find_faults
 from areal_async.errors import WireError
-from areal_async.trainer.folders import LEDGER
-from areal_async.trainer.keeping import versions_in
+from areal_async.trainer.folders import LEDGER, versions_in
 from areal_async.types import Credit
 from areal_async.wire import decode_json
 

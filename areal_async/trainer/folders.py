@@ -114,3 +114,14 @@ def _sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def versions_in(folder: Path) -> list[Version]:
+    """Return the versions that folders in a folder are named by, oldest first."""
+    found = []
+    for path in folder.glob("*-*"):
+        try:
+            found.append(Version.parse(path.name))
+        except ValueError:
+            continue
+    return sorted(found)

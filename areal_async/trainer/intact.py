@@ -14,8 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_async.trainer.folders import LEDGER, held
-from areal_async.trainer.keeping import versions_in
+from areal_async.trainer.folders import LEDGER, held, versions_in
 from areal_async.types import Version
 
 SUMS = "SHA256SUMS"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.settings import Settings, TrainerSettings
-from areal_async.trainer.folders import LEDGER, keep_newest
+from areal_async.trainer.folders import LEDGER, keep_newest, versions_in
 from areal_async.types import Version, mean
 
 INTERVAL = "checkpoint_every_steps"
@@ -124,17 +124,6 @@ def awaited(checkpoints: Iterable[Version], evaluated: Collection[Version], *, e
     newest = max((version.step for version in evaluated), default=-1)
     due = [version for version in checkpoints if version.step > newest and not version.step % every_steps]
     return set(sorted(due)[-NUM_AWAITED:])
-
-
-def versions_in(folder: Path) -> list[Version]:
-    """Return the versions of the checkpoints in a folder, oldest first."""
-    found = []
-    for path in folder.glob("*-*"):
-        try:
-            found.append(Version.parse(path.name))
-        except ValueError:
-            continue
-    return sorted(found)
 
 
 def _is_milestone(version: Version, trainer: TrainerSettings) -> bool:

@@ -10,8 +10,9 @@ import pytest
 import structlog
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
-from areal_async.cli.dead import AGAIN, DEAD, WAITING, DeadLetter, read_register, readmit, show
+from areal_async.cli.dead import readmit, show
 from areal_async.cli.main import main
+from areal_async.cli.register import AGAIN, DEAD, WAITING, DeadLetter, read_register
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.tasks import Tasks

@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.bus.streams import MAX_EVENTS_BYTES
-from areal_async.cli.status import read_events
+from areal_async.cli.snapshot import read_events
 from areal_async.events import GroupDead, RoleLost, ServerFenced
 from tests.brokers import OpenRole, until
 

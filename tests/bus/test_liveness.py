@@ -9,7 +9,8 @@ from rich.console import Console
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.cli.liveness import BeatsSeen, awaiting_beat
-from areal_async.cli.status import Status, ask_status, read_status, render
+from areal_async.cli.snapshot import Status, ask_status, read_status
+from areal_async.cli.status import render
 from areal_async.launch.claims import own_holder, run_beats
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.run_state import CrewState, RunState

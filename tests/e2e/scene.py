@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import anyio
 
-from areal_async.cli.status import OK, Status, ask_status
+from areal_async.cli.snapshot import OK, Status, ask_status
 from areal_async.launch.run_directory import RunDirectory
 from tests.e2e.test_run import DEADLINE_S, Run, events
 

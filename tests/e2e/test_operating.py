@@ -28,7 +28,7 @@ import pytest
 
 from areal_async import events, waits
 from areal_async.bus.streams import all_streams
-from areal_async.cli.status import OK
+from areal_async.cli.snapshot import OK
 from areal_async.subjects import Names
 from tests.e2e.scene import Scene, broker_pid, died, has, is_back, look, server_pid, stopped
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal

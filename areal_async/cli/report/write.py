@@ -10,7 +10,7 @@ from pathlib import Path
 from areal_async.cli.output import check_place, replacing
 from areal_async.cli.report.data import StepLines, read_report
 from areal_async.cli.report.page import render
-from areal_async.cli.trajectories import ask_untrained, load_decoder
+from areal_async.cli.trajectory_sources import ask_untrained, load_decoder
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.speech import say
 

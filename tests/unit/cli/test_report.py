@@ -225,7 +225,7 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
     directory = _run(tmp_path)
     anyio.run(_declare, directory)
     monkeypatch.setattr("areal_async.cli.report.write.ASK_EVERY_S", 0.0)
-    monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 20.0)
+    monkeypatch.setattr("areal_async.cli.trajectory_sources.ASK_S", 20.0)
     takings: list[int] = []
 
     def look(_: float) -> None:
@@ -236,10 +236,10 @@ def test_a_watched_report_of_a_run_that_is_over_leaves_its_directory_alone(
         if len(takings) == 3:
             held.enter_context(directory.locked("made"))
             (directory.path / "bus" / "url").unlink()  # it cannot be asked now, however long
-            monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 0.2)
+            monkeypatch.setattr("areal_async.cli.trajectory_sources.ASK_S", 0.2)
         if len(takings) == 6:
             held.close()
-            monkeypatch.setattr("areal_async.cli.trajectories.ASK_S", 20.0)
+            monkeypatch.setattr("areal_async.cli.trajectory_sources.ASK_S", 20.0)
             directory.write_bus_url("nats://127.0.0.1:1")
         if len(takings) == 10:
             raise KeyboardInterrupt

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from areal_async.cli.main import main
-from areal_async.cli.status import (
+from areal_async.cli.snapshot import (
     ENDED,
     MISSING,
     OK,
@@ -20,11 +20,11 @@ from areal_async.cli.status import (
     members_of,
     reason_of,
     record_at,
-    render,
     server_of,
     state_of,
     without_broker,
 )
+from areal_async.cli.status import render
 from areal_async.errors import UserError
 from areal_async.run_state import Control, CrewState, RunState, ServerState
 from areal_async.settings import RunSettings, Settings, TrainerSettings

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from areal_async.cli.status import MISSING, OK, Member, Status
+from areal_async.cli.snapshot import MISSING, OK, Member, Status
 from areal_async.cli.top_rows import Row, Rows
 from areal_async.cli.top_screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
 from areal_async.cli.top_terminal import keys_in

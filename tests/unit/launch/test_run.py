@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, list_runs, open_bus
-from areal_async.cli.status import read_events
+from areal_async.cli.snapshot import read_events
 from areal_async.errors import FencedError, PipelineError, UserError
 from areal_async.launch import rotation
 from areal_async.launch.backend import ProcessSpec

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.folders import LEDGER
+from areal_async.trainer.folders import LEDGER, versions_in
 from areal_async.trainer.intact import (
     SUMS,
     damage,
@@ -17,7 +17,6 @@ from areal_async.trainer.intact import (
     set_aside_in,
     write_sums,
 )
-from areal_async.trainer.keeping import versions_in
 from areal_async.types import Version
 from tests.unit.trainer.models import engine_of
 
