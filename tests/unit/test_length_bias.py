@@ -80,7 +80,8 @@ class World:
 
     def _hold(self, step: int) -> None:
         self._held = Version(1, step)
-        self._accounts.hold([ServerState(server_id="s", node_id="n", url="", version=str(self._held))])
+        server = ServerState(server_id="s", node_id="n", url="", version=str(self._held))
+        self._accounts.hold([server], newest=self._held)
 
     def _store(self, ticket: Ticket, sibling: int) -> None:
         self._num_events += 1
