@@ -65,6 +65,18 @@ def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     assert controller.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
+@pytest.mark.parametrize(("given", "taken"), [(None, "1"), ("4", "4")])
+def test_a_rank_has_one_heap_for_all_its_threads_or_as_many_as_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str | None, taken: str
+) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if given is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", given)
+    trainer, *_ = plan_crews(Settings(), RunDirectory(tmp_path), gpus=())
+
+    assert [spec.environment["MALLOC_ARENA_MAX"] for spec in trainer.make_specs()] == [taken]
+
+
 def test_of_several_hosts_the_first_trains_with_all_its_gpus_and_the_others_generate(tmp_path: Path) -> None:
     settings = Settings(trainer=TrainerSettings(num_ranks=4), inference=InferenceSettings(num_servers=4))
     hosts = ("a", "b", "c")
