@@ -3,15 +3,17 @@
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import anyio
 
-from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox
+from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox, Role, open_bus
 from areal_async.settings import Settings
 
 OpenRole = Callable[..., Awaitable[Bus]]
 """``await open_role(Role.NODE)`` or ``await open_role(Role.NODE, "1")``."""
+CONNECT_DEADLINE_S = 60.0
+"""A busy machine's broker takes its time to let somebody in."""
 
 
 @asynccontextmanager
@@ -26,6 +28,17 @@ async def running_broker(settings: Settings) -> AsyncIterator[EmbeddedBroker]:
             supervision.cancel_scope.cancel()
     finally:
         await broker.aclose()
+
+
+def as_operator(broker: EmbeddedBroker, settings: Settings) -> AbstractAsyncContextManager[Bus]:
+    """Connect as who may do everything."""
+    return open_bus(
+        broker.url,
+        names=settings.names,
+        role=Role.OPERATOR,
+        credentials=broker.credentials(Role.OPERATOR),
+        connect_deadline_s=CONNECT_DEADLINE_S,
+    )
 
 
 def kill(broker: EmbeddedBroker) -> None:

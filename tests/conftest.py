@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.settings import BusSettings, RunSettings, Settings
-from tests.brokers import OpenRole, running_broker
+from tests.brokers import CONNECT_DEADLINE_S, OpenRole, as_operator, running_broker
 from tests.loops import on_both_loops
 from tests.quiet import logging_as_before
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
 
 anyio_backend = on_both_loops
-CONNECT_DEADLINE_S = 60.0
-"""A busy machine's broker takes its time to let somebody in."""
 
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -45,13 +43,7 @@ def settings(tmp_path: Path) -> Settings:
 async def broker(anyio_backend: Any, settings: Settings) -> AsyncIterator[EmbeddedBroker]:
     """The broker of ``settings``, with everything declared."""
     async with running_broker(settings) as broker:
-        async with open_bus(
-            broker.url,
-            names=settings.names,
-            role=Role.OPERATOR,
-            credentials=broker.credentials(Role.OPERATOR),
-            connect_deadline_s=CONNECT_DEADLINE_S,
-        ) as bus:
+        async with as_operator(broker, settings) as bus:
             await declare(bus, settings)
         yield broker
 

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
+from areal_async.bus import Bus, EmbeddedBroker, declare
 from areal_async.bus.streams import all_streams
 from areal_async.cli.main import main
 from areal_async.errors import UserError
@@ -17,8 +17,8 @@ from areal_async.run_state import RunState
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
 from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, LineageRecord
+from tests.brokers import as_operator
 from tests.bus.stored import ticket
-from tests.conftest import CONNECT_DEADLINE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -43,13 +43,7 @@ async def served(settings: Settings) -> AsyncIterator[Bus]:
     broker = EmbeddedBroker(settings)
     await broker.start()
     try:
-        async with open_bus(
-            broker.url,
-            names=settings.names,
-            role=Role.OPERATOR,
-            credentials=broker.credentials(Role.OPERATOR),
-            connect_deadline_s=CONNECT_DEADLINE_S,
-        ) as bus:
+        async with as_operator(broker, settings) as bus:
             yield bus
     finally:
         await broker.aclose()
