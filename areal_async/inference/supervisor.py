@@ -32,6 +32,8 @@ MAX_RESTARTS = 5
 """Of starts in a row that came to nothing: ended before a token was generated. One more ends the node."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
+DYING_S = 2.0
+"""A process that ends closes its connections first: so long it may take until it is known how it ended."""
 
 log = structlog.get_logger()
 
@@ -111,7 +113,18 @@ class Supervisor:
         self._has_started = True
         self._server.context_tokens = await self._ask_context()
         self._updater = self._new_updater()
-        return await self._serve()
+        return await self._cause(await self._serve())
+
+    async def _cause(self, noticed: str) -> str:
+        """Return why the server has to be restarted: how it ended, where it has, whatever was noticed before that.
+
+        One that is killed in the middle of an update breaks the update's connection first.
+        """
+        if not self._server.fence:
+            await self._around.fence(self._server, noticed)
+        with anyio.move_on_after(DYING_S):
+            return await self._process.wait_ended()
+        return noticed
 
     async def _ask_context(self) -> int | None:
         """Return what the server says of its context; one that says nothing refuses by itself what is too long."""

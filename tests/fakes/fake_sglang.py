@@ -2,7 +2,8 @@
 
 In a test: ``async with FakeSglang(script) as server``; the script sees each request and writes the stream,
 byte by byte if it likes. As a process (``python -m sglang.launch_server``, see beside): it answers with
-tokens that count upwards; held by ``/hold`` it answers nothing until ``/release``, and ``/exit`` ends it.
+tokens that count upwards; held by ``/hold`` it answers nothing until ``/release``, ``/exit`` ends it, and after
+``/fall`` it is killed by its next update.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Self
+
+FALL_S = 0.2
 
 
 class EventStream:
@@ -88,6 +92,8 @@ class FakeSglang:
         """routes that are never answered"""
         self.checksums: dict[str, str] = {}
         self.is_paused = False
+        self.is_to_fall = False
+        """at the next update from disk"""
         self.stream_interval = 8
         self._called = asyncio.Event()
         self._runs = asyncio.Event()
@@ -154,7 +160,9 @@ class FakeSglang:
             self.calls.append((route, body))
             self._called.set()
             self._called = asyncio.Event()
-            if route in ("/update_weights_from_disk", "/update_weights_from_distributed"):
+            if route == "/update_weights_from_disk" and self.is_to_fall:
+                await self._fall(writer)
+            elif route in ("/update_weights_from_disk", "/update_weights_from_distributed"):
                 self.version = body["weight_version"] or self.version
             elif route in ("/pause_generation", "/continue_generation"):
                 self.is_paused = route == "/pause_generation"
@@ -165,6 +173,8 @@ class FakeSglang:
                 self._runs.clear()
             elif route == "/release":
                 self._runs.set()
+            elif route == "/fall":
+                self.is_to_fall = True
             elif route == "/exit":
                 os._exit(3)
             sampled = [request["sampling_params"] for request in self.requests]
@@ -172,6 +182,14 @@ class FakeSglang:
             if route == "/weights_checker":
                 answer |= {"ranks": [{"checksums": self.checksums}], "per_engine_checksum": str(self.checksums)}
             await respond(writer, 200, answer)
+
+    async def _fall(self, writer: asyncio.StreamWriter) -> None:
+        """Be killed, slowly: as of any process, its connections go first."""
+        assert self._server is not None
+        self._server.close()
+        writer.transport.abort()
+        await asyncio.sleep(FALL_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
     async def _count(self, request: dict[str, Any], stream: EventStream) -> None:
         """Answer with 5, 6, 7, ... and the end token last."""

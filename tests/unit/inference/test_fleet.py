@@ -169,6 +169,24 @@ async def test_server_that_serves_may_be_killed_more_often_than_one_that_does_no
         await yard.serving("n0-0")
 
 
+async def test_server_that_is_killed_in_the_middle_of_an_update_is_said_to_have_been_killed(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.inference.supervisor.DYING_S", 100.0)  # on however busy a machine
+    async with yard_of(settings, tmp_path) as (yard, _):
+        (server,) = await yard.serving("n0-0")
+        await tell(server, "/fall")
+        yard.fleet.target.announce(WeightsVersion(version="1-1", path="/w"))
+        await yard.until_started(2)
+
+        (server,) = await yard.serving("n0-0")
+
+    assert server.failure == "ended by SIGKILL"
+    first, *_, last = yard.states["n0-0"][yard.states["n0-0"].index("1-0") + 1 : -2]
+    assert first.startswith("update to 1-1 failed: /update_weights_from_disk: "), "as soon as that is known"
+    assert last == "ended by SIGKILL"
+
+
 async def test_server_that_dies_before_it_generates_anything_is_given_up_with_its_cause(
     settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
