@@ -5,6 +5,7 @@ It stays what it was started as: what the first start was given holds in every l
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, said_by
+from areal_async.launch.run_directory import RunDirectory
+from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, events, said_by, wait_until
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
 
@@ -57,8 +59,9 @@ def _kill_all(run: Run, launcher: "subprocess.Popen[str]") -> None:
             continue
 
 
-def _checkpointed(run: Run) -> int:
-    return max(int(path.name.split("-")[1]) for path in (run.directory / "checkpoints").glob("*-*"))
+def _recorded(run: Run) -> int:
+    """Return the step of the newest checkpoint that the trainer has said to be recorded; 0 for none."""
+    return max((one["step"] for one in events(run, "trainer-0", "checkpoint.written")), default=0)
 
 
 @pytest.fixture(scope="module")
@@ -78,19 +81,22 @@ def test_a_start_with_a_wrong_model_leaves_the_name_free(run: Run) -> None:
 def test_a_run_that_was_killed_goes_on_by_its_name_as_it_was_begun(run: Run) -> None:
     with _start(run, "workflows/gsm8k.py", "--run.name", "story", *FLAGS) as process:
         run.wait_for_step(3, process)
+        wait_until(lambda: _recorded(run) > 0, "a checkpoint")  # written beside the steps: a slow disk's comes later
         begun = (run.directory / "config.yaml").read_text()
         _kill_all(run, process)
         process.communicate()
     assert len(run.lines) < STEPS, "it was to be killed in the middle"
-    step = _checkpointed(run)
+    recorded, on_disk = _recorded(run), RunDirectory(run.directory).checkpointed_step
 
     with _start(run, "story") as process:
-        run.wait_for_step(step + 1, process)
+        run.wait_for_step(recorded + 1, process)
         exported = said_by("export", run.directory, "--output", str(run.directory.parent / "exported"))
         resumed = collect(process)
 
     assert resumed.returncode == 0, resumed.stdout
-    assert f"run story goes on from step {step}, its newest checkpoint" in resumed.stdout
+    told = re.search(r"run story goes on from step (\d+), its newest checkpoint", resumed.stdout)
+    assert told is not None, resumed.stdout
+    assert recorded <= int(told[1]) <= on_disk, "the trainer may have been killed before it could say so"
     assert (run.directory / "config.yaml").read_text() == begun
     assert not (run.directory / "changes.jsonl").exists()
     assert_accounts(run, num_steps=STEPS, max_staleness=4)
