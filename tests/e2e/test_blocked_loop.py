@@ -68,7 +68,8 @@ def test_what_blocks_the_loop_is_named_and_its_prompt_is_dead_after_its_attempts
     assert [line["step"] for line in run.lines] == list(range(1, 9)), "the other prompts train"
     index = (tmp_path / "poison").read_text()
     began_s = [float(line) for line in (tmp_path / "blocked_at").read_text().splitlines()]
-    named = logged(run, "loop.blocked")
+    # On a busy machine any loop is a second late now and then: that is logged too, and is no slot's doing.
+    named = [line for line in logged(run, "loop.blocked") if line.get("slot", "").startswith(f"slot 0-{index}-")]
     named_after_s = [
         datetime.fromisoformat(line["timestamp"]).timestamp() - at_s for line, at_s in zip(named, began_s, strict=True)
     ]
@@ -78,7 +79,6 @@ def test_what_blocks_the_loop_is_named_and_its_prompt_is_dead_after_its_attempts
     places = {f"{workflow}:{line} look_for_ever" for line in (11, 12)}
     for line in named:
         assert line["workflow"] == "endless"
-        assert line["slot"].startswith(f"slot 0-{index}-")
         assert line["place"] in places
     assert f"workflow endless, slot 0-{index}-0.0, holds up the event loop of node 0, at {workflow}:1" in output
     assert output.count("starting node-0 again") == 2

@@ -53,7 +53,8 @@ def test_four_siblings_are_shown_with_their_rewards_and_nothing_is_left(tmp_path
     assert sum("<|im_end|>" in line for line in lines if line.startswith("┃ ")) >= 1
     assert "\x1b" not in done.stdout
     assert max(map(len, lines[1:])) <= 80
-    assert done.stderr == ""
+    # a busy machine may have the loop run a second late, which is said
+    assert [line for line in done.stderr.splitlines() if "loop.blocked" not in line] == []
     assert list(tmp_path.glob("areal-*")) == []
 
 
