@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 
 from areal_async.cli.main import main
+from areal_async.cli.tail import read_json_lines
 from tests.quiet import logging_as_before
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -61,8 +62,8 @@ class Run:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        path = self.directory / "metrics.jsonl"
-        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        """Those that are whole: one is being written while the run goes on."""
+        return read_json_lines(self.directory / "metrics.jsonl")
 
     @property
     def trained(self) -> list[dict[str, Any]]:
@@ -203,8 +204,7 @@ def test_staleness_zero_is_on_policy_to_the_servers_own_logprobs_with_a_critic_a
 
 def events(run: Run, process: str, name: str) -> list[dict[str, Any]]:
     """What a process logged under one name."""
-    path = run.directory / "logs" / f"{process}.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = read_json_lines(run.directory / "logs" / f"{process}.jsonl")
     return [line for line in lines if line.get("event") == name]
 
 
