@@ -19,7 +19,7 @@ from areal_async.rollout.reward_worker import FRAME, MAX_ANSWER_BYTES, Answer
 START_DEADLINE_S = 120.0
 """For starting the interpreter and importing the user's file, which is not the reward's own time."""
 
-DYING_S = 0.5
+DYING_S = 2.0
 """A process that ends closes its pipes first: so long it may take until its status is known."""
 
 KEEPING_S = 5.0
