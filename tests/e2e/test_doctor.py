@@ -34,8 +34,9 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     run = Run(tmp_path_factory.mktemp("doctor"), "killed", run__steps=40, **settings)
     with run.start() as process:
         run.wait_for_step(7, process)
+        num_before = len(_stalls(run))  # a server that starts on a busy machine may have been named as well
         os.kill(server_pid(run), signal.SIGSTOP)
-        wait_until(lambda: bool(_stalls(run)), "the server to be named")
+        wait_until(lambda: len(_stalls(run)) > num_before, "the server to be named")
         process.send_signal(signal.SIGKILL)
     wait_until(lambda: not any(role_processes(run, verb) for verb in ("controller", "node", "trainer")), "all ended")
     return run
@@ -75,7 +76,7 @@ def _stalls(run: Run) -> list[dict[str, Any]]:
 
 
 def test_a_server_that_is_stopped_is_named_as_the_one_that_all_wait_for(killed: Run) -> None:
-    sentence = _stalls(killed)[0]["sentence"]
+    sentence = _stalls(killed)[-1]["sentence"]
 
     assert sentence.startswith("trainer waits for ")
     assert ", where nothing has moved for " in sentence
