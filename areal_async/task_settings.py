@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,6 +14,9 @@ from areal_async.section import FunctionPath, HubPath, Section
 from areal_async.subjects import TOKEN
 
 
+# Asked for several times per step, and each path made anew interns its parts: in the interpreter's table of such
+# strings one that is gone still has its place, until the table is full and is made again, larger by megabytes.
+@cache
 def workflow_name(workflow: str) -> str:
     """Return the name of ``FILE.py``, or of ``FILE.py:name``, a subject token."""
     stem = workflow.partition(":")[2] or Path(workflow).stem
