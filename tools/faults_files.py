@@ -1,4 +1,4 @@
-"""Faults of the disk: what was written is not what is read."""
+"""Faults of the disk: what was written is not what is read, or is not there."""
 
 import random
 import signal
@@ -54,6 +54,31 @@ def flipped_weights(case: Case) -> None:
     case.check(bool(run.events("node-0", "weights.unreadable")), "no server has seen that the weights are damaged")
     died = [event for event in run.events("launcher", "process.died") if event["process"].startswith("trainer")]
     case.check(len(died) == 1, f"the trainer was started again {len(died)} times, need once")
+
+
+@row("32", "a part of the store is gone", is_quick=True)
+def lost_part(case: Case) -> None:
+    run = case.new_run(run__steps=NUM_STEPS)
+    run.start()
+    run.wait_for_step(NUM_STEPS // 2)
+    run.stop()
+    metrics, names = run.directory / "metrics.jsonl", run.settings().names
+    (streams,) = (run.directory / "bus" / "jetstream").rglob("streams")
+    before = metrics.read_bytes()
+    for part in (names.outcomes_stream, f"KV_{names.bucket}"):
+        (streams / part).rename(case.directory / part)
+        run.start()
+        case.check(run.wait_end() == 2, f"without {part} the run did not end with status 2")
+        case.check(f"has lost {part} (" in run.last_words(), f"the last words do not name {part}: {run.last_words()}")
+        case.check(metrics.read_bytes() == before, f"without {part} metrics.jsonl was changed")
+        case.check(not (streams / part).exists(), f"{part} was made anew")
+        (case.directory / part).rename(streams / part)
+
+    run.start()
+    case.recovered(run.wait_for_progress())
+    run.finish()
+
+    case.check_steps()
 
 
 def _flip_bit(path: Path, rng: random.Random) -> None:
