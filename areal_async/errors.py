@@ -92,7 +92,7 @@ class DeniedError(BusError):
 
 
 class StreamFullError(BusError):
-    """The stream holds ``max_bytes``. Nothing was stored; wait for the trainer and send again."""
+    """The stream holds as much as it may. Nothing was stored; wait until some of it is gone and send again."""
 
 
 class ConflictError(BusError):

@@ -18,6 +18,8 @@ LINEAGE = "lineage"
 NODES = "node."
 """What the keys of joined nodes begin with."""
 RUN_STATE = "run"
+SERVERS = "server."
+"""What the keys of inference servers begin with."""
 SETTINGS = "settings"
 
 
@@ -62,6 +64,15 @@ class Names:
     def bucket(self) -> str:
         """The key-value bucket with the run's state."""
         return f"AREAL_{self.run}"
+
+    @property
+    def nodes_bucket(self) -> str:
+        """The bucket of the keys that nodes write, ``server.*`` and ``node.*``, with limits that are theirs alone."""
+        return f"AREAL_{self.run}_NODES"
+
+    def bucket_of(self, key: str) -> str:
+        """Return the bucket that a key, or all that begin so, is in."""
+        return self.nodes_bucket if key.startswith((SERVERS, NODES)) else self.bucket
 
     def account(self, role: str) -> str:
         """What the broker knows a role of this run as; the operator's holds the streams."""
@@ -164,7 +175,7 @@ class Names:
         return f"weights.{_token(policy)}"
 
     def server_key(self, server_id: str) -> str:
-        return f"server.{_token(server_id)}"
+        return f"{SERVERS}{_token(server_id)}"
 
     def crew_key(self, crew: str) -> str:
         """How processes that live and die together fare; the launcher writes it."""

@@ -28,7 +28,7 @@ from areal_async.bus.service import (
     json_object,
     serving,
 )
-from areal_async.bus.streams import declare, delete_run, list_runs, take_trainer_consumer
+from areal_async.bus.streams import declare, delete_run, forget_nodes, list_runs, take_trainer_consumer
 from areal_async.bus.sweep import Sweep
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "credentials_path",
     "declare",
     "delete_run",
+    "forget_nodes",
     "gather_reports",
     "hearing_reports",
     "is_locked",

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_async import wire
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
-from areal_async.errors import BusError, WireError
+from areal_async.errors import BusError, StreamFullError, WireError
 
 TRY_DEADLINE_S = 5.0
 """One try; the connection's loss ends it sooner."""
@@ -129,6 +129,7 @@ class Api:
         """Return the JSON answer; errors that pass by themselves (still starting, too busy) are waited out.
 
         Raises:
+            StreamFullError: nothing was stored.
             ApiError: the broker refuses.
             BusError: no answer within the operation's deadline, or the subject is denied.
         """
@@ -139,7 +140,9 @@ class Api:
             if "error" not in answer:
                 return answer
             error = ApiError(subject, answer["error"])
-            if error.is_full or answer["error"].get("code") not in (429, 503):
+            if error.is_full:
+                raise StreamFullError(f"message to {subject}: {error.description}; wait until some are gone") from error
+            if answer["error"].get("code") not in (429, 503):
                 raise error
             retry.last_seen = str(error)
             await retry.pause()

@@ -1,7 +1,8 @@
 """Messages that their reader cannot use: stored once more as dead letters, with the reason, and counted.
 
-Whoever may store messages may store any number of such: what one process makes of them is bounded, and only the count
-and the log go on. The reader goes on as if they had never come. Whoever reads such a message does the same, so a dead
+Whoever may store messages may store any number of such: what one process makes of them is bounded, and so is the
+stream of letters, which refuses what is new, as the first ones tell most. Beyond, only the count, the events and the
+log go on. The reader goes on as if they had never come. Whoever reads such a message does the same, so a dead
 letter's id is that of the message: within the stream's duplicate window it is stored once.
 """
 
@@ -15,7 +16,7 @@ import structlog
 from areal_async import wire
 from areal_async.bus.api import Api
 from areal_async.bus.connection import ConnectionLostError
-from areal_async.errors import WireError
+from areal_async.errors import StreamFullError, WireError
 from areal_async.events import MessageBuried
 from areal_async.subjects import Names
 from areal_async.types import DeadLetter, Record
@@ -63,7 +64,7 @@ class DeadLetters:
         """Store a dead letter.
 
         Raises:
-            BusError: it could not be stored; the message is still where it was.
+            BusError: it could not be stored, and their stream is not full; the message is still where it was.
         """
         is_whole = self._stored_bytes < MAX_STORED_BYTES
         headers = {_printable(key): _printable(value) for key, value in message.headers.items()} if is_whole else {}
@@ -79,8 +80,9 @@ class DeadLetters:
         if self.num_buried < MAX_LETTERS:
             data = wire.encode(letter)
             msg_id = f"undecodable.{message.stream}.{message.sequence}"
-            await self._api.ask(self._names.undecodable, data, {"Nats-Msg-Id": msg_id})
-            self._stored_bytes += len(data)
+            with suppress(StreamFullError):
+                await self._api.ask(self._names.undecodable, data, {"Nats-Msg-Id": msg_id})
+                self._stored_bytes += len(data)
         self.num_buried += 1
         event = MessageBuried(stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
         with suppress(ConnectionLostError):

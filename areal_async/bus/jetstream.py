@@ -7,7 +7,7 @@ that was cancelled may or may not have been carried out, and is repeated safely 
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 from uuid import uuid4
@@ -17,7 +17,7 @@ import msgspec
 import structlog
 
 from areal_async import wire
-from areal_async.bus.api import Api, ApiError
+from areal_async.bus.api import Api
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.inbox import Delivery, Inbox, settle
@@ -33,6 +33,8 @@ from areal_async.types import Record
 R = TypeVar("R", bound=Record)
 
 EMIT_DEADLINE_S = 1.0
+FIRST_FULL_WAIT_S = 0.1
+MAX_FULL_WAIT_S = 2.0
 MAX_UNREAD = 4096
 """Core messages kept for a slow subscriber; the oldest are dropped beyond."""
 
@@ -91,7 +93,8 @@ class Bus:
         self._reader = LogReader(self.api)
         self._bells = Bells(self.api)
         self._dead_letters = DeadLetters(self.api, names)
-        self._keys = Keys(self.api, self._reader, self._bells, self._dead_letters, names.bucket)
+        self._full_turn = anyio.Lock()
+        self._keys = Keys(self.api, self._reader, self._bells, self._dead_letters, names)
 
     async def __aenter__(self) -> Self:
         return self
@@ -127,19 +130,30 @@ class Bus:
         """
         data = wire.encode(payload) if isinstance(payload, Record) else payload
         msg_id = msg_id or uuid4().hex
-        try:
-            if expected_last_subject_sequence is not None:
-                sequence, is_duplicate = await publish_after(
-                    self.api, self._reader, self._stream_of(subject), subject, data, msg_id,
-                    expected_last_subject_sequence, dict(headers or {}),
-                )  # fmt: skip
-                return Published(sequence, is_duplicate)
-            answer = await self.api.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id})
-        except ApiError as exc:
-            if exc.is_full:
-                raise StreamFullError(f"message to {subject}: {exc.description}; wait until some are settled") from exc
-            raise
+        if expected_last_subject_sequence is not None:
+            sequence, is_duplicate = await publish_after(
+                self.api, self._reader, self._stream_of(subject), subject, data, msg_id,
+                expected_last_subject_sequence, dict(headers or {}),
+            )  # fmt: skip
+            return Published(sequence, is_duplicate)
+        answer = await self.api.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id})
         return Published(int(answer["seq"]), bool(answer.get("duplicate")))
+
+    async def publish_patiently(self, subject: str, record: Record, *, msg_id: str) -> Published:
+        """Store a message as ``publish`` does, however long its stream is full.
+
+        Of many that wait, one asks; the others take their turns after it.
+        """
+        with suppress(StreamFullError):
+            return await self.publish(subject, record, msg_id=msg_id)
+        log.warning("stream.full", subject=subject)
+        wait_s = FIRST_FULL_WAIT_S
+        async with self._full_turn:
+            while True:
+                with suppress(StreamFullError):
+                    return await self.publish(subject, record, msg_id=msg_id)
+                await anyio.sleep(wait_s)
+                wait_s = min(MAX_FULL_WAIT_S, 2 * wait_s)
 
     async def emit(self, subject: str, payload: bytes | Record) -> None:
         """Tell whoever listens now. Never waits long: without a connection the message is dropped."""

@@ -1,6 +1,7 @@
 """The run's key-value bucket: its state, changed by compare-and-set.
 
-A bucket is a stream with a subject per key, as every NATS tool knows it. A write carries an id of its
+A bucket is a stream with a subject per key, as every NATS tool knows it. There are two: what nodes write is in one of
+its own, whose limits refuse nobody else. A write carries an id of its
 own, so that a write whose answer was lost can be recognised as done, and is never taken for another's.
 
 A value that cannot be read becomes a dead letter, and the newest one before it that can stands for it: no
@@ -20,13 +21,17 @@ from areal_async.bus.api import WRONG_LAST_SEQUENCE, Api, ApiError
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
 from areal_async.errors import ConflictError, WireError
+from areal_async.subjects import Names
 from areal_async.types import Record
 
 R = TypeVar("R", bound=Record)
 
 HISTORY = 16
 """Values kept per key: far enough back to find a write of one's own that others have since overwritten."""
-MAX_REMEMBERED = 1024
+NODES_HISTORY = 1
+"""Of a node's key: one that is there can be written again however full its bucket is, as a value then takes the place
+of another."""
+MAX_REMEMBERED = 4096
 """Unreadable values that are not buried again at every look."""
 
 
@@ -35,18 +40,17 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 class Keys:
-    """One bucket."""
+    """The buckets of one run."""
 
-    def __init__(self, api: Api, reader: LogReader, bells: Bells, dead_letters: DeadLetters, bucket: str) -> None:
+    def __init__(self, api: Api, reader: LogReader, bells: Bells, dead_letters: DeadLetters, names: Names) -> None:
         self._api = api
+        self._names = names
         self._reader = reader
         self._bells = bells
         self._dead_letters = dead_letters
         self._buried: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self._known: dict[str, tuple[int, Record]] = {}
         """The newest value that was read or written here, by subject, and its revision."""
-        self._stream = f"KV_{bucket}"
-        self._prefix = f"$KV.{bucket}."
 
     async def get(self, key: str, kind: type[R]) -> tuple[R | None, int]:
         """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted.
@@ -54,15 +58,20 @@ class Keys:
         Raises:
             WireError: none of the values that are kept can be read.
         """
-        message = await self._reader.get_last(self._stream, self._prefix + key)
+        message = await self._reader.get_last(self._stream(key), self._subject(key))
         if message is None:
             return None, 0
         return await self._value(message, kind), message.sequence
 
     async def put(self, key: str, record: Record) -> int:
-        """Set a key whatever it holds; return its new revision."""
-        answer = await self._api.ask(self._prefix + key, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
-        self._know(self._prefix + key, int(answer["seq"]), record)
+        """Set a key whatever it holds; return its new revision.
+
+        Raises:
+            StreamFullError: a node's key is new, and there are as many as may be.
+        """
+        subject = self._subject(key)
+        answer = await self._api.ask(subject, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
+        self._know(subject, int(answer["seq"]), record)
         return int(answer["seq"])
 
     async def create(self, key: str, record: Record) -> int:
@@ -81,16 +90,17 @@ class Keys:
 
         Raises:
             ConflictError: another writer was faster.
+            StreamFullError: as for ``put``.
         """
-        subject, data = self._prefix + key, wire.encode(record)
-        sequence, _ = await publish_after(self._api, self._reader, self._stream, subject, data, uuid4().hex, revision)
+        subject, data, stream = self._subject(key), wire.encode(record), self._stream(key)
+        sequence, _ = await publish_after(self._api, self._reader, stream, subject, data, uuid4().hex, revision)
         self._know(subject, sequence, record)
         return sequence
 
     async def delete(self, key: str) -> None:
         """Forget a key; one that does not exist is no error."""
         headers = {"KV-Operation": "DEL", "Nats-Msg-Id": uuid4().hex}
-        await self._api.ask(self._prefix + key, b"", headers)
+        await self._api.ask(self._subject(key), b"", headers)
 
     async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
         """Return value and revision of every key that starts with ``prefix``; without those that cannot be read."""
@@ -104,17 +114,20 @@ class Keys:
 
     async def records(self, wanted: Mapping[str, type[Record]]) -> dict[str, Record]:
         """Return the values of several keys, by key; without those that do not exist or cannot be read."""
-        subjects = [f"{self._prefix}{key}{'>' if key.endswith('.') else ''}" for key in wanted]
+        subjects: dict[str, list[str]] = {}
+        for key in wanted:
+            subjects.setdefault(self._stream(key), []).append(self._subject(f"{key}>" if key.endswith(".") else key))
         found: dict[str, Record] = {}
-        for last in await self._reader.read_last_of_each(self._stream, *subjects):
-            key = last.subject.removeprefix(self._prefix)
-            if not _is_key(key):
-                continue
-            kind = next(kind for one, kind in wanted.items() if key == one or (one[-1] == "." and key.startswith(one)))
-            with suppress(WireError):
-                value = await self._value(last, kind)
-                if value is not None:
-                    found[key] = value
+        for stream, own in subjects.items():
+            for last in await self._reader.read_last_of_each(stream, *own):
+                key = _key_of(last)
+                if not _is_key(key):
+                    continue
+                kinds = (wanted[one] for one in wanted if key == one or (one[-1] == "." and key.startswith(one)))
+                with suppress(WireError):
+                    value = await self._value(last, next(kinds))
+                    if value is not None:
+                        found[key] = value
         return found
 
     async def keys(self, prefix: str = "") -> list[str]:
@@ -123,13 +136,14 @@ class Keys:
 
     def watch(self, key: str, kind: type[R], poll_s: float = POLL_S) -> "Watch[R]":
         """Return the endless iterator of a key's values."""
-        return Watch(self, Attention(self._bells, self._prefix + key, poll_s), key, kind)
+        return Watch(self, Attention(self._bells, self._subject(key), poll_s), key, kind)
 
     async def _value(self, message: Message, kind: type[R]) -> R | None:
         """Return the record in a value or, where that is none, in the newest one before it that is."""
         values = [message]
-        if await self._read(message, kind) is None and not _is_deleted(message):
-            kept = await self._reader.read_batch(self._stream, message.subject, 1)
+        history = NODES_HISTORY if message.stream == f"KV_{self._names.nodes_bucket}" else HISTORY
+        if await self._read(message, kind) is None and not _is_deleted(message) and history > 1:
+            kept = await self._reader.read_batch(message.stream, message.subject, 1)
             values += [one for one in reversed(kept) if one.sequence < message.sequence]
         for value in values:
             if _is_deleted(value):
@@ -138,11 +152,13 @@ class Keys:
             if record is not None:
                 self._know(message.subject, value.sequence, record)
                 return record
-        if len(values) < HISTORY:
+        if len(values) < history:
             return None  # it never had a value
         _, known = self._known.get(message.subject, (0, None))
         if isinstance(known, kind):
             return known
+        if history == NODES_HISTORY:
+            return None  # one damaged write is no reason to keep its writer from the next
         raise WireError(f"key {message.subject}: got {len(values)} values that cannot be read; put one by hand")
 
     def _know(self, subject: str, revision: int, record: Record) -> None:
@@ -162,12 +178,20 @@ class Keys:
 
     async def _last(self, prefix: str) -> dict[str, Message]:
         tokens = prefix[: prefix.rfind(".") + 1]
+        buckets = [self._names.bucket_of(prefix)] if tokens else [self._names.bucket, self._names.nodes_bucket]
         last = {
-            message.subject.removeprefix(self._prefix): message
-            for message in await self._reader.read_last_of_each(self._stream, f"{self._prefix}{tokens}>")
+            _key_of(message): message
+            for bucket in buckets
+            for message in await self._reader.read_last_of_each(f"KV_{bucket}", f"$KV.{bucket}.{tokens}>")
             if not _is_deleted(message)
         }
         return {key: message for key, message in last.items() if key.startswith(prefix) and _is_key(key)}
+
+    def _stream(self, key: str) -> str:
+        return f"KV_{self._names.bucket_of(key)}"
+
+    def _subject(self, key: str) -> str:
+        return f"$KV.{self._names.bucket_of(key)}.{key}"
 
 
 class Watch(AsyncIterator[R], Generic[R]):
@@ -216,6 +240,10 @@ async def publish_after(
             if message.headers.get("Nats-Msg-Id") == msg_id:
                 return message.sequence, True
         raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc
+
+
+def _key_of(message: Message) -> str:
+    return message.subject.split(".", 2)[2]
 
 
 def _is_key(text: str) -> bool:

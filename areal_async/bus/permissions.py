@@ -7,7 +7,18 @@ cursor, and only the operator declares and deletes. Acks are granted per stream.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, NODES, RUN_STATE, Names
+from areal_async.subjects import (
+    ADMITTED,
+    CHANGES,
+    CHECKPOINT,
+    CONTROL,
+    LAUNCHER,
+    LINEAGE,
+    NODES,
+    RUN_STATE,
+    SERVERS,
+    Names,
+)
 
 SERVICES_INBOX = "_INBOX_services"
 """Where operators hear what services answer. The broker's answers reach them there as well, so that a person's client
@@ -52,11 +63,11 @@ def permissions(role: Role, names: Names) -> Permissions:
         subscribe += [*_discovery(SERVER), f"{run}.status.{SERVER}.>"]
     match role:
         case Role.OPERATOR:
-            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", f"$KV.{names.bucket}.>"]
-            subscribe += [f"{run}.>", f"$KV.{names.bucket}.>", "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
+            publish += ["$JS.API.>", "$JS.ACK.>", "$JS.FC.>", "$SRV.>", f"{run}.>", *_buckets(names)]
+            subscribe += [f"{run}.>", *_buckets(names), "$JS.EVENT.ADVISORY.>", f"{SERVICES_INBOX}.>"]
         case Role.CONTROLLER:
             publish += [f"{run}.tickets.>", f"{run}.eval.tickets.>", names.outcomes]
-            publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", "server.>")
+            publish += _keys(names, ADMITTED, CHANGES, CONTROL, RUN_STATE, "eval.>", f"{SERVERS}>")
             publish += _consume(names.eval_stream, names.eval_controller_consumer)
             publish.append(f"$JS.API.CONSUMER.INFO.{names.eval_stream}.{names.eval_nodes_consumer}")
             publish += _read(names, names.outcomes_stream)
@@ -64,7 +75,7 @@ def permissions(role: Role, names: Names) -> Permissions:
             subscribe += [names.log, names.all_metrics, f"{run}.control.>", *_keys(names, CONTROL, CHANGES)]
         case Role.NODE:
             publish += [f"{run}.trajectories.>", f"{run}.eval.results.>"]
-            publish += _keys(names, "server.>", f"{NODES}>")
+            publish += _keys(names, f"{SERVERS}>", f"{NODES}>")
             publish += _consume(names.tickets_stream, names.nodes_consumer)
             publish += _consume(names.eval_stream, names.eval_nodes_consumer)
             publish += _read(names, names.outcomes_stream, names.trajectories_stream)
@@ -113,7 +124,7 @@ def _acks(stream: str, consumer: str) -> list[str]:
 def _read(names: Names, *streams: str) -> list[str]:
     """Read these streams, and the run's keys, message by message."""
     granted: list[str] = []
-    for stream in (*streams, f"KV_{names.bucket}"):
+    for stream in (*streams, f"KV_{names.bucket}", f"KV_{names.nodes_bucket}"):
         granted += _api(stream, "DIRECT.GET.{}", "DIRECT.GET.{}.>")
     return granted + _state(*streams)
 
@@ -124,7 +135,11 @@ def _state(*streams: str) -> list[str]:
 
 
 def _keys(names: Names, *keys: str) -> list[str]:
-    return [f"$KV.{names.bucket}.{key}" for key in keys]
+    return [f"$KV.{names.bucket_of(key)}.{key}" for key in keys]
+
+
+def _buckets(names: Names) -> list[str]:
+    return [f"$KV.{bucket}.>" for bucket in (names.bucket, names.nodes_bucket)]
 
 
 def _api(stream: str, *operations: str) -> list[str]:

@@ -10,13 +10,21 @@ import structlog
 
 from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
 from areal_async.bus.jetstream import Bus
-from areal_async.bus.keys import HISTORY
+from areal_async.bus.keys import HISTORY, NODES_HISTORY
 from areal_async.errors import FencedError, UserError
 from areal_async.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Settings
-from areal_async.subjects import Names
+from areal_async.subjects import NODES, SERVERS, Names
 
 SCHEMA = {"areal.schema": "1"}
-CHANGEABLE = {"max_bytes", "duplicate_window", "max_msg_size", "metadata", "description", "allow_rollup_hdrs"}
+CHANGEABLE = {
+    "subjects",
+    "max_bytes",
+    "duplicate_window",
+    "max_msg_size",
+    "metadata",
+    "description",
+    "allow_rollup_hdrs",
+}
 """Fields of a stream that may change under its messages."""
 MIN_ACK_PENDING = 1000
 MAX_EVENTS_BYTES = 16 << 20
@@ -24,6 +32,18 @@ MAX_EVENT_BYTES = 64 << 10
 MAX_EVENT_AGE_S = 30 * 86400.0
 ADVISORIES = ("CREATED", "DELETED", "MSG_TERMINATED", "MAX_DELIVERIES")
 """What the broker tells of a consumer and is kept: a lineage is taken, a message is given up."""
+MAX_EVAL_BYTES = 64 << 20
+"""Of tickets and results of evaluations; who finds no room waits for it."""
+MAX_DEAD_BYTES = 64 << 20
+"""Of dead letters. Newer ones are refused and told of by events and logs; no flood of them displaces the first."""
+MAX_NODES_KEYS = 1000
+"""Keys that nodes write; one that is there can always be written again. Of more than 1024 the broker refuses to tell
+the newest values."""
+MAX_NODES_VALUE_BYTES = 16 << 10
+MAX_SUBJECT_BYTES = 4 << 10
+"""The broker's own limit, with what it writes beside a message."""
+ROOM_BYTES = 64 << 20
+"""Of the embedded broker's disk, for what no node may write: prompts, the log and the run's own keys."""
 STORAGE_RESERVED = 10047
 """The broker's disk limit is below what the streams reserve."""
 
@@ -31,19 +51,33 @@ log = structlog.get_logger()
 
 
 async def declare(bus: Bus, settings: Settings) -> None:
-    """Make the run's streams, shared consumers and bucket, or check and adapt those that exist.
+    """Make the run's streams, shared consumers and buckets, or check and adapt those that exist.
 
     Raises:
         UserError: a stream exists and was made otherwise, or the disk is too small.
     """
+    need = reserved_bytes(settings) + ROOM_BYTES
+    if settings.bus.url == "embedded" and need > settings.bus.max_disk_bytes:
+        raise UserError(
+            f"bus.max_disk_bytes: got {settings.bus.max_disk_bytes}, need at least {need} for what nodes may fill and "
+            f"{ROOM_BYTES} beside it; raise it, or lower rollout.max_stream_bytes"
+        )
     for config in stream_configs(settings):
         await _declare_stream(bus, config)
     for stream, config in consumer_configs(settings):
         await _create_consumer(bus, stream, config)
 
 
+def reserved_bytes(settings: Settings) -> int:
+    """Return what the streams with a limit of their own take of the broker's disk at the most."""
+    return sum(config.get("max_bytes", 0) for config in stream_configs(settings))
+
+
 def stream_configs(settings: Settings) -> list[dict[str, Any]]:
-    """Return every stream's configuration, in the broker's own terms."""
+    """Return every stream's configuration, in the broker's own terms.
+
+    Each that nodes may write to has a limit, so that there is always room in the others.
+    """
     names, run = settings.names, f"areal.{settings.run.name}"
     common = {
         "storage": "file",
@@ -60,6 +94,13 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
     }
     # no rollup: by its header whoever may write one key could purge them all
     bucket = {"max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": False, "deny_delete": True}
+    nodes_bucket = {
+        **bucket,
+        "max_msgs_per_subject": NODES_HISTORY,
+        "max_msgs": MAX_NODES_KEYS,
+        "max_msg_size": MAX_NODES_VALUE_BYTES,
+        "max_bytes": MAX_NODES_KEYS * (MAX_NODES_VALUE_BYTES + MAX_SUBJECT_BYTES),  # never reached
+    }
     audit = {"deny_delete": True}
     history = {
         "discard": "old",
@@ -85,9 +126,22 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
             common,
             audit,
         ),
-        _stream(names.eval_stream, "workqueue", [f"{run}.eval.>"], "held-out rows and their results", common),
         _stream(
-            names.dead_stream, "limits", [f"{run}.dead.>"], "what failed every attempt or cannot be read", common, audit
+            names.eval_stream,
+            "workqueue",
+            [f"{run}.eval.>"],
+            "held-out rows and their results",
+            common,
+            {"max_bytes": MAX_EVAL_BYTES},
+        ),
+        _stream(
+            names.dead_stream,
+            "limits",
+            [f"{run}.dead.>"],
+            "what failed every attempt or cannot be read",
+            common,
+            audit,
+            {"max_bytes": MAX_DEAD_BYTES},
         ),
         _stream(
             names.events_stream,
@@ -99,6 +153,14 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
             history,
         ),
         _stream(f"KV_{names.bucket}", "limits", [f"$KV.{names.bucket}.>"], "the state of the run", common, bucket),
+        _stream(
+            f"KV_{names.nodes_bucket}",
+            "limits",
+            [f"$KV.{names.nodes_bucket}.>"],
+            "what nodes say of themselves and their servers",
+            common,
+            nodes_bucket,
+        ),
     ]
 
 
@@ -162,6 +224,14 @@ async def delete_run(bus: Bus) -> None:
                 raise
 
 
+async def forget_nodes(bus: Bus) -> None:
+    """Delete all keys that nodes have written, also those in the run's own bucket, where earlier versions had them."""
+    names = bus.names
+    await bus.api.ask(f"$JS.API.STREAM.PURGE.KV_{names.nodes_bucket}")
+    for keys in (SERVERS, NODES):
+        await bus.api.ask(f"$JS.API.STREAM.PURGE.KV_{names.bucket}", {"filter": f"$KV.{names.bucket}.{keys}>"})
+
+
 async def list_runs(bus: Bus) -> list[str]:
     """Return the names of the runs that this broker holds, sorted."""
     streams: list[str] = []
@@ -175,7 +245,7 @@ async def list_runs(bus: Bus) -> list[str]:
 
 
 def all_streams(names: Names) -> list[str]:
-    """Return every stream of a run, the bucket's included."""
+    """Return every stream of a run, the buckets' included."""
     return [
         names.tickets_stream,
         names.trajectories_stream,
@@ -184,6 +254,7 @@ def all_streams(names: Names) -> list[str]:
         names.dead_stream,
         names.events_stream,
         f"KV_{names.bucket}",
+        f"KV_{names.nodes_bucket}",
     ]
 
 
@@ -213,7 +284,8 @@ async def _declare_stream(bus: Bus, config: dict[str, Any]) -> None:
             f"stream {name}: {key} got {existing.get(key)}, need {config[key]}; "
             "it was made otherwise: use --fresh or another run.name"
         )
-    if "max_bytes" in different and 0 < config["max_bytes"] < info["state"]["bytes"]:
+    is_trajectories = name == bus.names.trajectories_stream
+    if is_trajectories and "max_bytes" in different and 0 < config["max_bytes"] < info["state"]["bytes"]:
         raise UserError(
             f"rollout.max_stream_bytes: got {config['max_bytes']}, need at least the {info['state']['bytes']} "
             f"bytes that {name} holds; raise it"

@@ -1,27 +1,31 @@
 """Evaluation of held-out rows: tickets out, results in, one record per evaluated version and task.
 
 Beside training: own subjects, no credits, never trained. What an evaluation has got so far lives in the
-stream until it is whole, so a restarted controller collects it again.
+stream until it is whole, so a restarted controller collects it again. What nobody waits for goes at once, and all of it
+where the stream gets full: it holds tickets and results, and whoever finds no room waits for it.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import anyio
 import msgspec
 import structlog
+from anyio.abc import TaskGroup
 
 from areal_async import stations
 from areal_async.accuracy import measure, most_frequent
-from areal_async.bus import Bus, Delivery
+from areal_async.bus import Bus, Delivery, Inbox
 from areal_async.controller.tasks import Tasks
 from areal_async.events import EvaluationFinished
 from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version
 
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
+FULL_SHARE = 0.5
+"""Of the stream's bytes, from which on results are held in memory alone."""
 Answer = tuple[int, int]
 """A row by its place, and which of the answers to it."""
 
@@ -45,6 +49,8 @@ class Evaluator:
         self._wanted = [(index, sample) for index in range(len(held_out)) for sample in range(num_samples)]
         self._num_samples = num_samples
         self._file = file
+        self._num_unasked = 0
+        """Tickets that are not stored yet."""
         self.waits_for = ""
 
     async def is_done(self, step: int) -> bool:
@@ -75,49 +81,21 @@ class Evaluator:
             due_step: the step at which it was due.
             on_result: told of every result: progress for whoever watches.
         """
-        names, eval_id = self._bus.names, str(version)
         if before := (await self.made()).get(version):
             for record in before:
                 await self._bus.put(_key(due_step, record.workflow), record)
             return before
-        attempt = 0
-        await self._ask(eval_id, self._wanted, attempt)
-        results: dict[Answer, EvalResult] = {}
-        wanted = set(self._wanted)
-        deliveries: dict[int, Delivery] = {}
-        is_answered = False
+        names = self._bus.names
         async with self._bus.consume(names.eval_stream, names.eval_controller_consumer) as inbox:
-            while len(results) < len(wanted):
-                self.waits_for = f"{len(wanted) - len(results)} evaluation results of {eval_id}"
-                arrived = await inbox.fetch(RESULT_BATCH, wait_s=0.5 if is_answered else 2.0)
-                for delivery in arrived:
-                    result = await self._bus.decode(delivery, EvalResult)
-                    if result is None:
-                        continue
-                    deliveries[delivery.sequence] = delivery  # one that comes again replaces itself
-                    answer = result.index, result.sample
-                    if result.eval_id == eval_id and answer in wanted:
-                        results.setdefault(answer, result)
-                        stations.received_result(result, delivery)
-                        on_result()
-                if arrived:
-                    is_answered = False
-                elif not is_answered:
-                    is_answered = not await self._bus.num_unsettled(names.eval_stream, names.eval_nodes_consumer)
-                else:  # no ticket is left, and nothing has come since: what is missing is lost
-                    attempt, is_answered = attempt + 1, False
-                    lost = [answer for answer in self._wanted if answer not in results]
-                    log.warning("evaluation.results_lost", eval_id=eval_id, num_lost=len(lost), attempt=attempt)
-                    if attempt < MAX_ATTEMPTS:
-                        await self._ask(eval_id, lost, attempt)
-                    else:
-                        results |= {answer: _lost(eval_id, answer) for answer in lost}
-            records = self._summarise(version, results.values())
+            async with anyio.create_task_group() as asking:
+                results, held = await self._collect(str(version), inbox, asking, on_result)
+                asking.cancel_scope.cancel()
+            records = self._summarise(version, results)
             with self._file.open("a") as file:  # before it counts as made: a repeated line does less harm than none
                 file.writelines(json.dumps(msgspec.structs.asdict(record)) + "\n" for record in records)
             for record in records:
                 await self._bus.put(_key(due_step, record.workflow), record)
-            await self._bus.settle(list(deliveries.values()))
+            await self._bus.settle(held)
         self.waits_for = ""
         for record in records:
             await self._bus.tell(
@@ -135,13 +113,70 @@ class Evaluator:
             log.info("evaluation.finished", **msgspec.structs.asdict(record))
         return records
 
+    async def _collect(
+        self, eval_id: str, inbox: Inbox, asking: TaskGroup, on_result: Callable[[], None]
+    ) -> tuple[Collection[EvalResult], list[Delivery]]:
+        """Ask every row, and return all answers, with those of their messages that are still in the stream.
+
+        consumes:     results
+        waits for:    the next ones
+        produces:     tickets; room, by settling what is of no use or as good as lost in a full stream
+        unblocked by: a result for every answer, or ``MAX_ATTEMPTS`` tickets of it that came to nothing
+        """
+        names, attempt = self._bus.names, 0
+        asking.start_soon(self._ask, eval_id, self._wanted, attempt)
+        results: dict[Answer, EvalResult] = {}
+        wanted = set(self._wanted)
+        held: dict[int, Delivery] = {}
+        is_answered = False
+        while len(results) < len(wanted):
+            self.waits_for = f"{len(wanted) - len(results)} evaluation results of {eval_id}"
+            arrived = await inbox.fetch(RESULT_BATCH, wait_s=0.5 if is_answered else 2.0)
+            useless: list[Delivery] = []
+            for delivery in arrived:
+                result = await self._bus.decode(delivery, EvalResult)
+                if result is None:
+                    continue
+                answer = result.index, result.sample
+                is_again = delivery.sequence in held  # it replaces itself
+                if is_again or (result.eval_id == eval_id and answer in wanted and answer not in results):
+                    held[delivery.sequence] = delivery
+                    results.setdefault(answer, result)
+                    stations.received_result(result, delivery)
+                    on_result()
+                else:
+                    useless.append(delivery)
+            await self._bus.settle(useless)
+            if await self._is_nearly_full():
+                await self._bus.settle(list(held.values()))
+                held.clear()
+            if arrived:
+                is_answered = False
+            elif not is_answered:
+                num_asked = await self._bus.num_unsettled(names.eval_stream, names.eval_nodes_consumer)
+                is_answered = not self._num_unasked and not num_asked
+            else:  # no ticket is left, and nothing has come since: what is missing is lost
+                attempt, is_answered = attempt + 1, False
+                lost = [answer for answer in self._wanted if answer not in results]
+                log.warning("evaluation.results_lost", eval_id=eval_id, num_lost=len(lost), attempt=attempt)
+                if attempt < MAX_ATTEMPTS:
+                    asking.start_soon(self._ask, eval_id, lost, attempt)
+                else:
+                    results |= {answer: _lost(eval_id, answer) for answer in lost}
+        return results.values(), list(held.values())
+
+    async def _is_nearly_full(self) -> bool:
+        state = await self._bus.stream_state(self._bus.names.eval_stream)
+        return state.num_bytes > FULL_SHARE * state.max_bytes > 0
+
     def _summarise(self, version: Version, results: Collection[EvalResult]) -> list[EvalRecord]:
         own: dict[str, list[EvalResult]] = {name: [] for name in self._rows.names}
         for result in results:
             own[self._rows.name_at(result.index)].append(result)
         return [_record(version, workflow, part, self._num_samples) for workflow, part in own.items()]
 
-    async def _ask(self, eval_id: str, answers: Iterable[Answer], attempt: int) -> None:
+    async def _ask(self, eval_id: str, answers: Collection[Answer], attempt: int) -> None:
+        self._num_unasked = len(answers)
         async with anyio.create_task_group() as publishing:
             for index, sample in answers:
                 workflow, row = self._rows.at(index)
@@ -154,7 +189,8 @@ class Evaluator:
         subject = self._bus.names.eval_tickets(ticket.workflow)
         msg_id = f"eval-ticket.{ticket.answer}.{ticket.attempt}"
         with stations.asked(ticket):
-            await self._bus.publish(subject, ticket, msg_id=msg_id)
+            await self._bus.publish_patiently(subject, ticket, msg_id=msg_id)
+        self._num_unasked -= 1
 
 
 def _key(step: int, workflow: str) -> str:

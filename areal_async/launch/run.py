@@ -18,6 +18,7 @@ from areal_async.bus import (
     credentials_for,
     declare,
     delete_run,
+    forget_nodes,
     list_runs,
     open_bus,
 )
@@ -158,9 +159,10 @@ async def forget_earlier(bus: Bus, *, with_nodes: bool) -> None:
     Args:
         with_nodes: and what nodes and servers said: nobody is to wait for the killed, and the living say it again.
     """
-    for prefix in ("crew.", "server.", NODES) if with_nodes else ("crew.",):
-        for key in await bus.keys(prefix):
-            await bus.delete(key)
+    for key in await bus.keys("crew."):
+        await bus.delete(key)
+    if with_nodes:
+        await forget_nodes(bus)
 
 
 async def note_end(bus: Bus, *, failure: BaseException | None = None) -> None:

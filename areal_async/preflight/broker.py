@@ -11,6 +11,7 @@ import anyio.to_thread
 
 from areal_async.bus import Role, credentials_for, open_bus
 from areal_async.bus.api import ApiError
+from areal_async.bus.streams import reserved_bytes
 from areal_async.errors import BusError, UserError
 from areal_async.preflight.findings import Finding, error, gigabytes, good, of_mistake, warning
 from areal_async.settings import MAX_PAYLOAD_BYTES, Settings
@@ -57,12 +58,12 @@ def _payload(limit: int) -> Finding:
 
 def _room(account: dict[str, Any], settings: Settings) -> Finding:
     limit, used = account.get("limits", {}).get("max_storage", -1), account.get("storage", 0)
-    wanted = settings.rollout.max_stream_bytes
+    wanted = reserved_bytes(settings)
     if limit < 0:
         return good(
-            "broker's storage", f"the account has no limit of its own; the run's stream takes {gigabytes(wanted)}"
+            "broker's storage", f"the account has no limit of its own; the run's streams take {gigabytes(wanted)}"
         )
-    saw = f"{gigabytes(max(limit - used, 0))} left to this account, the run's stream wants {gigabytes(wanted)}"
+    saw = f"{gigabytes(max(limit - used, 0))} left to this account, the run's streams want {gigabytes(wanted)}"
     if limit - used < wanted:
         return error("broker's storage", saw, "raise the account's limit, or lower rollout.max_stream_bytes")
     return good("broker's storage", saw)

@@ -102,4 +102,4 @@ def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) ->
 async def _publish_result(place: Workplace, blockage: Blockage, ticket: EvalTicket) -> None:
     result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason, sample=ticket.sample)
     msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
-    await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
+    await place.bus.publish_patiently(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)

@@ -36,8 +36,8 @@ async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None
                 result = await _answer(place, ticket)
                 stations.note_result(span, result)
             msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
-            with stations.published_result(ticket):
-                await place.bus.publish(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
+            with stations.published_result(ticket), waits.on(waits.BROKER, "its result to be stored by"):
+                await place.bus.publish_patiently(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
             tasks.cancel_scope.cancel()
         await delivery.ack()
 

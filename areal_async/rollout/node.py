@@ -16,7 +16,7 @@ import structlog
 from areal_async import waits
 from areal_async.bus import Bus
 from areal_async.collector import spare_pauses
-from areal_async.errors import ConflictError
+from areal_async.errors import ConflictError, StreamFullError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
@@ -37,6 +37,7 @@ from areal_async.run_state import FleetSize, ServerState
 from areal_async.settings import Settings
 from areal_async.types import WeightsVersion
 from areal_async.waits import ENDED
+from areal_async.wire import MAX_REASON_CHARACTERS
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
@@ -227,15 +228,25 @@ class _Node:
             incarnation=server.incarnation,
             num_ranks=server.num_ranks,
             fenced=bool(server.fence),
-            reason=server.fence,
-            failure=server.failure,
-            unreadable=server.unreadable,
+            reason=server.fence[:MAX_REASON_CHARACTERS],
+            failure=server.failure[:MAX_REASON_CHARACTERS],
+            unreadable=server.unreadable[:MAX_REASON_CHARACTERS],
         )
 
     async def _publish_state(self, server: Server) -> None:
-        """Write what a server runs, after it runs it; the controller's accounts rest on that order."""
-        state = self._state(server)
-        await self._bus.put(self._bus.names.server_key(server.id), state)
+        """Write what a server runs, after it runs it; the controller's accounts rest on that order.
+
+        A new server's key waits for room among those of all nodes.
+        """
+        while True:
+            state = self._state(server)
+            try:
+                await self._bus.put(self._bus.names.server_key(server.id), state)
+                break
+            except StreamFullError as exc:
+                log.warning("server.no_room", server_id=server.id, cause=str(exc))
+            with waits.on(waits.BROKER, "room for its key, from", waiter=waits.server(server.id)):
+                await anyio.sleep(POLL_S)
         event = server_event(self._told.get(server.id), state)
         self._told[server.id] = state
         if event is not None:

@@ -8,15 +8,19 @@ lineage, which finds its outcome.
 from collections.abc import Iterable, Sequence
 
 import anyio
+import structlog
 
 from areal_async import stations
 from areal_async.bus import Bus, Delivery
+from areal_async.errors import StreamFullError
 from areal_async.events import GroupDead
 from areal_async.fault_points import reach
 from areal_async.trainer.fates import Fates
 from areal_async.trainer.inventory import Inventory
 from areal_async.trainer.lineage import Lineage
 from areal_async.types import Cut, Outcome, OutcomeKind, StoredMessage
+
+log = structlog.get_logger()
 
 
 class Settlement:
@@ -71,7 +75,10 @@ async def store_outcome(bus: Bus, outcome: Outcome) -> None:
     """Record an outcome; once, however often it is said."""
     names = bus.names
     if outcome.kind is OutcomeKind.DEAD:
-        await bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
+        try:
+            await bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
+        except StreamFullError:  # of letters that anybody may write; the same outcome is in the log, below
+            log.warning("dead_letter.no_room", group_id=outcome.group_id, reason=outcome.reason)
         await bus.tell(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
     uid = outcome.sample_uid or outcome.group_id
     with stations.settled(outcome):

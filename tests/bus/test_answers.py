@@ -18,12 +18,13 @@ from tests.brokers import PATIENCE_S, OpenRole, until
 pytestmark = pytest.mark.anyio
 
 RUN = Names("test")
-KEYS = f"$KV.{RUN.bucket}."
+KEYS, NODES_KEYS = f"$KV.{RUN.bucket}.", f"$KV.{RUN.nodes_bucket}."
 OTHERS = [role for role in Role if role is not Role.OPERATOR]
 VICTIM = "victim"
 TARGETS = [
     *(RUN.control(order) for order in ("set", "pause", "stop")),
-    *(KEYS + key for key in (ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, "weights.actor", "server.s")),
+    *(KEYS + key for key in (ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, "weights.actor")),
+    NODES_KEYS + "server.s",
     *(RUN.tickets("w"), RUN.eval_tickets("w"), RUN.eval_results("w"), RUN.trajectories("w", "9-9-9")),
     *(
         RUN.cuts,
@@ -135,7 +136,7 @@ HEARD = [
     (Role.CONTROLLER, Role.NODE, KEYS + CHANGES),
     (Role.CONTROLLER, Role.NODE, KEYS + RUN_STATE),
     (Role.TRAINER, Role.NODE, KEYS + RUN.weights_key()),
-    (Role.NODE, Role.NODE, KEYS + RUN.node_key("n0")),
+    (Role.NODE, Role.NODE, NODES_KEYS + RUN.node_key("n0")),
     (Role.OPERATOR, Role.CONTROLLER, KEYS + CONTROL),
     (Role.CONTROLLER, Role.CONTROLLER, KEYS + CHANGES),
     (Role.OPERATOR, Role.CONTROLLER, RUN.outcomes),
@@ -150,7 +151,7 @@ HEARD = [
     *((speaker, Role.OPERATOR, RUN.metrics(speaker)) for speaker in Role),
     *((speaker, Role.OPERATOR, RUN.event("role.lost", speaker)) for speaker in Role),
     (Role.CONTROLLER, Role.OPERATOR, KEYS + RUN_STATE),
-    (Role.NODE, Role.OPERATOR, KEYS + RUN.server_key("s0")),
+    (Role.NODE, Role.OPERATOR, NODES_KEYS + RUN.server_key("s0")),
     (Role.TRAINER, Role.OPERATOR, RUN.weights),
 ]
 """Who says something, who waits for it, and where."""

@@ -80,7 +80,7 @@ async def test_a_servers_key_that_nobody_can_write_again_holds_nothing_up(
     operator = await open_role(Role.OPERATOR)
     world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
     ghost = ServerState(server_id="ghost", node_id="n", url="", version="0-0")
-    await _publish(world.node, f"$KV.{operator.names.bucket}.server.".encode() + token, wire.encode(ghost))
+    await _publish(world.node, f"$KV.{operator.names.nodes_bucket}.server.".encode() + token, wire.encode(ghost))
 
     with anyio.fail_after(PATIENCE_S):
         async with controlling(open_role, settings) as controller:

@@ -177,6 +177,21 @@ async def test_no_number_of_unreadable_values_displaces_the_last_good_one_for_th
     assert (await (await open_role(Role.CONTROLLER, "1")).get(ADMITTED, Admitted))[0] == Admitted(total=8)
 
 
+async def test_a_nodes_key_that_cannot_be_read_stands_for_who_knew_it_and_is_written_anew(open_role: OpenRole) -> None:
+    node, controller, other = await open_role(Role.NODE), await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    state, key = ServerState(server_id="s", node_id="n", url="u", version="1-0"), node.names.server_key("s")
+    await node.put(key, state)
+    await controller.get(key, ServerState)
+
+    await node.publish(f"$KV.{node.names.nodes_bucket}.{key}", b"none")
+
+    assert (await controller.get(key, ServerState))[0] == state
+    nothing, revision = await other.get(key, ServerState)
+    assert nothing is None
+    await other.compare_and_set(key, state, revision)
+    assert (await other.get(key, ServerState))[0] == state
+
+
 async def _has_revision(bus: Bus, revision: int) -> bool:
     last = await bus.get_last(f"KV_{bus.names.bucket}", f"$KV.{bus.names.bucket}.{ADMITTED}")
     return last is not None and last.sequence == revision

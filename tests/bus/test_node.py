@@ -12,9 +12,10 @@ import anyio
 import anyio.to_thread
 import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from areal_async import wire
-from areal_async.bus import Bus, EmbeddedBroker, Role, take_trainer_consumer
+from areal_async.bus import Bus, EmbeddedBroker, Role, forget_nodes, take_trainer_consumer
 from areal_async.errors import UserError
 from areal_async.inference.pool import Pool
 from areal_async.rollout.leases import Leases
@@ -218,6 +219,22 @@ async def test_what_is_said_of_a_server_that_a_node_does_not_have_is_fenced_by_t
 
         assert (said.version, said.server_id) == ("", server_id)
         assert await run.server(lambda _: True) == mine
+
+
+async def test_a_new_server_waits_until_there_is_room_for_its_key(run: Run) -> None:
+    stream = f"KV_{run.names.nodes_bucket}"
+    config = (await run.operator.api.ask(f"$JS.API.STREAM.INFO.{stream}"))["config"]
+    await run.operator.api.ask(f"$JS.API.STREAM.UPDATE.{stream}", {**config, "max_msgs": 1})
+    ghost = ServerState(server_id="ghost", node_id="n1", url="", version="", fenced=True)
+    await run.node.put(run.names.server_key("ghost"), ghost)
+    await run.announce()
+
+    with capture_logs() as logs:
+        async with run.running_node():
+            await until(lambda: "server.no_room" in [one["event"] for one in logs])
+            assert await run.operator.keys("server.") == [run.names.server_key("ghost")]
+            await forget_nodes(run.operator)
+            await run.server(lambda state: state.version == "1-0" and not state.fenced)
 
 
 @pytest.mark.parametrize("anyio_backend", BOTH)

@@ -13,7 +13,7 @@ from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.bus.private import ensure_key, write_private
 from areal_async.bus.streams import all_streams
 from areal_async.errors import BusError, UserError
-from areal_async.run_state import Control
+from areal_async.run_state import Control, ServerState
 from areal_async.settings import Settings
 from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
 from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
@@ -25,8 +25,9 @@ pytestmark = pytest.mark.anyio
 RUN = Names("test")
 
 OPERATOR, CONTROLLER, NODE, TRAINER = Role.OPERATOR, Role.CONTROLLER, Role.NODE, Role.TRAINER
-STREAMS = {stream.rpartition("_")[2].lower() if "KV" not in stream else "keys": stream for stream in all_streams(RUN)}
-KEY = f"$KV.{RUN.bucket}"
+BUCKETS = {f"KV_{RUN.bucket}": "keys", f"KV_{RUN.nodes_bucket}": "nodes' keys"}
+STREAMS = {BUCKETS.get(stream, stream.rpartition("_")[2].lower()): stream for stream in all_streams(RUN)}
+KEY, NODES_KEY = f"$KV.{RUN.bucket}", f"$KV.{RUN.nodes_bucket}"
 CONSUMERS = {
     NODE: (RUN.tickets_stream, RUN.nodes_consumer),
     CONTROLLER: (RUN.eval_stream, RUN.eval_controller_consumer),
@@ -60,10 +61,10 @@ ACTIONS: dict[str, Action] = {
     "move the data cursor": _only(f"{KEY}.{ADMITTED}", CONTROLLER, OPERATOR),
     "end the run": _only(f"{KEY}.{RUN_STATE}", CONTROLLER, OPERATOR),
     "record an evaluation": _only(f"{KEY}.eval.3", CONTROLLER, OPERATOR),
-    "speak for a server": _only(f"{KEY}.{RUN.server_key('s0')}", CONTROLLER, NODE, OPERATOR),
+    "speak for a server": _only(f"{NODES_KEY}.{RUN.server_key('s0')}", CONTROLLER, NODE, OPERATOR),
     "size a node's fleet": _only(f"{KEY}.{RUN.fleet_key('n0')}", OPERATOR),
     "say how processes fare": _only(f"{KEY}.{RUN.crew_key('node-0')}", OPERATOR),
-    "keep a node's id": _only(f"{KEY}.{RUN.node_key('n0')}", NODE, OPERATOR),
+    "keep a node's id": _only(f"{NODES_KEY}.{RUN.node_key('n0')}", NODE, OPERATOR),
     "keep the run": _only(f"{KEY}.{LAUNCHER}", OPERATOR),
     "pause the run": _only(f"{KEY}.{CONTROL}", CONTROLLER, OPERATOR),
     "change a setting": _only(f"{KEY}.{CHANGES}", CONTROLLER, OPERATOR),
@@ -73,6 +74,8 @@ ACTIONS: dict[str, Action] = {
     "let a pushed stream go on": _only(f"$JS.FC.{RUN.outcomes_stream}.x.y", OPERATOR),
     "answer operators": _only("_INBOX_services.x", CONTROLLER, NODE, TRAINER),
     "set a key of nobody's": _only(f"{KEY}.other", OPERATOR),
+    "set a key of nobody's among the nodes'": _only(f"{NODES_KEY}.other", OPERATOR),
+    "speak for a server among the run's keys": _only(f"{KEY}.{RUN.server_key('s0')}", OPERATOR),
     "read the tickets": _only(f"$JS.API.DIRECT.GET.{RUN.tickets_stream}", TRAINER, OPERATOR),
     "read the trajectories": _only(f"$JS.API.DIRECT.GET.{RUN.trajectories_stream}", NODE, TRAINER, OPERATOR),
     "read evaluations": _only(f"$JS.API.DIRECT.GET.{RUN.eval_stream}", OPERATOR),
@@ -197,13 +200,14 @@ async def test_what_the_broker_writes_for_somebody_is_not_believed(open_role: Op
 
 
 async def test_a_node_cannot_purge_the_keys_by_a_header(open_role: OpenRole) -> None:
-    node, controller = await open_role(NODE), await open_role(CONTROLLER)
-    await controller.put(ADMITTED, Admitted(total=7))
+    node = await open_role(NODE)
+    state = ServerState(server_id="s1", node_id="n", url="", version="")
+    await node.put(RUN.server_key("s1"), state)
 
     with pytest.raises(BusError, match="rollup not permitted"):
-        await node.publish(f"{KEY}.{RUN.server_key('s0')}", b"x", headers={"Nats-Rollup": "all"})
+        await node.publish(f"{NODES_KEY}.{RUN.server_key('s0')}", b"x", headers={"Nats-Rollup": "all"})
 
-    assert (await controller.get(ADMITTED, Admitted))[0] == Admitted(total=7)
+    assert (await node.get(RUN.server_key("s1"), ServerState))[0] == state
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o666])

@@ -475,7 +475,7 @@ async def test_nodes_and_controller_go_on_after_values_that_are_none(
     names = operator.names
     world = World(await open_role(Role.NODE), await open_role(Role.TRAINER))
     for _ in range(17):
-        await operator.publish(f"$KV.{names.bucket}.server.mad", GARBAGE)
+        await operator.publish(f"$KV.{names.nodes_bucket}.server.mad", GARBAGE)
     await operator.publish(f"$KV.{names.bucket}.{names.weights_key()}", GARBAGE)
     seen: list[str] = []
 
