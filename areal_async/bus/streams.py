@@ -19,6 +19,7 @@ SCHEMA = {"areal.schema": "1"}
 CHANGEABLE = {
     "subjects",
     "max_bytes",
+    "max_msgs",
     "duplicate_window",
     "max_msg_size",
     "metadata",

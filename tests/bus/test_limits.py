@@ -300,6 +300,22 @@ async def _undo_limits(operator: Bus, settings: Settings) -> None:
     await operator.api.ask(f"$JS.API.STREAM.UPDATE.{RUN.events_stream}", {**events, "subjects": subjects})
 
 
+async def test_another_number_of_keys_takes_effect_in_a_store_that_holds_more(
+    open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE)
+    for server_id in ("s0", "s1", "s2"):
+        await node.put(RUN.server_key(server_id), server(server_id))
+    monkeypatch.setattr("areal_async.bus.streams.MAX_NODES_KEYS", 2)
+
+    await declare(operator, settings)
+
+    await node.put(RUN.server_key("s0"), server("s0", fenced=True))
+    with pytest.raises(StreamFullError):
+        await node.put(RUN.server_key("s3"), server("s3"))
+    assert await operator.keys() == [RUN.server_key(server_id) for server_id in ("s0", "s1", "s2")]
+
+
 async def test_a_disk_that_nodes_could_fill_is_refused(open_role: OpenRole, settings: Settings) -> None:
     operator = await open_role(Role.OPERATOR)
     need = reserved_bytes(settings) + ROOM_BYTES
