@@ -15,7 +15,7 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from areal_async import stations
+from areal_async import stations, wire
 from areal_async.accuracy import measure, most_frequent
 from areal_async.bus import Bus, Delivery, Inbox
 from areal_async.controller.tasks import Tasks
@@ -25,7 +25,10 @@ from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
 FULL_SHARE = 0.5
-"""Of the stream's bytes, from which on results are held in memory alone."""
+"""Of the stream's bytes, from which on results are held in memory alone, and no more tickets are stored."""
+FULL_POLL_S = 0.5
+TICKETS_BYTES = 4 << 20
+"""Of tickets that are stored between two looks at how full the stream is."""
 Answer = tuple[int, int]
 """A row by its place, and which of the answers to it."""
 
@@ -176,13 +179,28 @@ class Evaluator:
         return [_record(version, workflow, part, self._num_samples) for workflow, part in own.items()]
 
     async def _ask(self, eval_id: str, answers: Collection[Answer], attempt: int) -> None:
+        """Store the tickets, never so many that no result finds room beside them."""
         self._num_unasked = len(answers)
+        tickets: list[EvalTicket] = []
+        num_bytes = 0
+        for index, sample in answers:
+            workflow, row = self._rows.at(index)
+            ticket = EvalTicket(
+                eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt, sample=sample
+            )
+            tickets.append(ticket)
+            num_bytes += len(wire.encode(ticket))
+            if num_bytes > TICKETS_BYTES:
+                await self._publish_all(tickets)
+                tickets, num_bytes = [], 0
+        await self._publish_all(tickets)
+
+    async def _publish_all(self, tickets: Collection[EvalTicket]) -> None:
+        while await self._is_nearly_full():
+            log.info("evaluation.waits_for_room", num_unasked=self._num_unasked)
+            await anyio.sleep(FULL_POLL_S)
         async with anyio.create_task_group() as publishing:
-            for index, sample in answers:
-                workflow, row = self._rows.at(index)
-                ticket = EvalTicket(
-                    eval_id=eval_id, index=index, workflow=workflow, row=row, attempt=attempt, sample=sample
-                )
+            for ticket in tickets:
                 publishing.start_soon(self._publish, ticket)
 
     async def _publish(self, ticket: EvalTicket) -> None:

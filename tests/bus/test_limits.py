@@ -113,8 +113,8 @@ async def answering(node: Bus, *, error: str = "") -> AsyncIterator[None]:
         tasks.cancel_scope.cancel()
 
 
-async def evaluate(bus: Bus, settings: Settings, num_rows: int) -> list[EvalRecord]:
-    rows: list[dict[str, Any]] = [{"question": str(index)} for index in range(num_rows)]
+async def evaluate(bus: Bus, settings: Settings, num_rows: int, *, question: str = "") -> list[EvalRecord]:
+    rows: list[dict[str, Any]] = [{"question": f"{question}{index}"} for index in range(num_rows)]
     evaluator = Evaluator(bus, Tasks([("w", rows)]), file=settings.run.directory / "eval.jsonl")
     return await evaluator.evaluate(Version.parse("1-0"), due_step=0, on_result=int)
 
@@ -195,7 +195,7 @@ async def test_an_evaluation_makes_room_for_itself_in_a_stream_that_is_full_of_w
             (record,) = await evaluate(controller, settings, 8)
 
     assert (record.num_scored, record.num_failed, record.accuracy) == (8, 0, 1.0)
-    assert "stream.full" in [one["event"] for one in logs], "it waited for room"
+    assert "evaluation.waits_for_room" in [one["event"] for one in logs]
     assert (await controller.get("eval.0.w", EvalRecord))[0] == record
     assert (await controller.stream_state(RUN.eval_stream)).num_messages == 0
 
@@ -211,6 +211,30 @@ async def test_results_that_are_more_than_the_stream_holds_come_one_after_anothe
             (record,) = await evaluate(controller, settings, num_rows)
 
     assert (record.num_scored, record.num_failed) == (0, num_rows)
+
+
+async def test_tickets_that_are_more_than_the_stream_holds_leave_room_for_their_results(
+    open_role: OpenRole, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.controller.evaluation.TICKETS_BYTES", MAX_BYTES // 16)
+    controller, node = await open_role(Role.CONTROLLER), await open_role(Role.NODE)
+    num_rows, question = 4 * MAX_BYTES // 2000, "x" * 2000
+
+    with anyio.fail_after(PATIENCE_S):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_watch_room, controller)
+            async with answering(node, error="x" * 1500):
+                (record,) = await evaluate(controller, settings, num_rows, question=question)
+            tasks.cancel_scope.cancel()
+
+    assert (record.num_scored, record.num_failed) == (0, num_rows)
+
+
+async def _watch_room(bus: Bus) -> None:
+    while True:
+        state = await bus.stream_state(RUN.eval_stream)
+        assert state.num_bytes < 0.9 * MAX_BYTES, "a result has to find room"
+        await anyio.sleep(0.01)
 
 
 async def test_those_who_wait_for_room_are_let_in_in_the_order_in_which_they_came(open_role: OpenRole) -> None:
