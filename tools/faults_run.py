@@ -64,8 +64,8 @@ class FaultRun:
         """
         self.directory = (parent / name).absolute()
         self.workflow = workflow
-        self._fired = parent.absolute() / f"{name}.fired"
-        self._output = output or parent.absolute() / f"{name}.out"
+        self._output = (output or parent / f"{name}.out").absolute()
+        self._fired = self._output.with_name(f"{name}.fired")  # a power cut to the run's disk must not undo it
         self.environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **(environment or {})}
         self.environment |= {FIRED: str(self._fired), SPECIFICATION: faults}
         chosen = {"run.directory": parent.absolute(), "run.name": name, **SMALL}

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from areal_async.fault_points import FIRED
 from tools.faults_run import FaultRun
 
 BUSY_S = 0.5
@@ -23,3 +24,12 @@ def test_processor_time_and_memory_are_those_of_processes_with_the_mark_alone(tm
     assert ours.cpu_s < 2 * BUSY_S
     assert ours.peak_rss_bytes > 1 << 20
     assert (other.cpu_s, other.peak_rss_bytes) == (0.0, 0)
+
+
+def test_a_fault_that_struck_is_noted_outside_of_the_disk_whose_power_is_cut(tmp_path: Path) -> None:
+    run = FaultRun(tmp_path / "disk", output=tmp_path / "run.out", faults="trainer.after_step:1:stop")
+
+    Path(run.environment[FIRED], "trainer.after_step-1-stop").mkdir(parents=True)
+
+    assert run.has_fired("trainer.after_step")
+    assert not (tmp_path / "disk").exists()
