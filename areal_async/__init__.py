@@ -6,7 +6,7 @@ Importing this package is cheap; the names that workflows and rewards use are lo
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from areal_async.contracts import (
+    from areal_async.api import (
         Act,
         DescribedTool,
         Message,
@@ -21,34 +21,34 @@ if TYPE_CHECKING:
         per_node,
     )
     from areal_async.errors import ContextFull, Reject, ToolError
-    from areal_async.rollout.confine import shared
-    from areal_async.rollout.rewards import reward
+    from areal_async.protocol.types import Prompt
+    from areal_async.rollout.rewards.decorator import reward
     from areal_async.rollout.tools.mcp import mcp_tools, shared_mcp_tools
     from areal_async.rollout.tools.schema import tool
-    from areal_async.types import Prompt
+    from areal_async.rollout.user_code.task_scope import shared
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Act": "areal_async.contracts",
+    "Act": "areal_async.api",
     "ContextFull": "areal_async.errors",
-    "DescribedTool": "areal_async.contracts",
-    "Message": "areal_async.contracts",
-    "Policy": "areal_async.contracts",
-    "Prompt": "areal_async.types",
+    "DescribedTool": "areal_async.api",
+    "Message": "areal_async.api",
+    "Policy": "areal_async.api",
+    "Prompt": "areal_async.protocol.types",
     "Reject": "areal_async.errors",
-    "Reply": "areal_async.contracts",
-    "RewardModel": "areal_async.contracts",
-    "Rewards": "areal_async.contracts",
-    "ToolCall": "areal_async.contracts",
+    "Reply": "areal_async.api",
+    "RewardModel": "areal_async.api",
+    "Rewards": "areal_async.api",
+    "ToolCall": "areal_async.api",
     "ToolError": "areal_async.errors",
-    "ToolResult": "areal_async.contracts",
-    "Workflow": "areal_async.contracts",
-    "group_workflow": "areal_async.contracts",
+    "ToolResult": "areal_async.api",
+    "Workflow": "areal_async.api",
+    "group_workflow": "areal_async.api",
     "mcp_tools": "areal_async.rollout.tools.mcp",
-    "per_node": "areal_async.contracts",
-    "reward": "areal_async.rollout.rewards",
-    "shared": "areal_async.rollout.confine",
+    "per_node": "areal_async.api",
+    "reward": "areal_async.rollout.rewards.decorator",
+    "shared": "areal_async.rollout.user_code.task_scope",
     "shared_mcp_tools": "areal_async.rollout.tools.mcp",
     "tool": "areal_async.rollout.tools.schema",
 }

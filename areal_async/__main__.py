@@ -3,7 +3,7 @@
 import sys
 
 from areal_async.cli.main import main
-from areal_async.speech import open_missing_streams
+from areal_async.process.stdio import open_missing_streams
 
 
 def command() -> int:

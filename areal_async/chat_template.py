@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_async.config.template import TemplateSettings
 from areal_async.errors import UserError
-from areal_async.template_settings import TemplateSettings
 
 TRIAL = ({"role": "user", "content": "one and one?"},)
 

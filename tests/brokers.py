@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import anyio
 
 from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox, Role, open_bus
-from areal_async.settings import Settings
+from areal_async.config.settings import Settings
 
 OpenRole = Callable[..., Awaitable[Bus]]
 """``await open_role(Role.NODE)`` or ``await open_role(Role.NODE, "1")``."""

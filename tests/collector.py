@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from areal_async.http_server import GuestServer
+from areal_async.process.http_server import GuestServer
 
 
 @dataclass(frozen=True, kw_only=True)

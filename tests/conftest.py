@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
-from areal_async.settings import BusSettings, RunSettings, Settings
+from areal_async.config.settings import BusSettings, RunSettings, Settings
 from tests.brokers import CONNECT_DEADLINE_S, OpenRole, as_operator, running_broker
 from tests.loops import on_both_loops
 from tests.quiet import logging_as_before

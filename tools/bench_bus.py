@@ -38,13 +38,13 @@ from nats.aio.client import Client
 from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType, StreamConfig
 
 from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, Sweep, credentials_path, declare, open_bus
-from areal_async.receipts import Receipts
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
+from areal_async.protocol.wire import decode_headers, encode_message
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.payloads import Placed, fetch
-from areal_async.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
-from areal_async.wire import decode_headers, encode_message
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.payloads import Placed, fetch
 
 WORKFLOW = "bench"
 GROUP_SIZE = 16

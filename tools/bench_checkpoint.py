@@ -17,12 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_async.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.trainer.checkpoint import CheckpointWriter
-from areal_async.trainer.distributed import joined_ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.engines import Engines
-from areal_async.trainer.rows import TrainRow
+from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.trainer.engine.checkpoint import CheckpointWriter
+from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.parallel.ranks import joined_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.rows import TrainRow
 from tools.compare_ranks import random_rows
 
 

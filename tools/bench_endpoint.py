@@ -19,15 +19,15 @@ import aiohttp
 import anyio
 import uvloop
 
-from areal_async.collector import spare_pauses
+from areal_async.config.settings import SamplingSettings
 from areal_async.inference.pool import Server
+from areal_async.process.gc_pauses import spare_pauses
+from areal_async.protocol.types import Turn, VersionSpan
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.lag import LoopWatch
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.text import load_codec
-from areal_async.settings import SamplingSettings
-from areal_async.types import Turn, VersionSpan
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.text import load_codec
+from areal_async.rollout.user_code.loop_watchdog import LoopWatch
 
 MODEL = "configs/models/tiny"
 EVENT_TOKENS = 8

@@ -25,12 +25,12 @@ import torch
 import uvloop
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal_async.host import free_port
-from areal_async.inference.embedded.options import EngineOptions
-from areal_async.inference.embedded.protocol import SamplingParams
-from areal_async.inference.embedded.runner import load_runner
-from areal_async.inference.embedded.scheduler import Scheduler
-from areal_async.inference.embedded.sequence import Piece, Sequence
+from areal_async.inference.embedded.engine.options import EngineOptions
+from areal_async.inference.embedded.engine.protocol import SamplingParams
+from areal_async.inference.embedded.engine.runner import load_runner
+from areal_async.inference.embedded.engine.scheduler import Scheduler
+from areal_async.inference.embedded.engine.sequence import Piece, Sequence
+from areal_async.process.host import free_port
 
 _START_DEADLINE_S = 120.0
 

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_async.trainer.division import divide_shares
-from areal_async.trainer.flops import DecoderFlops
-from areal_async.trainer.pack import balance, part_costs
+from areal_async.trainer.engine.parallel.division import divide_shares
+from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.pack import balance, part_costs
 from tools.heavy_tail import SHORTEST_TOKENS, TAIL_EXPONENT
 
 QUESTIONS = Path("configs/data/gsm8k_tiny_sft.jsonl")
@@ -98,7 +98,7 @@ def main() -> None:
     """Print a table of waste and idle time."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from areal_async.trainer.flops import decoder_flops
+    from areal_async.trainer.packing.flops import decoder_flops
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="configs/models/tiny")

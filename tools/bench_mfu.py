@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_async.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
-from areal_async.trainer.distributed import Ranks, joined_ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.rows import TrainRow
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.rows import TrainRow
 
 SHAPES: dict[str, dict[str, Any]] = {
     "0.6B": {

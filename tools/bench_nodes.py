@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from areal_async.receipts import read_receipts
+from areal_async.protocol.publish_log import read_receipts
 from tools.faults_accounts import account
 from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, strike
 from tools.sleeping_server import TOKEN_S, interpreter

@@ -13,9 +13,9 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_async.trainer.flops import DecoderFlops
-from areal_async.trainer.pack import pack, part_costs, spread
-from areal_async.trainer.pipeline import bubble, num_microbatches
+from areal_async.trainer.engine.parallel.pipeline import bubble, num_microbatches
+from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.pack import pack, part_costs, spread
 from tools.bench_lengths import KINDS, draw
 
 
@@ -53,7 +53,7 @@ def main() -> None:
     """Print the table."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    from areal_async.trainer.flops import decoder_flops
+    from areal_async.trainer.packing.flops import decoder_flops
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="configs/models/tiny")

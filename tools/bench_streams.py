@@ -32,12 +32,12 @@ import httpx
 import msgspec
 import uvloop
 
-from areal_async.collector import spare_pauses
+from areal_async.config.settings import InferenceSettings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool
-from areal_async.settings import InferenceSettings
+from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
+from areal_async.process.gc_pauses import spare_pauses
 
 MAX_LAG_P99_S: Final = 0.050
 MAX_CONTROL_S: Final = 0.100

@@ -25,15 +25,15 @@ import anyio
 import structlog
 import uvloop
 
-from areal_async.collector import spare_pauses
+from areal_async.config.settings import InferenceSettings, ModelSettings, RunSettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import server_command
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.servers import ServerProcess
 from areal_async.inference.swap import swap
-from areal_async.settings import InferenceSettings, ModelSettings, RunSettings, Settings
-from areal_async.types import WeightsVersion
+from areal_async.process.gc_pauses import spare_pauses
+from areal_async.protocol.types import WeightsVersion
 
 MODES: Final = ("retract", "in_place", "abort")
 WARM_UP_S: Final = 3.0

@@ -18,12 +18,12 @@ from torch.nn.utils import clip_grad_norm_
 
 from areal_async.algorithms.objective import ScoredTokens
 from areal_async.algorithms.presets import policy_objective
-from areal_async.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
-from areal_async.trainer.distributed import Ranks, joined_ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.model import Policy
-from areal_async.trainer.optimizer import make_optimizer
-from areal_async.trainer.rows import PackedRow, TrainRow, pack_rows
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
+from areal_async.trainer.engine.model import Policy
+from areal_async.trainer.engine.optimizer import make_optimizer
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.rows import PackedRow, TrainRow, pack_rows
 from tools.rounds import Clock, Stage
 
 Step = Callable[[], float]

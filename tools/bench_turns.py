@@ -32,18 +32,18 @@ import openai
 import structlog
 import uvloop
 
+from areal_async.api import Policy
 from areal_async.bus import Bus, Delivery
-from areal_async.collector import spare_pauses
-from areal_async.contracts import Policy
-from areal_async.exporters.traces import recording
+from areal_async.config.metrics import TO_FILES
+from areal_async.config.settings import InferenceSettings, MetricsSettings, RunSettings, SamplingSettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
-from areal_async.metrics_settings import TO_FILES
+from areal_async.process.gc_pauses import spare_pauses
+from areal_async.protocol.types import Prompt, Ticket
+from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.runner import run_ticket
-from areal_async.rollout.text import TextCodec
-from areal_async.rollout.workplace import Workplace
-from areal_async.settings import InferenceSettings, MetricsSettings, RunSettings, SamplingSettings, Settings
-from areal_async.types import Prompt, Ticket
+from areal_async.telemetry.exporters.traces import recording
 from tests.unit.rollout.chat_templates import codec_with
 from tools.bench_streams import watch_lag
 from tools.turn_server import VERSION, Script

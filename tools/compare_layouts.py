@@ -24,14 +24,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_async.host import LOOPBACK, free_port
-from areal_async.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
-from areal_async.trainer.critic import CriticEngine
-from areal_async.trainer.distributed import Ranks, joined_ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.exchange import decode_rows, encode_rows
-from areal_async.trainer.pack import balance
-from areal_async.trainer.rows import RETURNS, VALUES, TrainRow, with_columns
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
+from areal_async.process.host import LOOPBACK, free_port
+from areal_async.trainer.engine.critic import CriticEngine
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.parallel.resharder import decode_rows, encode_rows
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.pack import balance
+from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
 
 Named = dict[str, Tensor]
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {

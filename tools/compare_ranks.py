@@ -35,15 +35,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_async.host import LOOPBACK, free_port
-from areal_async.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
-from areal_async.trainer.checkpoint import Trained, tensors_of
-from areal_async.trainer.critic import CriticEngine
-from areal_async.trainer.distributed import Ranks, joined_ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.engines import Engines
-from areal_async.trainer.pack import balance
-from areal_async.trainer.rows import RETURNS, VALUES, TrainRow, with_columns
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
+from areal_async.process.host import LOOPBACK, free_port
+from areal_async.trainer.engine.checkpoint import Trained, tensors_of
+from areal_async.trainer.engine.critic import CriticEngine
+from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.pack import balance
+from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
 
 PERTURBATION = 0.05
 """Standard deviation of the noise on the weights that sampled, relative to each tensor's own."""

@@ -17,26 +17,26 @@ import numpy as np
 import torch
 from safetensors.torch import save
 
-from areal_async import run_state, types, wire
 from areal_async.bus.api import decode_answer as decode_broker_answer
-from areal_async.cli.tail import decode_object
+from areal_async.config.settings import Settings
+from areal_async.config.sources import dump_settings, load_settings
 from areal_async.errors import BusError, GenerationError, UserError, WireError
 from areal_async.inference.completion import Completion
-from areal_async.inference.embedded.tensor_files import read_tensors
-from areal_async.inference.events import DONE, EventSplitter, decode_chunk
+from areal_async.inference.embedded.engine.tensor_files import read_tensors
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import context_tokens_of, error_message, read_load
 from areal_async.inference.http import decode_answer as decode_server_answer
-from areal_async.receipts import STAMP_HEADER, Receipt, ReceivedSlot, Stamp, decode_stamp, encode_stamp
-from areal_async.rollout.reward_process import decode_answer as decode_reward_answer
-from areal_async.rollout.reward_process import decode_length
-from areal_async.rollout.reward_worker import Answer
-from areal_async.settings import Settings
-from areal_async.settings_sources import dump_settings, load_settings
-from areal_async.trainer.archive import lines_through
+from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
+from areal_async.monitor.tail import decode_object
+from areal_async.protocol import run_state, types, wire
+from areal_async.protocol.publish_log import STAMP_HEADER, Receipt, ReceivedSlot, Stamp, decode_stamp, encode_stamp
+from areal_async.protocol.types import NOT_SAMPLED, CutKind, OutcomeKind, SlotStatus, Version
+from areal_async.rollout.rewards.process import decode_answer as decode_reward_answer
+from areal_async.rollout.rewards.process import decode_length
+from areal_async.rollout.rewards.worker import Answer
+from areal_async.trainer.batch.ledger import Ledger, LedgerFile
 from areal_async.trainer.health import Told
-from areal_async.trainer.ledger import Ledger, LedgerFile
-from areal_async.types import NOT_SAMPLED, CutKind, OutcomeKind, SlotStatus, Version
+from areal_async.trainer.output.archive import lines_through
 
 
 @dataclass(frozen=True, kw_only=True)

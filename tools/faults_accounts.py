@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import anyio
 
 from areal_async.doctor import Diagnosis, examine
-from areal_async.doctor.books import IN_TRAINING, SlotFate
-from areal_async.doctor.report import Kind
+from areal_async.doctor.audit.reconciliation import IN_TRAINING, SlotFate
+from areal_async.doctor.audit.report import Kind
 from areal_async.launch.run_directory import RunDirectory
 
 COUNTED = (Kind.LOST, Kind.TWICE, Kind.OVER_AGE)

@@ -11,13 +11,13 @@ import anyio
 import numpy as np
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus, take_trainer_consumer
-from areal_async.receipts import Receipts, read_receipts
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.protocol.publish_log import Receipts, read_receipts
+from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
+from areal_async.protocol.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.trainer.payloads import fetch, place
-from areal_async.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
-from areal_async.waits import BROKER
-from areal_async.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
+from areal_async.telemetry.wait_graph import BROKER
+from areal_async.trainer.batch.payloads import fetch, place
 from tools.faults_accounts import Accounts
 from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, FaultRun, strike

@@ -72,7 +72,7 @@ class Case:
         """Wait until the watchdog says who holds up the run; fail the row unless it has named this one alone.
 
         Args:
-            culprit: as ``areal_async.waits`` names it.
+            culprit: as ``areal_async.telemetry.wait_graph`` names it.
             since: when it was struck.
         """
         run = self.run

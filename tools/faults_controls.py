@@ -14,8 +14,8 @@ WITHOUT_LEDGER = '''"""A trainer that remembers nothing of what its checkpoint c
 import sys
 
 if "trainer" in sys.orig_argv:
-    from areal_async.journal import Journal
-    from areal_async.trainer.feed import Feed
+    from areal_async.protocol.journal import Journal
+    from areal_async.trainer.batch.feed import Feed
 
     Journal.add_outcome = lambda self, outcome: False
     Journal.steps_to_replay = lambda self: []
@@ -25,8 +25,8 @@ ACK_FIRST = '''"""A trainer that acks what it cuts, and replays nothing."""
 import sys
 
 if "trainer" in sys.orig_argv:
-    from areal_async.journal import Journal
-    from areal_async.trainer.feed import Feed
+    from areal_async.protocol.journal import Journal
+    from areal_async.trainer.batch.feed import Feed
 
     make = Feed.__init__
 

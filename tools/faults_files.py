@@ -4,8 +4,8 @@ import random
 import signal
 from pathlib import Path
 
-from areal_async.trainer.folders import versions_in
-from areal_async.trainer.intact import damage, set_aside_in
+from areal_async.process.atomic_folders import versions_in
+from areal_async.trainer.engine.digests import damage, set_aside_in
 from tools.faults_cases import Case, row
 from tools.faults_run import strike
 

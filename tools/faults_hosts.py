@@ -14,13 +14,13 @@ from pathlib import Path
 import anyio
 
 from areal_async.bus import Role, copied_broker, open_bus
+from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.receipts import read_receipts
+from areal_async.protocol.publish_log import read_receipts
+from areal_async.protocol.wire import decode_headers, decode_trajectory
 from areal_async.sandbox.abuses import ABUSES
-from areal_async.sandbox.corpus import ESCAPES
-from areal_async.settings import Settings
-from areal_async.wire import decode_headers, decode_trajectory
+from areal_async.sandbox.escape_suite import ESCAPES
 from tools.faults_accounts import account
 from tools.faults_cases import Case, NotRun, row
 from tools.faults_run import ENDLESS, FaultRun
@@ -39,7 +39,7 @@ import secrets
 
 from areal_async.sandbox import Limits, shared_sandbox
 from areal_async.sandbox.abuses import ABUSES
-from areal_async.sandbox.corpus import ESCAPES
+from areal_async.sandbox.escape_suite import ESCAPES
 
 PROGRAMS = {**ESCAPES, **ABUSES, "credentials": "import os\\nprint(os.listdir('CREDENTIALS'))"}
 NAMES = itertools.cycle(PROGRAMS)

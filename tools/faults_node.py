@@ -16,7 +16,7 @@ from areal_async.bus.client import FORWARDED
 from areal_async.bus.connection import Received
 from areal_async.bus.keys import HISTORY
 from areal_async.bus.permissions import permissions
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, SETTINGS, Names
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LINEAGE, RUN_STATE, SETTINGS, Names
 from tools.faults_cases import Case, row
 from tools.faults_run import FaultRun
 

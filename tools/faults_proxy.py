@@ -18,7 +18,7 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from areal_async.host import LOOPBACK
+from areal_async.process.host import LOOPBACK
 
 LOOK_S = 0.02
 CHUNK_BYTES = 1 << 16

@@ -6,9 +6,9 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_async.host import free_port
-from areal_async.settings import TICKET_ACK_WAIT_S
-from areal_async.waits import TRAINER, node
+from areal_async.config.settings import TICKET_ACK_WAIT_S
+from areal_async.process.host import free_port
+from areal_async.telemetry.wait_graph import TRAINER, node
 from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, strike
 

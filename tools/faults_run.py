@@ -15,10 +15,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from areal_async.fault_points import FIRED, SPECIFICATION
+from areal_async.config.settings import Settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import Settings
-from areal_async.waits import STALLED
+from areal_async.process.failpoints import FIRED, SPECIFICATION
+from areal_async.telemetry.wait_graph import STALLED
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 LOOK_S = 0.1
@@ -58,7 +58,7 @@ class FaultRun:
         """Prepare it.
 
         Args:
-            faults: as ``areal_async.fault_points`` reads.
+            faults: as ``areal_async.process.failpoints`` reads.
             output: file for what it prints; ``None`` for one in ``parent``.
             settings: ``run__steps=12`` for ``--run.steps 12``.
         """
@@ -232,7 +232,7 @@ class FaultRun:
         return [one for one in found if one.get("event") == name]
 
     def culprits(self, *, since: datetime) -> list[str]:
-        """Return whom the watchdog has named since then, in the controller and in the launcher, as ``waits`` names."""
+        """Return whom the watchdog has named since then, in the controller and the launcher, as ``wait_graph`` does."""
         stalls = [*self.events("controller", STALLED), *self.events("launcher", STALLED)]
         return [one["culprit"] for one in stalls if datetime.fromisoformat(one["timestamp"]) > since]
 

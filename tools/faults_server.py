@@ -13,8 +13,8 @@ from pathlib import Path
 
 from areal_async.bus.broker_config import write_config
 from areal_async.bus.server import find_binary
-from areal_async.host import LOOPBACK, free_port
-from areal_async.settings import RunSettings, Settings
+from areal_async.config.settings import RunSettings, Settings
+from areal_async.process.host import LOOPBACK, free_port
 from tools.faults_run import FaultFailed
 
 START_DEADLINE_S = 20.0

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
-from areal_async.waits import BROKER, CONTROLLER, TRAINER, node, rank, server
+from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, node, rank, server
 from tools.faults_broker import broker_pid
 from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, FaultFailed, FaultRun, strike

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_async.types import Version
-from areal_async.waits import BROKER
+from areal_async.protocol.types import Version
+from areal_async.telemetry.wait_graph import BROKER
 from tools.faults_cases import Case, row
 from tools.faults_proxy import ANY_ROLE, Direction, Fate, Proxy
 from tools.faults_run import ENDLESS, FaultRun, strike

@@ -32,18 +32,16 @@ import msgspec
 import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
+from areal_async.config.settings import Settings
 from areal_async.errors import WireError
-from areal_async.settings import Settings
-from areal_async.staleness import age_at
-from areal_async.trainer.archive import write_archive
-from areal_async.trainer.culprits import said_by
-from areal_async.trainer.cut import OpenGroup
-from areal_async.trainer.distributed import Ranks, joined_ranks
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.limits import Limits
-from areal_async.trainer.payloads import build_rows, place
-from areal_async.trainer.rows import TrainRow
-from areal_async.trainer.step import (
+from areal_async.protocol.staleness import age_at
+from areal_async.protocol.types import Credit, Cut, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
+from areal_async.trainer.batch.culprits import said_by
+from areal_async.trainer.batch.cut import OpenGroup
+from areal_async.trainer.batch.limits import Limits
+from areal_async.trainer.batch.payloads import build_rows, place
+from areal_async.trainer.batch.step import (
     AgreedBatch,
     ShareStats,
     StepResult,
@@ -52,10 +50,12 @@ from areal_async.trainer.step import (
     batch_metrics,
     metrics_line,
 )
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.threads import EngineThread
+from areal_async.trainer.output.archive import write_archive
+from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.step_calls import StepCalls, Trained
-from areal_async.trainer.threads import EngineThread
-from areal_async.types import Credit, Cut, Sequence, Slot, SlotStatus, Trajectory, Version, mean
-from areal_async.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
 
 MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,

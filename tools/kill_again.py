@@ -21,11 +21,11 @@ from pathlib import Path
 import anyio
 
 from areal_async.cli.run import choose_config, load_run_settings
+from areal_async.config.settings import Settings
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import Settings
-from areal_async.types import Outcome, OutcomeKind
-from areal_async.wire import decode
+from areal_async.protocol.types import Outcome, OutcomeKind
+from areal_async.protocol.wire import decode
 
 POLL_S = 0.1
 ENDED_FIRST = "the run ended first"

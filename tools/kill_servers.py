@@ -30,12 +30,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from areal_async.bus import Bus, Role, credentials_for, open_bus
+from areal_async.config.settings import Settings
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import ServerState
-from areal_async.settings import Settings
-from areal_async.types import Outcome, OutcomeKind
-from areal_async.wire import decode
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import Outcome, OutcomeKind
+from areal_async.protocol.wire import decode
 
 RUNS = Path("runs")
 RUN_NAME = "kill-servers"

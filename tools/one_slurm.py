@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from areal_async.inference.parenthood import guarded
+from areal_async.process.parent_death import guarded
 from tools.setup_slurm import SBIN, missing_programs
 
 START_DEADLINE_S = 30.0

@@ -20,7 +20,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any, Final
 
-from areal_async.contracts import RunnableTool, ToolCall
+from areal_async.api import RunnableTool, ToolCall
 from areal_async.rollout.tools.parse import parse_reply
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.sandbox import python

@@ -32,7 +32,7 @@ from typing import Any
 
 from areal_async.bus.accounts import accounts
 from areal_async.bus.server import find_binary
-from areal_async.subjects import Names
+from areal_async.protocol.subjects import Names
 from tools.bench_nodes import BOUND_BY_GENERATION, NODE_ID, SECONDS_PER_TOKEN, num_rollouts
 from tools.faults_run import REPOSITORY, FaultRun
 from tools.sleeping_server import TOKEN_S, interpreter

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.algorithms.shaping import Overlong
-from areal_async.settings import Settings
-from areal_async.types import Credit
+from areal_async.config.settings import Settings
+from areal_async.protocol.types import Credit
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards do not explode."""

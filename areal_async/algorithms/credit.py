@@ -28,7 +28,7 @@ from areal_async.algorithms.advantages import (
     step_advantages,
     turn_advantages,
 )
-from areal_async.types import Credit, Slot
+from areal_async.protocol.types import Credit, Slot
 
 _Replies = list[tuple[int, Credit]]
 """Of one role in one group: place of the sibling, and the reply, in their order."""

@@ -4,11 +4,11 @@ The first two calls run before the trainer's own: ``generate`` on the nodes, who
 ``batch`` where the ranks agree on what they train. The trainer does the rest, in this graph's order.
 """
 
-from areal_async.algorithm_settings import AlgorithmSettings
-from areal_async.dataflow import Call, Graph, Kind
+from areal_async.algorithms.dataflow import Call, Graph, Kind
+from areal_async.algorithms.user_calls import read_call
+from areal_async.config.algorithm import AlgorithmSettings
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
-from areal_async.settings import Settings
-from areal_async.user_calls import read_call
 
 ELSEWHERE = ("generate", "batch")
 """Calls that are done when the trainer's part of the graph begins."""

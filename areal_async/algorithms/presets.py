@@ -5,14 +5,14 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from areal_async.algorithm_settings import AlgorithmSettings
 from areal_async.algorithms import corrections, surrogates
 from areal_async.algorithms.aggregation import Aggregation
 from areal_async.algorithms.corrections import Correction
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.ratios import RATIOS
 from areal_async.algorithms.surrogates import Surrogate
-from areal_async.settings import Settings
+from areal_async.config.algorithm import AlgorithmSettings
+from areal_async.config.settings import Settings
 
 
 def aggregation(settings: Settings) -> Aggregation:

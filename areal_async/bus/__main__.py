@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_async.bus.accounts import accounts
 from areal_async.errors import UserError
-from areal_async.subjects import Names
+from areal_async.protocol.subjects import Names
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from areal_async.bus.permissions import Permissions, Role, permissions
 from areal_async.bus.private import ensure_key, make_private_directory
-from areal_async.subjects import Names
+from areal_async.protocol.subjects import Names
 
 MANY_ANSWERS = ("$JS.API.DIRECT.GET.", "$JS.API.CONSUMER.MSG.NEXT.")
 OTHERS = [role for role in Role if role is not Role.OPERATOR]

@@ -10,9 +10,9 @@ from typing import Any
 import anyio
 import msgspec
 
-from areal_async import wire
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import BusError, StreamFullError, WireError
+from areal_async.protocol import wire
 
 TRY_DEADLINE_S = 5.0
 """One try; the connection's loss ends it sooner."""

@@ -11,9 +11,9 @@ from pathlib import Path
 from areal_async.bus.accounts import accounts, key_path
 from areal_async.bus.permissions import Role
 from areal_async.bus.private import write_private
+from areal_async.config.settings import MAX_PAYLOAD_BYTES, Settings
 from areal_async.errors import UserError
-from areal_async.host import LOOPBACK
-from areal_async.settings import MAX_PAYLOAD_BYTES, Settings
+from areal_async.process.host import LOOPBACK
 
 MAX_PENDING_BYTES = 128 << 20
 """A client that leaves more than this unread is cut off; well above what is fetched at once."""

@@ -13,13 +13,13 @@ from typing import Protocol, TypeVar
 import msgspec
 import structlog
 
-from areal_async import wire
 from areal_async.bus.api import Api
 from areal_async.bus.connection import ConnectionLostError
 from areal_async.errors import StreamFullError, WireError
-from areal_async.events import MessageBuried
-from areal_async.subjects import Names
-from areal_async.types import DeadLetter, Record
+from areal_async.protocol import wire
+from areal_async.protocol.events import MessageBuried
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.types import DeadLetter, Record
 
 R = TypeVar("R", bound=Record)
 

@@ -20,8 +20,8 @@ import anyio.to_thread
 import structlog
 
 from areal_async.bus.server import EmbeddedBroker, stale_broker_pid
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UserError
-from areal_async.settings import Settings
 
 OTHERS_S = 10.0
 """For others to have looked into a run that is stopped; each starts its broker for a second or two."""

@@ -16,7 +16,6 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async import wire
 from areal_async.bus.api import Api
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import DeadLetters, decode
@@ -26,9 +25,10 @@ from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
 from areal_async.errors import BusError, StreamFullError, WireError
-from areal_async.events import Event
-from areal_async.subjects import Names
-from areal_async.types import Record
+from areal_async.protocol import wire
+from areal_async.protocol.events import Event
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.types import Record
 
 R = TypeVar("R", bound=Record)
 

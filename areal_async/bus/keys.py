@@ -16,13 +16,13 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 from uuid import uuid4
 
-from areal_async import wire
 from areal_async.bus.api import WRONG_LAST_SEQUENCE, Api, ApiError
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
 from areal_async.errors import ConflictError, WireError
-from areal_async.subjects import Names
-from areal_async.types import Record
+from areal_async.protocol import wire
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.types import Record
 
 R = TypeVar("R", bound=Record)
 

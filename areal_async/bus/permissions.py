@@ -7,7 +7,7 @@ cursor, and only the operator declares and deletes. Acks are granted per stream.
 from dataclasses import dataclass
 from enum import StrEnum
 
-from areal_async.subjects import (
+from areal_async.protocol.subjects import (
     ADMITTED,
     CHANGES,
     CHECKPOINT,

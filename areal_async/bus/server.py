@@ -24,10 +24,10 @@ import structlog
 from areal_async.bus.broker_config import credentials_path, write_config
 from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
+from areal_async.config.settings import MESSAGE_BYTES, Settings
 from areal_async.errors import BusError, UserError
-from areal_async.host import LOOPBACK, check_address, free_port
-from areal_async.plain_text import escaped, read_tail
-from areal_async.settings import MESSAGE_BYTES, Settings
+from areal_async.process.host import LOOPBACK, check_address, free_port
+from areal_async.process.plain_text import escaped, read_tail
 
 START_DEADLINE_S = 20.0
 NUM_STARTS = 3

@@ -36,8 +36,8 @@ from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.permissions import SERVICES_INBOX, Role
 from areal_async.errors import PipelineError, UnansweredError, UserError, WireError
-from areal_async.subjects import Names
-from areal_async.wire import decode_json
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.wire import decode_json
 
 Report = dict[str, Any]
 """What a process says of itself, as JSON can write it."""

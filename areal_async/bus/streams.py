@@ -11,9 +11,9 @@ import structlog
 from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.keys import HISTORY, NODES_HISTORY
+from areal_async.config.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Settings
 from areal_async.errors import FencedError, UserError
-from areal_async.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Settings
-from areal_async.subjects import NODES, SERVERS, Names
+from areal_async.protocol.subjects import NODES, SERVERS, Names
 
 SCHEMA = {"areal.schema": "1"}
 CHANGEABLE = {

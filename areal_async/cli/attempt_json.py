@@ -5,10 +5,10 @@ from typing import Any
 
 import msgspec
 
-from areal_async.cli.transcript import version_text
-from areal_async.rollout.text import TextCodec
+from areal_async.monitor.transcript import version_text
+from areal_async.protocol.types import Sequence
+from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt, TimedTurn
-from areal_async.types import Sequence
 
 
 def attempt_json(attempt: Attempt, codec: TextCodec) -> str:

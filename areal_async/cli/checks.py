@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+from areal_async.config.settings import DatasetSettings, Settings, TemplateSettings
+from areal_async.data.made_rows import FUNCTION, place_of
 from areal_async.errors import UserError
-from areal_async.hub import fetch, is_local
-from areal_async.made_rows import FUNCTION, place_of
-from areal_async.rollout.workflows import NUM_GIVEN, check_all_taken, check_needed
-from areal_async.settings import DatasetSettings, Settings, TemplateSettings
+from areal_async.process.hub import fetch, is_local
+from areal_async.rollout.user_code.workflows import NUM_GIVEN, check_all_taken, check_needed
 
 TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -179,7 +179,7 @@ def check_template(settings: Settings) -> None:
     if template == TemplateSettings():
         return
     # Imported here: it takes seconds.
-    from areal_async.rollout.text import load_codec
+    from areal_async.rollout.policy.text import load_codec
 
     load_codec(settings.model.path, template)
 

@@ -18,16 +18,16 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.bus import Bus
-from areal_async.cli.register import DeadLetter, read_register
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
-from areal_async.plain_text import escaped
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.speech import say
-from areal_async.subjects import RUN_STATE
-from areal_async.types import GroupId, Outcome, OutcomeKind
+from areal_async.monitor.register import DeadLetter, read_register
+from areal_async.process.plain_text import escaped
+from areal_async.process.stdio import say
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
+from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

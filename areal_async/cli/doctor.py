@@ -19,13 +19,13 @@ from rich.text import Text
 
 from areal_async.algorithms.graphs import step_graph
 from areal_async.cli import preflight
+from areal_async.config.sources import load_settings
 from areal_async.doctor import Diagnosis, examine
-from areal_async.doctor.report import Ruling, Verdict
+from areal_async.doctor.audit.report import Ruling, Verdict
 from areal_async.errors import BusError, UserError
 from areal_async.launch.run import NotLiveError, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.settings_sources import load_settings
-from areal_async.speech import say
+from areal_async.process.stdio import say
 
 MAX_SHOWN = 20
 """Findings printed per promise; ``--json`` has them all."""

@@ -19,30 +19,30 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from areal_async import log
-from areal_async.accuracy import measure, most_frequent
 from areal_async.bus import Bus, Report, ask_service
-from areal_async.cli import evaluated
 from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, chosen, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
-from areal_async.cli.speech import json_text, settings_help
 from areal_async.cli.trial_output import figure
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_trial_config, task_of
-from areal_async.data import load_rows
+from areal_async.config.metrics import TO_FILES
+from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
+from areal_async.config.sources import load_settings
+from areal_async.controller.accuracy import measure, most_frequent
+from areal_async.data.rows import load_rows
 from areal_async.errors import BusError, UnansweredError, UserError
-from areal_async.exporters.traces import recording
-from areal_async.host import visible_gpus
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.metrics_settings import TO_FILES
-from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.settings_sources import load_settings
-from areal_async.speech import say
-from areal_async.types import EvalRecord, Prompt, Slot, SlotStatus
-from areal_async.wire import decode_json
+from areal_async.monitor import evaluated
+from areal_async.monitor.text import json_text, settings_help
+from areal_async.process.host import visible_gpus
+from areal_async.process.stdio import say
+from areal_async.protocol.types import EvalRecord, Prompt, Slot, SlotStatus
+from areal_async.protocol.wire import decode_json
+from areal_async.telemetry import log
+from areal_async.telemetry.exporters.traces import recording
 
 POLL_S = 1.0
 MAX_REASONS = 3

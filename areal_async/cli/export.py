@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from areal_async.cli.output import check_place
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import find_run
-from areal_async.settings import Settings
-from areal_async.speech import say
-from areal_async.trainer.folders import LEDGER, held, versions_in
-from areal_async.trainer.keeping import find_best, name_best
+from areal_async.monitor.output import check_place
+from areal_async.process.atomic_folders import LEDGER, held, versions_in
+from areal_async.process.stdio import say
+from areal_async.trainer.output.checkpoint_retention import find_best, name_best
 
 LAST, BEST = "last", "best"
 
@@ -77,7 +77,7 @@ def write(directory: Path, settings: Settings, version: str, output: Path) -> No
         UserError: a live run has removed it meanwhile.
     """
     # Imported here: torch takes seconds.
-    from areal_async.trainer.export import export_policy
+    from areal_async.trainer.output.export import export_policy
 
     export_policy(directory / "checkpoints" / version, output, model=settings.model, lora=settings.trainer.lora)
 

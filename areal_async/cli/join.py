@@ -8,16 +8,16 @@ from pathlib import Path
 import anyio
 
 from areal_async.cli.checks import check_interpreter, check_model, check_policies, check_workflow
+from areal_async.config.settings import RunSettings, Settings
+from areal_async.config.sources import override_settings
 from areal_async.errors import UserError
-from areal_async.exporters.prometheus import check_listening
-from areal_async.exporters.traces import check_installed
 from areal_async.launch.join import Invitation, fresh_node_id, join
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.supervisor import RunEnd
-from areal_async.settings import RunSettings, Settings
-from areal_async.settings_sources import override_settings
-from areal_async.speech import say
-from areal_async.subjects import RUN_NAME
+from areal_async.process.stdio import say
+from areal_async.protocol.subjects import RUN_NAME
+from areal_async.telemetry.exporters.prometheus import check_listening
+from areal_async.telemetry.exporters.traces import check_installed
 
 KILLED_STATUS = 130
 OWN = ("--inference.*", "--endpoint.host", "--launch.join_wait_s", "--metrics.traces", "--metrics.prometheus_host")

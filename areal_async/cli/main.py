@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple, NoReturn
 
-from areal_async.collector import importing
 from areal_async.errors import PipelineError, UserError, leaves_of
-from areal_async.plain_text import escaped
-from areal_async.speech import loss, program
+from areal_async.process.gc_pauses import importing
+from areal_async.process.plain_text import escaped
+from areal_async.process.stdio import loss, program
 
 INTERRUPTED = 130
 """Exit status of a command that the user broke off."""
@@ -320,8 +320,8 @@ def expected_error(raised: BaseException) -> PipelineError | None:
 
 def _tell(error: PipelineError, whole: BaseException) -> int:
     """Say what went wrong in one line, and keep the traceback in the log file when there is one."""
-    if "areal_async.log" in sys.modules:
-        importlib.import_module("areal_async.log").record_failure(whole)
+    if "areal_async.telemetry.log" in sys.modules:
+        importlib.import_module("areal_async.telemetry.log").record_failure(whole)
     with suppress(OSError):  # its terminal has gone, or its disk is full
         sys.stderr.write(escaped(" ".join(str(error).split())) + "\n")
     return error.exit_code if isinstance(error, UserError) else 1

@@ -13,12 +13,12 @@ import structlog
 
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.errors import BusError, UnansweredError, UserError
-from areal_async.fields import MAX_EXACT
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.run_state import RunState
-from areal_async.speech import say
-from areal_async.subjects import RUN_STATE
+from areal_async.process.stdio import say
+from areal_async.protocol.fields import MAX_EXACT
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
 
 ANSWER_DEADLINE_S = 10.0
 LOOK_S = 2.0

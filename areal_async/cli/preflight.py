@@ -14,9 +14,9 @@ from rich.text import Text
 
 from areal_async.cli.checks import check_groups
 from areal_async.cli.run import choose_config, load_run_settings
-from areal_async.host import visible_gpus
-from areal_async.preflight import Finding, Level, look_ahead
-from areal_async.speech import say
+from areal_async.doctor.preflight import Finding, Level, look_ahead
+from areal_async.process.host import visible_gpus
+from areal_async.process.stdio import say
 
 MARKS = {
     Level.GOOD: Text("ok     ", style="green"),

@@ -11,12 +11,12 @@ from pathlib import Path
 import anyio
 
 from areal_async.errors import PipelineError, UserError
-from areal_async.host import visible_gpus
 from areal_async.launch.backend import Process, ProcessSpec
-from areal_async.launch.crew import Death, end_all, run_together
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.plan import rank_specs
+from areal_async.launch.process_group import Death, end_all, run_together
+from areal_async.process.host import visible_gpus
 
 
 def own_rank() -> int | None:

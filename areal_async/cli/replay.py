@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from areal_async import log
 from areal_async.algorithms.graphs import step_graph
 from areal_async.cli.checks import check_model
 from areal_async.cli.ranks import own_rank, run_ranks
-from areal_async.cli.speech import settings_help
+from areal_async.config.settings import AlgorithmSettings, Settings
+from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.settings import AlgorithmSettings, Settings
-from areal_async.settings_sources import load_settings
-from areal_async.speech import say
-from areal_async.trainer.recorded import read_lines, whole_steps
+from areal_async.monitor.text import settings_help
+from areal_async.process.stdio import say
+from areal_async.telemetry import log
+from areal_async.trainer.output.archive_reader import read_lines, whole_steps
 
 if TYPE_CHECKING:
     from areal_async.trainer.replay import Difference

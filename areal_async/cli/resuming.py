@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_async.config.kept import why_kept
+from areal_async.config.paths import is_same_function
+from areal_async.config.resumed import differences, refuse_kept
+from areal_async.config.settings import RunSettings, Settings
+from areal_async.config.sources import Assignment, Sources, absolute, resolve
 from areal_async.errors import UserError
-from areal_async.kept_settings import why_kept
 from areal_async.launch.run_directory import RunDirectory, Said
-from areal_async.resumed_settings import differences, refuse_kept
-from areal_async.settings import RunSettings, Settings
-from areal_async.settings_paths import is_same_function
-from areal_async.settings_sources import Assignment, Sources, absolute, resolve
 
 PLACE = ("run.name", "run.directory")
 """By these a run is found."""

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from areal_async.cli.tuning import run_tuning
-from areal_async.reward_model_settings import RewardModelSettings
+from areal_async.config.reward_model import RewardModelSettings
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -13,6 +13,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _learn(settings: RewardModelSettings) -> None:
-    from areal_async.trainer.reward_model import run_reward_model  # torch
+    from areal_async.trainer.tuning.reward_model import run_reward_model  # torch
 
     run_reward_model(settings)

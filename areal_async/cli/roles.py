@@ -8,11 +8,11 @@ import importlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_async import stacks
-from areal_async.collector import importing
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.plain_text import keep_output_plain
+from areal_async.process import stacks
+from areal_async.process.gc_pauses import importing
+from areal_async.process.plain_text import keep_output_plain
 
 MODULES = {
     "controller": "areal_async.controller.main",

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import anyio
 
-from areal_async import log
 from areal_async.algorithms.graphs import step_graph
 from areal_async.bus import Bus
 from areal_async.bus.server import ROOM_BYTES
@@ -29,18 +28,14 @@ from areal_async.cli.checks import (
     check_tokenizer,
     check_workflow,
 )
-from areal_async.cli.curves import Follower
-from areal_async.cli.display import choose_display
 from areal_async.cli.export import write_best
 from areal_async.cli.orders import who
 from areal_async.cli.resuming import Request, resume
-from areal_async.cli.speech import settings_help
-from areal_async.cli.summary import summarise
-from areal_async.cli.view import RunView
+from areal_async.config.paths import is_same_function
+from areal_async.config.settings import RunSettings, Settings
+from areal_async.config.sources import Sources, load_settings, read_sources, resolve
+from areal_async.config.tasks import workflow_name
 from areal_async.errors import PipelineError, UserError, leaves_of
-from areal_async.exporters.prometheus import check_listening
-from areal_async.exporters.traces import check_installed, with_key
-from areal_async.host import check_address, visible_gpus
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
@@ -50,12 +45,17 @@ from areal_async.launch.run import EMBEDDED, hold, launch
 from areal_async.launch.run_directory import FirstStart, RunDirectory
 from areal_async.launch.starts import Start
 from areal_async.launch.supervisor import RunEnd
-from areal_async.settings import RunSettings, Settings
-from areal_async.settings_paths import is_same_function
-from areal_async.settings_sources import Sources, load_settings, read_sources, resolve
-from areal_async.speech import say
-from areal_async.subjects import RUN_NAME
-from areal_async.task_settings import workflow_name
+from areal_async.monitor.curves import Follower
+from areal_async.monitor.display import choose_display
+from areal_async.monitor.summary import summarise
+from areal_async.monitor.text import settings_help
+from areal_async.monitor.view import RunView
+from areal_async.process.host import check_address, visible_gpus
+from areal_async.process.stdio import say
+from areal_async.protocol.subjects import RUN_NAME
+from areal_async.telemetry import log
+from areal_async.telemetry.exporters.prometheus import check_listening
+from areal_async.telemetry.exporters.traces import check_installed, with_key
 
 CONFIGS = Path("configs")
 KILLED_STATUS = 130

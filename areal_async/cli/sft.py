@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Sequence
 
 from areal_async.cli.tuning import run_tuning
-from areal_async.sft_settings import SftSettings
+from areal_async.config.sft import SftSettings
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -13,6 +13,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _learn(settings: SftSettings) -> None:
-    from areal_async.trainer.sft import run_sft  # torch
+    from areal_async.trainer.tuning.sft import run_sft  # torch
 
     run_sft(settings)

@@ -13,16 +13,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.durations import duration_text, seconds_since
-from areal_async.cli.evaluated import figure
-from areal_async.cli.liveness import awaiting_beat
-from areal_async.cli.snapshot import CONNECT_S, ENDED, OK, OVER, Status, ask_status, read_status
-from areal_async.cli.view import event_text
+from areal_async.config.settings import BusSettings, RunSettings, Settings
 from areal_async.errors import UserError
 from areal_async.launch.run import visit_at
 from areal_async.launch.run_directory import find_run
-from areal_async.settings import BusSettings, RunSettings, Settings
-from areal_async.subjects import RUN_NAME
+from areal_async.monitor.durations import duration_text, seconds_since
+from areal_async.monitor.evaluated import figure
+from areal_async.monitor.liveness import awaiting_beat
+from areal_async.monitor.snapshot import CONNECT_S, ENDED, OK, OVER, Status, ask_status, read_status
+from areal_async.monitor.view import event_text
+from areal_async.protocol.subjects import RUN_NAME
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.html is not None:
         if arguments.url is not None:
             raise UserError("--html: got --bus.url, need a run whose files are here; leave one of them out")
-        from areal_async.cli.report.write import write_report  # the tokenizer's library, which takes seconds
+        from areal_async.monitor.report.write import write_report  # the tokenizer's library, which takes seconds
 
         write_report(find_run(arguments.run), Path(arguments.html), is_watched=arguments.watch)
         return 0

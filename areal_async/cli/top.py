@@ -17,18 +17,18 @@ import anyio
 import structlog
 
 from areal_async.bus import Bus, Report, ask_service, hearing_reports
-from areal_async.cli.liveness import BeatsSeen, locked
 from areal_async.cli.orders import DONE, who
-from areal_async.cli.snapshot import CONNECT_S, NUM_READ, event_in, read_snapshot
 from areal_async.cli.status import check_remote, remote_settings
-from areal_async.cli.tail import JsonLines
-from areal_async.cli.top_screen import draw
-from areal_async.cli.top_terminal import TopTerminal
-from areal_async.cli.top_view import TopView
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UserError, leaves_of
 from areal_async.launch.run import visit_at, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.settings import Settings
+from areal_async.monitor.liveness import BeatsSeen, locked
+from areal_async.monitor.snapshot import CONNECT_S, NUM_READ, event_in, read_snapshot
+from areal_async.monitor.tail import JsonLines
+from areal_async.monitor.top.screen import draw
+from areal_async.monitor.top.terminal import TopTerminal
+from areal_async.monitor.top.view import TopView
 
 REFRESH_S = 0.7
 """Between two questions to everybody; what they say stands on the screen within a second."""

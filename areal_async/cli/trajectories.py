@@ -16,12 +16,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.cli.output import check_place
-from areal_async.cli.recorded_text import draw
-from areal_async.cli.speech import json_text
-from areal_async.cli.token_text import visible
-from areal_async.cli.trajectory_export import SUFFIXES, describe, export
-from areal_async.cli.trajectory_list import (
+from areal_async.errors import UserError
+from areal_async.launch.run import visit
+from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.monitor.output import check_place
+from areal_async.monitor.recorded_text import draw
+from areal_async.monitor.text import json_text
+from areal_async.monitor.token_text import visible
+from areal_async.monitor.trajectory_export import SUFFIXES, describe, export
+from areal_async.monitor.trajectory_list import (
     COLUMNS,
     STORED,
     TRAINED,
@@ -33,14 +36,11 @@ from areal_async.cli.trajectory_list import (
     select,
     untrained,
 )
-from areal_async.cli.trajectory_sources import ask, ask_untrained, find_recorded, load_decoder
-from areal_async.errors import UserError
-from areal_async.fields import is_version
-from areal_async.launch.run import visit
-from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.speech import say
-from areal_async.trainer.recorded import Recorded
-from areal_async.types import Trajectory
+from areal_async.monitor.trajectory_sources import ask, ask_untrained, find_recorded, load_decoder
+from areal_async.process.stdio import say
+from areal_async.protocol.fields import is_version
+from areal_async.protocol.types import Trajectory
+from areal_async.trainer.output.archive_reader import Recorded
 
 PIPE_WIDTH = 200
 """Columns of a table that no terminal bounds."""

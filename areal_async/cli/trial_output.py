@@ -9,11 +9,11 @@ from rich.console import Console
 from rich.rule import Rule
 
 from areal_async.cli.attempt_json import attempt_json
-from areal_async.cli.transcript import Transcript, legend
-from areal_async.rollout.text import TextCodec
+from areal_async.monitor.transcript import Transcript, legend
+from areal_async.process.stdio import say
+from areal_async.protocol.types import SlotStatus, mean
+from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt
-from areal_async.speech import say
-from areal_async.types import SlotStatus, mean
 
 MANY_DIGITS = 1e6
 

@@ -9,23 +9,23 @@ from pathlib import Path
 import anyio
 import anyio.to_thread
 
-from areal_async import log
+from areal_async.config.settings import Settings, TaskSettings
 from areal_async.errors import leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
-from areal_async.inference.visit import Facts, visited_servers
+from areal_async.inference.external_servers import Facts, visited_servers
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.group import for_one_sibling
-from areal_async.rollout.lag import LoopWatch
-from areal_async.rollout.named import with_policies
-from areal_async.rollout.per_node import given_per_node
-from areal_async.rollout.standstill import Standstill
-from areal_async.rollout.text import TextCodec, load_codec
+from areal_async.rollout.named_policies import with_policies
+from areal_async.rollout.policy.text import TextCodec, load_codec
 from areal_async.rollout.trial import TRIAL, Trial
-from areal_async.rollout.user_code import UserCode
-from areal_async.rollout.workflows import load_workflow, policies_taken
-from areal_async.settings import Settings, TaskSettings
+from areal_async.rollout.user_code.loop_interrupter import Standstill
+from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.per_node import given_per_node
+from areal_async.rollout.user_code.source_location import UserCode
+from areal_async.rollout.user_code.workflows import load_workflow, policies_taken
+from areal_async.telemetry import log
 
 
 @asynccontextmanager

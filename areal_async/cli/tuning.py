@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from areal_async import log
 from areal_async.cli.checks import check_dataset, check_model, check_tokenizer
 from areal_async.cli.ranks import own_rank, run_ranks
-from areal_async.cli.speech import settings_help
-from areal_async.settings_sources import load_settings
-from areal_async.speech import say
-from areal_async.tuning_settings import TuningSettings
+from areal_async.config.sources import load_settings
+from areal_async.config.tuning import TuningSettings
+from areal_async.monitor.text import settings_help
+from areal_async.process.stdio import say
+from areal_async.telemetry import log
 
 S = TypeVar("S", bound=TuningSettings)
 

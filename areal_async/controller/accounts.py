@@ -13,9 +13,9 @@ from typing import overload
 
 import msgspec
 
-from areal_async.journal import Journal, without_slots
-from areal_async.run_state import ServerState
-from areal_async.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Version
+from areal_async.protocol.journal import Journal, without_slots
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, OutcomeKind, Version
 
 RUN_ENDED = "the run ended first"
 """The reason of a group that the run's end found unsettled."""

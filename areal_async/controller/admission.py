@@ -16,7 +16,7 @@ import msgspec
 from areal_async.controller.accounts import RUN_ENDED, Accounts, Readmission
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Choice, Curriculum
 from areal_async.controller.sampler import MixedSampler, Sampler
-from areal_async.types import Admitted, GroupId, Mix, Outcome, OutcomeKind, Version, WeightsVersion
+from areal_async.protocol.types import Admitted, GroupId, Mix, Outcome, OutcomeKind, Version, WeightsVersion
 
 ADMISSION_BATCH = 64
 """Tickets published together before the record moves on."""

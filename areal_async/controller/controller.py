@@ -23,14 +23,15 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async import stations, waits
 from areal_async.bus import Bus, Message, Report, serving
-from areal_async.controller.absence import Absence
+from areal_async.config.live import settings_now
+from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.curriculum import Visits
-from areal_async.controller.drought import Drought
 from areal_async.controller.evaluation import Evaluator, newest_due_step
+from areal_async.controller.failure_detector import Absence
+from areal_async.controller.no_step_alarm import Drought
 from areal_async.controller.order import Order
 from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.rights import check_permissions
@@ -38,16 +39,15 @@ from areal_async.controller.steering import Steering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, UserError, WireError
-from areal_async.events import ServerFenced
-from areal_async.fault_points import reach
-from areal_async.fields import is_version
-from areal_async.live_settings import settings_now
-from areal_async.run_state import DISOWNED, Changes, Control, RunState, ServerState
-from areal_async.settings import Settings
-from areal_async.staleness import max_groups_in_flight
-from areal_async.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
-from areal_async.types import Admitted, Cut, GroupId, Outcome, Ticket, Version, WeightsVersion
-from areal_async.wire import decode_json
+from areal_async.process.failpoints import reach
+from areal_async.protocol.events import ServerFenced
+from areal_async.protocol.fields import is_version
+from areal_async.protocol.run_state import DISOWNED, Changes, Control, RunState, ServerState
+from areal_async.protocol.staleness import max_groups_in_flight
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CONTROL, RUN_STATE
+from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, Ticket, Version, WeightsVersion
+from areal_async.protocol.wire import decode_json
+from areal_async.telemetry import spans, wait_graph
 
 SERVER_POLL_S = 0.1
 METRICS_INTERVAL_S = 1.0
@@ -256,7 +256,7 @@ class Controller:
                 mixing=self._order.mixing(self._now),
             )
             if admission is None or is_paused or not self._may_admit:
-                with self._waiting(waits.ADMISSION):
+                with self._waiting(wait_graph.ADMISSION):
                     await changed.wait()
             else:
                 await self._admit(admission)
@@ -291,7 +291,7 @@ class Controller:
             num_failed_attempts=item.num_failed_attempts,
             number=number,
         )
-        with stations.admitted(ticket):
+        with spans.admitted(ticket):
             await self._bus.publish(self._bus.names.tickets(workflow), ticket, msg_id=f"ticket.{item.group_id}")
 
     # evaluation and the end
@@ -303,20 +303,20 @@ class Controller:
             changed = self._changed
             held, newest = self._accounts.held, self._newest
             if held is None or newest is None or held < Version.parse(newest.version) and newest.final:
-                with self._waiting(waits.CONTROLLER):
+                with self._waiting(wait_graph.CONTROLLER):
                     await changed.wait()
                 continue
             due = newest_due_step(held.step, every_steps=self._now.eval.every_steps, last_step=last_step)
             if due > evaluated:
                 evaluated = due
                 if self._evaluator is not None and not await self._evaluator.is_done(due):
-                    with waits.on(waits.evaluation(str(held)), waiter=waits.CONTROLLER):
+                    with wait_graph.on(wait_graph.evaluation(str(held)), waiter=wait_graph.CONTROLLER):
                         await self._evaluator.evaluate(held, due_step=due, on_result=self._move)
             elif self._evaluation_asked is not None and self._evaluator is not None:
                 since, self._evaluation_asked = self._evaluation_asked, None
                 if any(version >= since for version in await self._evaluator.made()):
                     continue  # one that was under way when it was asked for
-                with waits.on(waits.evaluation(str(held)), waiter=waits.CONTROLLER):
+                with wait_graph.on(wait_graph.evaluation(str(held)), waiter=wait_graph.CONTROLLER):
                     await self._evaluator.evaluate(held, due_step=held.step, on_result=self._move)
                 continue
             if not self._may_admit:
@@ -324,7 +324,7 @@ class Controller:
                 self._move()
             if has_ended(self._accounts, newest, last_step=last_step):
                 return
-            with self._waiting(waits.CONTROLLER):
+            with self._waiting(wait_graph.CONTROLLER):
                 await changed.wait()
 
     async def ask_evaluation(self, body: Report) -> Report:
@@ -363,7 +363,7 @@ class Controller:
                 publishing.start_soon(self._publish_outcome, outcome)
 
     async def _publish_outcome(self, outcome: Outcome) -> None:
-        with stations.settled(outcome):
+        with spans.settled(outcome):
             await self._bus.publish(self._bus.names.outcomes, outcome, msg_id=f"end.{outcome.group_id}")
 
     async def run_steering(self) -> None:
@@ -412,7 +412,7 @@ class Controller:
             "quiet_s": round(max(self._clock_s - self._moved_s, 0.0), 1),
             "state": "paused" if control.is_paused else self._state,
             "waits_for": (self._evaluator and self._evaluator.waits_for) or self.waits_for,
-            "waits": waits.report(waits.CONTROLLER),
+            "waits": wait_graph.report(wait_graph.CONTROLLER),
             **self._drought.report(),
         }
 
@@ -458,7 +458,7 @@ class Controller:
     async def _tell_stall(self, quiet_s: float) -> None:
         silence_s = silence_after(self._settings.run.watchdog_s)
         verdict = explain(self._reports.by_name, now_s=self._clock_s, silence_s=silence_s)
-        stall = waits.Stall(
+        stall = wait_graph.Stall(
             quiet_s=round(quiet_s),
             sentence=verdict.sentence,
             culprit=verdict.culprit,
@@ -469,14 +469,14 @@ class Controller:
         log.error(stall.kind, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
         await self._bus.tell(stall)
 
-    def _waiting(self, waiter: str) -> AbstractContextManager[waits.Wait]:
+    def _waiting(self, waiter: str) -> AbstractContextManager[wait_graph.Wait]:
         """Register a wait for the next change of the books, as one for whoever is to bring it about."""
-        if waiter == waits.ADMISSION and self._accounts.held is not None and not self._may_admit:
-            return waits.on(waits.evaluation(str(self._accounts.held)), waiter=waiter)
+        if waiter == wait_graph.ADMISSION and self._accounts.held is not None and not self._may_admit:
+            return wait_graph.on(wait_graph.evaluation(str(self._accounts.held)), waiter=waiter)
         newest = self._newest
         if newest is not None and str(self._accounts.held) != newest.version:
-            return waits.on(waits.weights(newest.version), "all servers to hold", waiter=waiter)
-        return waits.on(waits.TRAINER, "the progress of", waiter=waiter)
+            return wait_graph.on(wait_graph.weights(newest.version), "all servers to hold", waiter=waiter)
+        return wait_graph.on(wait_graph.TRAINER, "the progress of", waiter=waiter)
 
     def _move(self) -> None:
         self._moved_s = self._clock_s

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from hashlib import blake2b
 
+from areal_async.config.settings import CurriculumSettings, Settings
 from areal_async.controller.sampler import Pool, Sampler
-from areal_async.settings import CurriculumSettings, Settings
-from areal_async.types import Admitted, Cut, CutKind, GroupId, Mix, Outcome, mean
+from areal_async.protocol.types import Admitted, Cut, CutKind, GroupId, Mix, Outcome, mean
 
 MIN_STRETCH = 64
 """Rows of a pool, at least, between two looks at what is known: keeps the record short where epochs are."""

@@ -15,12 +15,13 @@ import msgspec
 import structlog
 from anyio.abc import TaskGroup
 
-from areal_async import stations, wire
-from areal_async.accuracy import measure, most_frequent
 from areal_async.bus import Bus, Delivery, Inbox
+from areal_async.controller.accuracy import measure, most_frequent
 from areal_async.controller.tasks import Tasks
-from areal_async.events import EvaluationFinished
-from areal_async.types import EvalRecord, EvalResult, EvalTicket, Version
+from areal_async.protocol import wire
+from areal_async.protocol.events import EvaluationFinished
+from areal_async.protocol.types import EvalRecord, EvalResult, EvalTicket, Version
+from areal_async.telemetry import spans
 
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
@@ -145,7 +146,7 @@ class Evaluator:
                 if is_again or (result.eval_id == eval_id and answer in wanted and answer not in results):
                     held[delivery.sequence] = delivery
                     results.setdefault(answer, result)
-                    stations.received_result(result, delivery)
+                    spans.received_result(result, delivery)
                     on_result()
                 else:
                     useless.append(delivery)
@@ -206,7 +207,7 @@ class Evaluator:
     async def _publish(self, ticket: EvalTicket) -> None:
         subject = self._bus.names.eval_tickets(ticket.workflow)
         msg_id = f"eval-ticket.{ticket.answer}.{ticket.attempt}"
-        with stations.asked(ticket):
+        with spans.asked(ticket):
             await self._bus.publish_patiently(subject, ticket, msg_id=msg_id)
         self._num_unasked -= 1
 

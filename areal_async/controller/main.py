@@ -11,21 +11,21 @@ import anyio.abc
 import msgspec
 import structlog
 
-from areal_async import log as logging
-from areal_async import stacks
 from areal_async.bus import Bus, Role, credentials_for, open_bus
+from areal_async.config.settings import Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
-from areal_async.data import load_rows
+from areal_async.data.recorded_rows import Used, refuse_other_rows
+from areal_async.data.rows import load_rows
 from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
-from areal_async.exporters.prometheus import exporting
-from areal_async.exporters.traces import recording
-from areal_async.recorded_rows import Used, refuse_other_rows
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
+from areal_async.process import stacks
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
+from areal_async.telemetry import log as logging
+from areal_async.telemetry.exporters.prometheus import exporting
+from areal_async.telemetry.exporters.traces import recording
 
 log = structlog.get_logger()
 

@@ -1,12 +1,12 @@
 """In which order a run's prompts have their turn, given its record and what operators want of the mix of its tasks."""
 
+from areal_async.config.settings import Settings
 from areal_async.controller.admission import ADMISSION_BATCH, Mixing, first_free
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Visits, curriculum_of
 from areal_async.controller.sampler import MixedSampler, Share, sampler_of, whole_weights
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
-from areal_async.settings import Settings
-from areal_async.types import Admitted, GroupId
+from areal_async.protocol.types import Admitted, GroupId
 
 
 class Order:

@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
-from areal_async import waits
-from areal_async.waits import ENDED, WaitReport
+from areal_async.telemetry import wait_graph
+from areal_async.telemetry.wait_graph import ENDED, WaitReport
 
-NOT_FOR_NODES = (waits.CONTROLLER, "rank")
+NOT_FOR_NODES = (wait_graph.CONTROLLER, "rank")
 """No node waits for these."""
-OTHERS = (waits.TRAINER, waits.CONTROLLER, "rank", "cut", "step", "checkpoint", "publication")
+OTHERS = (wait_graph.TRAINER, wait_graph.CONTROLLER, "rank", "cut", "step", "checkpoint", "publication")
 """What these wait for is not for nodes to tell."""
 
 
@@ -84,9 +84,9 @@ class Reports:
 def _name_of(role: str, said: Mapping[str, Any]) -> str | None:
     match role:
         case "node" if "node_id" in said:
-            return waits.node(str(said["node_id"]))
+            return wait_graph.node(str(said["node_id"]))
         case "trainer" if isinstance(said.get("rank"), int) and said["rank"] > 0:
-            return waits.rank(said["rank"])
+            return wait_graph.rank(said["rank"])
         case "trainer" | "controller" if "state" in said:
             return role
     return None
@@ -99,13 +99,15 @@ def _waits_in(role: str, said: Mapping[str, Any]) -> WaitReport:
         return WaitReport()
     if role != "node":
         return told
-    records = [one for one in told.records if not _is_others(one.waiter) and waits.kind_of(one.on) not in NOT_FOR_NODES]
+    records = [
+        one for one in told.records if not _is_others(one.waiter) and wait_graph.kind_of(one.on) not in NOT_FOR_NODES
+    ]
     return msgspec.structs.replace(told, records=records)
 
 
 def _is_others(waiter: str) -> bool:
     """Say whether no node knows what this waits for: a culprit that a node names at will would be killed for it."""
-    return waits.kind_of(waiter) in OTHERS
+    return wait_graph.kind_of(waiter) in OTHERS
 
 
 def _servers_in(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

@@ -2,7 +2,7 @@
 
 from areal_async.bus import Bus
 from areal_async.errors import ConflictError, DeniedError, UserError
-from areal_async.run_state import ServerState
+from areal_async.protocol.run_state import ServerState
 
 NOBODY, NO_REVISION = "nobody", 1 << 62
 """A server and a revision of its key that there will never be."""

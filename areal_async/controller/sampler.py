@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.types import Admitted, GroupId, Mix
+from areal_async.protocol.types import Admitted, GroupId, Mix
 
 MAX_PERIOD = 1 << 16
 """Turns after which their order repeats, at the most: shares are exact to one part in so many."""

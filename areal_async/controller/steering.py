@@ -11,13 +11,13 @@ import msgspec
 import structlog
 
 from areal_async.bus import Bus, Endpoint, Report, Schema, json_object
-from areal_async.change_record import record_change
+from areal_async.config.change_record import record_change
+from areal_async.config.live import check_change, full_name, held_changes, live_names, value_of
+from areal_async.config.settings import Settings
 from areal_async.errors import ConflictError, UserError
-from areal_async.events import RunOrdered, SettingChanged
-from areal_async.live_settings import check_change, full_name, held_changes, live_names, value_of
-from areal_async.run_state import Change, Changes, Control
-from areal_async.settings import Settings
-from areal_async.subjects import CHANGES, CONTROL
+from areal_async.protocol.events import RunOrdered, SettingChanged
+from areal_async.protocol.run_state import Change, Changes, Control
+from areal_async.protocol.subjects import CHANGES, CONTROL
 
 MAX_TEXT = 200
 TEXT: Schema = {"type": "string", "maxLength": MAX_TEXT}

@@ -8,9 +8,9 @@ that is silent is the culprit wherever the walk meets it, as its last words are 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from areal_async import waits
 from areal_async.controller.reports import Heard
-from areal_async.waits import BROKER, CONTROLLER, TRAINER, WaitRecord
+from areal_async.telemetry import wait_graph
+from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, WaitRecord
 
 MAX_SILENCE_S = 10.0
 """Everybody speaks every second."""
@@ -197,14 +197,14 @@ class _Walk:
         for heard in self._processes.values():
             for server_id, server in heard.servers.items():
                 if server.get("version") != version and not server.get("frozen"):
-                    return waits.server(server_id)
+                    return wait_graph.server(server_id)
         return None
 
     def _server_text(self, server_id: str) -> str:
         updates = [
             f"being given {record.waiter} for {record.age_s:.0f} s"
             for _, record in self._all_waits()
-            if record.on == waits.server(server_id) and record.waiter.startswith("weights ")
+            if record.on == wait_graph.server(server_id) and record.waiter.startswith("weights ")
         ]
         return "".join(f", {text}" for text in [*self._fences(server_id), *updates])
 

@@ -1,6 +1,6 @@
 """The doctor: proves or refutes a run's promises from what the run has left, and names what breaks them."""
 
-from areal_async.doctor.examination import examine
-from areal_async.doctor.report import Diagnosis
+from areal_async.doctor.audit.examination import examine
+from areal_async.doctor.audit.report import Diagnosis
 
 __all__ = ["Diagnosis", "examine"]

@@ -11,13 +11,13 @@ import httpx
 import msgspec
 import structlog
 
-from areal_async import waits
+from areal_async.config.settings import Settings
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.commands import choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
-from areal_async.settings import Settings
+from areal_async.telemetry import wait_graph
 
 MAX_TRIES = 3
 PARSE_DEADLINE_S = 30.0
@@ -62,7 +62,7 @@ class EngineCallParser:
             server = await self._choose(preferred)
             api = ServerApi(self._http, server.url)
             try:
-                with waits.on(waits.server(server.id), "the tool calls from"):
+                with wait_graph.on(wait_graph.server(server.id), "the tool calls from"):
                     answer = await api.parse_calls(text, tools, parser=self._name, deadline_s=PARSE_DEADLINE_S)
                 return msgspec.convert(answer, FoundCalls)
             except RefusalFault as exc:

@@ -1,7 +1,7 @@
 """The streaming client: one completion, whatever becomes of the servers meanwhile.
 
 A stream that breaks goes on, on the same or another server, from the tokens already received, so that no
-token is lost or repeated and none is generated twice, but for those that a server could not go on from (``asked``).
+token is lost or repeated and none is generated twice, but for those that a server could not go on from (``request``).
 Deadlines are set between events; one on the whole is for users who ask for it: a long answer is not a slow one. A
 prompt that no server could take never leaves: a token id outside the vocabulary ends a real SGLang process, with
 everybody's requests.
@@ -19,13 +19,11 @@ import httpx
 import msgspec
 import structlog
 
-from areal_async import stations, tracing, waits
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
-from areal_async.inference.asked import check_token_ids
 from areal_async.inference.call_parser import EngineCallParser
 from areal_async.inference.commands import DETERMINISTIC, draws_by_seed
 from areal_async.inference.completion import Completion
-from areal_async.inference.events import DONE, EventSplitter, decode_chunk
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import (
     TRANSPORT_ERRORS,
@@ -36,10 +34,12 @@ from areal_async.inference.http import (
     make_client,
 )
 from areal_async.inference.pool import Pool, Server
-from areal_async.plain_text import escaped
-from areal_async.settings import InferenceSettings
-from areal_async.types import Turn
-from areal_async.waits import Wait
+from areal_async.inference.request import check_token_ids
+from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
+from areal_async.process.plain_text import escaped
+from areal_async.protocol.types import Turn
+from areal_async.telemetry import spans, tracing, wait_graph
+from areal_async.telemetry.wait_graph import Wait
 
 MAX_FRUITLESS_STREAMS = 6
 """Streams in a row that may end without a single new token before the completion is given up."""
@@ -121,10 +121,10 @@ class InferenceClient:
                 f"{DETERMINISTIC} in inference.flags; leave it out"
             )
         completion = Completion(prompt_ids, sampling_params, on_tokens=on_tokens)
-        with stations.completion(self._model, len(prompt_ids), sampling_params) as span:
+        with spans.completion(self._model, len(prompt_ids), sampling_params) as span:
             with anyio.move_on_after(self._settings.total_deadline_s):
                 turn, server = await self._complete(completion, preferred)
-                stations.note_turn(span, turn, server_id=server.id)
+                spans.note_turn(span, turn, server_id=server.id)
                 return turn, server
             raise GenerationError(
                 f"generation: got {len(completion.output_ids)} of at most {sampling_params['max_new_tokens']} tokens "
@@ -149,7 +149,7 @@ class InferenceClient:
                 cause = f"{type(exc.__cause__).__name__}: {exc}" if exc.__cause__ else str(exc)
                 log.warning("stream.broken", server_id=server.id, cause=cause, num_tokens=len(completion.output_ids))
                 kind = type(exc.__cause__ or exc).__name__
-                stations.note_break(server.id, kind, cause, num_tokens=len(completion.output_ids))
+                spans.note_break(server.id, kind, cause, num_tokens=len(completion.output_ids))
                 self.pool.cast_doubt(server, cause)
             finally:
                 self.pool.release(server, cost_tokens=cost_tokens)
@@ -180,10 +180,10 @@ class InferenceClient:
             "return_logprob": True,
             "stream": True,
         }
-        stations.note_stream(server.id, server.version, num_tokens=len(completion.output_ids))
+        spans.note_stream(server.id, server.version, num_tokens=len(completion.output_ids))
         is_over = False
         try:
-            with waits.on(waits.server(server.id), "a stream on") as wait:
+            with wait_graph.on(wait_graph.server(server.id), "a stream on") as wait:
                 await self._receive(server, msgspec.json.encode(body), completion, wait)
             is_over = True
         except TRANSPORT_ERRORS as exc:
@@ -238,7 +238,7 @@ class InferenceClient:
         if chunk.error is not None or chunk.meta_info is None:
             raise GenerationError(f"generation: {server.id} refused the request: {error_message(event)}")
         if chunk.output_ids and not completion.num_furthest:
-            stations.note_first_token()
+            spans.note_first_token()
         completion.add(chunk.output_ids, chunk.meta_info)
         server.num_generated_tokens += len(chunk.output_ids)
         reason = chunk.meta_info.finish_reason

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-from areal_async.host import visible_gpus
-from areal_async.inference.embedded.admin_key import VARIABLE
-from areal_async.settings import InferenceSettings, Settings
+from areal_async.config.settings import InferenceSettings, Settings
+from areal_async.inference.admin_key import VARIABLE
+from areal_async.process.host import visible_gpus
 
 NO_VERSION = "0-0"
 """What a server that has just started calls its weights: older than anything a trainer announces."""

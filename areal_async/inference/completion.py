@@ -1,7 +1,7 @@
 """One completion as it grows, over however many streams it takes. Pure.
 
 A new stream goes on from the tokens that the ones before it have brought, less those that have to be said again
-(``asked``). Nobody is told a token before it is certain to stay.
+(``request``). Nobody is told a token before it is certain to stay.
 
 Invariant: every token is here once, with its logprob, and stamped with a version that is never newer than
 the one that made it. The server's spans (in the last event) are exact and are used when they are there. A
@@ -14,10 +14,10 @@ from functools import lru_cache
 from typing import Any
 
 from areal_async.errors import GenerationError
-from areal_async.inference.asked import BESIDE, is_steered, num_held_back, request_fields
-from areal_async.inference.events import IMPOSSIBLE, MetaInfo, TopLogprobs
 from areal_async.inference.faults import ServerFault
-from areal_async.types import Turn, Version, VersionSpan
+from areal_async.inference.request import BESIDE, is_steered, num_held_back, request_fields
+from areal_async.inference.sse import IMPOSSIBLE, MetaInfo, TopLogprobs
+from areal_async.protocol.types import Turn, Version, VersionSpan
 
 parse_version = lru_cache(maxsize=1024)(Version.parse)
 

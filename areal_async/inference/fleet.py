@@ -13,6 +13,7 @@ import anyio
 import httpx
 import structlog
 
+from areal_async.config.settings import Settings
 from areal_async.inference.commands import choose_backend, has_sha256, server_command
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import make_client
@@ -20,7 +21,6 @@ from areal_async.inference.pool import Pool, Server
 from areal_async.inference.supervisor import Supervisor
 from areal_async.inference.updates import Surroundings, Target
 from areal_async.inference.verify import Verifier
-from areal_async.settings import Settings
 
 LEFT = "left"
 """Why a server that was not wanted any more is fenced."""

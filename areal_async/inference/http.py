@@ -16,8 +16,8 @@ from httpx_aiohttp import AiohttpTransport
 
 from areal_async.inference.concurrency import Load
 from areal_async.inference.faults import RefusalFault, ServerFault
-from areal_async.plain_text import escaped
-from areal_async.types import TensorSpec, UpdateGroup
+from areal_async.process.plain_text import escaped
+from areal_async.protocol.types import TensorSpec, UpdateGroup
 
 CONNECT_S = 30.0
 KEEP_ALIVE_S = 3.0

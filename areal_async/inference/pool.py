@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from areal_async import waits
 from areal_async.errors import GenerationError
+from areal_async.telemetry import wait_graph
 
 MIN_ROOM_TOKENS = 7
 """SGLang, and the embedded engine as it does, refuses a prompt that leaves less of the context than this."""
@@ -177,7 +177,7 @@ class Pool:
             waiter = _Waiter(preferred, cost_tokens)
             self._waiters[waiter] = None
             try:
-                with waits.on(waits.server(self._name_one(preferred)), "a place on"):
+                with wait_graph.on(wait_graph.server(self._name_one(preferred)), "a place on"):
                     await self._wait(waiter)
             finally:
                 self._waiters.pop(waiter, None)

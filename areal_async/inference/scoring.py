@@ -12,7 +12,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async import waits
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import GenerationError
 from areal_async.inference.client import (
     FIRST_BACKOFF_S,
@@ -24,7 +24,7 @@ from areal_async.inference.client import (
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import JSON, TRANSPORT_ERRORS, make_client
 from areal_async.inference.pool import Pool, Server
-from areal_async.settings import InferenceSettings
+from areal_async.telemetry import wait_graph
 
 log = structlog.get_logger()
 
@@ -86,7 +86,7 @@ class ScoringClient:
         limit_s = self._settings.first_token_deadline_s
         body = msgspec.json.encode({"input_ids": prompt_ids})
         try:
-            with waits.on(waits.server(server.id), "a score of"), anyio.fail_after(limit_s):
+            with wait_graph.on(wait_graph.server(server.id), "a score of"), anyio.fail_after(limit_s):
                 response = await self._http.post(f"{server.url}/classify", content=body, headers=JSON)
         except TimeoutError as exc:
             raise ServerFault(f"no answer for {limit_s:g} s") from exc

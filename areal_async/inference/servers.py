@@ -14,12 +14,12 @@ import anyio.abc
 import structlog
 
 from areal_async.errors import UserError
-from areal_async.host import free_port
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
-from areal_async.inference.parenthood import guarded
-from areal_async.plain_text import escaped, read_tail
+from areal_async.process.host import free_port
+from areal_async.process.parent_death import guarded
+from areal_async.process.plain_text import escaped, read_tail
 
 MAX_PORT_TRIES = 5
 HEALTH_DEADLINE_S = 20.0

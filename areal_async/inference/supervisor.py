@@ -16,8 +16,8 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault
+from areal_async.inference.frozen_updater import Keeper
 from areal_async.inference.http import ServerApi
-from areal_async.inference.keeper import Keeper
 from areal_async.inference.pool import STARTING, Server
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
 from areal_async.inference.updates import Surroundings, Updater

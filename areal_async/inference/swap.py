@@ -18,10 +18,10 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
-from areal_async.fault_points import reach
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
-from areal_async.types import WeightsVersion
+from areal_async.process.failpoints import reach
+from areal_async.protocol.types import WeightsVersion
 
 ORDER_DEADLINE_S = 60.0
 """For pausing, continuing and the like, which wait for one step of the server at most."""

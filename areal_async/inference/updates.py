@@ -15,7 +15,7 @@ from uuid import uuid4
 import anyio
 import structlog
 
-from areal_async import stations, waits
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
@@ -23,8 +23,8 @@ from areal_async.inference.pool import Pool, Server
 from areal_async.inference.servers import HEALTH_DEADLINE_S
 from areal_async.inference.swap import Staging, SwapTimes, abandon, restore, swap, swap_by_broadcast
 from areal_async.inference.verify import Verifier
-from areal_async.settings import InferenceSettings
-from areal_async.types import ADAPTER, UpdateGroup, Version, WeightsVersion
+from areal_async.protocol.types import ADAPTER, UpdateGroup, Version, WeightsVersion
+from areal_async.telemetry import spans, wait_graph
 
 STAGING_RETRY_S = 2.0
 REACH_DEADLINE_S = 5.0
@@ -122,8 +122,10 @@ class Updater:
                 )
             try:
                 with (
-                    waits.on(waits.server(self._server.id), "an update of", waiter=waits.weights(order.version)),
-                    stations.part_of_step(Version.parse(order.version), "swap", server_id=self._server.id),
+                    wait_graph.on(
+                        wait_graph.server(self._server.id), "an update of", waiter=wait_graph.weights(order.version)
+                    ),
+                    spans.part_of_step(Version.parse(order.version), "swap", server_id=self._server.id),
                 ):
                     try:
                         await self._carry_out(order)
@@ -141,8 +143,8 @@ class Updater:
         if cause != self._server.unreadable:
             self._server.unreadable = cause
             await self._around.publish(self._server)
-        with waits.on(
-            waits.files(order.version), f"readable ones ({cause}) among", waiter=waits.server(self._server.id)
+        with wait_graph.on(
+            wait_graph.files(order.version), f"readable ones ({cause}) among", waiter=wait_graph.server(self._server.id)
         ):
             await anyio.sleep(STAGING_RETRY_S)
 

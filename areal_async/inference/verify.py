@@ -10,7 +10,7 @@ others must show.
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import Checksums, ServerApi
 from areal_async.inference.swap import check_version
-from areal_async.types import WeightsVersion
+from areal_async.protocol.types import WeightsVersion
 
 CHECKSUM_DEADLINE_S = 120.0
 """All of a model's bytes are hashed, beside what its host does else."""

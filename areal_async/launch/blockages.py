@@ -5,9 +5,9 @@ from pathlib import Path
 
 import anyio
 
-from areal_async.launch.crew import Death
+from areal_async.launch.process_group import Death
 from areal_async.launch.supervisor import Notify
-from areal_async.rollout.blockage import ENDED_FOR_CULPRIT, BlockageFile, read_all
+from areal_async.rollout.user_code.loop_block_report import ENDED_FOR_CULPRIT, BlockageFile, read_all
 
 INTERVAL_S = 0.5
 

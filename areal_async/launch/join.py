@@ -19,22 +19,22 @@ from pathlib import Path
 import anyio
 import structlog
 
-from areal_async import log as logging
 from areal_async.bus import Bus, Role, credentials_path, open_bus
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, PipelineError, UnreachableError, UserError
-from areal_async.host import visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
-from areal_async.launch.claims import BEAT_S, NUM_MISSED, held, next_word, run_beats
 from areal_async.launch.gpus import share_gpus
+from areal_async.launch.heartbeat_lock import BEAT_S, NUM_MISSED, held, next_word, run_beats
 from areal_async.launch.plan import FIRST_NODE, node_crew
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
-from areal_async.rollout.sources import differing, source_hashes
-from areal_async.run_state import Control, CrewState, Holder, RunState, SharedSettings
-from areal_async.settings import Settings
-from areal_async.subjects import CONTROL, LAUNCHER, RUN_STATE, SETTINGS, TOKEN, Names
+from areal_async.process.host import visible_gpus
+from areal_async.protocol.run_state import Control, CrewState, Holder, RunState, SharedSettings
+from areal_async.protocol.subjects import CONTROL, LAUNCHER, RUN_STATE, SETTINGS, TOKEN, Names
+from areal_async.rollout.user_code.source_hashes import differing, source_hashes
+from areal_async.telemetry import log as logging
 
 NODES = "nodes"
 SILENT_SHARE = 0.75

@@ -11,12 +11,12 @@ from typing import IO
 import anyio
 import anyio.abc
 
-from areal_async import stacks
 from areal_async.errors import PipelineError
-from areal_async.host import LOOPBACK
-from areal_async.inference.parenthood import guarded
 from areal_async.launch.backend import ProcessSpec
-from areal_async.plain_text import escaped, read_tail
+from areal_async.process import stacks
+from areal_async.process.host import LOOPBACK
+from areal_async.process.parent_death import guarded
+from areal_async.process.plain_text import escaped, read_tail
 
 TAIL_BYTES = 16384
 """How far back the last sentence is looked for."""

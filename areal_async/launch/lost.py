@@ -10,13 +10,13 @@ from contextlib import suppress
 from areal_async.bus import Bus, StreamState
 from areal_async.bus.api import STREAM_NOT_FOUND, ApiError
 from areal_async.bus.streams import all_streams
+from areal_async.config.resumed import EMBEDDED
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify
-from areal_async.receipts import FOLDER
-from areal_async.resumed_settings import EMBEDDED
-from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, Names
+from areal_async.protocol.publish_log import FOLDER
+from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, LINEAGE, Names
 
 
 async def find_lost(bus: Bus, directory: RunDirectory, settings: Settings, *, notify: Notify) -> None:

@@ -6,8 +6,8 @@ import msgspec
 
 from areal_async.bus import Bus
 from areal_async.launch.supervisor import Notify
-from areal_async.run_state import Control
-from areal_async.subjects import CONTROL
+from areal_async.protocol.run_state import Control
+from areal_async.protocol.subjects import CONTROL
 
 
 async def take_back_stop(bus: Bus) -> None:

@@ -5,13 +5,13 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from areal_async.host import LOOPBACK, free_port
+from areal_async.config.settings import Settings
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Crew
-from areal_async.settings import Settings
+from areal_async.process.host import LOOPBACK, free_port
 
 FIRST_NODE = "0"
 """The node that the launcher starts."""

@@ -22,26 +22,26 @@ from areal_async.bus import (
     list_runs,
     open_bus,
 )
+from areal_async.config.resumed import EMBEDDED as EMBEDDED
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, FencedError, PipelineError, UnreachableError, UserError, leaves_of
-from areal_async.host import LOOPBACK, visible_gpus
 from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
-from areal_async.launch.claims import own_holder, run_beats, wait_released
+from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
+from areal_async.launch.membership import BROKER, PresenceKeeper
 from areal_async.launch.orders import heed_stop, take_back_stop
 from areal_async.launch.plan import plan_crews
-from areal_async.launch.presence import BROKER, PresenceKeeper
 from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
 from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
-from areal_async.resumed_settings import EMBEDDED as EMBEDDED
-from areal_async.rollout.sources import source_hashes
-from areal_async.run_state import RunState, SharedSettings
-from areal_async.settings import Settings
-from areal_async.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.process.host import LOOPBACK, visible_gpus
+from areal_async.protocol.run_state import RunState, SharedSettings
+from areal_async.protocol.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.rollout.user_code.source_hashes import source_hashes
 
 CONNECT_DEADLINE_S = 10.0
 TRY_S = 2.0

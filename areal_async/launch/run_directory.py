@@ -21,12 +21,12 @@ from typing import IO, Any
 import yaml
 
 from areal_async.bus import HeldError, is_locked
+from areal_async.config.settings import RunSettings, Settings
+from areal_async.config.sources import dump_settings, load_settings
+from areal_async.config.strict_yaml import NOT_YAML
 from areal_async.errors import UserError, leaves_of
-from areal_async.fields import is_version
-from areal_async.settings import RunSettings, Settings
-from areal_async.settings_sources import dump_settings, load_settings
-from areal_async.settings_yaml import NOT_YAML
-from areal_async.types import Version
+from areal_async.protocol.fields import is_version
+from areal_async.protocol.types import Version
 
 
 class LiveError(HeldError):

@@ -22,11 +22,11 @@ import anyio
 import anyio.abc
 import anyio.to_thread
 
-from areal_async import stacks
 from areal_async.errors import PipelineError, UserError
-from areal_async.host import LOOPBACK
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.local import MAX_ASKED, last_line, opened
+from areal_async.process import stacks
+from areal_async.process.host import LOOPBACK
 
 PROGRAMS = ("srun", "scancel", "scontrol")
 SIGNALLED = 128

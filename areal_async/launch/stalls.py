@@ -12,18 +12,18 @@ from typing import Protocol
 import anyio
 import structlog
 
-from areal_async import waits
 from areal_async.bus import Bus
+from areal_async.config.settings import RunSettings
 from areal_async.controller.reports import AwakeClock
 from areal_async.controller.watch import silence_after
 from areal_async.errors import PipelineError, WireError
-from areal_async.launch.presence import crew_of_metrics
+from areal_async.launch.membership import crew_of_metrics
 from areal_async.launch.supervisor import Notify
-from areal_async.run_state import RunState
-from areal_async.settings import RunSettings
-from areal_async.subjects import RUN_STATE
-from areal_async.waits import STALLED, Stall
-from areal_async.wire import decode_json
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
+from areal_async.protocol.wire import decode_json
+from areal_async.telemetry import wait_graph
+from areal_async.telemetry.wait_graph import STALLED, Stall
 
 INTERVAL_S = 1.0
 LAST_WORDS_S = 2.0
@@ -71,7 +71,7 @@ class StallWatch:
                 loops.start_soon(loop)
 
     async def _run_events(self) -> None:
-        subject = self._bus.names.event(STALLED, waits.CONTROLLER)
+        subject = self._bus.names.event(STALLED, wait_graph.CONTROLLER)
         async with self._bus.subscribe(subject) as events:
             async for _, data in events:
                 try:
@@ -86,7 +86,7 @@ class StallWatch:
                 crew = crew_of_metrics(subject)
                 self.spoken_in[crew] = self._crews.num_starts(crew)
                 self._heard_s = self._clock_s
-                if crew == waits.CONTROLLER:
+                if crew == wait_graph.CONTROLLER:
                     self._controller_heard_s = self._clock_s
 
     async def _run_silence(self) -> None:
@@ -103,7 +103,7 @@ class StallWatch:
 
     async def _tell_silence(self, silent_s: float) -> None:
         is_alone = self._clock_s - self._heard_s < silence_after(self._settings.watchdog_s)
-        culprit = waits.CONTROLLER if is_alone else waits.BROKER
+        culprit = wait_graph.CONTROLLER if is_alone else wait_graph.BROKER
         who = "the controller has not" if is_alone else "over the broker nobody has"
         sentence = f"{who} been heard for {silent_s:.0f} s"
         log.error(STALLED, quiet_s=round(silent_s), culprit=culprit, sentence=sentence)

@@ -11,19 +11,19 @@ import anyio
 import anyio.to_thread
 
 from areal_async.bus import Bus
-from areal_async.change_record import record_change
+from areal_async.config.change_record import record_change
+from areal_async.config.live import held_changes, settings_now, value_of
+from areal_async.config.resumed import Difference, differences, without
+from areal_async.config.settings import Settings
 from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, UserError
-from areal_async.events import SettingChanged
-from areal_async.journal import Journal
 from areal_async.launch.run_directory import RunDirectory, Said
 from areal_async.launch.supervisor import Notify
-from areal_async.live_settings import held_changes, settings_now, value_of
-from areal_async.resumed_settings import Difference, differences, without
-from areal_async.run_state import Changes, RunState
-from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, RUN_STATE
-from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, Version, WeightsVersion
+from areal_async.protocol.events import SettingChanged
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Changes, RunState
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, RUN_STATE
+from areal_async.protocol.types import Admitted, CheckpointRecord, Cut, CutKind, Version, WeightsVersion
 
 RESUMED = "the run was resumed with it"
 """Why a setting has changed that no order has."""

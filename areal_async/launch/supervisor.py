@@ -22,9 +22,9 @@ import anyio
 import structlog
 
 from areal_async.errors import PipelineError, UserError
-from areal_async.events import now
 from areal_async.launch.backend import Backend, Process, ProcessSpec
-from areal_async.launch.crew import FAREWELL_S, Death, end_all, run_together
+from areal_async.launch.process_group import FAREWELL_S, Death, end_all, run_together
+from areal_async.protocol.events import now
 
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 15.0

@@ -5,8 +5,8 @@ Pure. The ticket is acknowledged when nothing is owed any more, and never before
 
 from collections.abc import Iterable
 
-from areal_async.journal import Journal
-from areal_async.types import StoredMessage, Ticket
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import StoredMessage, Ticket
 
 
 def is_settled(journal: Journal, ticket: Ticket) -> bool:

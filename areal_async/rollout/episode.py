@@ -7,14 +7,14 @@ cancellation and errors that end the process.
 import time
 from collections.abc import Awaitable, Callable, Sequence
 
-from areal_async.contracts import Workflow
+from areal_async.api import Workflow
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.rollout.boundary import attributed_to
-from areal_async.rollout.confine import RanPast, run_owned
-from areal_async.rollout.credit import Scores
-from areal_async.rollout.policy import RecordingPolicy
+from areal_async.protocol.types import Prompt, Trajectory
+from areal_async.rollout.policy.policy import RecordingPolicy
+from areal_async.rollout.rewards.reply_rewards import Scores
 from areal_async.rollout.slots import Ending, Place, fill_slot, scores_of
-from areal_async.types import Prompt, Trajectory
+from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.rollout.user_code.task_scope import RanPast, run_owned
 
 
 async def call_user_code(

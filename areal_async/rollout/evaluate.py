@@ -3,26 +3,26 @@
 import anyio
 import structlog
 
-from areal_async import stations, waits
 from areal_async.bus import Delivery
 from areal_async.errors import Reject, RolloutError
-from areal_async.rollout.blockage import Work
-from areal_async.rollout.boundary import text_of
-from areal_async.rollout.confine import working_on
+from areal_async.protocol.types import EvalResult, EvalTicket, Prompt
 from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.episode import call_workflow
 from areal_async.rollout.group import for_one_sibling
+from areal_async.rollout.node_context import Workplace
 from areal_async.rollout.runner import returned_unless_done, run_heartbeats
 from areal_async.rollout.slots import version_range
-from areal_async.rollout.workplace import Workplace
-from areal_async.types import EvalResult, EvalTicket, Prompt
+from areal_async.rollout.user_code.boundary import text_of
+from areal_async.rollout.user_code.loop_block_report import Work
+from areal_async.rollout.user_code.task_scope import working_on
+from areal_async.telemetry import spans, wait_graph
 
 log = structlog.get_logger()
 
 
 async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None:
     """Answer one held-out prompt, store the result and acknowledge the ticket."""
-    with stations.leased_row(ticket, delivery, node_id=place.node_id):
+    with spans.leased_row(ticket, delivery, node_id=place.node_id):
         await _run(place, ticket, delivery)
 
 
@@ -30,13 +30,13 @@ async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None
     async with returned_unless_done(delivery):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
-            row, evaluation = waits.row(ticket.answer), waits.evaluation(ticket.eval_id)
+            row, evaluation = wait_graph.row(ticket.answer), wait_graph.evaluation(ticket.eval_id)
             working_on.set(Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
-            with waits.doing(row, "the workflow of", waiter=evaluation), stations.answer(ticket) as span:
+            with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
                 result = await _answer(place, ticket)
-                stations.note_result(span, result)
+                spans.note_result(span, result)
             msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
-            with stations.published_result(ticket), waits.on(waits.BROKER, "its result to be stored by"):
+            with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
                 await place.bus.publish_patiently(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
             tasks.cancel_scope.cancel()
         await delivery.ack()

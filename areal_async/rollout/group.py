@@ -9,16 +9,16 @@ from typing import cast
 
 import msgspec
 
-from areal_async.contracts import GroupWorkflow, Policy, Rewards, Workflow, is_group_workflow
+from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, is_group_workflow
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.rollout.boundary import attributed_to, shown
+from areal_async.protocol.types import Prompt, Trajectory
+from areal_async.protocol.wire import max_encoded_bytes
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.episode import call_user_code
-from areal_async.rollout.number import check_awaited
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
+from areal_async.rollout.rewards.number import check_awaited
 from areal_async.rollout.slots import MAX_REASON_CHARACTERS, Ending, Place, failed_trajectory, fill_slot, scores_of
-from areal_async.types import Prompt, Trajectory
-from areal_async.wire import max_encoded_bytes
+from areal_async.rollout.user_code.boundary import attributed_to, shown
 
 MIN_REASON_CHARACTERS = 60
 

@@ -6,19 +6,19 @@ from functools import partial
 import anyio
 import anyio.abc
 
-from areal_async import waits
 from areal_async.bus import Delivery
+from areal_async.config.live import settings_now
+from areal_async.config.settings import Settings
 from areal_async.inference.pool import Pool
-from areal_async.live_settings import settings_now
-from areal_async.rollout.amends import RowKey, row_key
+from areal_async.protocol.run_state import Changes
+from areal_async.protocol.subjects import CHANGES
+from areal_async.protocol.types import EvalTicket, Ticket
 from areal_async.rollout.evaluate import run_eval_ticket
+from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.recovery import RowKey, row_key
 from areal_async.rollout.runner import returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
-from areal_async.rollout.workplace import Workplace
-from areal_async.run_state import Changes
-from areal_async.settings import Settings
-from areal_async.subjects import CHANGES
-from areal_async.types import EvalTicket, Ticket
+from areal_async.telemetry import wait_graph
 
 FETCH_WAIT_S = 5.0
 MAX_LEASES_PER_FETCH = 16
@@ -44,7 +44,7 @@ class Leases:
         self._draining = draining
         self._ended_rows = ended_rows
         self._settled = SettledGroups(place.bus)
-        self._name = waits.node(place.node_id)
+        self._name = wait_graph.node(place.node_id)
         self._capacity = _capacity(place.settings)
 
     async def run_tickets(self) -> None:
@@ -120,7 +120,7 @@ class Leases:
                 await self._wait_serviceable()
                 while num_running >= capacity():
                     finished = anyio.Event()
-                    with waits.on(waits.room(self._place.node_id), waiter=self._name):
+                    with wait_graph.on(wait_graph.room(self._place.node_id), waiter=self._name):
                         await finished.wait()
                 deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=FETCH_WAIT_S)
                 if not deliveries:
@@ -146,7 +146,7 @@ class Leases:
             if server is None:
                 await pool.wait_serviceable()
             else:
-                with waits.on(waits.server(server.id), "service by", waiter=self._name):
+                with wait_graph.on(wait_graph.server(server.id), "service by", waiter=self._name):
                     await pool.wait_serviceable()
 
     async def _until_draining(self, loop: Callable[[], Awaitable[None]]) -> None:

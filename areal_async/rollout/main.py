@@ -4,12 +4,12 @@ from pathlib import Path
 
 import anyio
 
-from areal_async import stacks
 from areal_async.bus import Role, credentials_for, open_bus
-from areal_async.exporters.traces import recording
-from areal_async.log import configure
+from areal_async.config.settings import Settings
+from areal_async.process import stacks
 from areal_async.rollout.node import run_node, run_signals
-from areal_async.settings import Settings
+from areal_async.telemetry.exporters.traces import recording
+from areal_async.telemetry.log import configure
 
 
 def run(settings: Settings, *, run_directory: Path, bus_url: str, node_id: str) -> None:

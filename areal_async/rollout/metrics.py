@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from areal_async import waits
 from areal_async.bus import serving
-from areal_async.exporters.prometheus import exporting
 from areal_async.inference.pool import Pool, Server
-from areal_async.rollout.lag import LoopWatch
-from areal_async.rollout.workplace import Workplace
+from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.telemetry import wait_graph
+from areal_async.telemetry.exporters.prometheus import exporting
 
 INTERVAL_S = 1.0
 NUM_INTERVALS = 10
@@ -86,7 +86,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> d
         "node_id": place.node_id,
         "state": f"runs {counts.num_groups_running} groups, {counts.num_trajectories_running} trajectories",
         "waits_for": _waits_for(place, pool),
-        "waits": waits.report(waits.node(place.node_id)),
+        "waits": wait_graph.report(wait_graph.node(place.node_id)),
         "num_groups_running": counts.num_groups_running,
         "num_trajectories_running": counts.num_trajectories_running,
         "num_groups_waiting_for_stream": place.backpressure.num_waiting,

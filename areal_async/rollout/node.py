@@ -13,31 +13,31 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from areal_async import waits
 from areal_async.bus import Bus
-from areal_async.collector import spare_pauses
+from areal_async.config.settings import Settings
 from areal_async.errors import ConflictError, StreamFullError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
 from areal_async.inference.pool import Server
-from areal_async.rollout.amends import RowKey, make_amends
-from areal_async.rollout.blockage import BlockageFile
+from areal_async.process.gc_pauses import spare_pauses
+from areal_async.protocol.run_state import FleetSize, ServerState
+from areal_async.protocol.types import WeightsVersion
+from areal_async.protocol.wire import MAX_REASON_CHARACTERS
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.frozen import serve_frozen
-from areal_async.rollout.lag import LoopWatch
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import Pace, run_metrics, server_reports
-from areal_async.rollout.per_node import given_per_node
+from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.policy.text import load_codec
+from areal_async.rollout.recovery import RowKey, make_amends
 from areal_async.rollout.server_events import server_event
 from areal_async.rollout.server_services import run_server_services
-from areal_async.rollout.text import load_codec
-from areal_async.rollout.workflows import check_all_taken, load_workflow, policies_taken
-from areal_async.rollout.workplace import Workplace
-from areal_async.run_state import FleetSize, ServerState
-from areal_async.settings import Settings
-from areal_async.types import WeightsVersion
-from areal_async.waits import ENDED
-from areal_async.wire import MAX_REASON_CHARACTERS
+from areal_async.rollout.user_code.loop_block_report import BlockageFile
+from areal_async.rollout.user_code.loop_watchdog import LoopWatch
+from areal_async.rollout.user_code.per_node import given_per_node
+from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
+from areal_async.telemetry import wait_graph
+from areal_async.telemetry.wait_graph import ENDED
 
 DRAIN_GRACE_S = 5.0
 """How long a node that is told to end waits for its running groups before it cancels them."""
@@ -122,7 +122,7 @@ class _Node:
                     given_per_node(
                         workflows,
                         deadline_s=settings.rollout.setup_deadline_s,
-                        waiter=waits.node(self._node_id),
+                        waiter=wait_graph.node(self._node_id),
                         tell=lambda told: log.warning("per_node.left", cause=told),
                     ) as given,
                 ):
@@ -245,7 +245,7 @@ class _Node:
                 break
             except StreamFullError as exc:
                 log.warning("server.no_room", server_id=server.id, cause=str(exc))
-            with waits.on(waits.BROKER, "room for its key, from", waiter=waits.server(server.id)):
+            with wait_graph.on(wait_graph.BROKER, "room for its key, from", waiter=wait_graph.server(server.id)):
                 await anyio.sleep(POLL_S)
         event = server_event(self._told.get(server.id), state)
         self._told[server.id] = state

@@ -2,7 +2,7 @@
 
 Invariant: a message's content and id are frozen at its first send, so that every retry is the same message
 and is stored once. A full stream makes the group wait, for ever but visibly; nothing is dropped. What is
-acknowledged is noted apart from the broker (``receipts``).
+acknowledged is noted apart from the broker (``publish_log``).
 """
 
 import json
@@ -13,15 +13,15 @@ import anyio
 import anyio.lowlevel
 import structlog
 
-from areal_async import stations, waits
+from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import StreamFullError
-from areal_async.fault_points import reach
-from areal_async.receipts import STAMP_HEADER, Receipts, Stamp, encode_stamp
-from areal_async.rollout.credit import credit_bytes
-from areal_async.settings import MESSAGE_BYTES
-from areal_async.subjects import Names
-from areal_async.types import Slot, Ticket, Trajectory
-from areal_async.wire import encode_message, max_encoded_bytes
+from areal_async.process.failpoints import reach
+from areal_async.protocol.publish_log import STAMP_HEADER, Receipts, Stamp, encode_stamp
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.types import Slot, Ticket, Trajectory
+from areal_async.protocol.wire import encode_message, max_encoded_bytes
+from areal_async.rollout.rewards.reply_rewards import credit_bytes
+from areal_async.telemetry import spans, wait_graph
 
 FLUSH_DEADLINE_S = 10.0
 """How long a group that is cancelled goes on storing what is finished."""
@@ -161,7 +161,7 @@ class Outbox:
                 async with self._backpressure.encoding:
                     self._in_flight = self._freeze()
                     await anyio.lowlevel.checkpoint()
-            with stations.published(self._ticket, self._in_flight.slots, num_bytes=len(self._in_flight.payload)):
+            with spans.published(self._ticket, self._in_flight.slots, num_bytes=len(self._in_flight.payload)):
                 await self._send(self._in_flight)
             self._note_stored(self._in_flight)
             self._in_flight = None
@@ -209,7 +209,7 @@ class Outbox:
                     if not is_waiting:
                         is_waiting = True
                         self._backpressure.begin(self._ticket.number)
-                    with waits.on(waits.TRAINER, "room in the stream, from"):
+                    with wait_graph.on(wait_graph.TRAINER, "room in the stream, from"):
                         await anyio.sleep(wait_s)
                     wait_s = min(MAX_FULL_WAIT_S, wait_s * 2)
         finally:

@@ -13,23 +13,23 @@ from typing import cast
 import anyio
 import structlog
 
-from areal_async import stations, waits
+from areal_async.api import GroupWorkflow, Workflow, is_group_workflow
 from areal_async.bus import Delivery
-from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
+from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import PipelineError, WireError
-from areal_async.fault_points import reach
-from areal_async.rollout.blockage import Work
-from areal_async.rollout.confine import working_on
+from areal_async.process.failpoints import reach
+from areal_async.protocol.types import SlotStatus, StoredMessage, Ticket, Trajectory
+from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.group import run_group_episode
+from areal_async.rollout.node_context import Counts, Workplace
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.slots import Place
-from areal_async.rollout.workplace import Counts, Workplace
-from areal_async.settings import MESSAGE_BYTES
-from areal_async.types import SlotStatus, StoredMessage, Ticket, Trajectory
-from areal_async.wire import decode_headers
+from areal_async.rollout.user_code.loop_block_report import Work
+from areal_async.rollout.user_code.task_scope import working_on
+from areal_async.telemetry import spans, wait_graph
 
 RETURN_DEADLINE_S = 1.0
 RETURN_DELAY_S = 1.0
@@ -69,8 +69,8 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
     When cancelled, what is finished is stored and the ticket given back.
     """
     with (
-        waits.doing(waits.group(ticket.group_id), waiter=waits.node(place.node_id)),
-        stations.leased(ticket, delivery, node_id=place.node_id),
+        wait_graph.doing(wait_graph.group(ticket.group_id), waiter=wait_graph.node(place.node_id)),
+        spans.leased(ticket, delivery, node_id=place.node_id),
     ):
         async with returned_unless_done(delivery):
             async with anyio.create_task_group() as tasks:
@@ -132,7 +132,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
     def running(slots: Sequence[Place]) -> Iterator[list[ServedPolicy]]:
         """Make a policy for each of these siblings, which one call of the workflow fills."""
         first = slots[0]
-        name = waits.slot(ticket.group_id, first.sibling)
+        name = wait_graph.slot(ticket.group_id, first.sibling)
         working_on.set(
             Work(
                 workflow=ticket.workflow,
@@ -146,7 +146,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         place.counts.num_trajectories_running += len(slots)
         try:
             with (
-                waits.doing(name, "the workflow of"),
+                wait_graph.doing(name, "the workflow of"),
                 structlog.contextvars.bound_contextvars(sample_uid=first.sample_uid),
             ):
                 policies = [place.policy(rollout.sampling, name=one.sample_uid) for one in slots]
@@ -162,16 +162,16 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
 
     async def run_sibling(workflow: Workflow, sibling: int) -> None:
         one = slot(sibling)
-        with running([one]) as (policy,), stations.episode(ticket, [one.sibling]) as span:
+        with running([one]) as (policy,), spans.episode(ticket, [one.sibling]) as span:
             heeded = heeding(workflow, policy, name=ticket.workflow)
             prompt = deepcopy(ticket.prompt)  # of its own: what it does to its row is nothing to its siblings
             trajectory = await run_episode(heeded, prompt, policy, one, deadline_s=rollout.episode_deadline_s)
-            stations.note_trajectories(span, [trajectory])
+            spans.note_trajectories(span, [trajectory])
         put(trajectory)
 
     async def run_together(workflow: GroupWorkflow) -> None:
         every = [slot(sibling) for sibling in range(ticket.group_size)]
-        with running(every) as policies, stations.episode(ticket, range(ticket.group_size)) as span:
+        with running(every) as policies, spans.episode(ticket, range(ticket.group_size)) as span:
             trajectories = await run_group_episode(
                 workflow,
                 deepcopy(ticket.prompt),
@@ -180,7 +180,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                 deadline_s=rollout.episode_deadline_s,
                 max_bytes=rollout.max_payload_bytes,
             )
-            stations.note_trajectories(span, trajectories)
+            spans.note_trajectories(span, trajectories)
         for trajectory in trajectories:
             if trajectory.slot.sibling in siblings:
                 put(trajectory)
@@ -196,7 +196,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
                             episodes.start_soon(run_sibling, cast(Workflow, workflow), sibling)
                     elif siblings:
                         episodes.start_soon(run_together, workflow)
-                storing.enter_context(waits.on(waits.BROKER, "its slots to be stored by"))
+                storing.enter_context(wait_graph.on(wait_graph.BROKER, "its slots to be stored by"))
     finally:
         place.counts.num_groups_running -= 1
     if outbox.num_left:

@@ -1,8 +1,8 @@
 """What is told of a node's servers: that one is fenced, and that it serves again."""
 
-from areal_async.events import Event, ServerFenced, ServerRepaired
 from areal_async.inference.pool import STARTING
-from areal_async.run_state import ServerState
+from areal_async.protocol.events import Event, ServerFenced, ServerRepaired
+from areal_async.protocol.run_state import ServerState
 
 
 def server_event(before: ServerState | None, now: ServerState) -> Event | None:

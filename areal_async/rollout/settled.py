@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import anyio
 
 from areal_async.bus import Bus
-from areal_async.journal import Journal, without_slots
+from areal_async.protocol.journal import Journal, without_slots
+from areal_async.protocol.types import Cut, Outcome, Ticket
 from areal_async.rollout.duties import is_settled
-from areal_async.types import Cut, Outcome, Ticket
 
 
 class SettledGroups:

@@ -6,15 +6,15 @@ Pure. Invariant: ``fill_slot`` returns a trajectory whatever user code returned 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from areal_async.config.settings import MAX_CREDIT_BYTES
 from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
-from areal_async.rollout.boundary import attributed_to, shown, text_of
-from areal_async.rollout.credit import Scores, checked_scores, credits_of, given_number
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import MAX_CREDIT_BYTES
-from areal_async.types import Credit, Sequence, Slot, SlotStatus, Trajectory, Turn, Version
-from areal_async.wire import BYTES_PER_TOKEN, MAX_SEQUENCES, encode_trajectory, max_encoded_bytes
+from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
+from areal_async.protocol.types import Credit, Sequence, Slot, SlotStatus, Trajectory, Turn, Version
+from areal_async.protocol.wire import BYTES_PER_TOKEN, MAX_SEQUENCES, encode_trajectory, max_encoded_bytes
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.policy import RecordingPolicy
+from areal_async.rollout.rewards.reply_rewards import Scores, checked_scores, credits_of, given_number
+from areal_async.rollout.user_code.boundary import attributed_to, shown, text_of
 
 MAX_REASON_CHARACTERS = 1000
 """The reasons of a whole group travel in the headers of one message, which hold 64 KB."""

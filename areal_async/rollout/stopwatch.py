@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_async.inference.pool import Server
-from areal_async.rollout.policy import Generator
-from areal_async.types import Turn
-from areal_async.waits import Ended
+from areal_async.protocol.types import Turn
+from areal_async.rollout.policy.policy import Generator
+from areal_async.telemetry.wait_graph import Ended
 
 Interval = tuple[float, float]
 

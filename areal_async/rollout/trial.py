@@ -13,21 +13,21 @@ from typing import Any
 import anyio
 import structlog
 
-from areal_async import stations, waits
-from areal_async.contracts import GroupWorkflow, Workflow, is_group_workflow
+from areal_async.api import GroupWorkflow, Workflow, is_group_workflow
+from areal_async.config.settings import SamplingSettings, Settings
+from areal_async.protocol.types import GroupId, Prompt, Trajectory, Turn
+from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.group import run_group_episode
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.policy import CallParser, Generator
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.policy import CallParser, Generator
+from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.slots import Place as Slot
 from areal_async.rollout.stopwatch import Call, TimedGenerator, Times
-from areal_async.rollout.text import TextCodec
-from areal_async.rollout.user_code import Place, UserCode
-from areal_async.settings import SamplingSettings, Settings
-from areal_async.types import GroupId, Prompt, Trajectory, Turn
-from areal_async.types import Sequence as TokenSequence
+from areal_async.rollout.user_code.source_location import Place, UserCode
+from areal_async.telemetry import spans, wait_graph
 
 TRIAL = "trial"
 """Who waits, and whose trajectories these are."""
@@ -139,13 +139,13 @@ class Trial:
         noted = _Noted(self._workflow)
         started = time.monotonic()
         with (
-            waits.doing(waits.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
-            waits.keeping() as ended,
+            wait_graph.doing(wait_graph.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
+            wait_graph.keeping() as ended,
             structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
-            stations.tried(self._name, eval_id=self._eval_id, index=prompt.index, sample=siblings[0]) as span,
+            spans.tried(self._name, eval_id=self._eval_id, index=prompt.index, sample=siblings[0]) as span,
         ):
             trajectories = await self._trajectories(noted, given, policies, slots)
-            stations.note_trajectories(span, trajectories)
+            spans.note_trajectories(span, trajectories)
         total_s = time.monotonic() - started
         return [
             Attempt(

@@ -7,9 +7,9 @@ import anyio
 import structlog
 
 from areal_async.errors import RewardError, UserError, leaves_of
-from areal_async.sandbox.corpus import ESCAPES
+from areal_async.sandbox.escape_suite import ESCAPES
 from areal_async.sandbox.limits import End, Execution, Limits
-from areal_async.sandbox.warm import SandboxGone, Warm
+from areal_async.sandbox.worker import SandboxGone, Warm
 
 TRIAL = Limits(wall_s=5.0, cpu_s=2)
 MAX_STARTS = 3

@@ -26,19 +26,19 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from areal_async.inference.parenthood import die_with_parent
-from areal_async.live_settings import settings_of_step
-from areal_async.settings import Settings
-from areal_async.settings_sources import load_settings
-from areal_async.trainer.culprits import said_by
-from areal_async.trainer.distributed import joined_ranks
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.payloads import SlotKey, place
+from areal_async.config.live import settings_of_step
+from areal_async.config.settings import Settings
+from areal_async.config.sources import load_settings
+from areal_async.process.parent_death import die_with_parent
+from areal_async.protocol.types import Cut, Version
+from areal_async.protocol.wire import decode_slot, encode_trajectory
+from areal_async.trainer.batch.culprits import said_by
+from areal_async.trainer.batch.payloads import SlotKey, place
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.parallel.ranks import joined_ranks
+from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.shares import Share, agree, train_share
 from areal_async.trainer.step_calls import StepCalls
-from areal_async.trainer.threads import EngineThread
-from areal_async.types import Cut, Version
-from areal_async.wire import decode_slot, encode_trajectory
 
 LENGTH = struct.Struct("<Q")
 DEADLINE_S = 600.0

@@ -16,11 +16,11 @@ import msgspec
 import structlog
 
 from areal_async.bus import Bus, Message
+from areal_async.config.health import MAX_EQUAL_STEPS, HealthSettings
 from areal_async.errors import DeniedError, WireError
-from areal_async.events import AlarmCleared, AlarmEvent, AlarmRaised
-from areal_async.health_settings import MAX_EQUAL_STEPS, HealthSettings
-from areal_async.types import Metrics
-from areal_async.wire import decode_json
+from areal_async.protocol.events import AlarmCleared, AlarmEvent, AlarmRaised
+from areal_async.protocol.types import Metrics
+from areal_async.protocol.wire import decode_json
 
 Line = Mapping[str, Any]
 

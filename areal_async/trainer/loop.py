@@ -23,31 +23,23 @@ import msgspec
 import structlog
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from areal_async import stations, waits
 from areal_async.bus import Bus
+from areal_async.config.live import settings_of_step
+from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError, WireError
-from areal_async.fault_points import reach
-from areal_async.journal import Journal
-from areal_async.live_settings import settings_of_step
-from areal_async.settings import Settings
+from areal_async.process.failpoints import reach
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import Cut, CutKind, Metrics, OutcomeKind, Version
+from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.alone import Alone, Material
-from areal_async.trainer.archive import MetricsFile, write_archive
-from areal_async.trainer.checkpointer import Checkpointer
-from areal_async.trainer.culprits import find_culprits, said_by
-from areal_async.trainer.distributed import Ranks, is_of_peers
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.feed import Feed
-from areal_async.trainer.health import HISTORY_STEPS, Health
-from areal_async.trainer.keeping import INTERVAL
-from areal_async.trainer.ledger import Ledger
-from areal_async.trainer.limits import Limits
-from areal_async.trainer.payloads import GONE, Check, SlotKey, fetch, place, share
-from areal_async.trainer.publisher import Publisher
-from areal_async.trainer.reader import JournalReader
-from areal_async.trainer.recorded import find_archived
-from areal_async.trainer.settlement import fail_group
-from areal_async.trainer.shares import Done, Share, ages_in, agree, train_share
-from areal_async.trainer.step import (
+from areal_async.trainer.batch.culprits import find_culprits, said_by
+from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.ledger import Ledger
+from areal_async.trainer.batch.limits import Limits
+from areal_async.trainer.batch.outcome_recorder import fail_group
+from areal_async.trainer.batch.payloads import GONE, Check, SlotKey, fetch, place, share
+from areal_async.trainer.batch.reader import JournalReader
+from areal_async.trainer.batch.step import (
     AgreedBatch,
     Report,
     ShareStats,
@@ -56,9 +48,17 @@ from areal_async.trainer.step import (
     batch_metrics,
     metrics_line,
 )
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
+from areal_async.trainer.engine.threads import Beside
+from areal_async.trainer.health import HISTORY_STEPS, Health
+from areal_async.trainer.output.archive import MetricsFile, write_archive
+from areal_async.trainer.output.archive_reader import find_archived
+from areal_async.trainer.output.checkpoint_retention import INTERVAL
+from areal_async.trainer.output.checkpointer import Checkpointer
+from areal_async.trainer.output.publisher import Publisher
+from areal_async.trainer.shares import Done, Share, ages_in, agree, train_share
 from areal_async.trainer.step_calls import StepCalls
-from areal_async.trainer.threads import Beside
-from areal_async.types import Cut, CutKind, Metrics, OutcomeKind, Version
 
 log = structlog.get_logger()
 
@@ -154,7 +154,7 @@ class Trainer:
             return  # stopped: the servers hold newer weights than these, and the next trainer replays the rest
         await self._publish_weights()
         self.state = f"waiting for servers to hold {self.version}"
-        with self._waiting(waits.weights(str(self.version)), "all servers to hold"):
+        with self._waiting(wait_graph.weights(str(self.version)), "all servers to hold"):
             await self._publisher.wait_until_held(self.version, should_stop=lambda: self._wants_stop)
         await self._train()
         await self._checkpoint_now()
@@ -162,7 +162,7 @@ class Trainer:
             await self._feed.settlement.make_room()
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
-            with self._waiting(waits.checkpoint(self.step), "the export after"):
+            with self._waiting(wait_graph.checkpoint(self.step), "the export after"):
                 await self._thread.run(lambda: self._engines.actor.export(self._directory))
             await self._publisher.announce_final()  # last: whoever sees it may end the run
         await self._publisher.finish()
@@ -227,7 +227,7 @@ class Trainer:
             while True:
                 self.state, since = "waiting", time.monotonic()
                 try:
-                    with self._waiting(waits.cut(self.step + 1), "the groups of"):
+                    with self._waiting(wait_graph.cut(self.step + 1), "the groups of"):
                         part = await receive.receive()
                 except anyio.EndOfStream:
                     return
@@ -308,7 +308,7 @@ class Trainer:
         """Train this rank's share of a batch. A collective."""
         step, cut = part.cut.step, part.cut
         self._of_step = settings_of_step(self._settings, lr=cut.lr, numbers=cut.numbers)
-        with self._waiting(waits.step(step), "the engine in"), stations.part_of_step(self._made(step), "train"):
+        with self._waiting(wait_graph.step(step), "the engine in"), spans.part_of_step(self._made(step), "train"):
             return await train_share(
                 part, batch, self._calls, start=self.version, settings=self._settings, of_step=self._of_step
             )
@@ -327,7 +327,7 @@ class Trainer:
         self.state = f"looking for what step {part.cut.step} fails with"
         groups = list(dict.fromkeys(placed.group_id for placed in batch.slots))
         find = self._find_here if self._ranks.size == 1 else self._find_alone
-        with self._waiting(waits.step(part.cut.step), "what fails in"):
+        with self._waiting(wait_graph.step(part.cut.step), "what fails in"):
             found = await find(part, missing, batch, groups, said_by(error))
         for group_id, why in found.items():
             log.warning("group.given_up", step=part.cut.step, group_id=group_id, reason=why)
@@ -373,10 +373,10 @@ class Trainer:
 
     async def _publish_weights(self) -> None:
         self.state = f"publishing {self.version}"
-        publication = waits.publication(str(self.version))
+        publication = wait_graph.publication(str(self.version))
         with (
-            waits.doing(publication, "the", waiter=waits.rank(self._ranks.rank)),
-            stations.part_of_step(self.version, "publish weights"),
+            wait_graph.doing(publication, "the", waiter=wait_graph.rank(self._ranks.rank)),
+            spans.part_of_step(self.version, "publish weights"),
         ):
             await self._publisher.publish(self.version)
 
@@ -394,7 +394,7 @@ class Trainer:
     async def _close_books(self, result: StepResult, *, weights_s: float) -> None:
         if self._feed is None:
             return
-        stations.trained(
+        spans.trained(
             result.version,
             self._ledger.newest,
             since_s=result.started,
@@ -434,8 +434,8 @@ class Trainer:
                 num_minibatches=self._settings.algorithm.num_minibatches,
             )
         with (
-            waits.on(waits.BROKER, "the payloads, from", waiter=waits.cut(cut.step)),
-            stations.part_of_step(self._made(cut.step), "fetch", num_slots=len(mine)),
+            wait_graph.on(wait_graph.BROKER, "the payloads, from", waiter=wait_graph.cut(cut.step)),
+            spans.part_of_step(self._made(cut.step), "fetch", num_slots=len(mine)),
         ):
             trajectories, missing = await fetch(self._bus, mine, self._check_of(cut))
         return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
@@ -485,9 +485,9 @@ class Trainer:
         every = await self._gather(msgspec.json.encode(report))
         return [msgspec.json.decode(one, type=Report) for one in every]
 
-    def _waiting(self, on: str, what: str) -> AbstractContextManager[waits.Wait]:
-        return waits.on(on, what, waiter=waits.rank(self._ranks.rank))
+    def _waiting(self, on: str, what: str) -> AbstractContextManager[wait_graph.Wait]:
+        return wait_graph.on(on, what, waiter=wait_graph.rank(self._ranks.rank))
 
     async def _gather(self, payload: bytes) -> list[bytes]:
-        with self._waiting(waits.step(self.step + 1), "all ranks in"):
+        with self._waiting(wait_graph.step(self.step + 1), "all ranks in"):
             return await self._thread.run(lambda: self._ranks.gather_bytes(payload))

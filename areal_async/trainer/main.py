@@ -9,26 +9,27 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async import log as logging
-from areal_async import stacks, waits
 from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
-from areal_async.exporters.prometheus import exporting
-from areal_async.exporters.traces import recording
-from areal_async.settings import Settings
-from areal_async.trainer.broadcast import Broadcaster, address_towards
-from areal_async.trainer.checkpoint import CheckpointWriter
-from areal_async.trainer.checkpointer import Checkpointer
-from areal_async.trainer.distributed import Ranks, join_ranks
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.feed import Feed
-from areal_async.trainer.lineage import Lineage
+from areal_async.config.settings import Settings
+from areal_async.inference.weight_group import GLOO, NCCL
+from areal_async.process import stacks
+from areal_async.protocol.types import Version
+from areal_async.telemetry import log as logging
+from areal_async.telemetry import wait_graph
+from areal_async.telemetry.exporters.prometheus import exporting
+from areal_async.telemetry.exporters.traces import recording
+from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.reader import JournalReader
+from areal_async.trainer.engine.checkpoint import CheckpointWriter
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.threads import Beside, EngineThread
 from areal_async.trainer.loop import Trainer
-from areal_async.trainer.publisher import Publisher, sends_adapter
-from areal_async.trainer.reader import JournalReader
-from areal_async.trainer.restoring import choose_checkpoint
-from areal_async.trainer.threads import Beside, EngineThread
-from areal_async.types import Version
-from areal_async.weight_group import GLOO, NCCL
+from areal_async.trainer.output.broadcast import Broadcaster, address_towards
+from areal_async.trainer.output.checkpointer import Checkpointer
+from areal_async.trainer.output.publisher import Publisher, sends_adapter
+from areal_async.trainer.output.restoring import choose_checkpoint
 
 METRICS_INTERVAL_S = 1.0
 RANK_DEADLINE_S = 600.0
@@ -194,7 +195,7 @@ async def _tell_state(bus: Bus, trainer: Trainer, rank: int) -> None:
 
 def _state(bus: Bus, trainer: Trainer, rank: int) -> dict[str, Any]:
     """Say what this rank does. The first one speaks for the trainer; of the others it counts that they speak."""
-    now: dict[str, Any] = {"rank": rank, "waits": waits.report(waits.rank(rank))}
+    now: dict[str, Any] = {"rank": rank, "waits": wait_graph.report(wait_graph.rank(rank))}
     if rank == 0:
         now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}
         now |= {"num_dead_letters": bus.num_dead_letters, "alarms": trainer.alarms}

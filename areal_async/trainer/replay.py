@@ -18,20 +18,27 @@ import msgspec
 import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
+from areal_async.config.live import settings_of_step
+from areal_async.config.settings import Settings
+from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
-from areal_async.live_settings import settings_of_step
-from areal_async.settings import Settings
-from areal_async.settings_sources import dump_settings
-from areal_async.staleness import age_at
-from areal_async.trainer.archive import MetricsFile
-from areal_async.trainer.distributed import Ranks, joined_ranks
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.payloads import Placed, build_rows, share
-from areal_async.trainer.recorded import Bound, Line, Recorded, read_recorded, whole_steps
-from areal_async.trainer.step import ShareStats, StepResult, add_up_info, agree_on_batch, batch_metrics, metrics_line
+from areal_async.protocol.staleness import age_at
+from areal_async.protocol.types import CutSlot, Metrics, Version
+from areal_async.trainer.batch.payloads import Placed, build_rows, share
+from areal_async.trainer.batch.step import (
+    ShareStats,
+    StepResult,
+    add_up_info,
+    agree_on_batch,
+    batch_metrics,
+    metrics_line,
+)
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.threads import EngineThread
+from areal_async.trainer.output.archive import MetricsFile
+from areal_async.trainer.output.archive_reader import Bound, Line, Recorded, read_recorded, whole_steps
 from areal_async.trainer.step_calls import StepCalls
-from areal_async.trainer.threads import EngineThread
-from areal_async.types import CutSlot, Metrics, Version
 
 TOLERANCE = 1e-6
 """Relative, between a loss and the recorded one, where nothing was changed."""

@@ -4,12 +4,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from areal_async.algorithms.advantages import advantage_rule
-from areal_async.settings import Settings
-from areal_async.staleness import age_at
-from areal_async.trainer.payloads import AgeStats, Placed, SlotKey, build_rows
-from areal_async.trainer.step import AgreedBatch, agree_on_batch
+from areal_async.config.settings import Settings
+from areal_async.protocol.staleness import age_at
+from areal_async.protocol.types import Cut, Trajectory, Version
+from areal_async.trainer.batch.payloads import AgeStats, Placed, SlotKey, build_rows
+from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch
 from areal_async.trainer.step_calls import StepCalls, Trained
-from areal_async.types import Cut, Trajectory, Version
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,17 +7,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_async import stations
 from areal_async.algorithms.advantages import advantage_rule
+from areal_async.algorithms.dataflow import Call, execute, plain_name
 from areal_async.algorithms.graphs import ELSEWHERE, step_graph
-from areal_async.dataflow import Call, execute, plain_name
-from areal_async.settings import Settings
-from areal_async.trainer.credit import critic_advantages, kl_penalties, penalised_advantages
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
-from areal_async.trainer.stats import StepStats
-from areal_async.trainer.step import AgreedBatch
-from areal_async.user_calls import load_function, read_call
+from areal_async.algorithms.user_calls import load_function, read_call
+from areal_async.config.settings import Settings
+from areal_async.telemetry import spans
+from areal_async.trainer.batch.advantages import critic_advantages, kl_penalties, penalised_advantages
+from areal_async.trainer.batch.step import AgreedBatch
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.stats import StepStats
+from areal_async.trainer.packing.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
 
 Values = dict[str, Any]
 
@@ -67,7 +67,7 @@ class StepCalls:
         self._engines.change(settings)
 
         async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
-            with stations.call_of_step(call.name, call.role):
+            with spans.call_of_step(call.name, call.role):
                 return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
 
         # Where these are still outcomes, a trajectory has one: its replies have none of their own then (``Place``).

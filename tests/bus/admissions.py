@@ -7,13 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus import Bus, Role
-from areal_async.controller import controller as controlled
-from areal_async.controller.accounts import Accounts
-from areal_async.controller.controller import Controller
-from areal_async.controller.tasks import Tasks
-from areal_async.errors import PipelineError
-from areal_async.fault_points import FIRED, SPECIFICATION, FaultPoints
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     CurriculumSettings,
     DatasetSettings,
@@ -23,7 +17,13 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.types import CutKind
+from areal_async.controller import controller as controlled
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.controller import Controller
+from areal_async.controller.tasks import Tasks
+from areal_async.errors import PipelineError
+from areal_async.process.failpoints import FIRED, SPECIFICATION, FaultPoints
+from areal_async.protocol.types import CutKind
 from tests.brokers import OpenRole
 from tests.bus.test_controller import World
 

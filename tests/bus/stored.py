@@ -5,8 +5,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from areal_async.bus import Bus
-from areal_async.types import Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
-from areal_async.wire import BYTES_PER_TOKEN, encode_message
+from areal_async.protocol.types import Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
+from areal_async.protocol.wire import BYTES_PER_TOKEN, encode_message
 
 WORKFLOW = "w"
 

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from areal_async.bus import Bus, Role
-from areal_async.events import AlarmCleared, AlarmRaised
-from areal_async.health_settings import HealthSettings
+from areal_async.config.health import HealthSettings
+from areal_async.protocol.events import AlarmCleared, AlarmRaised
 from areal_async.trainer.health import Health, told_alarms
 from tests.brokers import PATIENCE_S, OpenRole, until
 

@@ -3,15 +3,21 @@
 import anyio
 import pytest
 
-from areal_async import wire
 from areal_async.bus import Bus, EmbeddedBroker, Role
+from areal_async.config.settings import Settings
 from areal_async.launch.blockages import excuse_for, run_blockages
-from areal_async.launch.crew import Death
-from areal_async.rollout.amends import make_amends, row_key
-from areal_async.rollout.blockage import ENDED_BY_WATCH, ENDED_FOR_CULPRIT, Blockage, BlockageFile, Work
-from areal_async.rollout.workplace import Workplace
-from areal_async.settings import Settings
-from areal_async.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
+from areal_async.launch.process_group import Death
+from areal_async.protocol import wire
+from areal_async.protocol.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
+from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.recovery import make_amends, row_key
+from areal_async.rollout.user_code.loop_block_report import (
+    ENDED_BY_WATCH,
+    ENDED_FOR_CULPRIT,
+    Blockage,
+    BlockageFile,
+    Work,
+)
 from tests.brokers import OpenRole, fetch_all, until
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 

@@ -11,8 +11,8 @@ from areal_async.bus.accounts import covers
 from areal_async.bus.connection import Handler, Received
 from areal_async.bus.permissions import SERVICES_INBOX, permissions
 from areal_async.bus.streams import all_streams
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
-from areal_async.types import Admitted
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
+from areal_async.protocol.types import Admitted
 from tests.brokers import PATIENCE_S, OpenRole, until
 
 pytestmark = pytest.mark.anyio

@@ -12,21 +12,21 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role, declare
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.tasks import Tasks
-from areal_async.receipts import Receipts
+from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.subjects import ADMITTED
+from areal_async.protocol.types import Admitted, CutKind, Outcome, OutcomeKind, Ticket, WeightsVersion
+from areal_async.protocol.wire import decode
 from areal_async.rollout import publish
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.run_state import ServerState
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import ADMITTED
-from areal_async.trainer.feed import Feed
-from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.payloads import fetch, place
-from areal_async.trainer.reader import JournalReader
-from areal_async.types import Admitted, CutKind, Outcome, OutcomeKind, Ticket, WeightsVersion
-from areal_async.wire import decode
+from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.payloads import fetch, place
+from areal_async.trainer.batch.reader import JournalReader
 from tests.brokers import OpenRole, until
 from tests.bus.stored import giant
 

@@ -10,18 +10,9 @@ import anyio
 import msgspec
 import pytest
 
-from areal_async.accuracy import interval_95
 from areal_async.bus import Bus, Role, declare, open_bus
 from areal_async.bus.permissions import Permissions, permissions
-from areal_async.controller.absence import Absence
-from areal_async.controller.accounts import Accounts
-from areal_async.controller.controller import Controller
-from areal_async.controller.evaluation import Evaluator
-from areal_async.controller.sampler import Sampler
-from areal_async.controller.tasks import Tasks
-from areal_async.errors import ConflictError, PipelineError, UserError
-from areal_async.run_state import DISOWNED, RunState, ServerState
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
     EvalSettings,
@@ -30,8 +21,17 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.subjects import ADMITTED, RUN_STATE, Names
-from areal_async.types import (
+from areal_async.controller.accounts import Accounts
+from areal_async.controller.accuracy import interval_95
+from areal_async.controller.controller import Controller
+from areal_async.controller.evaluation import Evaluator
+from areal_async.controller.failure_detector import Absence
+from areal_async.controller.sampler import Sampler
+from areal_async.controller.tasks import Tasks
+from areal_async.errors import ConflictError, PipelineError, UserError
+from areal_async.protocol.run_state import DISOWNED, RunState, ServerState
+from areal_async.protocol.subjects import ADMITTED, RUN_STATE, Names
+from areal_async.protocol.types import (
     Admitted,
     Cut,
     CutGroup,
@@ -43,7 +43,7 @@ from areal_async.types import (
     Ticket,
     WeightsVersion,
 )
-from areal_async.wire import decode
+from areal_async.protocol.wire import decode
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, running_broker, until
 from tests.loops import BOTH
 

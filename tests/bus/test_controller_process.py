@@ -10,8 +10,7 @@ import anyio
 import pytest
 
 from areal_async.bus import EmbeddedBroker, Role
-from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
     EvalSettings,
@@ -21,7 +20,8 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.types import CutKind
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.protocol.types import CutKind
 from tests.brokers import OpenRole, until
 from tests.bus.test_controller import World
 

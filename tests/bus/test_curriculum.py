@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus import Bus, Role
+from areal_async.config.settings import CurriculumSettings, Settings
 from areal_async.controller.controller import Controller
 from areal_async.controller.sampler import Sampler
-from areal_async.settings import CurriculumSettings, Settings
-from areal_async.subjects import ADMITTED
-from areal_async.types import Admitted, Cut, CutGroup, CutSlot, GroupId, Slot, SlotStatus, Ticket
+from areal_async.protocol.subjects import ADMITTED
+from areal_async.protocol.types import Admitted, Cut, CutGroup, CutSlot, GroupId, Slot, SlotStatus, Ticket
 from tests.brokers import OpenRole
 from tests.bus import admissions
 from tests.bus.admissions import dying

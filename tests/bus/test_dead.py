@@ -12,16 +12,16 @@ import structlog
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.cli.dead import readmit, show
 from areal_async.cli.main import main
-from areal_async.cli.register import AGAIN, DEAD, WAITING, DeadLetter, read_register
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import RunState, ServerState
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import CHECKPOINT, LINEAGE, RUN_STATE
-from areal_async.types import (
+from areal_async.monitor.register import AGAIN, DEAD, WAITING, DeadLetter, read_register
+from areal_async.protocol.run_state import RunState, ServerState
+from areal_async.protocol.subjects import CHECKPOINT, LINEAGE, RUN_STATE
+from areal_async.protocol.types import (
     CheckpointRecord,
     Cut,
     CutKind,
@@ -31,7 +31,7 @@ from areal_async.types import (
     Ticket,
     WeightsVersion,
 )
-from areal_async.wire import decode
+from areal_async.protocol.wire import decode
 from tests.brokers import OpenRole, until
 
 ROWS = [{"question": str(index)} for index in range(3)]

@@ -13,12 +13,7 @@ import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
 from areal_async.bus.inspection import StoreCopy
-from areal_async.doctor import Diagnosis, examination, examine
-from areal_async.doctor.report import Kind, Ruling, Verdict
-from areal_async.errors import UserError
-from areal_async.receipts import Receipts
-from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
     RolloutSettings,
@@ -26,9 +21,15 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.subjects import ADMITTED
-from areal_async.types import Admitted, Outcome, OutcomeKind
-from areal_async.wire import decode_headers
+from areal_async.doctor import Diagnosis, examine
+from areal_async.doctor.audit import examination
+from areal_async.doctor.audit.report import Kind, Ruling, Verdict
+from areal_async.errors import UserError
+from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.subjects import ADMITTED
+from areal_async.protocol.types import Admitted, Outcome, OutcomeKind
+from areal_async.protocol.wire import decode_headers
+from areal_async.rollout.publish import Backpressure, Outbox
 from tests.brokers import OpenRole
 from tests.bus.stored import ticket, trajectory
 
@@ -331,7 +332,7 @@ async def test_an_entry_of_the_log_that_cannot_be_read_is_told_of_and_left_where
 async def test_a_store_that_another_process_holds_is_refused_by_its_name(
     settings: Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.doctor.examination.CONNECT_DEADLINE_S", 0.2)
+    monkeypatch.setattr("areal_async.doctor.audit.examination.CONNECT_DEADLINE_S", 0.2)
     bus = settings.run_directory / "bus"
     (bus / "jetstream").mkdir(parents=True)
     credentials = settings.run_directory / "credentials"

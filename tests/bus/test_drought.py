@@ -5,10 +5,10 @@ import msgspec
 import pytest
 
 from areal_async.bus import Role
-from areal_async.events import AlarmCleared, AlarmRaised
-from areal_async.health_settings import HealthSettings
-from areal_async.settings import Settings
-from areal_async.types import CutKind, OutcomeKind
+from areal_async.config.health import HealthSettings
+from areal_async.config.settings import Settings
+from areal_async.protocol.events import AlarmCleared, AlarmRaised
+from areal_async.protocol.types import CutKind, OutcomeKind
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus.test_controller import World, controlling
 from tests.bus.test_controller import settings as settings

@@ -6,8 +6,8 @@ import pytest
 
 from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.bus.streams import MAX_EVENTS_BYTES
-from areal_async.cli.snapshot import read_events
-from areal_async.events import GroupDead, RoleLost, ServerFenced
+from areal_async.monitor.snapshot import read_events
+from areal_async.protocol.events import GroupDead, RoleLost, ServerFenced
 from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio

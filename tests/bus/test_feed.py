@@ -9,16 +9,12 @@ import numpy as np
 import pytest
 
 from areal_async.bus import Bus, Role, take_trainer_consumer
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.errors import FencedError
-from areal_async.journal import Journal
-from areal_async.run_state import Change, Changes
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import CHANGES, LINEAGE
-from areal_async.trainer.feed import Feed
-from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.payloads import build_rows, fetch, place
-from areal_async.trainer.reader import JournalReader
-from areal_async.types import (
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import Change, Changes
+from areal_async.protocol.subjects import CHANGES, LINEAGE
+from areal_async.protocol.types import (
     CheckpointRecord,
     Cut,
     CutKind,
@@ -28,7 +24,11 @@ from areal_async.types import (
     Version,
     WeightsVersion,
 )
-from areal_async.wire import decode
+from areal_async.protocol.wire import decode
+from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.payloads import build_rows, fetch, place
+from areal_async.trainer.batch.reader import JournalReader
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
 from tests.loops import BOTH
@@ -270,7 +270,7 @@ async def test_a_trainer_that_was_overtaken_before_it_had_its_consumer_stops(
         await fast.put(LINEAGE, LineageRecord(lineage=number + 1))
         return await take_trainer_consumer(bus, number)
 
-    monkeypatch.setattr("areal_async.trainer.lineage.take_trainer_consumer", overtaken)
+    monkeypatch.setattr("areal_async.trainer.batch.lineage.take_trainer_consumer", overtaken)
 
     with pytest.raises(FencedError, match="lineage 2 has been taken since"):
         await Lineage.take(slow)

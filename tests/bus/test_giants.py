@@ -8,13 +8,13 @@ import pytest
 
 from areal_async.bus import EmbeddedBroker, Role, broker_config, take_trainer_consumer
 from areal_async.bus.log import BATCH_BYTES
-from areal_async.receipts import Receipts
+from areal_async.config.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
+from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.types import CutSlot, Ticket, Trajectory
+from areal_async.protocol.wire import decode_headers
+from areal_async.rollout.node_context import READS_AT_ONCE
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.rollout.workplace import READS_AT_ONCE
-from areal_async.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.trainer.payloads import FETCHES_AT_ONCE, Placed, SlotKey, fetch
-from areal_async.types import CutSlot, Ticket, Trajectory
-from areal_async.wire import decode_headers
+from areal_async.trainer.batch.payloads import FETCHES_AT_ONCE, Placed, SlotKey, fetch
 from tests.brokers import OpenRole, fetch_all
 from tests.bus.stored import giant
 

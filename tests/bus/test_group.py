@@ -8,13 +8,13 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async import settings as settings_module
-from areal_async import wire
 from areal_async.bus import EmbeddedBroker, Role
-from areal_async.fault_points import FIRED, SPECIFICATION
-from areal_async.settings import Settings
-from areal_async.settings_sources import dump_settings
-from areal_async.types import EvalResult, EvalTicket, Slot, SlotStatus
+from areal_async.config import settings as settings_module
+from areal_async.config.settings import Settings
+from areal_async.config.sources import dump_settings
+from areal_async.process.failpoints import FIRED, SPECIFICATION
+from areal_async.protocol import wire
+from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus
 from tests.brokers import OpenRole
 from tests.bus.test_node import Run
 from tests.bus.test_node import settings as settings
@@ -40,9 +40,9 @@ LEASE_S = 5.0
 KILLED_NODE = """
 import sys
 from pathlib import Path
-from areal_async import settings
+from areal_async.config import settings
 from areal_async.rollout.main import run
-from areal_async.settings_sources import load_settings
+from areal_async.config.sources import load_settings
 
 settings.TICKET_ACK_WAIT_S = float(sys.argv[3])
 loaded = load_settings(Path(sys.argv[1]), use_environment=False)

@@ -7,8 +7,8 @@ import pytest
 
 from areal_async.bus import Role
 from areal_async.launch.orders import heed_stop
-from areal_async.run_state import Control
-from areal_async.subjects import CONTROL
+from areal_async.protocol.run_state import Control
+from areal_async.protocol.subjects import CONTROL
 from tests.brokers import PATIENCE_S, OpenRole
 
 pytestmark = pytest.mark.anyio

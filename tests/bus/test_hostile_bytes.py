@@ -3,14 +3,14 @@
 import anyio
 import pytest
 
-from areal_async import wire
 from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.bus.inbox import SIZE_HEADER
-from areal_async.launch.presence import PresenceKeeper
+from areal_async.config.settings import Settings
+from areal_async.launch.membership import PresenceKeeper
 from areal_async.launch.run import forget_earlier
-from areal_async.run_state import CrewState, ServerState
-from areal_async.settings import Settings
-from areal_async.types import DeadLetter
+from areal_async.protocol import wire
+from areal_async.protocol.run_state import CrewState, ServerState
+from areal_async.protocol.types import DeadLetter
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.bus.stored import WORKFLOW, store
 from tests.bus.test_controller import World, controlling

@@ -14,7 +14,7 @@ anyio_backend = on_both_loops
 
 @pytest.fixture(autouse=True)
 def _nothing_comes_again_by_itself_and_acks_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.settings.TICKET_ACK_WAIT_S", 10 * PATIENCE_S)
+    monkeypatch.setattr("areal_async.config.settings.TICKET_ACK_WAIT_S", 10 * PATIENCE_S)
     monkeypatch.setattr("areal_async.bus.inbox.SINGLE_DEADLINE_S", PATIENCE_S)
 
 

@@ -12,19 +12,19 @@ from anyio.abc import TaskGroup, TaskStatus
 
 import areal_async
 from areal_async.bus import Bus, EmbeddedBroker, Role
+from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
+from areal_async.config.sources import override_settings
 from areal_async.errors import FencedError, PipelineError, UserError, leaves_of
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.claims import own_holder, run_beats, wait_released
+from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.join import Invitation, Prepare, fresh_node_id, join, localised
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import forget_earlier, note_end
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import RunEnd
-from areal_async.rollout.sources import source_hashes
-from areal_async.run_state import Control, CrewState, Holder, RunState, SharedSettings
-from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.settings_sources import override_settings
-from areal_async.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.protocol.run_state import Control, CrewState, Holder, RunState, SharedSettings
+from areal_async.protocol.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
+from areal_async.rollout.user_code.source_hashes import source_hashes
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.loops import BOTH
 
@@ -245,7 +245,7 @@ async def test_two_nodes_of_one_id_do_not_both_join_and_a_dead_ones_id_is_free(
     dead = Holder(holder_id="x", host="elsewhere", pid=1, since="long ago")
     await operator.put(key, dead)
     taking = Sleepers()
-    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", SOON_S)
+    monkeypatch.setattr("areal_async.launch.heartbeat_lock.BEAT_S", SOON_S)
     await tasks.start(_as_task, functools.partial(_join, invitation, backend=taking, told=told))
     await until(lambda: bool(taking.started))
     assert told[0].startswith("--node-id: node far of run test was kept by process 1 of host elsewhere lately; looking")
@@ -323,7 +323,7 @@ async def test_a_launcher_that_ends_leaves_word_for_joined_nodes_unless_another_
 async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_does_not_end_it(
     operator: Bus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", SOON_S)
+    monkeypatch.setattr("areal_async.launch.heartbeat_lock.BEAT_S", SOON_S)
     holder = own_holder()
 
     async def take_over() -> None:
@@ -342,7 +342,7 @@ async def test_a_launcher_whose_run_another_has_taken_over_ends_and_a_lost_beat_
 async def test_a_launchers_start_forgets_killed_nodes_and_the_living_say_again_that_they_are_there(
     operator: Bus, tasks: TaskGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", SOON_S)
+    monkeypatch.setattr("areal_async.launch.heartbeat_lock.BEAT_S", SOON_S)
     key, living = operator.names.node_key("living"), own_holder()
     tasks.start_soon(functools.partial(run_beats, operator, key, living, what="node living"))
     await until(lambda: _is_held(operator, key))

@@ -7,9 +7,9 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role
 from areal_async.bus.keys import HISTORY
 from areal_async.errors import ConflictError, WireError
-from areal_async.run_state import ServerState
-from areal_async.subjects import ADMITTED, LINEAGE
-from areal_async.types import Admitted, LineageRecord
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.subjects import ADMITTED, LINEAGE
+from areal_async.protocol.types import Admitted, LineageRecord
 from tests.brokers import PATIENCE_S, OpenRole, kill, until
 from tests.loops import on_both_loops
 

@@ -11,14 +11,13 @@ from structlog.testing import capture_logs
 
 from areal_async.bus import Bus, Delivery, Message, Role, declare, forget_nodes
 from areal_async.bus.streams import MAX_NODES_KEYS, MAX_NODES_VALUE_BYTES, all_streams, reserved_bytes, stream_configs
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import StreamFullError, UserError
-from areal_async.run_state import Holder, RunState, ServerState
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import ADMITTED, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
-from areal_async.trainer.settlement import store_outcome
-from areal_async.types import (
+from areal_async.protocol.run_state import Holder, RunState, ServerState
+from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
+from areal_async.protocol.types import (
     Admitted,
     DeadLetter,
     EvalRecord,
@@ -29,7 +28,8 @@ from areal_async.types import (
     OutcomeKind,
     Version,
 )
-from areal_async.wire import decode, encode
+from areal_async.protocol.wire import decode, encode
+from areal_async.trainer.batch.outcome_recorder import store_outcome
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 
 pytestmark = pytest.mark.anyio

@@ -8,15 +8,15 @@ import pytest
 from rich.console import Console
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
-from areal_async.cli.liveness import BeatsSeen, awaiting_beat
-from areal_async.cli.snapshot import Status, ask_status, read_status
 from areal_async.cli.status import render
-from areal_async.launch.claims import own_holder, run_beats
+from areal_async.config.settings import Settings
+from areal_async.launch.heartbeat_lock import own_holder, run_beats
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import CrewState, RunState
-from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, LAUNCHER, RUN_STATE
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, Outcome, OutcomeKind, WeightsVersion
+from areal_async.monitor.liveness import BeatsSeen, awaiting_beat
+from areal_async.monitor.snapshot import Status, ask_status, read_status
+from areal_async.protocol.run_state import CrewState, RunState
+from areal_async.protocol.subjects import ADMITTED, LAUNCHER, RUN_STATE
+from areal_async.protocol.types import Admitted, Cut, CutGroup, CutKind, Outcome, OutcomeKind, WeightsVersion
 from tests.brokers import OpenRole, until
 
 pytestmark = pytest.mark.anyio
@@ -50,7 +50,7 @@ async def test_a_run_whose_processes_are_not_there_yet_or_all_dead_is_live_here(
 async def test_from_elsewhere_the_launchers_beat_tells(
     settings: Settings, open_role: OpenRole, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.launch.claims.BEAT_S", 0.1)
+    monkeypatch.setattr("areal_async.launch.heartbeat_lock.BEAT_S", 0.1)
     bus = await open_role(Role.OPERATOR)
     seen = BeatsSeen(bus)
 
@@ -100,5 +100,5 @@ async def test_beats_are_forgotten_when_no_newer_one_comes(
     await bus.put(LAUNCHER, own_holder())
     assert await seen.is_live()
 
-    monkeypatch.setattr("areal_async.cli.liveness.BEAT_S", 0.0)
+    monkeypatch.setattr("areal_async.monitor.liveness.BEAT_S", 0.0)
     assert not await seen.is_live()

@@ -10,13 +10,13 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, declare
 from areal_async.bus.streams import all_streams
 from areal_async.cli.main import main
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.lost import find_lost
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
-from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, LineageRecord
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, LINEAGE, RUN_STATE, Names
+from areal_async.protocol.types import Admitted, CheckpointRecord, Cut, CutKind, LineageRecord
 from tests.brokers import as_operator
 from tests.bus.stored import ticket
 

@@ -7,13 +7,13 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role, ask_service
+from areal_async.config.settings import Settings
 from areal_async.controller.admission import ADMISSION_BATCH
 from areal_async.controller.controller import Controller
 from areal_async.errors import FencedError, UserError, leaves_of
-from areal_async.run_state import Change, Changes
-from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHANGES
-from areal_async.types import Admitted, GroupId, OutcomeKind, Ticket
+from areal_async.protocol.run_state import Change, Changes
+from areal_async.protocol.subjects import ADMITTED, CHANGES
+from areal_async.protocol.types import Admitted, GroupId, OutcomeKind, Ticket
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus import admissions
 from tests.bus.admissions import dying

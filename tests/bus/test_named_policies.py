@@ -5,11 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_async import wire
 from areal_async.bus import EmbeddedBroker, Role
-from areal_async.errors import UserError, leaves_of
-from areal_async.run_state import ServerState
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
     InferenceSettings,
@@ -21,7 +18,10 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.types import EvalResult, EvalTicket, SlotStatus
+from areal_async.errors import UserError, leaves_of
+from areal_async.protocol import wire
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import EvalResult, EvalTicket, SlotStatus
 from tests.brokers import PATIENCE_S, OpenRole
 from tests.bus.test_node import MODEL, TESTS, Run, ask
 

@@ -14,15 +14,8 @@ import msgspec
 import pytest
 from structlog.testing import capture_logs
 
-from areal_async import wire
 from areal_async.bus import Bus, EmbeddedBroker, Role, forget_nodes, take_trainer_consumer
-from areal_async.errors import UserError
-from areal_async.inference.pool import Pool
-from areal_async.rollout.leases import Leases
-from areal_async.rollout.node import run_node
-from areal_async.rollout.workplace import Workplace
-from areal_async.run_state import DISOWNED, Change, Changes, FleetSize, ServerState
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
     InferenceSettings,
@@ -33,8 +26,12 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.subjects import CHANGES
-from areal_async.types import (
+from areal_async.errors import UserError
+from areal_async.inference.pool import Pool
+from areal_async.protocol import wire
+from areal_async.protocol.run_state import DISOWNED, Change, Changes, FleetSize, ServerState
+from areal_async.protocol.subjects import CHANGES
+from areal_async.protocol.types import (
     EvalResult,
     EvalTicket,
     Outcome,
@@ -46,6 +43,9 @@ from areal_async.types import (
     Trajectory,
     WeightsVersion,
 )
+from areal_async.rollout.leases import Leases
+from areal_async.rollout.node import run_node
+from areal_async.rollout.node_context import Workplace
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.loops import BOTH
 
@@ -88,7 +88,9 @@ RUN_DEADLINE_S = 100.0
 @pytest.fixture
 def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Settings:
     monkeypatch.setenv("PYTHONPATH", f"{TESTS / 'fakes'}:{TESTS.parent}")
-    monkeypatch.setattr("areal_async.settings.TICKET_ACK_WAIT_S", 10 * PATIENCE_S)  # no ticket comes again by itself
+    monkeypatch.setattr(
+        "areal_async.config.settings.TICKET_ACK_WAIT_S", 10 * PATIENCE_S
+    )  # no ticket comes again by itself
     workflow = tmp_path / "play.py"
     workflow.write_text(WORKFLOW)
     return Settings(

@@ -9,11 +9,11 @@ import pytest
 from areal_async.bus import Bus, Endpoint, Report, Role, json_object, serving
 from areal_async.cli import orders
 from areal_async.cli.orders import give
+from areal_async.config.settings import Settings
 from areal_async.errors import UnansweredError, UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
 from tests.brokers import OpenRole
 
 pytestmark = pytest.mark.anyio

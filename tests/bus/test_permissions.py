@@ -12,11 +12,11 @@ from areal_async.bus import Bus, EmbeddedBroker, Role, connect, take_trainer_con
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.bus.private import ensure_key, write_private
 from areal_async.bus.streams import all_streams
+from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UserError
-from areal_async.run_state import Control, ServerState
-from areal_async.settings import Settings
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
-from areal_async.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
+from areal_async.protocol.run_state import Control, ServerState
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, CONTROL, LAUNCHER, LINEAGE, RUN_STATE, Names
+from areal_async.protocol.types import Admitted, Cut, CutKind, LineageRecord, Outcome, OutcomeKind, Ticket
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all
 from tests.bus.stored import ticket
 

@@ -13,13 +13,8 @@ import anyio
 import msgspec
 import pytest
 
-from areal_async import wire
 from areal_async.bus import Bus, Role
-from areal_async.controller.controller import Controller
-from areal_async.errors import WireError
-from areal_async.rollout.node import run_node
-from areal_async.run_state import ServerState
-from areal_async.settings import (
+from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
     EvalSettings,
@@ -31,9 +26,12 @@ from areal_async.settings import (
     Settings,
     TaskSettings,
 )
-from areal_async.subjects import ADMITTED
-from areal_async.trainer.payloads import fetch, place
-from areal_async.types import (
+from areal_async.controller.controller import Controller
+from areal_async.errors import WireError
+from areal_async.protocol import wire
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.subjects import ADMITTED
+from areal_async.protocol.types import (
     Admitted,
     CutKind,
     DeadLetter,
@@ -45,6 +43,8 @@ from areal_async.types import (
     Ticket,
     WeightsVersion,
 )
+from areal_async.rollout.node import run_node
+from areal_async.trainer.batch.payloads import fetch, place
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket, trajectory
 from tests.bus.test_controller import ROWS, World, controlling

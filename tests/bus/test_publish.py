@@ -8,9 +8,9 @@ import anyio
 import pytest
 
 from areal_async.bus import EmbeddedBroker, Role
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.errors import BusError, ConflictError, StreamFullError
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.types import Outcome, OutcomeKind
+from areal_async.protocol.types import Outcome, OutcomeKind
 from tests.brokers import PATIENCE_S, OpenRole, kill
 from tests.loops import on_both_loops
 

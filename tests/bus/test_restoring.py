@@ -8,14 +8,14 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role
-from areal_async.cli.tail import decode_object
 from areal_async.errors import UserError
-from areal_async.subjects import CHECKPOINT
-from areal_async.trainer.folders import LEDGER
-from areal_async.trainer.intact import SUMS, digest_of_sums, write_sums
-from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.restoring import choose_checkpoint
-from areal_async.types import CheckpointRecord, Cut, CutGroup
+from areal_async.monitor.tail import decode_object
+from areal_async.process.atomic_folders import LEDGER
+from areal_async.protocol.subjects import CHECKPOINT
+from areal_async.protocol.types import CheckpointRecord, Cut, CutGroup
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.engine.digests import SUMS, digest_of_sums, write_sums
+from areal_async.trainer.output.restoring import choose_checkpoint
 from tests.brokers import PATIENCE_S, OpenRole
 
 pytestmark = pytest.mark.anyio

@@ -21,11 +21,11 @@ from areal_async.bus import Bus, EmbeddedBroker, Role, connect, declare, open_bu
 from areal_async.bus.broker_config import write_config
 from areal_async.bus.private import write_private
 from areal_async.bus.server import find_binary
+from areal_async.config.settings import MESSAGE_BYTES, BusSettings, Settings
 from areal_async.errors import BusError, UserError
-from areal_async.host import LOOPBACK, free_port
-from areal_async.settings import MESSAGE_BYTES, BusSettings, Settings
-from areal_async.subjects import ADMITTED
-from areal_async.types import Admitted
+from areal_async.process.host import LOOPBACK, free_port
+from areal_async.protocol.subjects import ADMITTED
+from areal_async.protocol.types import Admitted
 from tests.brokers import PATIENCE_S, fetch_all, kill, running_broker, until
 from tests.loops import UVLOOP, on_both_loops
 
@@ -35,7 +35,7 @@ LAUNCHER = """
 import sys, anyio
 from pathlib import Path
 from areal_async.bus import EmbeddedBroker
-from areal_async.settings import RunSettings, Settings
+from areal_async.config.settings import RunSettings, Settings
 
 async def main():
     broker = EmbeddedBroker(Settings(run=RunSettings(name="test", directory=Path(sys.argv[1]))))

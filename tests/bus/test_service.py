@@ -27,11 +27,11 @@ from areal_async.bus import (
 )
 from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.permissions import SERVICES_INBOX
+from areal_async.config.settings import Settings
 from areal_async.controller.steering import Steering
 from areal_async.errors import UserError
-from areal_async.run_state import Changes, Control
-from areal_async.settings import Settings
-from areal_async.subjects import CHANGES, CONTROL
+from areal_async.protocol.run_state import Changes, Control
+from areal_async.protocol.subjects import CHANGES, CONTROL
 from tests.brokers import PATIENCE_S, OpenRole, kill, until
 
 pytestmark = pytest.mark.anyio

@@ -7,11 +7,11 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Report, Role, declare, gather_reports, open_bus
-from areal_async.cli.snapshot import Status, ask_status
+from areal_async.config.settings import Settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
+from areal_async.monitor.snapshot import Status, ask_status
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
 from tests.brokers import until
 from tools.faults_proxy import Proxy
 
@@ -30,7 +30,7 @@ def launcher() -> Iterator[ExitStack]:
 async def test_a_broker_that_falls_silent_while_it_is_asked_is_told_from_a_run_that_ends(
     settings: Settings, launcher: ExitStack, monkeypatch: pytest.MonkeyPatch, *, does_end: bool, state: str
 ) -> None:
-    monkeypatch.setattr("areal_async.cli.snapshot.OPERATION_S", OPERATION_S)
+    monkeypatch.setattr("areal_async.monitor.snapshot.OPERATION_S", OPERATION_S)
     directory = RunDirectory(settings.run_directory)
     launcher.enter_context(directory.locked("test"))
     directory.write_settings(settings)
@@ -46,7 +46,7 @@ async def test_a_broker_that_falls_silent_while_it_is_asked_is_told_from_a_run_t
         proxy.strike_messages("operator", ".", delay_s=None)  # it takes what is asked from here on, and does not answer
         return await gather_reports(bus, within_s=within_s)
 
-    monkeypatch.setattr("areal_async.cli.snapshot.gather_reports", gather)
+    monkeypatch.setattr("areal_async.monitor.snapshot.gather_reports", gather)
     try:
         key = broker.credentials(Role.OPERATOR)
         async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as bus:

@@ -4,8 +4,8 @@ import pytest
 
 from areal_async.bus import EmbeddedBroker, Role, declare, delete_run, list_runs
 from areal_async.bus.streams import all_streams
+from areal_async.config.settings import BusSettings, RolloutSettings, Settings
 from areal_async.errors import UserError
-from areal_async.settings import BusSettings, RolloutSettings, Settings
 from tests.brokers import OpenRole
 
 pytestmark = pytest.mark.anyio

@@ -9,8 +9,8 @@ import pytest
 from areal_async.bus import Bus, Delivery, EmbeddedBroker, Inbox, Role, Sweep
 from areal_async.bus.connection import ConnectionLostError
 from areal_async.bus.sweep import FEW
-from areal_async.settings import Settings
-from areal_async.trainer.lineage import Lineage
+from areal_async.config.settings import Settings
+from areal_async.trainer.batch.lineage import Lineage
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
 from tests.bus.stored import store
 from tests.bus.test_feed import num_stored, running, with_room_for

@@ -21,11 +21,11 @@ from areal_async.bus.__main__ import main
 from areal_async.bus.accounts import accounts
 from areal_async.bus.private import ensure_key
 from areal_async.bus.server import find_binary
+from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
 from areal_async.doctor import examine
 from areal_async.errors import BusError, UserError
-from areal_async.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.subjects import ADMITTED, Names
-from areal_async.types import Admitted
+from areal_async.protocol.subjects import ADMITTED, Names
+from areal_async.protocol.types import Admitted
 from tests.brokers import PATIENCE_S, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket
 from tests.loops import UVLOOP, on_both_loops

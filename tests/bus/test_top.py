@@ -13,9 +13,9 @@ import pytest
 
 from areal_async.bus import EmbeddedBroker, Role, declare, hearing_reports, open_bus
 from areal_async.cli.top import _Top
-from areal_async.cli.top_view import TopView
+from areal_async.config.settings import Settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import Settings
+from areal_async.monitor.top.view import TopView
 from tests.brokers import running_broker, until
 from tests.e2e.terminal import SHELL, Terminal
 

@@ -11,13 +11,13 @@ import structlog
 
 from areal_async.bus import EmbeddedBroker, Role
 from areal_async.cli.main import main
-from areal_async.cli.trajectory_list import TRAINED, Filters, find_stored, select, untrained
+from areal_async.config.settings import ModelSettings, Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.run_state import RunState
-from areal_async.settings import ModelSettings, Settings
-from areal_async.subjects import RUN_STATE
-from areal_async.types import Cut, DeadLetter, Outcome, OutcomeKind
+from areal_async.monitor.trajectory_list import TRAINED, Filters, find_stored, select, untrained
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
+from areal_async.protocol.types import Cut, DeadLetter, Outcome, OutcomeKind
 from tests.brokers import OpenRole
 from tests.bus.stored import store, trajectory
 

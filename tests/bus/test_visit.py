@@ -14,13 +14,13 @@ from anyio.lowlevel import checkpoint
 
 from areal_async.bus import EmbeddedBroker, HeldError, Role, copied_broker, declare, open_bus
 from areal_async.cli import doctor
+from areal_async.config.settings import Settings
 from areal_async.doctor import Diagnosis
 from areal_async.errors import UnreachableError, UserError
 from areal_async.launch.run import NotLiveError, hold, visit, visit_at, visit_live
 from areal_async.launch.run_directory import LiveError, RunDirectory
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
 from tests.brokers import PATIENCE_S, until
 
 NOBODY = "nats://127.0.0.1:1"
@@ -174,7 +174,7 @@ async def test_a_run_that_ends_without_its_broker_is_told_to_have_ended_and_look
 async def test_a_run_that_ends_is_examined_as_one_that_has(
     stopped: RunDirectory, monkeypatch: pytest.MonkeyPatch, *, is_met_alive: bool
 ) -> None:
-    monkeypatch.setattr("areal_async.doctor.examination.CONNECT_DEADLINE_S", 0.2)
+    monkeypatch.setattr("areal_async.doctor.audit.examination.CONNECT_DEADLINE_S", 0.2)
     found: list[Diagnosis] = []
     was_found: list[bool] = []
     held = ExitStack()

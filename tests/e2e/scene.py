@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import anyio
 
-from areal_async.cli.snapshot import OK, Status, ask_status
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.monitor.snapshot import OK, Status, ask_status
 from tests.e2e.test_run import DEADLINE_S, Run, events
 
 LOOK_EVERY_S = 0.2

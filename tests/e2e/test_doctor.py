@@ -14,8 +14,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from areal_async.doctor.books import IN_TRAINING, SlotFate
-from areal_async.types import NOT_SAMPLED, Version
+from areal_async.doctor.audit.reconciliation import IN_TRAINING, SlotFate
+from areal_async.protocol.types import NOT_SAMPLED, Version
 from tests.e2e.scene import server_pid
 from tests.e2e.test_run import Run, events, role_processes, said_by, wait_until
 

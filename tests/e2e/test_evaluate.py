@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.config.sources import load_settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings_sources import load_settings
 from tests.collector import collecting
 
 REPOSITORY = Path(__file__).parents[2]

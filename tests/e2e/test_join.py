@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.host import free_port
-from areal_async.receipts import read_receipts
+from areal_async.process.host import free_port
+from areal_async.protocol.publish_log import read_receipts
 from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, collect, role_processes, said_by, wait_until
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.whole_runs]

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from areal_async.trainer.folders import versions_in
-from areal_async.types import GroupId
+from areal_async.process.atomic_folders import versions_in
+from areal_async.protocol.types import GroupId
 from tests.e2e.test_doctor import diagnose
 from tests.e2e.test_run import Run, assert_accounts, collect, role_processes, said_by, wait_until
 

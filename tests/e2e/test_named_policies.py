@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from areal_async.types import NOT_SAMPLED, Version
+from areal_async.protocol.types import NOT_SAMPLED, Version
 from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect, events
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.whole_runs]

@@ -14,7 +14,7 @@ WORKFLOW = """
 import asyncio, math, sys, threading, time
 
 from areal_async import Reject
-from areal_async.contracts import ToolCall
+from areal_async.api import ToolCall
 from areal_async.rollout.tools.run import Toolbox
 from tests.unit.rollout import sample_rewards
 

@@ -26,12 +26,13 @@ from typing import Any
 import nats
 import pytest
 
-from areal_async import events, waits
 from areal_async.bus.streams import all_streams
-from areal_async.cli.snapshot import NUM_READ, OK, read_events
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.subjects import Names
+from areal_async.monitor.snapshot import NUM_READ, OK, read_events
+from areal_async.protocol import events
+from areal_async.protocol.subjects import Names
+from areal_async.telemetry import wait_graph
 from tests.e2e.scene import Scene, broker_pid, died, has, is_back, look, server_pid, stopped
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
 from tests.e2e.test_readme import REPOSITORY, blocks, commands
@@ -396,7 +397,7 @@ def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
     chapter = _chapter("With plain NATS tools")
     kinds = {
         kind.__struct_config__.tag
-        for kind in [*vars(events).values(), waits.Stall]
+        for kind in [*vars(events).values(), wait_graph.Stall]
         if isinstance(kind, type) and issubclass(kind, events.Event) and "." in str(kind.__struct_config__.tag)
     }
     streams = {stream.rpartition("_")[2] for stream in all_streams(Names("x")) if not stream.startswith("KV")}

@@ -12,10 +12,10 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role, credentials_for, open_bus
+from areal_async.config.sources import load_settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings_sources import load_settings
-from areal_async.types import Ticket, Version
-from areal_async.wire import decode
+from areal_async.protocol.types import Ticket, Version
+from areal_async.protocol.wire import decode
 from tests.e2e.test_run import Run, assert_accounts, collect, events, role_processes
 from tools.hostile import Target, hostile_message
 

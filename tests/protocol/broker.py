@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from areal_async import wire
 from areal_async.bus.sweep import Stored
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
-from areal_async.events import Event
-from areal_async.subjects import Names
-from areal_async.types import Cut, Outcome, Record, StoredMessage, Ticket
+from areal_async.protocol import wire
+from areal_async.protocol.events import Event
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.types import Cut, Outcome, Record, StoredMessage, Ticket
 
 if TYPE_CHECKING:
     from tests.protocol.world import World

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from areal_async.controller.sampler import Turns
-from areal_async.subjects import ADMITTED, CHECKPOINT
-from areal_async.trainer.cut import OpenGroup
-from areal_async.trainer.cutter import OVER_AGE
-from areal_async.types import (
+from areal_async.protocol.subjects import ADMITTED, CHECKPOINT
+from areal_async.protocol.types import (
     Admitted,
     CheckpointRecord,
     Cut,
@@ -29,6 +27,8 @@ from areal_async.types import (
     Ticket,
     Version,
 )
+from areal_async.trainer.batch.cut import OpenGroup
+from areal_async.trainer.batch.planner import OVER_AGE
 
 if TYPE_CHECKING:
     from tests.protocol.broker import LogEntry, ModelBus

@@ -18,14 +18,9 @@ from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.curriculum import Curriculum
 from areal_async.controller.sampler import MixedSampler, Pool, Sampler
-from areal_async.journal import Journal
-from areal_async.subjects import ADMITTED, CHECKPOINT, LINEAGE
-from areal_async.trainer import cutter
-from areal_async.trainer.cut import CutPlan, OpenGroup, SpanAge, plan_cut
-from areal_async.trainer.cutter import Cutter
-from areal_async.trainer.fates import Fates
-from areal_async.trainer.lineage import Lineage
-from areal_async.types import (
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, LINEAGE
+from areal_async.protocol.types import (
     Admitted,
     CheckpointRecord,
     Cut,
@@ -39,6 +34,11 @@ from areal_async.types import (
     Slot,
     StoredMessage,
 )
+from areal_async.trainer.batch import planner
+from areal_async.trainer.batch.cut import CutPlan, OpenGroup, SpanAge, plan_cut
+from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.planner import Cutter
 from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
 from tests.protocol.roles import ControllerModel, NodeModel
 from tests.protocol.trainer import ModelLedger, TrainerModel
@@ -122,7 +122,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def plan(groups: Iterable[OpenGroup], **rules: Any) -> CutPlan:
         return replace(plan_cut(groups, **rules), waits_for=[])
 
-    patch.setattr(cutter, "plan_cut", plan)
+    patch.setattr(planner, "plan_cut", plan)
 
 
 @_planted("a cut takes groups over the bound")
@@ -130,7 +130,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
     def plan(groups: Iterable[OpenGroup], *, max_staleness: int, **rules: Any) -> CutPlan:
         return plan_cut(groups, max_staleness=max_staleness + 1, **rules)
 
-    patch.setattr(cutter, "plan_cut", plan)
+    patch.setattr(planner, "plan_cut", plan)
 
 
 @_planted("rejected and stale groups are tried again")

@@ -9,17 +9,27 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import Admission, Mixing, has_ended, left_over, next_admission
 from areal_async.controller.curriculum import Curriculum, Visits
 from areal_async.controller.sampler import Share, sampler_of
 from areal_async.errors import ConflictError, FencedError, StreamFullError
-from areal_async.journal import Journal, without_slots
+from areal_async.protocol.journal import Journal, without_slots
+from areal_async.protocol.run_state import RunState, ServerState
+from areal_async.protocol.subjects import ADMITTED, RUN_STATE
+from areal_async.protocol.types import (
+    Admitted,
+    Cut,
+    GroupId,
+    Slot,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Version,
+    WeightsVersion,
+)
 from areal_async.rollout.duties import is_settled, missing_siblings
-from areal_async.run_state import RunState, ServerState
-from areal_async.settings import CurriculumSettings
-from areal_async.subjects import ADMITTED, RUN_STATE
-from areal_async.types import Admitted, Cut, GroupId, Slot, SlotStatus, StoredMessage, Ticket, Version, WeightsVersion
 from tests.protocol.broker import NAMES, LogEntry, TicketDelivery, effect, idle
 from tests.protocol.trainer import TrainerModel
 

@@ -8,15 +8,9 @@ from typing import TYPE_CHECKING
 
 from areal_async.bus.sweep import settled_prefix
 from areal_async.errors import PipelineError
-from areal_async.journal import Journal
-from areal_async.run_state import ServerState
-from areal_async.trainer.cutter import Cutter, Room, Settle, Wait, Write
-from areal_async.trainer.fates import Fates
-from areal_async.trainer.inventory import Inventory
-from areal_async.trainer.lineage import Lineage
-from areal_async.trainer.payloads import Placed, place
-from areal_async.trainer.step import part_usable
-from areal_async.types import (
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import (
     CheckpointRecord,
     Cut,
     CutKind,
@@ -26,6 +20,12 @@ from areal_async.types import (
     Version,
     WeightsVersion,
 )
+from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.inventory import Inventory
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.batch.payloads import Placed, place
+from areal_async.trainer.batch.planner import Cutter, Room, Settle, Wait, Write
+from areal_async.trainer.batch.step import part_usable
 from tests.protocol.broker import NAMES, effect, idle
 
 if TYPE_CHECKING:

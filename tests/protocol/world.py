@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from areal_async.errors import BusError, FencedError
-from areal_async.staleness import max_groups_in_flight
-from areal_async.subjects import RUN_STATE
-from areal_async.trainer.cutter import CutRules
-from areal_async.types import WeightsVersion
+from areal_async.protocol.staleness import max_groups_in_flight
+from areal_async.protocol.subjects import RUN_STATE
+from areal_async.protocol.types import WeightsVersion
+from areal_async.trainer.batch.planner import CutRules
 from tests.protocol.broker import NAMES, Broker, ModelBus, Pause
 from tests.protocol.oracle import Content, Oracle
 

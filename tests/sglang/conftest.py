@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.commands import server_command
-from areal_async.inference.parenthood import guarded
-from areal_async.settings import InferenceSettings, ModelSettings, Settings
+from areal_async.process.parent_death import guarded
 from tests.unit.inference.embedded_engine import Server, restored
 
 SGLANG_PYTHON = Path(os.environ.get("NEED_SGLANG", ".venv-sglang/bin/python"))

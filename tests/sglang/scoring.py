@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from areal_async.types import Turn
+from areal_async.protocol.types import Turn
 from tests.unit.inference.embedded_engine import reference_logprobs
 
 TOLERANCE = 1e-4

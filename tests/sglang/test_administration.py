@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.inference.embedded.admin_key import VARIABLE
+from areal_async.inference.admin_key import VARIABLE
 from tests.sglang.conftest import SglangServer, find_sglang
 from tests.unit.inference.embedded_engine import Server, command, prompt_of
 

@@ -12,13 +12,13 @@ from typing import Any
 import anyio
 import pytest
 
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, Pool
 from areal_async.inference.swap import swap
-from areal_async.settings import InferenceSettings
-from areal_async.types import Turn, WeightsVersion
+from areal_async.protocol.types import Turn, WeightsVersion
 from tests.sglang.scoring import assert_scored_by, assert_whole
 from tests.unit.inference.embedded_engine import CONTEXT_LENGTH, Server, prompt_of
 

@@ -7,7 +7,7 @@ import pytest
 
 from areal_async.inference.http import ServerApi
 from areal_async.inference.swap import swap as in_place
-from areal_async.types import WeightsVersion
+from areal_async.protocol.types import WeightsVersion
 from tests.sglang.test_client import client_of
 from tests.sglang.test_contract import LONG, assert_scored_by, swap
 from tests.unit.inference.embedded_engine import Server, body, prompt_of

@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, PolicySettings, Settings
 from areal_async.errors import GenerationError
 from areal_async.rollout.frozen import serve_frozen
-from areal_async.rollout.named import FrozenReward
-from areal_async.settings import InferenceSettings, ModelSettings, PolicySettings, Settings
+from areal_async.rollout.named_policies import FrozenReward
 from tests.sglang.conftest import find_sglang
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]

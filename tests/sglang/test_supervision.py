@@ -19,12 +19,12 @@ import structlog
 import torch
 from safetensors.torch import load_file
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import Server
-from areal_async.settings import InferenceSettings, ModelSettings, Settings
-from areal_async.types import Turn, UpdateGroup, WeightsVersion
-from areal_async.weight_group import GLOO, WeightGroup, describe, flatten
+from areal_async.inference.weight_group import GLOO, WeightGroup, describe, flatten
+from areal_async.protocol.types import Turn, UpdateGroup, WeightsVersion
 from tests.sglang.conftest import find_sglang
 from tests.sglang.scoring import assert_scored_by, assert_whole
 from tests.unit.inference.embedded_engine import VOCAB_SIZE, prompt_of

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.config.settings import Settings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.visit import visited_servers
-from areal_async.settings import Settings
+from areal_async.inference.external_servers import visited_servers
 from tests.unit.inference.embedded_engine import Server, prompt_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(900)]  # of which the start of a server takes most, once

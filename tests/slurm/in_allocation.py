@@ -11,12 +11,12 @@ from pathlib import Path
 
 import anyio
 
-from areal_async.host import LOOPBACK
+from areal_async.config.settings import BusSettings, Settings
+from areal_async.doctor.preflight.reach import check_hosts
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.crew import run_together
+from areal_async.launch.process_group import run_together
 from areal_async.launch.slurm import SlurmBackend
-from areal_async.preflight.reach import check_hosts
-from areal_async.settings import BusSettings, Settings
+from areal_async.process.host import LOOPBACK
 from tests.brokers import until
 
 DEADLINE_S = 60
@@ -25,7 +25,7 @@ SILENT = "import sys; sys.exit(3)"
 LASTS = """
 import os, signal, subprocess, sys, time
 from pathlib import Path
-from areal_async import stacks
+from areal_async.process import stacks
 stacks.install(Path(sys.argv[1]))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", f"child of {sys.argv[1]}"])

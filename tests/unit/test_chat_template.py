@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from areal_async.cli.main import main
+from areal_async.config.settings import Settings, TemplateSettings
+from areal_async.config.sft import SftSettings
+from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
-from areal_async.rollout.text import load_codec
-from areal_async.settings import Settings, TemplateSettings
-from areal_async.settings_sources import load_settings
-from areal_async.sft_settings import SftSettings
-from areal_async.trainer.tuning import encode_conversations, load_tokenizer
+from areal_async.rollout.policy.text import load_codec
+from areal_async.trainer.tuning.loop import encode_conversations, load_tokenizer
 
 TINY = Path("configs/models/tiny")
 OWN = "{% for message in messages %}[{{ message.content }}]{% endfor %}{% if enable_thinking %}<think>{% endif %}"

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from areal_async.cli.run import check
+from areal_async.config.settings import Settings
+from areal_async.config.sources import load_settings
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import Settings
-from areal_async.settings_sources import load_settings
 
 ROOT = Path(__file__).parents[2]
 RUNS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "tasks" in yaml.safe_load(path.read_text()))

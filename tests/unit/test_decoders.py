@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async import types, wire
 from areal_async.errors import WireError
-from areal_async.inference.events import MAX_EVENT_BYTES, EventSplitter
 from areal_async.inference.faults import ServerFault
+from areal_async.inference.sse import MAX_EVENT_BYTES, EventSplitter
+from areal_async.protocol import types, wire
 from tools.decoders import DECODERS, Decoder, decoder
 from tools.fuzz import MAX_GROWTH_BYTES, fuzz, input_of, peak_bytes
 

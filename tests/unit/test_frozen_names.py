@@ -14,14 +14,14 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async import events, receipts, run_state, types, wire
 from areal_async.cli.main import VERBS
-from areal_async.exporters import samples
-from areal_async.settings import Settings
-from areal_async.settings_tree import describe
-from areal_async.subjects import Names
-from areal_async.trainer import step
-from areal_async.trainer.stats import StepStats
+from areal_async.config.settings import Settings
+from areal_async.config.tree import describe
+from areal_async.protocol import events, publish_log, run_state, types, wire
+from areal_async.protocol.subjects import Names
+from areal_async.telemetry.exporters import samples
+from areal_async.trainer.batch import step
+from areal_async.trainer.engine.stats import StepStats
 
 ROOT = Path(__file__).parents[2]
 FILE = Path(__file__).with_name("frozen_names.txt")
@@ -45,7 +45,7 @@ def _names() -> Iterator[str]:
 
 def _records() -> Iterator[str]:
     """Yield each record that is sent or kept, with its fields as they are encoded."""
-    for module in (types, run_state, wire, receipts, events):
+    for module in (types, run_state, wire, publish_log, events):
         for kind in vars(module).values():
             if inspect.isclass(kind) and issubclass(kind, msgspec.Struct) and kind.__module__ == module.__name__:
                 tag = kind.__struct_config__.tag

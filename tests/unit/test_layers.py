@@ -1,174 +1,144 @@
 """Arrows point down: what a module may import, read from its source. Third-party clients stay at home."""
 
 import ast
-import functools
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "areal_async"
 LAYERS = (
-    {
-        "accuracy",
-        "collector",
-        "types",
-        "run_state",
-        "fields",
-        "id_sets",
-        "ids",
-        "errors",
-        "subjects",
-        "staleness",
-        "fault_points",
-        "waits",
-        "stacks",
-        "events",
-        "plain_text",
-        "speech",
-    },
-    {
-        "section",
-        "algorithm_settings",
-        "health_settings",
-        "lora_settings",
-        "chat_template",
-        "policy_settings",
-        "template_settings",
-        "settings",
-        "settings_effects",
-        "settings_paths",
-        "settings_sources",
-        "settings_tree",
-        "settings_yaml",
-        "reward_model_settings",
-        "sft_settings",
-        "task_settings",
-        "trainer_settings",
-        "tuning_settings",
-        "change_record",
-        "user_calls",
-        "user_files",
-        "contracts",
-        "stations",
-        "tracing",
-        "wire",
-        "kept_settings",
-        "live_settings",
-        "made_rows",
-        "endpoint_settings",
-        "resumed_settings",
-        "log",
-        "metrics_settings",
-        "data",
-        "dataflow",
-        "host",
-        "http_server",
-        "hub",
-        "journal",
-        "receipts",
-        "recorded_rows",
-        "weight_group",
-    },
-    {"bus", "exporters", "inference", "algorithms", "sandbox"},
-    {"rollout", "trainer", "controller"},
+    {"errors"},
+    {"protocol", "sandbox", "user_files"},
+    {"api", "process"},
+    {"config"},
+    {"algorithms", "bus", "chat_template", "data", "telemetry"},
+    {"controller", "inference"},
+    {"rollout", "trainer"},
     {"launch"},
-    {"doctor", "preflight"},
+    {"doctor", "monitor"},
     {"cli"},
     {"__main__"},
 )
+"""The rooms of the package: each imports only what lies in those above it in this list."""
 ONLY_IN = {
     "nats": ("bus",),
     "httpx": ("inference",),
     "mcp": ("rollout/tools",),
-    "torch": ("trainer", "algorithms", "inference/embedded", "weight_group.py"),
+    "torch": ("trainer", "algorithms", "inference/embedded", "inference/weight_group.py"),
 }
 OURS = {"areal_async", "workflows", "rewards", "tools", "tests"}
 MAY_IMPORT = {"areal_async": {"areal_async"}, "workflows": {"areal_async", "rewards"}, "rewards": {"areal_async"}}
 MAX_LINES = 500
+MAX_ROOT_MODULES = 10
+MAX_FILES = 25
+"""Of one folder, beside its folders."""
 
-LIBRARY = sorted((ROOT / "areal_async").rglob("*.py"))
+LIBRARY = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [*LIBRARY, *sorted(path for name in ("workflows", "rewards", "tools") for path in (ROOT / name).glob("*.py"))]
 
 
-def _id(path: Path) -> str:
+def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@functools.cache
-def _imports(path: Path) -> tuple[str, ...]:
-    """Return the dotted name of every module that is imported anywhere in a file, inside functions too."""
-    return tuple(_walk_imports(path))
-
-
-def _walk_imports(path: Path) -> Iterator[str]:
+def _imports(path: Path) -> Iterator[str]:
+    """Yield the dotted name of every module that is imported anywhere in a file, inside functions too."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{_id(path)}:{node.lineno}: relative import"
-            # `from areal_async import log` imports the module areal_async.log
+            assert node.level == 0, f"{_name(path)}:{node.lineno}: relative import"
+            # `from areal_async.telemetry import log` imports the module areal_async.telemetry.log
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from names if node.module == "areal_async" else [node.module or ""]
+            yield from (name if _file_of(name) else str(node.module) for name in names)
 
 
-def _layer_of(module: str) -> int:
-    layers = [number for number, names in enumerate(LAYERS) if module in names]
-    assert layers, f"areal_async.{module} has no layer; give it one in {Path(__file__).name}"
-    return layers[0]
+def _file_of(module: str) -> Path | None:
+    """Return the file of a module of ours, ``None`` where there is none of that name."""
+    stem = ROOT.joinpath(*module.split("."))
+    return next((path for path in (stem.with_suffix(".py"), stem / "__init__.py") if path.is_file()), None)
 
 
-def _module_of(path: Path) -> str:
-    return path.relative_to(ROOT / "areal_async").with_suffix("").parts[0]
+IMPORTS = {path: tuple(_imports(path)) for path in SOURCES}
+ARROWS = [
+    (path, other)
+    for path in LIBRARY
+    for name in IMPORTS[path]
+    if name.startswith("areal_async.") and (other := _file_of(name)) is not None
+]
 
 
-def _is_package(module: str) -> bool:
-    return (ROOT / "areal_async" / module).is_dir()
+def _room(path: Path) -> str:
+    return path.relative_to(PACKAGE).with_suffix("").parts[0]
 
 
-@pytest.mark.parametrize("path", [path for path in LIBRARY if path.parent.name != "areal_async"], ids=_id)
-def test_packages_import_only_what_lies_below_them(path: Path) -> None:
-    own = _module_of(path)
+def test_rooms_import_only_what_lies_below_them() -> None:
+    level = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+    homeless = {_room(path) for path in LIBRARY} - {"__init__"} - set(level)
+    assert not homeless, "give each a layer"
 
-    for name in _imports(path):
-        if name.startswith("areal_async."):
-            other = name.split(".")[1]
-            assert other == own or _layer_of(other) < _layer_of(own), f"imports {name}"
+    upward = [
+        f"{_name(path)} imports {_name(other)}"
+        for path, other in ARROWS
+        if "__init__" not in (_room(path), _room(other))
+        and _room(path) != _room(other)
+        and level[_room(other)] >= level[_room(path)]
+    ]
 
-
-@pytest.mark.parametrize(
-    "path", [path for path in LIBRARY if path.parent.name == "areal_async" and path.stem != "__init__"], ids=_id
-)
-def test_modules_import_only_modules_of_their_layer_and_what_lies_below(path: Path) -> None:
-    own = _layer_of(path.stem)
-
-    for name in _imports(path):
-        if name.startswith("areal_async."):
-            other = name.split(".")[1]
-            assert _layer_of(other) < own or (_layer_of(other) == own and not _is_package(other)), f"imports {name}"
+    assert not upward
 
 
-@pytest.mark.parametrize("path", LIBRARY, ids=_id)
-def test_clients_stay_home(path: Path) -> None:
-    place = path.relative_to(ROOT / "areal_async")
+def test_no_folder_imports_in_a_circle() -> None:
+    """Of one folder: its folders, and the modules beside them taken as one."""
+    for folder in {path.parent for path in LIBRARY} - {PACKAGE}:
 
-    for name in _imports(path):
-        homes = ONLY_IN.get(name.split(".")[0])
-        assert homes is None or any(Path(home) in (place, *place.parents) for home in homes), f"imports {name}"
+        def part_of(path: Path, folder: Path = folder) -> str:
+            parts = path.relative_to(folder).parts
+            return parts[0] if len(parts) > 1 and parts[1] != "__init__.py" else "."
+
+        graph: dict[str, set[str]] = {}
+        for path, other in ARROWS:
+            if folder in path.parents and folder in other.parents and part_of(path) != part_of(other):
+                graph.setdefault(part_of(path), set()).add(part_of(other))
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as exc:
+            raise AssertionError(f"{_name(folder)}: {' <- '.join(exc.args[1])}") from None
 
 
-@pytest.mark.parametrize("path", [path for path in SOURCES if "tools" not in path.parts], ids=_id)
-def test_nothing_imports_what_names_it(path: Path) -> None:
-    top = path.relative_to(ROOT).parts[0]
+def test_rooms_have_a_size_that_can_be_seen() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= MAX_ROOT_MODULES
+    crowded = {
+        _name(folder): count
+        for folder in {path.parent for path in LIBRARY}
+        if (count := len(list(folder.glob("*.py")))) > MAX_FILES
+    }
+    assert not crowded
 
-    imported = {name.split(".")[0] for name in _imports(path)} & OURS
 
-    assert imported <= MAY_IMPORT[top] | {top}
+def test_clients_stay_home() -> None:
+    strangers = [
+        f"{_name(path)} imports {name}"
+        for path in LIBRARY
+        for name in IMPORTS[path]
+        if (homes := ONLY_IN.get(name.split(".")[0])) is not None
+        and not {Path(home) for home in homes} & {path.relative_to(PACKAGE), *path.relative_to(PACKAGE).parents}
+    ]
+
+    assert not strangers
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=_id)
-def test_modules_say_what_they_are_for_and_stay_short(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
+def test_nothing_imports_what_names_it() -> None:
+    for path in SOURCES:
+        top = path.relative_to(ROOT).parts[0]
+        if top != "tools":
+            imported = {name.split(".")[0] for name in IMPORTS[path]} & OURS
+            assert imported <= MAY_IMPORT[top] | {top}, _name(path)
 
-    assert ast.get_docstring(ast.parse(text)), "no docstring at the head"
-    assert len(text.splitlines()) <= MAX_LINES
+
+def test_modules_say_what_they_are_for_and_stay_short() -> None:
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        assert ast.get_docstring(ast.parse(text)), f"{_name(path)}: no docstring at the head"
+        assert len(text.splitlines()) <= MAX_LINES, _name(path)

@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
-from areal_async.settings import TrainerSettings
-from areal_async.sft_settings import SftTrainerSettings
+from areal_async.config.settings import TrainerSettings
+from areal_async.config.sft import SftTrainerSettings
 
 
 def test_models_beside_the_policy_have_its_layout_where_they_have_none_of_their_own() -> None:

@@ -15,12 +15,23 @@ import pytest
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import next_admission
 from areal_async.controller.sampler import Sampler
-from areal_async.run_state import ServerState
-from areal_async.staleness import max_groups_in_flight
-from areal_async.trainer.cutter import CutRules, Cutter, Room, Settle, Wait, Write
-from areal_async.trainer.fates import Fates
-from areal_async.trainer.inventory import Inventory
-from areal_async.types import Cut, CutKind, GroupId, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket, Version, mean
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.staleness import max_groups_in_flight
+from areal_async.protocol.types import (
+    Cut,
+    CutKind,
+    GroupId,
+    OutcomeKind,
+    Slot,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Version,
+    mean,
+)
+from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.inventory import Inventory
+from areal_async.trainer.batch.planner import CutRules, Cutter, Room, Settle, Wait, Write
 
 NUM_PROMPTS = 5000
 GROUP_SIZE = 2

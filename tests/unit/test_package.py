@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_dir_shows_every_public_name_before_any_of_them_is_loaded() -> None:
-    code = "import sys, areal_async as a; print(set(a.__all__) <= {*dir(a)}, 'areal_async.contracts' in sys.modules)"
+    code = "import sys, areal_async as a; print(set(a.__all__) <= {*dir(a)}, 'areal_async.api' in sys.modules)"
 
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

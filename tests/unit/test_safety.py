@@ -1,6 +1,7 @@
 """No bytes become code: nothing is unpickled, evaluated or handed to a shell anywhere in the sources.
 
-The one exception is torch's own: DCP keeps its ``.metadata`` as a pickle (``areal_async/trainer/checkpoint.py``).
+The one exception is torch's own: DCP keeps its ``.metadata`` as a pickle, which
+``areal_async/trainer/engine/checkpoint.py`` reads.
 """
 
 import ast
@@ -31,7 +32,7 @@ CALLS: dict[str, Callable[[dict[str, ast.expr]], bool]] = {
 }
 """Calls that are refused, by how they are called."""
 PROGRAM = "compile(source, 'program.py', 'exec')"
-ALLOWED = {"areal_async/sandbox/warden.py": [f"exec({PROGRAM}, main_module.__dict__)", PROGRAM]}
+ALLOWED = {"areal_async/sandbox/init.py": [f"exec({PROGRAM}, main_module.__dict__)", PROGRAM]}
 """A sandbox is there to run what a model wrote."""
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from areal_async import user_files
+from areal_async.algorithms.user_calls import load_function
 from areal_async.errors import UserError
-from areal_async.rollout.sources import differing, source_hashes
-from areal_async.rollout.user_code import UserCode
-from areal_async.rollout.workflows import load_workflow
-from areal_async.user_calls import load_function
+from areal_async.rollout.user_code.source_hashes import differing, source_hashes
+from areal_async.rollout.user_code.source_location import UserCode
+from areal_async.rollout.user_code.workflows import load_workflow
 
 SCORES = "from areal_async import reward\nfrom .units import UNIT\n\n@reward\ndef half(x):\n    return x * UNIT\n"
 PLAY = "import beside\nfrom {}.scores import half\n\nasync def play(prompt, policy):\n    return await half(3)\n"

@@ -10,19 +10,19 @@ import sys
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from areal_async.collector import importing
 from areal_async.errors import UserError
-from areal_async.hub import local_model
-from areal_async.inference.embedded.admin_key import take_admin_key
-from areal_async.inference.embedded.lifecycle import bind_socket, die_with_parent
-from areal_async.inference.embedded.options import EngineOptions, parse_options
-from areal_async.plain_text import keep_output_plain
+from areal_async.inference.admin_key import take_admin_key
+from areal_async.inference.embedded.engine.lifecycle import bind_socket, die_with_parent
+from areal_async.inference.embedded.engine.options import EngineOptions, parse_options
+from areal_async.process.gc_pauses import importing
+from areal_async.process.hub import local_model
+from areal_async.process.plain_text import keep_output_plain
 
 if TYPE_CHECKING:
     import socket
 
-    from areal_async.inference.embedded.runner import ModelRunner
-    from areal_async.inference.embedded.text import Tokenizer
+    from areal_async.inference.embedded.engine.runner import ModelRunner
+    from areal_async.inference.embedded.engine.text import Tokenizer
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long one thread keeps the interpreter while another waits. Python's default, 5 ms, is a whole decoding step: the
@@ -41,8 +41,12 @@ def main() -> int:
         path = local_model(options.model_path)
         # Heavy imports come after the cheap checks: a typing error is answered at once.
         with importing():
-            from areal_async.inference.embedded.runner import load_eos_token_ids, load_runner, load_scoring_runner
-            from areal_async.inference.embedded.text import load_tokenizer
+            from areal_async.inference.embedded.engine.runner import (
+                load_eos_token_ids,
+                load_runner,
+                load_scoring_runner,
+            )
+            from areal_async.inference.embedded.engine.text import load_tokenizer
 
         runner = (load_scoring_runner if options.is_embedding else load_runner)(options, path)
         tokenizer = load_tokenizer(path)
@@ -72,10 +76,10 @@ async def serve(
     import structlog
     import uvicorn
 
-    from areal_async.inference.embedded.routes import build_app
-    from areal_async.inference.embedded.scheduler import Scheduler
-    from areal_async.inference.embedded.service import EngineService
-    from areal_async.inference.embedded.worker import ModelThread
+    from areal_async.inference.embedded.engine.scheduler import Scheduler
+    from areal_async.inference.embedded.engine.service import EngineService
+    from areal_async.inference.embedded.engine.worker import ModelThread
+    from areal_async.inference.embedded.http.routes import build_app
 
     log = structlog.get_logger()
     exit_status = 0

@@ -15,7 +15,7 @@ from typing import Self
 
 from starlette.types import Receive, Scope
 
-from areal_async.http_server import HEAD_DEADLINE_S, MAX_CONNECTIONS
+from areal_async.process.http_server import HEAD_DEADLINE_S, MAX_CONNECTIONS
 from areal_async.rollout.endpoint.calls import Refusal
 
 CONNECTIONS_PER_SESSION = 4

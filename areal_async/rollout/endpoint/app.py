@@ -16,12 +16,12 @@ import structlog
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from areal_async.rollout.beside import run_beside
-from areal_async.rollout.boundary import attributed_to
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
 from areal_async.rollout.endpoint.admission import Limits, Room, announced_bytes, read_body
 from areal_async.rollout.endpoint.calls import Dialect, Exchange, Refusal, Unexpected
 from areal_async.rollout.endpoint.session import Session, ended, find_session
+from areal_async.rollout.policy.offload import run_beside
+from areal_async.rollout.user_code.boundary import attributed_to
 
 LONG_BODY_BYTES = 256 << 10
 """A longer body is read beside the loop."""

@@ -11,7 +11,7 @@ import msgspec
 
 from areal_async.rollout.endpoint.calls import Choice, Form, FormKind
 from areal_async.rollout.endpoint.content import refuse_if
-from areal_async.rollout.json_size import has_too_many_values
+from areal_async.rollout.policy.json_size import has_too_many_values
 
 Schema = dict[str, Any] | str
 """A JSON schema, or its text."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from areal_async.contracts import Message, Reply
+from areal_async.api import Message, Reply
 from areal_async.rollout.endpoint.calls import Said
-from areal_async.rollout.json_size import has_too_many_values
+from areal_async.rollout.policy.json_size import has_too_many_values
 
 _KEY_BYTES = 16
 _encoder = msgspec.json.Encoder(order="deterministic")

@@ -5,15 +5,15 @@ was denied an answer, and had none since, has not been itself, and its trajector
 is no such denial: an agent that returns a reward all the same has taken note of it.
 """
 
-from areal_async.contracts import Policy, Rewards, Workflow
+from areal_async.api import Policy, Rewards, Workflow
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull, RolloutError, WorkflowError
-from areal_async.rollout.boundary import attributed_to
+from areal_async.protocol.types import Prompt
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.policy import CallParser, Generator, Record, RecordingPolicy
-from areal_async.rollout.text import TextCodec
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
+from areal_async.rollout.policy.policy import CallParser, Generator, Record, RecordingPolicy
+from areal_async.rollout.policy.text import TextCodec
+from areal_async.rollout.user_code.boundary import attributed_to
 
 
 class ServedPolicy(RecordingPolicy):

@@ -16,7 +16,7 @@ import msgspec
 import structlog
 
 from areal_async.rollout.endpoint.calls import Refusal
-from areal_async.rollout.json_size import MAX_JSON_VALUES, has_too_many_values
+from areal_async.rollout.policy.json_size import MAX_JSON_VALUES, has_too_many_values
 
 T = TypeVar("T")
 

@@ -11,9 +11,9 @@ from typing import Self
 import anyio
 import structlog
 
-from areal_async.endpoint_settings import EndpointSettings
-from areal_async.host import LOOPBACK, check_address
-from areal_async.http_server import ConnectionLimits, GuestServer, serve_app
+from areal_async.config.endpoint import EndpointSettings
+from areal_async.process.host import LOOPBACK, check_address
+from areal_async.process.http_server import ConnectionLimits, GuestServer, serve_app
 from areal_async.rollout.endpoint.admission import Limits
 from areal_async.rollout.endpoint.app import App
 from areal_async.rollout.endpoint.reading import Unsupported

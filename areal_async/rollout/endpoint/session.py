@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import structlog
 
-from areal_async.contracts import Message, Reply, ReplyStream, ToolLike
+from areal_async.api import Message, Reply, ReplyStream, ToolLike
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
-from areal_async.rollout.beside import is_long, run_beside
-from areal_async.rollout.boundary import attributed_to
+from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.admission import Limits
 from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
 from areal_async.rollout.endpoint.forms import grammar_of
@@ -27,9 +26,10 @@ from areal_async.rollout.endpoint.held_text import HeldText
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
-from areal_async.rollout.text import TextCodec
+from areal_async.rollout.policy.offload import is_long, run_beside
+from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, ToolFormat, is_in_thought
-from areal_async.types import Turn
+from areal_async.rollout.user_code.boundary import attributed_to
 
 _KEY_BYTES = 32
 _NOBODYS_KEY = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"

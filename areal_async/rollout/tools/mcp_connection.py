@@ -22,10 +22,10 @@ import anyio
 import anyio.to_thread
 from anyio.lowlevel import RunVar
 
-from areal_async import waits
 from areal_async.errors import ToolError, UserError, WorkflowError
-from areal_async.inference import parenthood
-from areal_async.rollout.boundary import attributed_to
+from areal_async.process import parent_death
+from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.telemetry import wait_graph
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -111,7 +111,7 @@ class Connection:
         Raises:
             WorkflowError: it did not, within its deadline or at all.
         """
-        with waits.on(str(self.address), "the start of"):
+        with wait_graph.on(str(self.address), "the start of"):
             await self._opened.wait()
         if self._client is None:
             raise WorkflowError(f"{self.address}: cannot be used: {self._cause()}")
@@ -205,7 +205,7 @@ class Connection:
         """Return how to start it: with the SDK's few variables and its own, killed by the kernel when we are gone."""
         from mcp.client.stdio import StdioServerParameters
 
-        guard = [parenthood.__file__, str(os.getpid()), *self.address.command]
+        guard = [parent_death.__file__, str(os.getpid()), *self.address.command]
         return StdioServerParameters(
             command=sys.executable, args=["-I", *guard], env=dict(self.address.env), cwd=self.address.cwd
         )

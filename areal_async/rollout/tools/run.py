@@ -17,12 +17,12 @@ import anyio
 import msgspec
 from anyio.lowlevel import RunVar
 
-from areal_async import stations, waits
-from areal_async.contracts import RunnableTool, ToolCall, ToolResult
+from areal_async.api import RunnableTool, ToolCall, ToolResult
 from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
-from areal_async.rollout.boundary import attributed_to, describe, encodable
-from areal_async.rollout.confine import OwnError, RanPast, run_within
 from areal_async.rollout.tools.schema import Tool, describe_tool
+from areal_async.rollout.user_code.boundary import attributed_to, describe, encodable
+from areal_async.rollout.user_code.task_scope import OwnError, RanPast, run_within
+from areal_async.telemetry import spans, wait_graph
 
 NUM_THREADS = 64
 """Plain functions that run at once on a node."""
@@ -64,7 +64,7 @@ class Toolbox:
             try:
                 if number >= MAX_CALLS_PER_REPLY:
                     raise ToolError(f"got call {number + 1} of one reply, need at most {MAX_CALLS_PER_REPLY}")
-                with stations.tool_call(call, is_known=call.name in self._tools):
+                with spans.tool_call(call, is_known=call.name in self._tools):
                     results.append(ToolResult(call=call, text=await self._answer(call), is_error=False))
             except ToolError as exc:
                 results.append(ToolResult(call=call, text=_shortened(f"error: {exc}"), is_error=True))
@@ -82,7 +82,7 @@ class Toolbox:
             raise ToolError(f"{tool.name}: {exc}") from exc
         timeout_s = self._timeout_s if tool.timeout_s is None else tool.timeout_s
         with attributed_to(ToolError, tool.name):
-            with waits.on(f"tool {tool.name}"):
+            with wait_graph.on(f"tool {tool.name}"):
                 value = await _call(tool, arguments, timeout_s)
             return encodable(_shortened(as_text(value)))
 

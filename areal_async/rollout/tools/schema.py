@@ -10,7 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from areal_async.contracts import DescribedTool, RunnableTool
+from areal_async.api import DescribedTool, RunnableTool
 from areal_async.errors import WorkflowError
 
 F = TypeVar("F", bound=Callable[..., Any])

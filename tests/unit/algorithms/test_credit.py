@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule, CreditName, Sibling, step_advantages
 from areal_async.algorithms.credit import has_differing_replies, reply_advantages
 from areal_async.algorithms.shaping import Overlong
-from areal_async.types import Credit
+from areal_async.protocol.types import Credit
 
 ROLES = ("", "proposer", "solver")
 tenths = st.integers(-20, 20).map(lambda value: value / 10)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from areal_async.algorithm_settings import PRESETS
+from areal_async.algorithms.dataflow import Graph
 from areal_async.algorithms.graphs import ELSEWHERE, roles, step_graph
-from areal_async.dataflow import Graph
+from areal_async.config.algorithm import PRESETS
+from areal_async.config.settings import AlgorithmSettings, Settings
 from areal_async.errors import UserError
-from areal_async.settings import AlgorithmSettings, Settings
 
 
 def graph_of(algorithm: dict[str, Any]) -> Graph:

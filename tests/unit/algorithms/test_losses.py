@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from areal_async.algorithm_settings import PRESETS
 from areal_async.algorithms import corrections, surrogates
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.presets import policy_objective
 from areal_async.algorithms.ratios import RATIOS
-from areal_async.fields import MAX_LOGPROB, MAX_REWARD
-from areal_async.settings import Settings
+from areal_async.config.algorithm import PRESETS
+from areal_async.config.settings import Settings
+from areal_async.protocol.fields import MAX_LOGPROB, MAX_REWARD
 from tests.unit.algorithms.plain import Choices, gradient_of, loss_of, on_policy, packed, random_sequences
 
 SURROGATES = {

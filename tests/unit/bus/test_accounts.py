@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.bus.accounts import accounts, covers
 from areal_async.bus.permissions import Role, permissions
-from areal_async.subjects import Names
+from areal_async.protocol.subjects import Names
 
 RUN = Names("test")
 

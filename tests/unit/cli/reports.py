@@ -4,9 +4,9 @@ import math
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_async.cli.report.data import ReportData, Sample
-from areal_async.cli.token_views import Kind, TokenView
-from areal_async.cli.trajectory_list import TRAINED, Entry
+from areal_async.monitor.report.data import ReportData, Sample
+from areal_async.monitor.token_views import Kind, TokenView
+from areal_async.monitor.trajectory_list import TRAINED, Entry
 
 STEPS = 130
 HOSTILE = "</script><script>window.hacked = 1</script><img src=x onerror='window.hacked = 1'>"

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from areal_async.cli.doctor import MAX_SHOWN, find_run, show
 from areal_async.cli.main import main
-from areal_async.doctor.report import Diagnosis, Finding, Kind, rule
+from areal_async.doctor.audit.report import Diagnosis, Finding, Kind, rule
 from areal_async.errors import UserError
 
 

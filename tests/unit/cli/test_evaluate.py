@@ -8,11 +8,11 @@ import pytest
 
 from areal_async.cli.evaluate import held_out_of, result_of, tell
 from areal_async.cli.main import main
+from areal_async.config.settings import DatasetSettings, EvalSettings, Settings, TaskSettings
+from areal_async.config.sources import dump_settings, load_settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import DatasetSettings, EvalSettings, Settings, TaskSettings
-from areal_async.settings_sources import dump_settings, load_settings
-from areal_async.types import Slot, SlotStatus
+from areal_async.protocol.types import Slot, SlotStatus
 
 
 @pytest.fixture(autouse=True)

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from areal_async.cli.export import LAST, chosen
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
-from areal_async.settings import Settings
-from areal_async.trainer.folders import LEDGER, keep_newest
+from areal_async.process.atomic_folders import LEDGER, keep_newest
 
 
 def _make(checkpoints: Path, *versions: str) -> None:

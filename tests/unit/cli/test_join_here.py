@@ -7,8 +7,8 @@ from fnmatch import fnmatchcase
 import pytest
 
 from areal_async.cli import join
+from areal_async.config.settings import MetricsSettings, Settings
 from areal_async.errors import UserError
-from areal_async.settings import MetricsSettings, Settings
 
 
 @pytest.mark.parametrize("word", ["--metrics.traces_ratio", "--metrics.traces_key=k", "--inferences.x", "--run.steps"])

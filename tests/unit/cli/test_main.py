@@ -134,7 +134,7 @@ import sys
 from rich.console import Console
 from areal_async.cli import status
 from areal_async.cli.main import main
-from areal_async.speech import say
+from areal_async.process.stdio import say
 
 
 def draw_in_a_group():
@@ -182,7 +182,7 @@ def test_an_error_of_a_file_that_is_not_stdout_is_a_bug_with_its_traceback(monke
 def test_whoever_reads_no_more_of_it_sees_no_traceback(code: str, status: int, last: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)  # as `head` does when it has its lines
-    imports = "import sys\nfrom areal_async.cli.main import main\nfrom areal_async.speech import say\n"
+    imports = "import sys\nfrom areal_async.cli.main import main\nfrom areal_async.process.stdio import say\n"
 
     done = subprocess.run([sys.executable, "-c", imports + code], stdout=writer, stderr=subprocess.PIPE, text=True)
 

@@ -12,15 +12,15 @@ import yaml
 
 from areal_async.cli.main import main
 from areal_async.cli.run import Chosen, choose
+from areal_async.config.kept import KEPT, why_kept
+from areal_async.config.paths import with_real_paths
+from areal_async.config.resumed import ASIDE, differences, refuse_kept
+from areal_async.config.settings import Settings
+from areal_async.config.sources import Assignment, load_settings, override_settings, resolve
+from areal_async.config.tree import ANY_INDEX, annotation_at, without_none
 from areal_async.errors import UserError
-from areal_async.kept_settings import KEPT, why_kept
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.resumed_settings import ASIDE, differences, refuse_kept
-from areal_async.settings import Settings
-from areal_async.settings_paths import with_real_paths
-from areal_async.settings_sources import Assignment, load_settings, override_settings, resolve
-from areal_async.settings_tree import ANY_INDEX, annotation_at, without_none
-from tests.unit.test_kept_settings import PLACES
+from tests.unit.config.test_kept import PLACES
 
 YAML = """
 run: {name: g, steps: 5}

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from areal_async.algorithm_settings import PRESETS
 from areal_async.algorithms.advantages import Sibling, advantage_rule, step_advantages
 from areal_async.cli.checks import (
     check_dataset,
@@ -21,12 +20,13 @@ from areal_async.cli.checks import (
 )
 from areal_async.cli.main import main
 from areal_async.cli.run import choose_config, load_run_settings, want_of_room
+from areal_async.config.algorithm import PRESETS
+from areal_async.config.settings import DatasetSettings
+from areal_async.config.sources import load_settings
 from areal_async.errors import BusError, PipelineError, UserError, leaves_of
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.local import LocalBackend
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import DatasetSettings
-from areal_async.settings_sources import load_settings
 
 WORKFLOW = "async def gsm8k(prompt, policy):\n    return 1.0\n"
 ALONE = ("--rollout.group_size=1", "--rollout.min_group_size=1")

@@ -8,7 +8,10 @@ import pytest
 from rich.console import Console
 
 from areal_async.cli.main import main
-from areal_async.cli.snapshot import (
+from areal_async.cli.status import render
+from areal_async.config.settings import RunSettings, Settings, TrainerSettings
+from areal_async.errors import UserError
+from areal_async.monitor.snapshot import (
     ENDED,
     MISSING,
     OK,
@@ -24,11 +27,8 @@ from areal_async.cli.snapshot import (
     state_of,
     without_broker,
 )
-from areal_async.cli.status import render
-from areal_async.errors import UserError
-from areal_async.run_state import Control, CrewState, RunState, ServerState
-from areal_async.settings import RunSettings, Settings, TrainerSettings
-from areal_async.types import WeightsVersion
+from areal_async.protocol.run_state import Control, CrewState, RunState, ServerState
+from areal_async.protocol.types import WeightsVersion
 
 SETTINGS = Settings(trainer=TrainerSettings(num_ranks=2))
 CREWS = {

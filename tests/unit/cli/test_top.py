@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from areal_async.cli.snapshot import MISSING, OK, Member, Status
-from areal_async.cli.top_rows import Row, Rows
-from areal_async.cli.top_screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
-from areal_async.cli.top_terminal import keys_in
-from areal_async.cli.top_view import KEPT_S, PANES, SORTS, TopView
+from areal_async.monitor.snapshot import MISSING, OK, Member, Status
+from areal_async.monitor.top.rows import Row, Rows
+from areal_async.monitor.top.screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
+from areal_async.monitor.top.terminal import keys_in
+from areal_async.monitor.top.view import KEPT_S, PANES, SORTS, TopView
 
 LONG = "a very long text that goes on and on " * 8
 

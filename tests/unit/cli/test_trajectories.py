@@ -14,15 +14,15 @@ import pytest
 from rich.console import Console
 
 from areal_async.cli.main import main
-from areal_async.cli.recorded_text import MASKED, draw
-from areal_async.cli.speech import json_text
-from areal_async.cli.token_views import Kind, Numbers, token_views
-from areal_async.cli.trajectory_export import export
-from areal_async.cli.trajectory_list import STORED, Entry, Filters, archived, entry_of, select
-from areal_async.cli.transcript import GIVEN, shade
+from areal_async.config.settings import ModelSettings, RunSettings, Settings
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import ModelSettings, RunSettings, Settings
-from areal_async.trainer.recorded import read_recorded
+from areal_async.monitor.recorded_text import MASKED, draw
+from areal_async.monitor.text import json_text
+from areal_async.monitor.token_views import Kind, Numbers, token_views
+from areal_async.monitor.trajectory_export import export
+from areal_async.monitor.trajectory_list import STORED, Entry, Filters, archived, entry_of, select
+from areal_async.monitor.transcript import GIVEN, shade
+from areal_async.trainer.output.archive_reader import read_recorded
 from tests.unit.trainer.archives import LENGTH, PROMPT, REWARDS, archive_step, trajectory
 
 

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import structlog
 
-from areal_async import log
 from areal_async.cli.main import VERBS, main, split_overrides
 from areal_async.cli.run import load_run_settings
 from areal_async.cli.trials import TemporaryFolder
 from areal_async.cli.try_ import choose_trial_config, read_prompts, read_row, task_of
+from areal_async.config.settings import DatasetSettings, TaskSettings
 from areal_async.errors import UserError
-from areal_async.settings import DatasetSettings, TaskSettings
+from areal_async.telemetry import log
 
 WORKFLOW = "async def mine(prompt, policy):\n    return 1.0\n"
 

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from areal_async.controller.accounts import Accounts, Readmission, Readmissions
-from areal_async.run_state import ServerState
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, Version
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, Version
 
 
 def _accounts(*, admitted: int = 4, limit: int = 6) -> Accounts:

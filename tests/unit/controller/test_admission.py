@@ -15,8 +15,18 @@ from areal_async.controller.admission import (
     next_admission,
 )
 from areal_async.controller.sampler import MixedSampler, Sampler, Share
-from areal_async.run_state import ServerState
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, GroupId, Outcome, OutcomeKind, Version, WeightsVersion
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import (
+    Admitted,
+    Cut,
+    CutGroup,
+    CutKind,
+    GroupId,
+    Outcome,
+    OutcomeKind,
+    Version,
+    WeightsVersion,
+)
 
 SAMPLER = Sampler(5, seed=1)
 LAST_STEP = 3

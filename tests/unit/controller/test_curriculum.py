@@ -6,13 +6,13 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import left_over, next_admission
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
 from areal_async.controller.sampler import MixedSampler, Sampler, Share
-from areal_async.run_state import ServerState
-from areal_async.settings import CurriculumSettings
-from areal_async.types import (
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import (
     Admitted,
     Cut,
     CutGroup,

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import next_admission
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.order import Order
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
-from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.types import Admitted, Version
+from areal_async.protocol.types import Admitted, Version
 
 SETTINGS = Settings(
     tasks=tuple(TaskSettings(workflow=f"{name}.py", dataset=DatasetSettings(path="x")) for name in ("a", "b"))

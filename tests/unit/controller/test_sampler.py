@@ -19,7 +19,7 @@ from areal_async.controller.sampler import (
     sampler_of,
     whole_weights,
 )
-from areal_async.types import Admitted, GroupId, Mix
+from areal_async.protocol.types import Admitted, GroupId, Mix
 
 MIX = Mix(start=0, weights=[3, 2], counts=[0, 0])
 SHARES = st.lists(

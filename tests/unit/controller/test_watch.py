@@ -7,7 +7,7 @@ import pytest
 from areal_async.controller.reports import AwakeClock, Heard, Reports
 from areal_async.controller.watch import Verdict, explain
 from areal_async.launch.stalls import crew_of
-from areal_async.waits import WaitRecord, WaitReport
+from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
 
 NOW_S = 1000.0
 DUE = [("trainer", "cut 5", "the groups of", 50.0), ("cut 5", "group 0-17-0", "", 50.0)]

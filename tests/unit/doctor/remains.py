@@ -4,9 +4,20 @@ from typing import Any
 
 from areal_async.algorithms.advantages import group_advantages
 from areal_async.controller.sampler import Sampler
-from areal_async.doctor.evidence import ArchivedSlot, Baseline, Evidence, Ledger, Rules, StoredSlot, TaskRules
-from areal_async.receipts import Produced, Receipt, ReceivedSlot
-from areal_async.types import Admitted, Cut, CutGroup, CutKind, CutSlot, Outcome, OutcomeKind, Slot, SlotStatus, Version
+from areal_async.doctor.audit.run_record import ArchivedSlot, Baseline, Evidence, Ledger, Rules, StoredSlot, TaskRules
+from areal_async.protocol.publish_log import Produced, Receipt, ReceivedSlot
+from areal_async.protocol.types import (
+    Admitted,
+    Cut,
+    CutGroup,
+    CutKind,
+    CutSlot,
+    Outcome,
+    OutcomeKind,
+    Slot,
+    SlotStatus,
+    Version,
+)
 
 RULES = Rules(
     group_size=2, min_group_size=2, max_staleness=1, max_attempts=2, max_groups_in_flight=4, advantages=Baseline(),

@@ -5,15 +5,15 @@ from dataclasses import replace
 import msgspec
 import pytest
 
+from areal_async.config.settings import CurriculumSettings, Settings
 from areal_async.controller.accounts import RUN_ENDED
 from areal_async.controller.curriculum import Curriculum, Visits
-from areal_async.doctor.evidence import Baseline, Evidence, Ledger, TaskRules
-from areal_async.doctor.examination import baseline_of, diagnose
-from areal_async.doctor.report import Kind, Ruling, Verdict
-from areal_async.receipts import Stamp
-from areal_async.settings import CurriculumSettings, Settings
-from areal_async.trainer.intact import Damage
-from areal_async.types import Admitted, Cut, CutKind, Mix, Outcome, OutcomeKind, Version
+from areal_async.doctor.audit.examination import baseline_of, diagnose
+from areal_async.doctor.audit.report import Kind, Ruling, Verdict
+from areal_async.doctor.audit.run_record import Baseline, Evidence, Ledger, TaskRules
+from areal_async.protocol.publish_log import Stamp
+from areal_async.protocol.types import Admitted, Cut, CutKind, Mix, Outcome, OutcomeKind, Version
+from areal_async.trainer.engine.digests import Damage
 from tests.unit.doctor.remains import (
     GROUPS,
     STEPS,

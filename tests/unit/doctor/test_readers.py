@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_async.doctor.files import read_archive, read_ledger, read_metrics
-from areal_async.doctor.versions import Columns, count_versions, find_faults
-from areal_async.trainer.archive import write_archive
-from areal_async.trainer.payloads import Placed
-from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.doctor.audit.files import read_archive, read_ledger, read_metrics
+from areal_async.doctor.audit.versions import Columns, count_versions, find_faults
+from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.output.archive import write_archive
 from tests.unit.trainer.models import rows_as_trained
 
 OLD, NEW = Version(1, 3).pack(), Version(1, 4).pack()

@@ -10,8 +10,8 @@ import httpx
 import torch
 from safetensors.torch import load_file
 
-from areal_async.types import TensorSpec
-from areal_async.weight_group import GLOO, WeightGroup, describe, flatten
+from areal_async.inference.weight_group import GLOO, WeightGroup, describe, flatten
+from areal_async.protocol.types import TensorSpec
 from tests.unit.inference.embedded_engine import Server
 
 DEADLINE_S = 30.0

@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from areal_async.host import free_port
+from areal_async.process.host import free_port
 
 PAD_ID, EOS_ID = 0, 1
 FIRST_BYTE_ID = 2

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
-from areal_async.inference.embedded.errors import WeightsError
-from areal_async.inference.embedded.weights import (
+from areal_async.inference.embedded.engine.errors import WeightsError
+from areal_async.inference.embedded.engine.weights import (
     Merged,
     checksum_weights,
     named_weights,
@@ -25,8 +26,7 @@ from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import Pool
 from areal_async.inference.updates import Surroundings, Updater
 from areal_async.inference.verify import Verifier
-from areal_async.settings import InferenceSettings
-from areal_async.types import ADAPTER, WeightsVersion
+from areal_async.protocol.types import ADAPTER, WeightsVersion
 from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
 
 RANK, ALPHA = 4, 8.0

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
+from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.call_parser import EngineCallParser, FoundCall, FoundCalls, check_tool_call_parser
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
-from areal_async.settings import InferenceSettings, Settings
 from tests.fakes.fake_sglang import FakeSglang
 
 pytestmark = pytest.mark.anyio

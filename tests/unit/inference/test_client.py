@@ -8,14 +8,14 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
-from areal_async import tracing
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import context_tokens_of
 from areal_async.inference.pool import Pool
-from areal_async.settings import InferenceSettings
-from areal_async.tracing import RecordedSpan
-from areal_async.types import VersionSpan
+from areal_async.protocol.types import VersionSpan
+from areal_async.telemetry import tracing
+from areal_async.telemetry.tracing import RecordedSpan
 from tests.fakes.fake_sglang import EventStream, FakeSglang, Script, event
 
 pytestmark = pytest.mark.anyio

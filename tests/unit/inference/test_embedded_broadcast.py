@@ -7,8 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from areal_async.types import TensorSpec
-from areal_async.weight_group import describe
+from areal_async.inference.weight_group import describe
+from areal_async.protocol.types import TensorSpec
 from tests.unit.inference.broadcasting import Trainer, assert_success
 from tests.unit.inference.embedded_engine import Server, prompt_of
 

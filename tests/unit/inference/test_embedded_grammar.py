@@ -10,11 +10,11 @@ import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from areal_async.inference.embedded.errors import RequestError
-from areal_async.inference.embedded.grammar import MAX_KEPT, Grammar, Grammars
-from areal_async.inference.embedded.protocol import SamplingParams
-from areal_async.inference.embedded.sequence import Sequence
-from areal_async.inference.embedded.text import load_tokenizer
+from areal_async.inference.embedded.engine.errors import RequestError
+from areal_async.inference.embedded.engine.grammar import MAX_KEPT, Grammar, Grammars
+from areal_async.inference.embedded.engine.protocol import SamplingParams
+from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.text import load_tokenizer
 from tests.unit.inference.embedded_engine import ALPHABET, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE
 
 pytestmark = pytest.mark.anyio

@@ -8,11 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.inference.embedded.errors import RequestError, SchemaError
-from areal_async.inference.embedded.protocol import SamplingParams, check_length, parse_body, parse_sampling
-from areal_async.inference.embedded.sampling import SamplingRows, sample, uniforms
-from areal_async.inference.embedded.sequence import Sequence
-from areal_async.inference.embedded.text import StopStrings, TextStream
+from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
+from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length, parse_body, parse_sampling
+from areal_async.inference.embedded.engine.sampling import SamplingRows, sample, uniforms
+from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.text import StopStrings, TextStream
 
 NUM_DRAWS = 20_000
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from areal_async.errors import UserError
-from areal_async.host import free_port
-from areal_async.inference.embedded.lifecycle import bind_socket
-from areal_async.inference.embedded.options import EngineOptions
-from areal_async.inference.embedded.runner import load_runner
+from areal_async.inference.embedded.engine.lifecycle import bind_socket
+from areal_async.inference.embedded.engine.options import EngineOptions
+from areal_async.inference.embedded.engine.runner import load_runner
+from areal_async.process.host import free_port
 from tests.unit.inference.embedded_engine import Server, command, prompt_of
 
 DEADLINE_S = 100.0
@@ -83,7 +83,7 @@ def test_the_engine_dies_with_its_parent(models: list[Path]) -> None:
 def test_the_process_ends_while_a_thread_waits_for_somebody_else() -> None:
     waiting = """
 import asyncio, threading
-from areal_async.inference.embedded.lifecycle import call_in_thread
+from areal_async.inference.embedded.engine.lifecycle import call_in_thread
 async def main():
     asyncio.get_running_loop().call_later(0.1, asyncio.current_task().cancel)
     await call_in_thread(threading.Event().wait)

@@ -10,14 +10,14 @@ import torch
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config
 
 from areal_async.errors import UserError
-from areal_async.inference.embedded.grammar import Grammars
-from areal_async.inference.embedded.options import EngineOptions
-from areal_async.inference.embedded.protocol import SamplingParams
-from areal_async.inference.embedded.runner import ModelRunner, load_runner
-from areal_async.inference.embedded.scheduler import PauseMode, Scheduler
-from areal_async.inference.embedded.sequence import Sequence
-from areal_async.inference.embedded.text import load_tokenizer
-from areal_async.inference.embedded.weights import stage_weights
+from areal_async.inference.embedded.engine.grammar import Grammars
+from areal_async.inference.embedded.engine.options import EngineOptions
+from areal_async.inference.embedded.engine.protocol import SamplingParams
+from areal_async.inference.embedded.engine.runner import ModelRunner, load_runner
+from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
+from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.text import load_tokenizer
+from areal_async.inference.embedded.engine.weights import stage_weights
 from tests.unit.inference.embedded_engine import (
     CONTEXT_LENGTH,
     EOS_ID,
@@ -332,7 +332,7 @@ def test_prompts_too_many_for_one_pass_give_the_logits_each_gives_alone(
     runner = load(old_model)
     prompts = [prompt_of(length, seed=length) for length in (9, 30, 4, 41, 1, 17)]
     runner.reserve(len(prompts), CONTEXT_LENGTH)
-    monkeypatch.setattr("areal_async.inference.embedded.runner._CPU_PASS_TOKENS", 32)
+    monkeypatch.setattr("areal_async.inference.embedded.engine.runner._CPU_PASS_TOKENS", 32)
     positions = torch.tensor([len(prompt) for prompt in prompts])
     ids = torch.full_like(positions, VOCAB_SIZE - 1)
 

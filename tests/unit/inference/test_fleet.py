@@ -13,13 +13,13 @@ import anyio.to_thread
 import pytest
 from structlog.testing import capture_logs
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import Server
 from areal_async.inference.supervisor import MAX_RESTARTS
-from areal_async.settings import InferenceSettings, ModelSettings, Settings
-from areal_async.types import Turn, WeightsVersion
+from areal_async.protocol.types import Turn, WeightsVersion
 
 pytestmark = pytest.mark.anyio
 

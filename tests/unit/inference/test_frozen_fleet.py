@@ -10,13 +10,13 @@ from typing import Any
 import anyio
 import pytest
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.http import ServerApi
 from areal_async.inference.pool import Pool, Server
-from areal_async.settings import InferenceSettings, ModelSettings, Settings
-from areal_async.types import Turn, WeightsVersion
+from areal_async.protocol.types import Turn, WeightsVersion
 
 pytestmark = pytest.mark.anyio
 

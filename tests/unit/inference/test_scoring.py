@@ -12,13 +12,13 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.errors import GenerationError, UserError
-from areal_async.inference.embedded.options import EngineOptions
-from areal_async.inference.embedded.runner import load_scoring_runner
+from areal_async.inference.embedded.engine.options import EngineOptions
+from areal_async.inference.embedded.engine.runner import load_scoring_runner
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.scoring import ScoringClient
-from areal_async.settings import InferenceSettings, ModelSettings, Settings
 from tests.fakes.fake_sglang import FakeSglang
 from tests.unit.inference.test_frozen_fleet import only_server, process_of
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.errors import UserError
+from areal_async.inference.admin_key import VARIABLE
 from areal_async.inference.commands import ServerCommand, choose_backend, server_command
-from areal_async.inference.embedded.admin_key import VARIABLE
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi, make_client
-from areal_async.inference.parenthood import guarded
 from areal_async.inference.servers import ServerProcess
-from areal_async.settings import InferenceSettings, ModelSettings, Settings
+from areal_async.process.parent_death import guarded
 
 FAKES = Path(__file__).parents[2] / "fakes"
 
@@ -212,7 +212,7 @@ async def test_server_that_never_becomes_healthy_is_quoted_too(tmp_path: Path) -
 def test_guarded_process_dies_when_its_parent_is_killed() -> None:
     script = (
         "import subprocess, sys\n"
-        "from areal_async.inference.parenthood import guarded\n"
+        "from areal_async.process.parent_death import guarded\n"
         "child = 'import time; print(1, flush=True); time.sleep(600)'\n"
         "subprocess.run(guarded([sys.executable, '-c', child]))\n"
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load, save, save_file
 
-from areal_async.inference.embedded.tensor_files import _DTYPES, read_tensors
+from areal_async.inference.embedded.engine.tensor_files import _DTYPES, read_tensors
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 
+from areal_async.config.settings import InferenceSettings
 from areal_async.inference.http import ServerApi, make_client
 from areal_async.inference.pool import Pool, Server
 from areal_async.inference.updates import Surroundings, Updater
 from areal_async.inference.verify import Verifier
-from areal_async.settings import InferenceSettings
-from areal_async.types import TensorSpec, UpdateGroup, WeightsVersion
+from areal_async.protocol.types import TensorSpec, UpdateGroup, WeightsVersion
 from tests.fakes.fake_sglang import FakeSglang
 
 pytestmark = pytest.mark.anyio

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from areal_async.config.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 from areal_async.errors import UserError
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.plan import plan_crews
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 
 FOUR = ("0", "1", "2", "3")
 

@@ -12,21 +12,30 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, list_runs, open_bus
-from areal_async.cli.snapshot import read_events
+from areal_async.config.live import settings_now
+from areal_async.config.settings import DatasetSettings, Settings, TaskSettings
 from areal_async.errors import FencedError, PipelineError, UserError
 from areal_async.launch import rotation
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.claims import own_holder
+from areal_async.launch.heartbeat_lock import own_holder
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.run import launch
 from areal_async.launch.run_directory import FirstStart, RunDirectory
 from areal_async.launch.starts import Start
 from areal_async.launch.supervisor import Notify, RunEnd
-from areal_async.live_settings import settings_now
-from areal_async.run_state import Change, Changes, Holder, RunState
-from areal_async.settings import DatasetSettings, Settings, TaskSettings
-from areal_async.subjects import ADMITTED, CHANGES, CHECKPOINT, LAUNCHER, LINEAGE, RUN_STATE
-from areal_async.types import Admitted, CheckpointRecord, Cut, CutKind, LineageRecord, Mix, Ticket, WeightsVersion
+from areal_async.monitor.snapshot import read_events
+from areal_async.protocol.run_state import Change, Changes, Holder, RunState
+from areal_async.protocol.subjects import ADMITTED, CHANGES, CHECKPOINT, LAUNCHER, LINEAGE, RUN_STATE
+from areal_async.protocol.types import (
+    Admitted,
+    CheckpointRecord,
+    Cut,
+    CutKind,
+    LineageRecord,
+    Mix,
+    Ticket,
+    WeightsVersion,
+)
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio

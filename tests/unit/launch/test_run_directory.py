@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus import HeldError
+from areal_async.config.settings import Settings
+from areal_async.config.sources import load_settings
 from areal_async.errors import PipelineError, UserError
 from areal_async.launch.run_directory import LiveError, RunDirectory
-from areal_async.settings import Settings
-from areal_async.settings_sources import load_settings
 
 TASKS = "[{workflow: workflows/gsm8k.py, dataset: {path: rows.jsonl}}]"
 

@@ -6,11 +6,11 @@ from typing import get_args
 
 import pytest
 
+from areal_async.config.settings import LaunchSettings
 from areal_async.errors import UserError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.backends import BACKENDS
 from areal_async.launch.slurm import PROGRAMS, SlurmBackend, step_command
-from areal_async.settings import LaunchSettings
 
 
 def test_a_step_is_one_task_on_its_host_beside_others_and_sets_its_environment_inside(tmp_path: Path) -> None:

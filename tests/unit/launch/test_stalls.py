@@ -6,12 +6,12 @@ import anyio
 import pytest
 
 from areal_async.bus import Bus, Role
+from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.launch.stalls import StallWatch, crew_of
-from areal_async.run_state import RunState
-from areal_async.settings import Settings
-from areal_async.subjects import RUN_STATE
-from areal_async.waits import Stall
+from areal_async.protocol.run_state import RunState
+from areal_async.protocol.subjects import RUN_STATE
+from areal_async.telemetry.wait_graph import Stall
 from tests.brokers import OpenRole, until
 
 

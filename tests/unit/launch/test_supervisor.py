@@ -11,8 +11,8 @@ import pytest
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.crew import Death
 from areal_async.launch.local import LocalBackend, LocalProcess
+from areal_async.launch.process_group import Death
 from areal_async.launch.supervisor import Crew, RunEnd, Supervisor
 from tests.brokers import until
 

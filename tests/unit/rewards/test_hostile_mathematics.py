@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.rollout import reward_process
+from areal_async.rollout.rewards import process
 from rewards import math_algebra
 from rewards.math_answer import final_number_matches, latex_equivalent, numbers_match
 from tests.unit.rewards.hostile import MATHEMATICS
@@ -88,14 +88,14 @@ def anyio_backend() -> object:
 @pytest.mark.anyio
 async def test_no_hostile_answer_scores_or_takes_its_worker_down() -> None:
     assert await latex_equivalent(r"\boxed{\sqrt{8}}", r"2\sqrt{2}") == 1.0
-    workers = set(reward_process._living)
+    workers = set(process._living)
 
     for expected in EXPECTED:
         for index, said in enumerate(MATHEMATICS):
             text = (r"so \boxed{{{}}}" if index % 2 else "#### {}").format(said)
             assert await final_number_matches(text, expected) == 0.0, (text[:100], expected)
 
-    assert workers <= reward_process._living, "none was killed"
+    assert workers <= process._living, "none was killed"
     assert all(worker.is_alive for worker in workers), "and none died"
 
 

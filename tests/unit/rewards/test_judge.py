@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import RewardError
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
+from areal_async.rollout.policy.policy import RecordingPolicy
 from rewards.judge import Scale, judge_prefers, judge_score, parse_preference, parse_score
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 

@@ -6,8 +6,8 @@ from typing import Any
 import anyio.lowlevel
 
 from areal_async.inference.pool import Server
-from areal_async.rollout.text import TextCodec
-from areal_async.types import Turn, VersionSpan
+from areal_async.protocol.types import Turn, VersionSpan
+from areal_async.rollout.policy.text import TextCodec
 
 END = 256
 END_TEXT = "<end>"

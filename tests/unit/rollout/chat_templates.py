@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from areal_async.rollout.text import TextCodec
+from areal_async.rollout.policy.text import TextCodec
 
 TINY = Path(__file__).parents[3] / "configs" / "models" / "tiny"
 

@@ -1,8 +1,8 @@
 """A ticket is owed a slot for every sibling, unless its group has ended for every reader of the log."""
 
-from areal_async.journal import Journal
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import Cut, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.rollout.duties import is_settled, missing_siblings
-from areal_async.types import Cut, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
 
 TICKET = Ticket(group_id="0-0-0", workflow="w", row={}, group_size=3, version="1-0")
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.contracts import Policy, Workflow
+from areal_async.api import Policy, Workflow
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import FencedError, Reject, RewardError
+from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
+from areal_async.protocol.wire import BYTES_PER_TOKEN
 from areal_async.rollout.episode import run_episode
-from areal_async.rollout.policy import RecordingPolicy
+from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.slots import Place
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt, SlotStatus, Trajectory
-from areal_async.wire import BYTES_PER_TOKEN
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio

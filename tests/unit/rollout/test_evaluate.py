@@ -4,14 +4,14 @@ from typing import Any, cast
 
 import pytest
 
+from areal_async.api import Policy
 from areal_async.bus import Bus
-from areal_async.contracts import Policy
+from areal_async.config.settings import Settings
 from areal_async.errors import Reject, WorkflowError
+from areal_async.protocol.types import EvalTicket, Prompt
+from areal_async.protocol.wire import encode
 from areal_async.rollout.evaluate import _answer
-from areal_async.rollout.workplace import Workplace
-from areal_async.settings import Settings
-from areal_async.types import EvalTicket, Prompt
-from areal_async.wire import encode
+from areal_async.rollout.node_context import Workplace
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio

@@ -9,16 +9,16 @@ import openai
 import pytest
 from transformers import AutoTokenizer
 
-from areal_async.contracts import Policy, Workflow
+from areal_async.api import Policy, Workflow
+from areal_async.config.settings import RolloutSettings, SamplingSettings, Settings, TrainerSettings
 from areal_async.errors import ContextFull
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.visit import visited_servers
+from areal_async.inference.external_servers import visited_servers
+from areal_async.protocol.types import Prompt, SlotStatus
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.text import TextCodec
+from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt, Trial
-from areal_async.rollout.user_code import UserCode
-from areal_async.settings import RolloutSettings, SamplingSettings, Settings, TrainerSettings
-from areal_async.types import Prompt, SlotStatus
+from areal_async.rollout.user_code.source_location import UserCode
 from tests.unit.inference.embedded_engine import CONTEXT_LENGTH, EOS_ID, VOCAB_SIZE, Server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]

@@ -8,16 +8,16 @@ import pytest
 from msgspec import structs
 
 from areal_async import Policy, Prompt, Reject, group_workflow
-from areal_async.contracts import GroupWorkflow
+from areal_async.api import GroupWorkflow
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import RolloutError, WorkflowError
+from areal_async.protocol.types import Credit, SlotStatus, Trajectory
+from areal_async.protocol.types import Prompt as PromptRecord
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.group import fit_one_message, for_one_sibling, run_group_episode
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.slots import Place, failed_trajectory
-from areal_async.settings import SamplingSettings
-from areal_async.types import Credit, SlotStatus, Trajectory
-from areal_async.types import Prompt as PromptRecord
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio

@@ -8,13 +8,13 @@ from typing import Any
 import anyio.lowlevel
 import pytest
 
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull
 from areal_async.inference.pool import Pool
-from areal_async.rollout.beside import NUM_THREADS, run_beside
-from areal_async.rollout.named import FrozenReward
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.rollout.text import CHARACTERS_PER_TOKEN, LONG_TEXT_CHARACTERS, TextCodec
-from areal_async.settings import SamplingSettings
+from areal_async.rollout.named_policies import FrozenReward
+from areal_async.rollout.policy.offload import NUM_THREADS, run_beside
+from areal_async.rollout.policy.policy import RecordingPolicy
+from areal_async.rollout.policy.text import CHARACTERS_PER_TOKEN, LONG_TEXT_CHARACTERS, TextCodec
 from tests.brokers import until
 from tests.unit.rollout.byte_model import END, ByteTokenizer, ScriptedModel
 from tests.unit.rollout.endpoint.places import chat, client, served, speaker

@@ -13,7 +13,7 @@ from mcp_types import CallToolResult, EmbeddedResource, ResourceLink, TextResour
 
 from areal_async import DescribedTool, ToolCall, ToolResult, mcp_tools, shared_mcp_tools
 from areal_async.errors import ToolError, UserError, WorkflowError
-from areal_async.host import free_port
+from areal_async.process.host import free_port
 from areal_async.rollout.tools import mcp_connection
 from areal_async.rollout.tools.mcp import _tool as described
 from areal_async.rollout.tools.mcp import text_of

@@ -13,16 +13,16 @@ import anyio
 import pytest
 import structlog
 
-from areal_async.contracts import Policy, ToolCall, Workflow
+from areal_async.api import Policy, ToolCall, Workflow
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import Reject, RewardError, WorkflowError
-from areal_async.rollout import confine
+from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
+from areal_async.protocol.wire import decode_headers, encode_message
 from areal_async.rollout.episode import run_episode
-from areal_async.rollout.policy import RecordingPolicy
+from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.slots import Place
 from areal_async.rollout.tools.run import Toolbox
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt, SlotStatus, Trajectory
-from areal_async.wire import decode_headers, encode_message
+from areal_async.rollout.user_code import task_scope
 from tests.unit.rollout import sample_rewards
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.anyio
 
 @pytest.fixture(autouse=True)
 def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(confine, "GRACE_S", 0.05)
+    monkeypatch.setattr(task_scope, "GRACE_S", 0.05)
 
 
 async def play(workflow: Workflow, *, deadline_s: float = 5.0) -> Trajectory:
@@ -538,7 +538,7 @@ async def test_shared_task_that_would_end_the_process_fails_who_awaits_it(raised
 
     async def workflow(prompt: Prompt, policy: Policy) -> float:
         await policy.complete([1, 2])
-        with confine.shared():
+        with task_scope.shared():
             task = asyncio.ensure_future(helper())
         await task
         return 1.0
@@ -558,7 +558,7 @@ async def test_what_all_trajectories_share_outlives_the_one_that_opened_it() -> 
 
     async def workflow(prompt: Prompt, policy: Policy) -> float:
         await policy.complete([1, 2])
-        with confine.shared():
+        with task_scope.shared():
             opened.append(asyncio.ensure_future(asyncio.sleep(60)))
         return 1.0
 

@@ -13,11 +13,11 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from areal_async.errors import StreamFullError
-from areal_async.receipts import Receipts, decode_stamp, read_receipts
+from areal_async.protocol.publish_log import Receipts, decode_stamp, read_receipts
+from areal_async.protocol.subjects import Names
+from areal_async.protocol.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, Ticket, Trajectory
+from areal_async.protocol.wire import decode_headers, decode_trajectory, split_message
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.subjects import Names
-from areal_async.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, Ticket, Trajectory
-from areal_async.wire import decode_headers, decode_trajectory, split_message
 
 pytestmark = pytest.mark.anyio
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from areal_async import Reject
-from areal_async.contracts import is_group_workflow
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
+from areal_async.api import is_group_workflow
+from areal_async.config.settings import SamplingSettings
+from areal_async.protocol.types import Prompt
+from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio

@@ -1,8 +1,8 @@
 """A server's failure and its return are told once each; starting, and changing weights, are no news."""
 
-from areal_async.events import Event
+from areal_async.protocol.events import Event
+from areal_async.protocol.run_state import ServerState
 from areal_async.rollout.server_events import server_event
-from areal_async.run_state import ServerState
 
 
 def _state(*, reason: str = "", failure: str = "", version: str = "") -> ServerState:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.rollout.stopwatch import Call, Times, covered_s
-from areal_async.waits import Ended
+from areal_async.telemetry.wait_graph import Ended
 
 SECONDS = st.integers(0, 30)
 

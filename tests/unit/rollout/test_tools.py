@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async import tool
-from areal_async.contracts import ToolCall, ToolResult
+from areal_async.api import ToolCall, ToolResult
 from areal_async.errors import GenerationError, Reject, ToolError, WorkflowError
 from areal_async.rollout.tools import run as running
 from areal_async.rollout.tools.parse import ToolFormat, WrittenCall, guess_format, parse_reply

@@ -7,15 +7,15 @@ from typing import Any
 import anyio
 import pytest
 
-from areal_async.contracts import GroupWorkflow, Policy, Rewards, Workflow, group_workflow
+from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, group_workflow
+from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.errors import Reject
+from areal_async.protocol.types import Prompt, SlotStatus, Turn
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.rewards import reward
-from areal_async.rollout.standstill import Standstill
+from areal_async.rollout.rewards.decorator import reward
 from areal_async.rollout.trial import Attempt, Trial
-from areal_async.rollout.user_code import UserCode
-from areal_async.settings import RolloutSettings, Settings
-from areal_async.types import Prompt, SlotStatus, Turn
+from areal_async.rollout.user_code.loop_interrupter import Standstill
+from areal_async.rollout.user_code.source_location import UserCode
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio

@@ -16,8 +16,8 @@ from areal_async.errors import RewardError, UserError
 from areal_async.sandbox import End, Execution, Limits, Sandbox
 from areal_async.sandbox.abuses import ABUSES
 from areal_async.sandbox.control_group import PREFIX, ControlGroup, make_control_group
-from areal_async.sandbox.corpus import ESCAPES
-from areal_async.sandbox.warm import NUM_BESIDES
+from areal_async.sandbox.escape_suite import ESCAPES
+from areal_async.sandbox.worker import NUM_BESIDES
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
@@ -319,7 +319,7 @@ async def test_no_program_has_memory_that_is_in_no_process(sandbox: Sandbox) -> 
 
 @pytest.mark.parametrize("name", ["memory in sockets of many processes", "memory in connections that nobody takes"])
 async def test_sockets_are_counted_without_a_control_group(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    monkeypatch.setattr("areal_async.sandbox.warm.make_control_group", lambda: None)
+    monkeypatch.setattr("areal_async.sandbox.worker.make_control_group", lambda: None)
     async with Sandbox(limits=PATIENT) as sandbox:
         execution = await sandbox.run(ABUSES[name])
     assert execution.end is End.OUT_OF_MEMORY
@@ -339,7 +339,7 @@ async def test_memory_is_counted_where_a_control_group_may_be_made_and_not_joine
 ) -> None:
     if (group := make_control_group()) is None:
         pytest.skip(NO_GROUP)
-    monkeypatch.setattr("areal_async.sandbox.warm.make_control_group", lambda: group)
+    monkeypatch.setattr("areal_async.sandbox.worker.make_control_group", lambda: group)
     monkeypatch.setattr(ControlGroup, "door", str(tmp_path / "nowhere" / "cgroup.procs"))
     async with Sandbox(limits=PATIENT) as sandbox:
         execution = await sandbox.run(ABUSES["memory by many processes"])
@@ -468,14 +468,14 @@ def bubblewrap_that_may_not(tmp_path: Path) -> Path:
 async def test_where_namespaces_are_forbidden_the_cause_is_told(
     bubblewrap_that_may_not: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.sandbox.warm.find_bubblewrap", lambda: bubblewrap_that_may_not)
+    monkeypatch.setattr("areal_async.sandbox.worker.find_bubblewrap", lambda: bubblewrap_that_may_not)
     with pytest.raises(UserError, match=r"isolated on this machine: .*no permissions to create a new namespace"):
         async with Sandbox():
             pass
 
 
 async def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.sandbox.warm.ARCHITECTURES", {})
+    monkeypatch.setattr("areal_async.sandbox.worker.ARCHITECTURES", {})
     with pytest.raises(UserError, match="need Linux on one of"):
         async with Sandbox():
             pass

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_async.contracts import ToolCall
+from areal_async.api import ToolCall
 from areal_async.errors import UserError
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.sandbox import Limits, python

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.trainer.distributed import join_ranks
-from areal_async.trainer.flops import DecoderFlops
+from areal_async.trainer.engine.parallel.ranks import join_ranks
+from areal_async.trainer.packing.flops import DecoderFlops
 from tools import bench_trainer
 from tools.bench_lengths import KINDS, LONGEST_TOKENS, draw, packed
 from tools.bench_trainer_ours import _packed, _plain, of_mean_length, read_rows, settings_of

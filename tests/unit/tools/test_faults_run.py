@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_async.fault_points import FIRED
+from areal_async.process.failpoints import FIRED
 from tools.faults_run import FaultRun
 
 BUSY_S = 0.5

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from areal_async.bus import Role, open_bus
-from areal_async.host import LOOPBACK
-from areal_async.subjects import Names
+from areal_async.process.host import LOOPBACK
+from areal_async.protocol.subjects import Names
 from tests.brokers import PATIENCE_S
 from tests.loops import on_uvloop
 from tools.faults_server import running_server

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.settings_sources import load_settings
+from areal_async.config.sources import load_settings
 from tools.check_learning import Result
 from tools.learning_table import CHOICES, WORKFLOWS, laggards, table
 

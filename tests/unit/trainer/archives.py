@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.trainer.archive import write_archive
-from areal_async.trainer.payloads import Placed
-from areal_async.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
+from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.output.archive import write_archive
 from tests.unit.trainer.models import rows_as_trained
 
 REWARDS = (1.0, 0.0, 0.0, 3.0)

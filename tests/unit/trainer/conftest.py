@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.trainer.distributed import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
 from tests.unit.trainer.models import save_model
 
 

@@ -8,12 +8,3 @@ import torch._dynamo
 import torch.distributed.pipelining  # noqa: F401
 import transformers.models.auto.modeling_auto
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
-
-from tests.unit.trainer import (  # noqa: F401
-    learners,
-    one_of_a_pipeline,
-    one_of_four_ranks,
-    one_of_two_adapting,
-    one_of_two_ranks,
-    test_pairs,
-)

@@ -9,15 +9,15 @@ from typing import Any
 import anyio
 import numpy as np
 
-from areal_async.settings import AlgorithmSettings, ModelSettings, RunSettings, Settings, TrainerSettings
-from areal_async.trainer.distributed import Ranks, join_ranks
-from areal_async.trainer.engines import Engines, Lanes
-from areal_async.trainer.payloads import Placed
-from areal_async.trainer.rows import TrainRow
-from areal_async.trainer.step import AgreedBatch
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, RunSettings, Settings, TrainerSettings
+from areal_async.protocol.types import CutSlot, Slot, SlotStatus
+from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.step import AgreedBatch
+from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.threads import EngineThread
+from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.step_calls import StepCalls
-from areal_async.trainer.threads import EngineThread
-from areal_async.types import CutSlot, Slot, SlotStatus
 from tests.unit.trainer.models import random_rows, tempered
 
 NUM_STEPS = 3

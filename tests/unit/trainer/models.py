@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_async.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
-from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.rows import TrainRow
-from areal_async.types import Trajectory
+from areal_async.config.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
+from areal_async.protocol.types import Trajectory
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.rows import TrainRow
 
 VOCAB = 61
 FAMILIES = ("qwen2", "qwen3", "llama")

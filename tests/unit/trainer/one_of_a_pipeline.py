@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from areal_async.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.trainer.checkpoint import Trained
-from areal_async.trainer.critic import CriticEngine
-from areal_async.trainer.distributed import Ranks, join_ranks
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.reference import ReferenceEngine
-from areal_async.trainer.rows import RETURNS, VALUES, TrainRow, with_columns
+from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.trainer.engine.checkpoint import Trained
+from areal_async.trainer.engine.critic import CriticEngine
+from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.engine.reference import ReferenceEngine
+from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
 from tests.unit.trainer.models import engine_of, random_rows, tempered
 
 NUM_STEPS = 3

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_async.trainer.distributed import Ranks, join_ranks
-from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.packing.rows import TrainRow
 from tests.unit.trainer.learners import Learners, batch_rows
 from tests.unit.trainer.models import engine_of, random_rows
 

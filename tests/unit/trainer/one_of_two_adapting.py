@@ -5,7 +5,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from areal_async.trainer.distributed import join_ranks
+from areal_async.trainer.engine.parallel.ranks import join_ranks
 from tests.unit.trainer.models import engine_of, random_rows
 
 LORA = {"rank": 4, "alpha": 8.0}

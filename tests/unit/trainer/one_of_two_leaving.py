@@ -5,7 +5,7 @@ import os
 import torch
 import torch.distributed as dist
 
-from areal_async.trainer.distributed import is_of_peers, join_ranks
+from areal_async.trainer.engine.parallel.ranks import is_of_peers, join_ranks
 
 
 def main() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from areal_async.errors import PipelineError
-from areal_async.trainer.checkpoint import CheckpointWriter
-from areal_async.trainer.distributed import Ranks, join_ranks
-from areal_async.trainer.division import divide
-from areal_async.trainer.engine import FsdpEngine
-from areal_async.trainer.flops import DecoderFlops
-from areal_async.trainer.rows import TrainRow
+from areal_async.trainer.engine.checkpoint import CheckpointWriter
+from areal_async.trainer.engine.parallel.division import divide
+from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.rows import TrainRow
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_senders import send_together
 

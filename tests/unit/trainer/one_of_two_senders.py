@@ -4,9 +4,9 @@ from pathlib import Path
 
 import msgspec
 
-from areal_async.trainer.broadcast import Broadcaster
-from areal_async.trainer.distributed import Ranks
-from areal_async.weight_group import GLOO
+from areal_async.inference.weight_group import GLOO
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.output.broadcast import Broadcaster
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.receivers import DEADLINE_S, state_of
 

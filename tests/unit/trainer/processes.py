@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from areal_async.host import free_port
+from areal_async.process.host import free_port
 
 ROOT = Path(__file__).parents[3]
 _ranks = multiprocessing.get_context("forkserver")

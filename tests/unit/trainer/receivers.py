@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from areal_async.run_state import ServerState
-from areal_async.types import TensorSpec, UpdateGroup
-from areal_async.weight_group import WeightGroup, WeightGroupError, empty_bucket, unflatten
+from areal_async.inference.weight_group import WeightGroup, WeightGroupError, empty_bucket, unflatten
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import TensorSpec, UpdateGroup
 
 DEADLINE_S = 60.0
 

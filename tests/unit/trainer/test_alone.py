@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.settings import Settings
-from areal_async.settings_sources import dump_settings
+from areal_async.config.settings import Settings
+from areal_async.config.sources import dump_settings
+from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
 from areal_async.trainer.alone import Alone, Material
-from areal_async.trainer.culprits import find_culprits
-from areal_async.trainer.payloads import place
+from areal_async.trainer.batch.culprits import find_culprits
+from areal_async.trainer.batch.payloads import place
 from areal_async.trainer.shares import Share
-from areal_async.types import Cut, CutGroup, CutSlot, Trajectory, Version
 from tests.bus.stored import trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]

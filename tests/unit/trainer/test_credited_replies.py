@@ -10,13 +10,24 @@ import pytest
 import torch
 
 from areal_async.algorithms.advantages import AdvantageRule
-from areal_async.doctor.files import read_archive
-from areal_async.trainer.archive import write_archive
-from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.payloads import build_rows, place
-from areal_async.trainer.rows import TrainRow, pack_rows
-from areal_async.trainer.step import AgreedBatch, agree_on_batch, batch_metrics
-from areal_async.types import Credit, Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.doctor.audit.files import read_archive
+from areal_async.protocol.types import (
+    Credit,
+    Cut,
+    CutGroup,
+    CutSlot,
+    Sequence,
+    Slot,
+    SlotStatus,
+    Trajectory,
+    Version,
+    mean,
+)
+from areal_async.trainer.batch.payloads import build_rows, place
+from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch, batch_metrics
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.output.archive import write_archive
+from areal_async.trainer.packing.rows import TrainRow, pack_rows
 from tests.unit.trainer.models import engine_of, parameters_differ
 
 V = Version(1, 4).pack()

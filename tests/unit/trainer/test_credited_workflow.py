@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from areal_async.algorithms.advantages import AdvantageRule
-from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.payloads import build_rows, place
-from areal_async.trainer.rows import TrainRow
-from areal_async.trainer.step import agree_on_batch
-from areal_async.types import Cut, CutGroup, CutSlot, Trajectory, Version
-from areal_async.wire import decode_headers, decode_trajectory, encode_message
-from tests.unit.rollout.test_credit import play
+from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
+from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
+from areal_async.trainer.batch.payloads import build_rows, place
+from areal_async.trainer.batch.step import agree_on_batch
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.packing.rows import TrainRow
+from tests.unit.rollout.rewards.test_reply_rewards import play
 from tests.unit.trainer.models import engine_of, parameters_differ
 
 pytestmark = pytest.mark.anyio

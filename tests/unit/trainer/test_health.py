@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from areal_async.health_settings import HealthSettings
-from areal_async.trainer.archive import MetricsFile
+from areal_async.config.health import HealthSettings
 from areal_async.trainer.health import alarms, equal_rewards, logprob_gap, skipped_updates
+from areal_async.trainer.output.archive import MetricsFile
 
 SETTINGS = HealthSettings(equal_rewards_steps=3, logprob_gap=0.1)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.learners import NUM_STEPS, Learners, batch_rows
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 from tests.unit.trainer.processes import run_on_ranks

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from areal_async.algorithm_settings import PRESETS
-from areal_async.trainer.distributed import Ranks
+from areal_async.config.algorithm import PRESETS
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
 
 ALGORITHMS: list[dict[str, Any]] = [

@@ -11,15 +11,15 @@ import pytest
 from msgspec import structs
 
 from areal_async.cli.replay import changed_settings, judge, load_replay_settings, rate_changes
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.settings import Settings
-from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.engines import Engines
-from areal_async.trainer.recorded import Recorded, find_archived, read_recorded, whole_steps
+from areal_async.protocol.types import Metrics, Version
+from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.output.archive_reader import Recorded, find_archived, read_recorded, whole_steps
+from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.replay import Difference, Replay, compare, place_recorded
-from areal_async.trainer.rows import TrainRow
-from areal_async.types import Metrics, Version
 from tests.unit.trainer.archives import (
     ADVANTAGES,
     LENGTH,

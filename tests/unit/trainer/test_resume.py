@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from areal_async.trainer.distributed import Ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import random_rows
 from tools.compare_ranks import Arrays, Part, differences, launch, read_output, record, train_part
 

@@ -2,11 +2,11 @@
 
 import pytest
 
-from areal_async.settings import RolloutSettings
-from areal_async.trainer.cutter import CutRules, Cutter, Room, Settle, Wait, Write
-from areal_async.trainer.fates import Fates
-from areal_async.trainer.inventory import Inventory
-from areal_async.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.config.settings import RolloutSettings
+from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.inventory import Inventory
+from areal_async.trainer.batch.planner import CutRules, Cutter, Room, Settle, Wait, Write
 
 RULES = CutRules(
     last_step=9, seed=1, batch_groups=2, min_group_size=1, max_staleness=1, when_stale="wait", group_deadline_s=60

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from areal_async.algorithms.kl import ESTIMATORS
-from areal_async.live_settings import settings_of_step, step_numbers
-from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.rows import REFERENCE, with_columns
+from areal_async.config.live import settings_of_step, step_numbers
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.packing.rows import REFERENCE, with_columns
 from tests.unit.trainer.learners import NUM_STEPS, Learners, batch_rows
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.processes import run_on_ranks

@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from areal_async.config.settings import InferenceSettings, ModelSettings, SamplingSettings, TrainerSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
-from areal_async.rollout.credit import Scores
-from areal_async.rollout.policy import RecordingPolicy
+from areal_async.protocol.types import Trajectory, Version
+from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
+from areal_async.rollout.policy.policy import RecordingPolicy
+from areal_async.rollout.policy.text import load_codec
+from areal_async.rollout.rewards.reply_rewards import Scores
 from areal_async.rollout.slots import Place, fill_slot
-from areal_async.rollout.text import load_codec
-from areal_async.settings import InferenceSettings, ModelSettings, SamplingSettings, TrainerSettings
-from areal_async.trainer.distributed import Ranks
-from areal_async.trainer.payloads import build_rows
-from areal_async.trainer.reference import ReferenceEngine
-from areal_async.trainer.rows import REFERENCE, with_columns
-from areal_async.trainer.stats import StepStats
-from areal_async.types import Trajectory, Version
-from areal_async.wire import decode_headers, decode_trajectory, encode_message
+from areal_async.trainer.batch.payloads import build_rows
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.reference import ReferenceEngine
+from areal_async.trainer.engine.stats import StepStats
+from areal_async.trainer.packing.rows import REFERENCE, with_columns
 from tests.unit.inference.embedded_engine import Server, build_model
 from tests.unit.trainer.models import engine_of
 

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ToolError
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
+from areal_async.protocol.types import Prompt
+from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from workflows.calculator import calculate, calculator, mental

@@ -2,10 +2,10 @@
 
 import pytest
 
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
+from areal_async.config.settings import SamplingSettings
+from areal_async.protocol.types import Prompt
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 from workflows.multi_turn_math import multi_turn_math
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_async.rollout.policy import RecordingPolicy
+from areal_async.config.settings import SamplingSettings
+from areal_async.protocol.types import Prompt
+from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.sandbox import python
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from tools.make_python_tool import DATA, KINDS, questions, write_data

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ToolError
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
+from areal_async.protocol.types import Prompt
+from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from tools.make_search import DATA, draw_things, questions, write_data

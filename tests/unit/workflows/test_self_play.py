@@ -4,11 +4,11 @@ from collections.abc import Mapping
 
 import pytest
 
+from areal_async.config.settings import SamplingSettings
+from areal_async.protocol.types import Prompt
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.merge import merge_turns
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt
+from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 from workflows.self_play import best_move, question, read_move, self_play
 

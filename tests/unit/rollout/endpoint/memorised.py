@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
-from areal_async.types import Sequence
+from areal_async.config.settings import SamplingSettings
+from areal_async.protocol.types import Sequence
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with, tokenizer_with
 from tests.unit.rollout.endpoint.places import CALL, END, PARAMETERS, QUESTION

@@ -6,11 +6,11 @@ from typing import Any
 
 import httpx
 
+from areal_async.config.settings import EndpointSettings, SamplingSettings
 from areal_async.rollout.endpoint.admission import Limits
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.policy import CallParser, Generator
-from areal_async.settings import EndpointSettings, SamplingSettings
+from areal_async.rollout.policy.policy import CallParser, Generator
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 

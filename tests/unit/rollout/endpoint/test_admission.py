@@ -14,15 +14,15 @@ import httpx
 import openai
 import pytest
 
+from areal_async.config.settings import SamplingSettings
 from areal_async.inference.pool import Server
+from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint import openai_chat
 from areal_async.rollout.endpoint.admission import CONNECTIONS_PER_SESSION, Limits
 from areal_async.rollout.endpoint.app import LONG_BODY_BYTES
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.settings import SamplingSettings
-from areal_async.types import Turn
 from tests.brokers import until
 from tests.loops import UVLOOP
 from tests.unit.rollout.byte_model import ScriptedModel

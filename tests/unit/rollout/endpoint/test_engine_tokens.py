@@ -11,14 +11,14 @@ import anyio.to_thread
 import openai
 import pytest
 
+from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
+from areal_async.protocol.types import Sequence
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.text import load_codec
-from areal_async.settings import InferenceSettings, SamplingSettings
-from areal_async.types import Sequence
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.text import load_codec
 from tests.sglang.scoring import assert_scored_by
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.memorised import TEXTS, TOOLS, conversation, memorise

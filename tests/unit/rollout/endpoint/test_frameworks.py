@@ -15,15 +15,15 @@ from typing import Any
 import anyio
 import pytest
 
+from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.pool import Pool
 from areal_async.inference.pool import Server as PoolServer
+from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.rollout.policy import Generator
-from areal_async.rollout.text import load_codec
-from areal_async.settings import InferenceSettings, SamplingSettings
-from areal_async.types import Turn
+from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.policy.text import load_codec
 from tests.loops import on_uvloop
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.terse import build_terse

@@ -12,13 +12,13 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from areal_async.contracts import Reply
+from areal_async.api import Reply
+from areal_async.config.settings import SamplingSettings
 from areal_async.rollout.endpoint.calls import Said
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.merge import merge_turns
-from areal_async.rollout.policy import RecordingPolicy
-from areal_async.settings import SamplingSettings
+from areal_async.rollout.policy.merge import merge_turns
+from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from tests.unit.rollout.endpoint import test_translation as translation

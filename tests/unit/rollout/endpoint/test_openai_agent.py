@@ -6,9 +6,9 @@ import anyio
 import pytest
 
 from areal_async.errors import RolloutError
+from areal_async.protocol.types import Prompt
 from areal_async.rollout.endpoint.policy import heeding
-from areal_async.rollout.merge import merge_turns
-from areal_async.types import Prompt
+from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.endpoint.places import served, speaker
 from workflows.openai_agent import openai_agent

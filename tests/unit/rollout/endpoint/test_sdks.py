@@ -12,7 +12,7 @@ import pytest
 from areal_async.inference.call_parser import FoundCall, FoundCalls
 from areal_async.inference.pool import Server
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.merge import merge_turns
+from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.endpoint.places import CALL, END, PARAMETERS, QUESTION, said, served, speaker
 

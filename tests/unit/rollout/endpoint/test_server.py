@@ -11,12 +11,12 @@ import httpx
 import pytest
 import structlog
 
+from areal_async.config.settings import SamplingSettings
 from areal_async.errors import GenerationError, Reject, RolloutError, UserError, WorkflowError
 from areal_async.inference.pool import Server
+from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.endpoint.server import Endpoint
-from areal_async.settings import SamplingSettings
-from areal_async.types import Prompt, Turn
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import TINY, codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker

@@ -1,0 +1,187 @@
+"""How a policy speaks, and the models that a workflow takes beside the one under training."""
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_serializer, field_validator, model_validator
+
+from areal_async.config.section import HubPath, Section
+from areal_async.config.template import TemplateSettings
+from areal_async.protocol.fields import MAX_TEMPERATURE, MAX_TOP_K
+
+POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
+"""A Python parameter, and part of a server's id."""
+TAKEN_NAMES = ("prompt", "policy")
+MAX_PENALTY = 2.0
+"""As the servers have it."""
+MAX_BIAS = 1e9
+"""Of a logit: enough to force or to forbid a token, and no infinity in 32 bits."""
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+"""What can be said of the form of an answer, one for a call."""
+TokenId = Annotated[int, Field(ge=0)]
+ONLY_FROZEN = ("num_servers", "tensor_parallel", "context_length", "template", "dtype")
+
+
+def check_top_k(top_k: int | None) -> int | None:
+    """Return a number of tokens to keep that the servers take, or -1 for all, or None.
+
+    Raises:
+        ValueError: it is 0.
+    """
+    if top_k == 0:
+        raise ValueError("got 0, need -1 or at least 1")
+    return top_k
+
+
+class SamplingSettings(Section):
+    """How the servers sample."""
+
+    temperature: float = Field(default=1.0, ge=0, le=MAX_TEMPERATURE)
+    """Divides the logits; 0 is greedy. Every token is trained at the one that it was sampled at, 0 as 1."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest set of tokens with this probability; 1 keeps all."""
+    top_k: int = Field(default=-1, ge=-1, le=MAX_TOP_K)
+    """Only the k likeliest tokens; -1 keeps all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Only tokens at least this share as likely as the likeliest; 0 keeps all."""
+    frequency_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token for each time that the answer has it; 0 for none."""
+    presence_penalty: float = Field(default=0.0, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token that the answer has; 0 for none."""
+    repetition_penalty: float = Field(default=1.0, gt=0, le=MAX_PENALTY)
+    """Divides the logit of a token that the answer has, or multiplies it where it is negative; 1 for none."""
+    max_new_tokens: int = Field(default=1024, ge=1)
+    """Longest completion of one turn, in tokens."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, besides the end-of-turn token."""
+    ignore_eos: bool = False
+    """Go on past the end-of-turn token, up to ``max_new_tokens``: for measuring."""
+
+    _check_top_k = field_validator("top_k")(check_top_k)
+
+    @property
+    def greedy(self) -> Self:
+        """Derived: the likeliest token each time, as long an answer."""
+        return self.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0})
+
+
+class CallSampling(SamplingSettings):
+    """How one call is sampled: what is said for all of them, and what makes sense for a single one only."""
+
+    min_new_tokens: int = Field(default=0, ge=0)
+    """No end of turn before so many tokens."""
+    stop_token_ids: tuple[TokenId, ...] = ()
+    """Tokens that end the turn, besides those of the model."""
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
+    """Token id -> what is added to its logit."""
+    seed: int | None = None
+    """Of the draws: the same prompt with the same seed is answered alike, by siblings too; ``None`` for a new one each
+    time. Of several replies to one call, each has the next."""
+    json_schema: dict[str, Any] | str | None = None
+    """The answer is JSON of this schema."""
+    regex: str | None = None
+    """The answer matches this, whole."""
+    ebnf: str | None = None
+    """The answer is of this grammar, in GBNF, whose start is ``root``."""
+    structural_tag: dict[str, Any] | str | None = None
+    """Text whose tagged parts are of a grammar each, as XGrammar has them."""
+    top_logprobs: int = Field(default=0, ge=0, le=20)
+    """So many of the likeliest tokens at each position are told in ``Reply.top_logprobs``."""
+
+    @property
+    def grammar(self) -> dict[str, str]:
+        """Derived: the grammar of the answer as the servers take it, under its name; empty where it is free."""
+        given = {name: getattr(self, name) for name in GRAMMARS}
+        return {
+            name: value if isinstance(value, str) else json.dumps(value)
+            for name, value in given.items()
+            if value not in (None, "")
+        }
+
+    @model_validator(mode="after")
+    def _check_together(self) -> Self:
+        if len(self.grammar) > 1:
+            raise ValueError(f"got {' and '.join(self.grammar)}, need at most one grammar")
+        if self.ignore_eos and self.stop_token_ids:
+            raise ValueError("got stop_token_ids with ignore_eos, which goes on past every such token; leave one out")
+        if self.grammar and (self.ignore_eos or self.min_new_tokens):
+            other = "ignore_eos" if self.ignore_eos else "min_new_tokens"
+            raise ValueError(f"got {other} with a grammar, which says itself where the answer ends; leave one out")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"got min_new_tokens={self.min_new_tokens}, need at most max_new_tokens={self.max_new_tokens}"
+            )
+        return self
+
+
+class PolicySettings(Section):
+    """A model that a workflow takes beside ``policy``: another role of the same one, or a frozen one."""
+
+    kind: Literal["policy", "reward"] = "policy"
+    """``policy`` speaks; ``reward`` scores: a frozen sequence classifier of one label, as ``reward-model`` trains it,
+    which the workflow asks with ``await NAME.score(messages)``."""
+    path: HubPath | None = None
+    """Hugging Face folder or hub name of a model that stays as it is, with servers of its own on every node; ``None``
+    for the weights under training in another role, whose turns are trained too."""
+    sampling: SamplingSettings = SamplingSettings()
+    """What is given here goes before ``rollout.sampling``. Evaluation has roles answer greedily all the same."""
+    num_servers: int = Field(default=1, ge=1)
+    """Servers per node; of a frozen model only, as all below."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs per server."""
+    context_length: int | None = None
+    """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
+    template: TemplateSettings = TemplateSettings()
+    """Its chat template, where it is to be another than its tokenizer's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Of the served weights; ``None`` takes ``model.dtype``."""
+
+    @property
+    def is_frozen(self) -> bool:
+        """It has a model of its own, which is never trained."""
+        return self.path is not None
+
+    @property
+    def is_reward(self) -> bool:
+        """It scores what others say."""
+        return self.kind == "reward"
+
+    def sampling_over(self, base: SamplingSettings) -> SamplingSettings:
+        """Return ``base`` with what is given here."""
+        given = {name: getattr(self.sampling, name) for name in self.sampling.model_fields_set}
+        return base.model_copy(update=given)
+
+    @field_serializer("sampling")
+    def _only_given(self, sampling: SamplingSettings) -> dict[str, Any]:
+        """Write no default: read again, it would count as given."""
+        return sampling.model_dump(mode="json", exclude_unset=True)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.is_reward and not self.is_frozen:
+            raise ValueError("got kind=reward without path, need the path of a reward model, which stays as it is")
+        if self.is_reward and self.sampling.model_fields_set:
+            raise ValueError("got sampling with kind=reward, need none; a reward model does not sample")
+        idle = [name for name in ONLY_FROZEN if getattr(self, name) != type(self).model_fields[name].default]
+        if not self.is_frozen and idle:
+            raise ValueError(
+                f"got {idle[0]} without path, need the path of a frozen model; a role of the model under training is "
+                "served by inference's servers"
+            )
+        return self
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Refuse a name that no parameter of a workflow could have.
+
+    Raises:
+        ValueError: there is one.
+    """
+    bad = [name for name in names if not POLICY_NAME.fullmatch(name) or name in TAKEN_NAMES]
+    if bad:
+        raise ValueError(
+            f"policies: got the name {bad[0]!r}, need up to 48 letters, digits and _, as a Python parameter is called, "
+            f"and none of {', '.join(TAKEN_NAMES)}"
+        )

@@ -1,0 +1,419 @@
+"""Every setting of a run, frozen, with its unit and the meaning of ``None`` or 0 under it.
+
+Sources, later ones win: YAML file, ``AREAL_ASYNC_*`` environment (``__`` nests), ``--section.key value``
+(``sources``). Numbers that follow from others are properties and are never typed.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from areal_async.config.algorithm import AlgorithmSettings as AlgorithmSettings
+from areal_async.config.endpoint import EndpointSettings as EndpointSettings
+from areal_async.config.health import HealthSettings as HealthSettings
+from areal_async.config.lora import LoraSettings as LoraSettings
+from areal_async.config.metrics import MetricsSettings as MetricsSettings
+from areal_async.config.policy import PolicySettings as PolicySettings
+from areal_async.config.policy import SamplingSettings as SamplingSettings
+from areal_async.config.policy import check_names
+from areal_async.config.section import HubPath, LocalPath, OutputPath, ProgramPath
+from areal_async.config.section import Section as Section
+from areal_async.config.tasks import CurriculumSettings as CurriculumSettings
+from areal_async.config.tasks import DatasetSettings as DatasetSettings
+from areal_async.config.tasks import EvalSettings as EvalSettings
+from areal_async.config.tasks import TaskSettings as TaskSettings
+from areal_async.config.template import TemplateSettings as TemplateSettings
+from areal_async.config.trainer import CriticTrainerSettings as CriticTrainerSettings
+from areal_async.config.trainer import TrainerSettings as TrainerSettings
+from areal_async.protocol.fields import MAX_STEP
+from areal_async.protocol.staleness import max_groups_in_flight
+from areal_async.protocol.subjects import RUN_NAME, Names
+
+TICKET_ACK_WAIT_S = 30.0
+"""A ticket whose node is silent for this long is given to another."""
+TRAJECTORY_ACK_WAIT_S = 86_400.0
+"""Trajectories stay un-acked until a checkpoint holds them; a lineage fences by its own consumer, not by time."""
+MIN_DUPLICATE_WINDOW_S = 120.0
+"""Also for whoever repeats a message after a restart."""
+MESSAGE_BYTES = 1 << 20
+"""Trajectories that are ready together travel together up to this size."""
+MESSAGE_OVERHEAD_BYTES = 64 << 10
+"""Subject, headers and record of a message, at the most."""
+MAX_PAYLOAD_BYTES = 9 << 20
+"""The broker's limit: one trajectory of ``max_trajectory_bytes`` and its headers must fit."""
+MAX_CREDIT_BYTES = 16 << 10
+"""Rewards of the single replies of one trajectory, at the most; they travel in headers, which hold 64 KB."""
+CUT_CREDIT_BYTES = 6 << 20
+"""Those of all trajectories of one cut, which is one message."""
+
+
+class RunSettings(Section):
+    """One experiment."""
+
+    name: str = "run"
+    """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory, subjects and streams. Left out, it is that of
+    the workflow."""
+    steps: int = Field(default=200, ge=1, le=MAX_STEP)
+    """Training steps in all."""
+    seed: int = 1
+    """Seeds the order of the data, the sampling of the servers and the optimizer's noise."""
+    watchdog_s: float = Field(default=120.0, gt=0)
+    """Seconds without any progress after which the run says who waits for whom; a step may not take longer."""
+    on_stall: Literal["report", "restart", "end"] = "report"
+    """What follows then: nothing more, the culprit's process is started again, or the run ends with that cause."""
+    directory: OutputPath = Path("runs")
+    """Where run directories are made; relative to the working directory, in a YAML file too."""
+    max_failed_groups: int = Field(default=20, ge=1)
+    """This many failed groups, one after another with no other outcome between, end the run with their cause."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not RUN_NAME.fullmatch(name):
+            raise ValueError(f"got {name!r}, need 1 to 48 characters of a-z 0-9 _ -; choose another run.name")
+        return name
+
+
+class OtherModelSettings(Section):
+    """A model beside the one that is served; there is one where ``algorithm`` asks for it."""
+
+    path: HubPath | None = None
+    """Hugging Face folder or hub name; ``None`` takes ``model.path``, as it is before training."""
+
+
+class ModelSettings(Section):
+    """The model that is trained and served, and those beside it."""
+
+    path: HubPath = "Qwen/Qwen2.5-1.5B-Instruct"
+    """Hugging Face folder or hub name."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Of the forward and backward pass and of the served weights; parameters, gradients and optimizer are float32."""
+    critic: OtherModelSettings = OtherModelSettings()
+    """PPO's: the decoder with a head of one output, new or, of a reward model's folder, that one's."""
+    reference: OtherModelSettings = OtherModelSettings()
+    """Of the KL penalty (``algorithm.kl_coef``); never trained."""
+
+    def for_role(self, role: Literal["critic", "reference"]) -> "ModelSettings":
+        """Return the settings of the model of a role, as if it were the only one."""
+        other: OtherModelSettings = getattr(self, role)
+        return ModelSettings(path=other.path or self.path, dtype=self.dtype)
+
+
+class RolloutSettings(Section):
+    """What is sampled, and how old it may be."""
+
+    group_size: int = Field(default=8, ge=1)
+    """Siblings per prompt."""
+    min_group_size: int = Field(default=4, ge=1)
+    """Scored siblings below which a group is not trained."""
+    batch_groups: int = Field(default=32, ge=1)
+    """Groups per training step."""
+    max_staleness: int = Field(default=2, ge=0, le=MAX_STEP)
+    """Oldest weights a trained token may come from, in versions. 0 is truly on-policy."""
+    when_stale: Literal["wait", "mask", "drop"] = "wait"
+    """``wait`` for due groups, ``mask`` over-age tokens out of the loss, or ``drop`` the group (favours the short)."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Failed attempts at one prompt before it is recorded dead."""
+    episode_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds after which a node stores an unfinished sibling as failed."""
+    setup_deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds that what a workflow's file has made once per node (``@per_node``) may take to be made."""
+    loop_deadline_s: float = Field(default=20.0, ge=5)
+    """Seconds one workflow may hold up its node's event loop; then the node ends itself, and that slot has failed."""
+    sampling: SamplingSettings = SamplingSettings()
+    template: TemplateSettings = TemplateSettings()
+    curriculum: CurriculumSettings = CurriculumSettings()
+    max_trajectories_per_node: int = Field(default=512, ge=1)
+    """Workflows running at once on one node."""
+    max_trajectory_bytes: int = Field(default=8 << 20, ge=1 << 10, le=8 << 20)
+    """Largest trajectory that is stored; a larger one is a recorded failure."""
+    linger_ms: float = Field(default=20.0, ge=0)
+    """How long a finished sibling waits for others to travel with."""
+    max_stream_bytes: int = Field(default=4 << 30, ge=1 << 20)
+    """Disk for trajectories that are not trained yet; when full, producers wait. A group of the largest must fit."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.min_group_size > self.group_size:
+            raise ValueError(
+                f"min_group_size must not exceed group_size, got min_group_size={self.min_group_size}, "
+                f"group_size={self.group_size}; else no group could ever train"
+            )
+        need_bytes = self.group_size * self.max_trajectory_bytes + self.max_message_bytes
+        if self.max_stream_bytes < need_bytes:
+            raise ValueError(
+                f"max_stream_bytes: got {self.max_stream_bytes}, need at least {need_bytes}, room for a group of "
+                f"{self.group_size} trajectories of max_trajectory_bytes={self.max_trajectory_bytes} and one message; "
+                "raise it, or lower max_trajectory_bytes"
+            )
+        return self
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Derived: the largest message that a producer may be waiting to store."""
+        return self.max_payload_bytes + MESSAGE_OVERHEAD_BYTES
+
+    @property
+    def max_payload_bytes(self) -> int:
+        """Derived: the most that one message holds of a group's trajectories."""
+        return max(self.max_trajectory_bytes, min(MESSAGE_BYTES, self.group_size * self.max_trajectory_bytes))
+
+    @property
+    def max_credit_bytes(self) -> int:
+        """Derived: the most that the rewards of one trajectory's replies may take in its header."""
+        return min(MAX_CREDIT_BYTES, CUT_CREDIT_BYTES // (self.max_groups_in_flight * self.group_size))
+
+    @property
+    def max_groups_in_flight(self) -> int:
+        """Derived: groups admitted and not settled, at the most."""
+        return max_groups_in_flight(max_staleness=self.max_staleness, batch_groups=self.batch_groups)
+
+    @property
+    def group_deadline_s(self) -> float:
+        """Derived: how long a trainer that waits for a group gives it before recording it failed."""
+        return self.episode_deadline_s + 60.0
+
+
+class InferenceSettings(Section):
+    """The servers of each node."""
+
+    backend: Literal["auto", "sglang", "embedded"] = "auto"
+    """``auto`` takes SGLang where ``python`` is set or a GPU and SGLang are found, else the embedded engine."""
+    python: ProgramPath | None = None
+    """Interpreter of the environment SGLang is installed in; ``None`` for the one that runs this."""
+    num_servers: int = Field(default=1, ge=1)
+    """Servers per node."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """GPUs per server."""
+    interrupt: Literal["retract", "in_place", "abort"] = "retract"
+    """What happens to running requests while weights are swapped: recomputed, kept as they are, or ended and resent."""
+    weight_transfer: Literal["disk", "distributed"] = "disk"
+    """How weights reach the servers: as files, or by a broadcast from the trainer (nccl between GPUs, else gloo)."""
+    transfer_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds one broadcast of the weights may take; then its servers are fenced and repaired from disk."""
+    bucket_bytes: int = Field(default=512 << 20, ge=1 << 10)
+    """Largest part of the weights that is broadcast at once; both sides hold one in memory."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads of one server where there is no GPU."""
+    context_length: int | None = None
+    """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
+    max_running_requests: int = Field(default=256, ge=1)
+    """Requests one server decodes at once."""
+    stream_interval: int = Field(default=8, ge=1)
+    """Tokens per streamed event: fewer events cost less on both sides."""
+    flags: tuple[str, ...] = ()
+    """Passed on to the server as they are."""
+    tool_call_parser: str | None = None
+    """SGLang's parser that finds the tool calls in replies, by its name there (``qwen25``, ``llama3``, ...), asked for
+    each reply to a model with tools; ``None`` finds them here, by the format that the model's chat template teaches."""
+    first_token_deadline_s: float = Field(default=300.0, gt=0)
+    """Seconds from sending a request to its first event."""
+    between_tokens_deadline_s: float = Field(default=120.0, gt=0)
+    """Seconds between two events of one stream."""
+    total_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds one completion may take in all, waiting for a server included; ``None`` leaves that to its episode's."""
+    start_deadline_s: float = Field(default=600.0, gt=0)
+    """Seconds a server may take until it is healthy."""
+
+    @property
+    def num_gpus(self) -> int:
+        """Derived: GPUs per node, where there are any."""
+        return self.num_servers * self.tensor_parallel
+
+
+class LaunchSettings(Section):
+    """Where processes are started."""
+
+    backend: Literal["local", "slurm"] = "local"
+    """``local``: as children of the launcher. ``slurm``: as steps of the allocation that it runs in. Of several hosts
+    there, the launcher's trains and each other one has a node with the servers that ``inference`` says."""
+    join_wait_s: float = Field(default=600.0, ge=0)
+    """Seconds that a node which has joined waits for its run to come back once its launcher is silent; a host may have
+    its own."""
+
+
+class BusSettings(Section):
+    """The broker."""
+
+    url: str = "embedded"
+    """``embedded`` starts a nats-server of our own; else ``nats://host:port`` or ``tls://host:port``."""
+    credentials: LocalPath | None = None
+    """Credentials file for an external broker, an nkey's seed or ``.creds``, of mode 600; a folder with one for each
+    role (``node.nk``; ``python -m areal_async.bus`` makes them); ``None`` for none."""
+    ca: LocalPath | None = None
+    """PEM file of the authority that signed an external broker's certificate; ``None`` trusts the system's."""
+    monitor_url: str | None = None
+    """An external broker's monitoring page: ``doctor`` sees there how it syncs; ``None`` tries port 8222."""
+    host: str | None = None
+    """Address of the launcher's host at which the embedded broker listens; ``None`` takes the loopback, and one that
+    all hosts reach where ``launch.backend`` has several."""
+    http_port: int = Field(default=0, ge=0, le=65535)
+    """Port of the embedded broker's monitoring page; 0 takes a free one."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port of the embedded broker; 0 takes a free one."""
+    max_disk_bytes: int = Field(default=16 << 30, ge=1 << 26)
+    """Disk the embedded broker may take in all."""
+    operation_deadline_s: float = Field(default=60.0, gt=0)
+    """Seconds a bus operation is retried, through restarts of the broker, before its process ends."""
+
+
+class Settings(Section):
+    """A whole run."""
+
+    run: RunSettings = RunSettings()
+    tasks: tuple[TaskSettings, ...] = ()
+    eval: EvalSettings = EvalSettings()
+    model: ModelSettings = ModelSettings()
+    rollout: RolloutSettings = RolloutSettings()
+    policies: dict[str, PolicySettings] = {}
+    """Policies that workflows take beside ``policy``, by the name of the parameter."""
+    endpoint: EndpointSettings = EndpointSettings()
+    inference: InferenceSettings = InferenceSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    health: HealthSettings = HealthSettings()
+    launch: LaunchSettings = LaunchSettings()
+    bus: BusSettings = BusSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        names = [task.name for task in self.tasks]
+        if len(set(names)) < len(names):
+            raise ValueError(f"tasks: got workflows named {names}, need a different name for each")
+        if self.tasks and not any(task.ratio for task in self.tasks):
+            raise ValueError(
+                "tasks: got a ratio of 0 for every one, need one over 0 at least; else nothing is admitted"
+            )
+        check_names(self.policies)
+        self.trainer.lora.check_servers(backend=self.inference.backend, transfer=self.inference.weight_transfer)
+        for rollout in (self.rollout, *map(self._checked_rollout, range(len(self.tasks)))):
+            self.algorithm.check_run(max_new_tokens=rollout.sampling.max_new_tokens)
+        if self.eval.dataset is not None and self.tasks and self.tasks[0].eval.dataset is not None:
+            raise ValueError("eval.dataset: got one beside tasks.0.eval.dataset, need one of them; leave the other out")
+        for task, _, _ in self.held_out if self.eval.samples > 1 else ():
+            if not self.rollout_of(task.name).sampling.temperature:
+                raise ValueError(
+                    f"eval.samples: got {self.eval.samples} with a temperature of 0 for {task.name}, which answers "
+                    "alike each time, need 1; or raise rollout.sampling.temperature"
+                )
+        has_held_out = self.eval.dataset is not None or any(task.eval.dataset is not None for task in self.tasks)
+        if self.trainer.keep_best == "accuracy" and not (has_held_out and self.eval.every_steps):
+            raise ValueError(
+                f"trainer.keep_best: got accuracy with eval.every_steps={self.eval.every_steps} and "
+                f"{'a' if has_held_out else 'no'} held-out data set, need evaluations; set eval, or take reward"
+            )
+        for role, layout, remedy in (
+            ("critic", self.trainer.critic, "a preset with a critic, as ppo"),
+            ("reference", self.trainer.reference, "kl_coef over 0"),
+        ):
+            path = getattr(self.model, role).path
+            if path is not None and role not in self.algorithm.needs_models:
+                raise ValueError(
+                    f"model.{role}: got {path} with algorithm.name={self.algorithm.name}, "
+                    f"kl_coef={self.algorithm.kl_coef:g}, which asks for no {role}; leave it out, or choose {remedy}"
+                )
+            idle = [name for name, value in layout if value != getattr(type(layout)(), name)]
+            if idle and role not in self.algorithm.needs_models:
+                raise ValueError(
+                    f"trainer.{role}.{idle[0]}: got {getattr(layout, idle[0])} with "
+                    f"algorithm.name={self.algorithm.name}, kl_coef={self.algorithm.kl_coef:g}, which has no {role}; "
+                    f"leave it out, or choose {remedy}"
+                )
+        return self
+
+    def _checked_rollout(self, index: int) -> RolloutSettings:
+        """Return the rollout of a task as it would be checked if it were the run's."""
+        task, rollout = self.tasks[index], self.rollout
+        is_longer = task.sampling.max_new_tokens not in (None, rollout.sampling.max_new_tokens)
+        if is_longer and self.algorithm.overlong_cache != 0 and self.algorithm.overlong_max is None:
+            raise ValueError(
+                f"tasks.{index}.sampling.max_new_tokens: got {task.sampling.max_new_tokens} with "
+                f"algorithm.name={self.algorithm.name}, which takes off from answers near the longest, need one length "
+                "for all tasks; set algorithm.overlong_max"
+            )
+        try:
+            return RolloutSettings.model_validate(_merged(rollout.model_dump(), task.changes))
+        except ValidationError as exc:
+            reason = exc.errors()[0]["msg"].removeprefix("Value error, ")
+            raise ValueError(f"tasks.{index}: {reason}") from exc
+
+    def rollout_of(self, workflow: str) -> RolloutSettings:
+        """Return ``rollout`` as it is for one task: with what the task has otherwise put in."""
+        changes = next((task.changes for task in self.tasks if task.name == workflow), {})
+        if not changes:
+            return self.rollout
+        sampling = self.rollout.sampling.model_copy(update=changes.get("sampling", {}))
+        return self.rollout.model_copy(update={**changes, "sampling": sampling})
+
+    def eval_sampling_of(self, workflow: str) -> SamplingSettings:
+        """Return how held-out rows of one task are answered: greedily, or as in training where each has several."""
+        sampling = self.rollout_of(workflow).sampling
+        return sampling if self.eval.samples > 1 else sampling.greedy
+
+    @property
+    def held_out(self) -> list[tuple[TaskSettings, DatasetSettings, int]]:
+        """Derived: the tasks that are evaluated, each with its rows and how many of them are taken."""
+        named = [
+            (task, task.eval.dataset or (self.eval.dataset if task is self.tasks[0] else None)) for task in self.tasks
+        ]
+        return [(task, dataset, task.eval.limit or self.eval.limit) for task, dataset in named if dataset is not None]
+
+    @property
+    def max_group_size(self) -> int:
+        """Derived: the most siblings that any task's prompts have."""
+        return max([self.rollout_of(task.name).group_size for task in self.tasks], default=self.rollout.group_size)
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Derived: the largest message that a producer of any task may be waiting to store."""
+        own = [self.rollout_of(task.name).max_message_bytes for task in self.tasks]
+        return max(own, default=self.rollout.max_message_bytes)
+
+    @property
+    def frozen_policies(self) -> dict[str, PolicySettings]:
+        """Derived: those of ``policies`` with a model of their own."""
+        return {name: policy for name, policy in self.policies.items() if policy.is_frozen}
+
+    @property
+    def names(self) -> Names:
+        """Subjects, streams and keys of this run."""
+        return Names(self.run.name)
+
+    @property
+    def run_directory(self) -> Path:
+        """``<run.directory>/<run.name>``."""
+        return self.run.directory / self.run.name
+
+    @property
+    def uses_decoupled_loss(self) -> bool:
+        """Derived from ``algorithm.decoupled`` and ``max_staleness``."""
+        if self.algorithm.decoupled is None:
+            return self.rollout.max_staleness > 0
+        return self.algorithm.decoupled
+
+    # JetStream numbers, derived
+    @property
+    def ticket_ack_wait_s(self) -> float:
+        return TICKET_ACK_WAIT_S
+
+    @property
+    def ticket_heartbeat_s(self) -> float:
+        """Two heartbeats may be lost before a lease is."""
+        return TICKET_ACK_WAIT_S / 3
+
+    @property
+    def max_tickets(self) -> int:
+        """Every admitted group's ticket can be out at once."""
+        return self.rollout.max_groups_in_flight
+
+    @property
+    def duplicate_window_s(self) -> float:
+        """Longer than any publish is repeated for. The broker holds the ids of all messages of that time in memory."""
+        return max(MIN_DUPLICATE_WINDOW_S, 2 * self.bus.operation_deadline_s)
+
+
+def _merged(old: dict[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
+    return old | {key: _merged(old[key], value) if isinstance(value, dict) else value for key, value in new.items()}

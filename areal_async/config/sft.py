@@ -1,0 +1,46 @@
+"""Every setting of a supervised fine-tuning, frozen, from the same sources as a run's settings."""
+
+from pydantic import Field
+
+from areal_async.config.settings import DatasetSettings, LoraSettings, TrainerSettings
+from areal_async.config.tuning import TuningRunSettings, TuningSettings, TuningTrainerSettings
+
+
+class SftRunSettings(TuningRunSettings):
+    """One fine-tuning."""
+
+    name: str = "sft"
+    """Name of the run, 1 to 48 of ``a-z 0-9 _ -``; names its directory."""
+
+
+class SftDatasetSettings(DatasetSettings):
+    """Prompts and the answers to learn."""
+
+    question: str = "question"
+    """Column with the user's message, or with a conversation: a list of ``{role, content}``."""
+    answer: str = "answer"
+    """Column with what the model is to say."""
+
+
+class SftTrainerSettings(TuningTrainerSettings):
+    """The processes that fine-tune; the names mean what they mean in ``trainer``."""
+
+    batch_sequences: int = Field(default=64, ge=1)
+    """Rows per step, over all ranks."""
+    lora: LoraSettings = LoraSettings()
+    """Adapters instead of all weights; ``transfer`` means nothing here."""
+
+    @property
+    def engine(self) -> TrainerSettings:
+        """The engine's settings."""
+        engine = super().engine
+        self.lora.check_layout(pipeline_parallel=engine.pipeline_parallel, tensor_parallel=engine.tensor_parallel)
+        return engine.model_copy(update={"lora": self.lora})
+
+
+class SftSettings(TuningSettings):
+    """A whole fine-tuning."""
+
+    run: SftRunSettings = SftRunSettings()
+    dataset: SftDatasetSettings
+    trainer: SftTrainerSettings = SftTrainerSettings()

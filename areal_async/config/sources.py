@@ -1,0 +1,418 @@
+"""Where settings come from: a YAML file, then ``AREAL_ASYNC_*`` (``__`` nests), then ``--section.key value``.
+
+Invariant: a later source wins leaf by leaf; a name that no setting has is refused in each of them, with the
+nearest one that exists; and whatever is refused says which source it came from. Lists are replaced whole,
+unless an index reaches into them (``tasks.0.workflow``). Paths of a file are relative to its folder
+(``paths``).
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_origin, overload
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_settings import BaseSettings, EnvSettingsSource
+
+from areal_async.config.effects import NAMES, idle
+from areal_async.config.paths import placed, with_absolute_paths
+from areal_async.config.settings import Settings
+from areal_async.config.strict_yaml import read_yaml
+from areal_async.config.tree import (
+    Parts,
+    annotation_at,
+    is_composite,
+    is_section,
+    nearest,
+    step_into,
+    takes_none,
+    without_none,
+)
+from areal_async.errors import UserError
+from areal_async.protocol.fields import INT64
+
+ENV_PREFIX = "AREAL_ASYNC_"
+
+S = TypeVar("S", bound=BaseModel)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """A value that one source gives to one place."""
+
+    parts: Parts
+    value: Any
+    rank: int
+    """Of its source: the higher wins. 0 for a resolved file, in which nobody has chosen anything."""
+    origin: str
+    """As a sentence ends with it: ``in configs/gsm8k.yaml``."""
+    folder: Path = Path()
+    """That its paths are relative to; else the working directory."""
+
+    @property
+    def name(self) -> str:
+        """The place, as people write it."""
+        return ".".join(self.parts)
+
+    def split(self) -> "Iterator[Assignment]":
+        """Yield what it gives to each single setting, as far down as there are sections."""
+        inner = self.value
+        if isinstance(inner, list) and all(isinstance(item, dict) for item in inner):
+            inner = dict(enumerate(inner))
+        if not isinstance(inner, dict) or not inner:
+            yield self
+            return
+        for key, value in inner.items():
+            yield from replace(self, parts=(*self.parts, str(key)), value=value).split()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sources:
+    """What each source says, the later ones win."""
+
+    file: tuple[Assignment, ...] = ()
+    environment: tuple[Assignment, ...] = ()
+    command_line: tuple[Assignment, ...] = ()
+
+    @property
+    def all(self) -> tuple[Assignment, ...]:
+        """In their order."""
+        return self.file + self.environment + self.command_line
+
+
+def read_sources(config: Path | None, overrides: Sequence[str], kind: type[BaseModel] = Settings) -> Sources:
+    """Read the three sources, without merging or checking what they say.
+
+    Raises:
+        UserError: a file that cannot be read, or words that are no settings.
+    """
+    return Sources(
+        file=tuple(_from_file(config, is_resolved=False)) if config is not None else (),
+        environment=tuple(_from_environment(kind)),
+        command_line=tuple(_from_command_line(overrides, kind)),
+    )
+
+
+def absolute(assignment: Assignment, kind: type[BaseModel]) -> Assignment:
+    """Return an assignment of which every path is absolute, wherever it is read."""
+    annotation = annotation_at(kind, assignment.parts)
+    value, _ = placed(assignment.value, annotation, parts=assignment.parts, folder=assignment.folder)
+    return replace(assignment, value=with_absolute_paths(value, annotation), folder=Path())
+
+
+@overload
+def load_settings(config: Path | None, overrides: Sequence[str] = (), *, use_environment: bool = True) -> Settings: ...
+
+
+@overload
+def load_settings(
+    config: Path | None, overrides: Sequence[str], kind: type[S], *, use_environment: bool = True
+) -> S: ...
+
+
+def load_settings(
+    config: Path | None,
+    overrides: Sequence[str] = (),
+    kind: type[BaseModel] = Settings,
+    *,
+    use_environment: bool = True,
+) -> BaseModel:
+    """Read, merge and check the settings of a run.
+
+    Args:
+        config: YAML file; ``None`` for defaults.
+        overrides: ``--section.key value`` or ``--section.key=value``, as split by the shell.
+        use_environment: off for a file that already holds resolved settings.
+
+    Raises:
+        UserError: a file that cannot be read, an unknown name or a wrong value.
+    """
+    if use_environment:
+        return resolve({}, read_sources(config, overrides, kind).all, kind)
+    resolved = _from_file(config, is_resolved=True) if config is not None else ()
+    return resolve({}, [*resolved, *_from_command_line(overrides, kind)], kind)
+
+
+def override_settings(settings: S, overrides: Sequence[str]) -> S:
+    """Return resolved settings with what the command line has otherwise, checked as a whole.
+
+    Raises:
+        UserError: an unknown name or a wrong value.
+    """
+    kind = type(settings)
+    return resolve(settings.model_dump(mode="json"), list(_from_command_line(overrides, kind)), kind)
+
+
+def resolve(base: Mapping[str, Any], assignments: Sequence[Assignment], kind: type[S]) -> S:
+    """Put values into a tree, one after the other, and check what comes of it.
+
+    Raises:
+        UserError: an unknown name or a wrong value.
+    """
+    data = copy.deepcopy(dict(base))
+    misplaced: dict[Parts, str] = {}
+    for assignment in assignments:
+        _refuse_unknown(assignment, kind)
+        _refuse_misfit(assignment.value, assignment.parts, assignment.origin, kind)
+        annotation = annotation_at(kind, assignment.parts)
+        value, found = placed(assignment.value, annotation, parts=assignment.parts, folder=assignment.folder)
+        misplaced = {parts: one for parts, one in misplaced.items() if not _gives(assignment, parts)}
+        misplaced |= {parts: f"{'.'.join(parts)}: {one} {assignment.origin}" for parts, one in found.items()}
+        _assign(data, replace(assignment, value=value), kind)
+    if misplaced:
+        raise UserError(next(iter(misplaced.values())))
+    try:
+        settings = kind.model_validate(data)
+    except ValidationError as exc:
+        raise UserError(_sentence(exc, assignments)) from exc
+    if isinstance(settings, Settings):
+        _refuse_idle(settings, assignments)
+    return settings
+
+
+def _refuse_idle(settings: Settings, assignments: Sequence[Assignment]) -> None:
+    """Refuse what somebody has given and nothing looks at."""
+    chosen = [given for given in assignments if given.rank]
+    rank_of = {name: given.rank for given in chosen for name in NAMES if _gives(given, tuple(name.split(".")))}
+    if found := idle(settings, rank_of):
+        key, sentence = found
+        raise UserError(f"{sentence} (set {_origin_of([tuple(key.split('.'))], assignments)})")
+
+
+def dump_settings(settings: BaseModel) -> str:
+    """Return the YAML, its paths absolute, from which ``load_settings`` makes the same settings again, resolved."""
+    data = with_absolute_paths(settings.model_dump(mode="json"), type(settings))
+    return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
+
+
+# The three sources
+
+
+def _from_file(path: Path, *, is_resolved: bool) -> Iterator[Assignment]:
+    if not path.is_file():
+        raise UserError(f"configuration: no file {path}; name one that exists with --config")
+    try:
+        with path.open(encoding="utf-8") as file:
+            data = read_yaml(file)
+    except (OSError, UnicodeDecodeError) as exc:
+        raise UserError(f"{path}: cannot be read: {exc}") from exc
+    except ValueError as exc:
+        raise UserError(f"{path}: {exc}") from exc
+    if not isinstance(data, dict | None):
+        raise UserError(f"{path}: got a {type(data).__name__}, need sections like 'run:' at the top")
+    # What a run recorded before it recorded absolute paths is relative to where the run was started.
+    folder = Path() if is_resolved else path.parent
+    for key, value in (data or {}).items():
+        yield Assignment(parts=(key,), value=value, rank=0 if is_resolved else 1, origin=f"in {path}", folder=folder)
+
+
+def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
+    prefix = ENV_PREFIX.lower()
+    for name, text in EnvSettingsSource(BaseSettings, case_sensitive=False).env_vars.items():
+        if name.startswith(prefix) and text is not None:
+            origin = f"in the environment ({name.upper()})"
+            yield _parsed(tuple(name.removeprefix(prefix).split("__")), text, 2, origin, kind)
+
+
+def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[Assignment]:
+    words = iter(overrides)
+    for word in words:
+        name, equals, text = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not name:
+            raise UserError(f"command line: got {word!r}, need --section.key value")
+        value = text if equals else next(words, None)
+        if value is None or (not equals and value.startswith("--")):
+            raise UserError(f"command line: --{name} has no value; write --{name}=VALUE")
+        yield _parsed(tuple(name.split(".")), value, 3, f"on the command line (--{name})", kind)
+
+
+def _parsed(parts: Parts, text: str, rank: int, origin: str, kind: type[BaseModel]) -> Assignment:
+    """Keep the text of a scalar as it is, for pydantic to read; read lists, sections, null and anything as YAML."""
+    annotation = annotation_at(kind, parts)
+    value: Any = text
+    if takes_none(annotation) and text.strip().lower() in ("null", "none", "~"):
+        value = None
+    elif annotation is Any or (annotation is not None and is_composite(without_none(annotation))):
+        try:
+            value = read_yaml(text)
+        except ValueError as exc:
+            raise UserError(f"{'.'.join(parts)} {origin}: {exc}") from exc
+    return Assignment(parts=parts, value=value, rank=rank, origin=origin)
+
+
+# Merging
+
+
+def _assign(data: dict[str, Any], assignment: Assignment, kind: type[BaseModel]) -> None:
+    """Put one value into the tree; a section is merged into what is there."""
+    place: Any = data
+    for depth, part in enumerate(assignment.parts[:-1], start=1):
+        place = _enter(place, part, annotation_at(kind, assignment.parts[:depth]), assignment)
+    last = assignment.parts[-1]
+    annotation = annotation_at(kind, assignment.parts)
+    if isinstance(place, list):
+        _extend_to(place, int(last), assignment)
+        place[int(last)] = _merged(place[int(last)], assignment.value, annotation)
+    else:
+        place[last] = _merged(place.get(last), assignment.value, annotation)
+
+
+def _enter(place: Any, part: str, annotation: Any, assignment: Assignment) -> Any:
+    """Return the list or mapping under ``part``, made when missing."""
+    empty: Any = [] if get_origin(without_none(annotation)) in (tuple, list) else {}
+    if isinstance(place, list):
+        _extend_to(place, int(part), assignment)
+        place[int(part)] = place[int(part)] if isinstance(place[int(part)], dict | list) else empty
+        return place[int(part)]
+    inner = place.get(part)
+    place[part] = inner if isinstance(inner, dict | list) and type(inner) is type(empty) else empty
+    return place[part]
+
+
+def _extend_to(items: list[Any], index: int, assignment: Assignment) -> None:
+    if index > len(items):
+        raise UserError(
+            f"{'.'.join(assignment.parts)} {assignment.origin}: got index {index}, need at most {len(items)}: "
+            f"there are {len(items)} before it"
+        )
+    if index == len(items):
+        items.append(None)
+
+
+def _merged(old: Any, new: Any, annotation: Any) -> Any:
+    if new is None and is_section(annotation):
+        return old or {}  # `rollout:` with nothing under it
+    if not isinstance(new, dict):
+        return [*new] if isinstance(new, list) else new
+    kept = old if isinstance(old, dict) else {}
+    return kept | {
+        key: _merged(kept.get(key), value, step_into(without_none(annotation), key)) for key, value in new.items()
+    }
+
+
+def _refuse_unknown(assignment: Assignment, kind: type[BaseModel]) -> None:
+    for parts in _unknown(assignment.value, assignment.parts, kind):
+        near = nearest(parts, kind)
+        remedy = f"did you mean {near}" if near else "see run --help-settings"
+        raise UserError(f"unknown setting {'.'.join(parts)} {_place(assignment.origin)}; {remedy}")
+
+
+def _unknown(value: Any, parts: Parts, kind: type[BaseModel]) -> Iterator[Parts]:
+    annotation = without_none(annotation_at(kind, parts))
+    if annotation is None:
+        yield parts
+    elif isinstance(value, dict) and (is_section(annotation) or get_origin(annotation) is dict):
+        for key, inner in value.items():
+            yield from _unknown(inner, (*parts, str(key)), kind)
+    elif isinstance(value, list) and get_origin(annotation) in (tuple, list):
+        for index, inner in enumerate(value):
+            if isinstance(inner, dict):
+                yield from _unknown(inner, (*parts, str(index)), kind)
+
+
+def _refuse_misfit(value: Any, parts: Parts, origin: str, kind: type[BaseModel]) -> None:
+    """Refuse what stands in the place of a section or a list, which a key of a later source would replace unseen."""
+    annotation = without_none(annotation_at(kind, parts))
+    if value is None or not is_composite(annotation):
+        return
+    is_list = get_origin(annotation) in (tuple, list)
+    if not isinstance(value, list if is_list else dict):
+        raise UserError(_misfit_text(".".join(parts), value, _NEEDS["tuple_type" if is_list else "model_type"], origin))
+    for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        _refuse_misfit(inner, (*parts, str(part)), origin, kind)
+
+
+def _place(origin: str) -> str:
+    """Drop the name in brackets: the sentence has said it already."""
+    return origin.partition(" (--")[0]
+
+
+# What is wrong with a value
+
+_NEEDS = {
+    "missing": "a value",
+    "int_parsing": "a whole number",
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "int_parsing_size": f"a whole number from {INT64.start} to {INT64.stop - 1}",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "path_type": "a path",
+    "tuple_type": "a list like [a, b]",
+    "model_type": "a section with keys",
+    "dict_type": "a section with keys",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+}
+
+
+def _sentence(error: ValidationError, assignments: Sequence[Assignment]) -> str:
+    first, *others = error.errors()
+    text = _error_text(first, assignments)
+    if others:
+        names = ", ".join(dict.fromkeys(".".join(map(str, other["loc"])) for other in others))
+        text += f" (also wrong: {names})"
+    return text
+
+
+def _error_text(error: ErrorDetails, assignments: Sequence[Assignment]) -> str:
+    parts = tuple(map(str, error["loc"]))
+    name, origin = ".".join(parts), _origin_of([parts], assignments) if parts else ""
+    if error["type"] == "value_error":
+        message = _one_line(error["msg"].removeprefix("Value error, "))
+        origin = _origin_of(_places(message, parts), assignments) or origin
+        return ": ".join(filter(None, [name, message])) + (f" (set {origin})" if origin else "")
+    if error["type"] == "missing":
+        return f"{name}: got nothing, need a value; set it in the configuration or with --{name}"
+    need = _NEEDS.get(error["type"], error["msg"]).format(**error.get("ctx", {}))
+    return _misfit_text(name, error["input"], need, origin)
+
+
+def _misfit_text(name: str, value: Any, need: str, origin: str) -> str:
+    return f"{name}: got {_one_line(repr(value))[:80]}, need {need}" + (f"; change it {origin}" if origin else "")
+
+
+def _places(message: str, above: Parts) -> list[Parts]:
+    """Return the settings that a sentence about a section names; one about all names them in full."""
+    words = [word.strip(".") for word in re.findall(r"[a-z_][a-z0-9_.]*", message)]
+    names = words if above else [*words[:1], *(word for word in words if "." in word)]
+    return [(*above, *name.split(".")) for name in names]
+
+
+def _origin_of(places: Sequence[Parts], assignments: Sequence[Assignment]) -> str:
+    """Return the last source that gave one of these places, or anything in it, a value."""
+    for assignment in reversed(assignments):
+        if any(_gives(assignment, parts) for parts in places):
+            return assignment.origin
+    return ""
+
+
+def _gives(assignment: Assignment, parts: Parts) -> bool:
+    depth = min(len(parts), len(assignment.parts))
+    return assignment.parts[:depth] == parts[:depth] and _holds(assignment.value, parts[len(assignment.parts) :])
+
+
+def _holds(value: Any, parts: Parts) -> bool:
+    for part in parts:
+        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        else:
+            return False
+    return True
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,166 @@
+"""The sections about what is asked: data sets, tasks and their shares, held-out data, the curriculum."""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from areal_async.config.policy import MAX_PENALTY, check_top_k
+from areal_async.config.section import FunctionPath, HubPath, Section
+from areal_async.protocol.fields import MAX_STEP, MAX_TEMPERATURE, MAX_TOP_K
+from areal_async.protocol.subjects import TOKEN
+
+
+# Asked for several times per step, and each path made anew interns its parts: in the interpreter's table of such
+# strings one that is gone still has its place, until the table is full and is made again, larger by megabytes.
+@cache
+def workflow_name(workflow: str) -> str:
+    """Return the name of ``FILE.py``, or of ``FILE.py:name``, a subject token."""
+    stem = workflow.partition(":")[2] or Path(workflow).stem
+    return re.sub(r"[^A-Za-z0-9_-]", "_", stem)
+
+
+class DatasetSettings(Section):
+    """Where rows come from: one of ``path``, ``python`` and ``seeds``."""
+
+    path: HubPath | None = None
+    """Hub name (``openai/gsm8k``), or a local .jsonl, .json, .csv or .parquet file, or a directory, as
+    ``datasets.load_dataset`` takes it."""
+    python: FunctionPath | None = None
+    """Python file, with ``:name`` when its function is not called ``rows``: it takes nothing and returns rows as dicts,
+    the same ones whenever it is called."""
+    seeds: tuple[int, int] | None = None
+    """First number and the one after the last: a row ``{seed: n}`` for each, for workflows that make up their tasks."""
+    name: str | None = None
+    """Configuration of a hub data set; ``None`` takes its default."""
+    split: str = "train"
+    """Split to take; a slice (``train[:100]``) works."""
+
+    @property
+    def source(self) -> str:
+        """Where they come from, as messages call it."""
+        return self.path or self.python or f"seeds {self.seeds}"
+
+    @model_validator(mode="after")
+    def _check_source(self) -> Self:
+        given = [name for name in ("path", "python", "seeds") if getattr(self, name) is not None]
+        if len(given) != 1:
+            got = " and ".join(given) or "nothing"
+            raise ValueError(f"got {got}, need one of path, python and seeds{'; set the others to null' * bool(given)}")
+        if self.path is None and (self.name is not None or self.split != "train"):
+            raise ValueError(f"got name or split with {given[0]}, need none; they are of a data set's path")
+        if self.seeds is not None and not 0 < self.seeds[1] - self.seeds[0] <= MAX_STEP:
+            raise ValueError(f"seeds: got {list(self.seeds)}, need the first and one after the last, which is larger")
+        return self
+
+
+class TaskSamplingSettings(Section):
+    """What of ``rollout.sampling`` is otherwise for one task; ``None`` is the run's."""
+
+    temperature: float | None = Field(default=None, ge=0, le=MAX_TEMPERATURE)
+    """Divides the logits; 0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Smallest set of tokens with this probability."""
+    top_k: int | None = Field(default=None, ge=-1, le=MAX_TOP_K)
+    """Only the k likeliest tokens; -1 keeps all."""
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    """Only tokens at least this share as likely as the likeliest."""
+    frequency_penalty: float | None = Field(default=None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token for each time that the answer has it."""
+    presence_penalty: float | None = Field(default=None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    """Taken off the logit of a token that the answer has."""
+    repetition_penalty: float | None = Field(default=None, gt=0, le=MAX_PENALTY)
+    """Divides the logit of a token that the answer has, or multiplies it where it is negative."""
+    max_new_tokens: int | None = Field(default=None, ge=1)
+    """Longest completion of one turn, in tokens."""
+    stop: tuple[str, ...] | None = None
+    """Strings that end a turn, besides the end-of-turn token."""
+    ignore_eos: bool | None = None
+    """Go on past the end-of-turn token."""
+
+    _check_top_k = field_validator("top_k")(check_top_k)
+
+
+class TaskEvalSettings(Section):
+    """Held-out rows of one task."""
+
+    dataset: DatasetSettings | None = None
+    """Where they come from; ``None`` for no evaluation of this task, unless ``eval.dataset`` names its rows."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows to take, from the first; ``None`` takes ``eval.limit``."""
+
+
+class TaskSettings(Section):
+    """A workflow and the rows it is given, with what is otherwise for it than for the run; ``None`` is the run's."""
+
+    workflow: FunctionPath = "workflows/gsm8k.py"
+    """Python file, with ``:name`` when the coroutine is not named like the file."""
+    dataset: DatasetSettings
+    ratio: float = Field(default=1.0, ge=0, le=1e6)
+    """How often each of its rows is visited, compared with other tasks' rows: a task's share is ratio times rows. Each
+    task has epochs of its own. 0 switches it off; one task at least must be on."""
+    group_size: int | None = Field(default=None, ge=1)
+    """Siblings per prompt."""
+    min_group_size: int | None = Field(default=None, ge=1)
+    """Scored siblings below which a group is not trained."""
+    episode_deadline_s: float | None = Field(default=None, gt=0)
+    """Seconds after which a node stores an unfinished sibling as failed."""
+    sampling: TaskSamplingSettings = TaskSamplingSettings()
+    eval: TaskEvalSettings = TaskEvalSettings()
+
+    @property
+    def name(self) -> str:
+        """The workflow's name, a subject token."""
+        return workflow_name(self.workflow)
+
+    @property
+    def changes(self) -> Mapping[str, Any]:
+        """What of ``rollout`` is otherwise, by the same names; what of ``sampling``, under that name."""
+        own = {name: getattr(self, name) for name in ("group_size", "min_group_size", "episode_deadline_s")}
+        sampling = {name: value for name, value in self.sampling if value is not None}
+        return {name: value for name, value in {**own, "sampling": sampling or None}.items() if value is not None}
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not TOKEN.fullmatch(self.name):
+            raise ValueError(f"workflow: got {self.workflow!r}, need a file that ends in a name")
+        return self
+
+
+class EvalSettings(Section):
+    """Evaluation on held-out rows, beside training and without credits."""
+
+    every_steps: int = Field(default=20, ge=0, le=MAX_STEP)
+    """Training steps between evaluations, besides the first and the last; 0 for only these two."""
+    dataset: DatasetSettings | None = None
+    """Held-out rows of the first task; ``None`` for those that each task names (``tasks.0.eval``), if any."""
+    limit: int = Field(default=256, ge=1)
+    """Rows to take of each task, from the first."""
+    samples: int = Field(default=1, ge=1, le=1024)
+    """Answers to each row. One is greedy; several are sampled as in training, for avg@k and pass@k."""
+
+
+class CurriculumSettings(Section):
+    """Which prompts are passed over for a while because nothing is to be learned from them now."""
+
+    name: Literal["none", "pass_rate"] = "none"
+    """``none`` admits every prompt once per epoch, ``pass_rate`` more seldom those that are always or never solved."""
+    solved: float = 0.95
+    """Running mean reward from which on a prompt counts as always solved."""
+    unsolved: float = 0.05
+    """Running mean reward up to which a prompt counts as never solved."""
+    newest_weight: float = Field(default=0.5, gt=0, le=1)
+    """Of the newest visit in the running mean; 1 looks at that one alone."""
+    keep: float = Field(default=0.25, gt=0, le=1)
+    """Share of those prompts that is admitted in an epoch all the same: what they teach may have changed."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.unsolved >= self.solved:
+            raise ValueError(
+                f"unsolved: got {self.unsolved}, need less than solved={self.solved}; else every prompt would be both"
+            )
+        return self

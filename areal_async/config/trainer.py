@@ -1,0 +1,138 @@
+"""The ``trainer`` section: the processes that turn batches into weights, and how they divide a model."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from areal_async.config.lora import LoraSettings
+from areal_async.config.section import Section
+from areal_async.protocol.fields import MAX_STEP
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+"""Share of what it was that an average of AdamW's keeps in a step."""
+
+
+class LayoutSettings(Section):
+    """How the ranks divide a model beside the policy; ``None`` takes what ``trainer`` says."""
+
+    pipeline_parallel: int | None = Field(default=None, ge=1)
+    """Stages that its layers are cut into."""
+    tensor_parallel: int | None = Field(default=None, ge=1)
+    """Ranks that share the arithmetic of each of its layers."""
+    replicas: int | None = Field(default=None, ge=1)
+    """Copies of it, each sharded over its own ranks."""
+
+
+class ReferenceTrainerSettings(LayoutSettings):
+    """How the reference is divided, where ``algorithm`` has one."""
+
+
+class CriticTrainerSettings(LayoutSettings):
+    """How the critic is divided and learns, where ``algorithm`` has one; what is not here is as in ``trainer``."""
+
+    lr: float | None = Field(default=None, gt=0)
+    """Its peak learning rate; ``None`` takes ``trainer.lr``. PPO's critics usually take several times that."""
+    warmup_steps: int | None = Field(default=None, ge=0, le=MAX_STEP)
+    """Training steps over which it rises from 0; ``None`` takes ``trainer.warmup_steps``."""
+    max_grad_norm: float | None = Field(default=None, gt=0)
+    """Its gradients are scaled down to this norm; ``None`` takes ``trainer.max_grad_norm``."""
+
+
+class TrainerSettings(Section):
+    """The processes that turn batches into weights."""
+
+    num_ranks: int = Field(default=1, ge=1)
+    """Trainer processes; one per GPU."""
+    engine: Literal["fsdp2"] = "fsdp2"
+    """Fully sharded data parallel, over the ranks that the three settings below leave."""
+    pipeline_parallel: int = Field(default=1, ge=1)
+    """Ranks that the layers are cut over; a row passes from rank to rank."""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """``interleaved`` gives every rank several stages: ranks wait less for each other, and send more."""
+    pipeline_stages_per_rank: int = Field(default=2, ge=2)
+    """Of the interleaved schedule; in the other each rank has one."""
+    tensor_parallel: int = Field(default=1, ge=1)
+    """Ranks that share the arithmetic of each layer; they should be of one node. Must divide the heads, those of keys
+    and values too, and the width of the feed-forward layer; a vocabulary that it does not divide is not shared."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the model, each sharded over its own ranks (HSDP): with one per node only gradients cross nodes."""
+    lr: float = Field(default=1.0e-6, gt=0)
+    """Peak learning rate of AdamW."""
+    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
+    """Training steps over which the rate rises from 0."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """After the warm-up: constant, or down to 0 over ``run.steps``."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled decay, on matrices only."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """AdamW's averages."""
+    eps: float = Field(default=1e-8, ge=1e-37)
+    """AdamW's epsilon; a smaller one is 0 in float32, and a weight without a gradient then no number."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this norm."""
+    token_budget: int = Field(default=16384, ge=8)
+    """Tokens of one packed row; the longest trajectory must fit."""
+    checkpoint_every_steps: int = Field(default=10, ge=1, le=MAX_STEP)
+    """Training steps between checkpoints; the last step always makes one."""
+    keep_checkpoints: int = Field(default=2, ge=1)
+    """Newest checkpoints kept on disk; a restart takes the newest of all."""
+    keep_every_steps: int | None = Field(default=None, ge=1, le=MAX_STEP)
+    """Checkpoints of steps that this divides are kept for good; ``None`` keeps none so."""
+    keep_best: Literal["accuracy", "reward"] | None = None
+    """Keep the best checkpoint too, named by ``checkpoints/best``, and leave its weights as ``model_best/``: by the
+    mean accuracy of the first evaluation of it or of what followed it, or by the mean reward of the
+    ``checkpoint_every_steps`` steps before it. ``None`` looks for none."""
+    async_checkpoints: bool = True
+    """Write them beside the next steps, from a copy in host memory as large as a rank's shards of parameters and
+    moments; without it the steps wait, and need no copy."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads per rank where there is no GPU."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
+    GPU's, and more time. Where there is no GPU it changes nothing."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and is less
+    exact."""
+    max_restarts: int = Field(default=5, ge=0)
+    """Times a crashed trainer group is started again from one checkpoint before the run ends; a newer one starts the
+    count afresh."""
+    critic: CriticTrainerSettings = CriticTrainerSettings()
+    """The critic's own."""
+    reference: ReferenceTrainerSettings = ReferenceTrainerSettings()
+    """The reference's own."""
+    lora: LoraSettings = LoraSettings()
+    """Adapters of the policy instead of all its weights; a critic is trained whole."""
+
+    @model_validator(mode="after")
+    def _check_layouts(self) -> Self:
+        self.lora.check_layout(pipeline_parallel=self.pipeline_parallel, tensor_parallel=self.tensor_parallel)
+        for role, layout in (("", self), ("critic.", self.for_critic), ("reference.", self.for_reference)):
+            whole = layout.pipeline_parallel * layout.tensor_parallel * layout.replicas
+            if self.num_ranks % whole:
+                raise ValueError(
+                    f"num_ranks: got {self.num_ranks} with {role}pipeline_parallel={layout.pipeline_parallel}, "
+                    f"{role}tensor_parallel={layout.tensor_parallel}, {role}replicas={layout.replicas}, "
+                    f"need a multiple of {whole}; raise it, or lower one of these"
+                )
+        return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Derived: stages of a pipeline on each of its ranks."""
+        return self.pipeline_stages_per_rank if self.pipeline_schedule == "interleaved" else 1
+
+    @property
+    def for_critic(self) -> "TrainerSettings":
+        """Derived: these settings as the critic's engine takes them."""
+        return self._over(self.critic)
+
+    @property
+    def for_reference(self) -> "TrainerSettings":
+        """Derived: these settings as the reference's engine takes them."""
+        return self._over(self.reference)
+
+    def _over(self, role: LayoutSettings) -> "TrainerSettings":
+        own = {name: value for name, value in role.model_dump().items() if value is not None}
+        return self.model_copy(update=own)

@@ -1,0 +1,147 @@
+"""The names that settings have: which exist, what each takes, which one was meant, and what it says about itself.
+
+Read from the settings' own types, so that no list of names can disagree with them. A place is a tuple of
+section, key and, in a list of sections, index.
+"""
+
+import difflib
+from collections.abc import Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from areal_async.config.section import PathKind
+
+Parts = tuple[str, ...]
+"""A setting's place."""
+ANY_INDEX = "0"
+ANY_NAME = "NAME"
+"""Stands for the keys of a mapping whose names are the user's."""
+STAND_INS = (ANY_INDEX, ANY_NAME)
+
+
+class SettingInfo(NamedTuple):
+    """What ``--help-settings`` says about one setting."""
+
+    name: str
+    default: str
+    sentence: str
+
+
+def describe(kind: type[BaseModel]) -> list[SettingInfo]:
+    """Return name, default and sentence of every setting, in the order of the file."""
+    return [
+        SettingInfo(
+            ".".join(parts),
+            _default_text(owner, parts[-1]),
+            " ".join((owner.model_fields[parts[-1]].description or "").split()),
+        )
+        for parts, owner in leaves(kind)
+    ]
+
+
+def annotation_at(kind: Any, parts: Sequence[str]) -> Any:
+    """Return the type of a place, ``None`` when there is no such place."""
+    annotation = kind
+    for part in parts:
+        annotation = step_into(without_none(annotation), part)
+        if annotation is None:
+            return None
+    return annotation
+
+
+def step_into(annotation: Any, part: Any) -> Any:
+    """Return the type of one key or index inside, ``None`` when there is no such."""
+    if is_section(annotation):
+        field = annotation.model_fields.get(part)
+        if field is None:
+            return None
+        kind = next((one for one in field.metadata if isinstance(one, PathKind)), None)
+        return field.annotation if kind is None else Annotated[field.annotation, kind]
+    if get_origin(annotation) is dict:
+        return get_args(annotation)[1]
+    if get_origin(annotation) in (tuple, list) and str(part).isdecimal():
+        return get_args(annotation)[0]
+    return None
+
+
+def is_section(annotation: Any) -> bool:
+    """Whether it is a mapping of named settings."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def is_composite(annotation: Any) -> bool:
+    """Whether its text is YAML rather than the value itself."""
+    return is_section(annotation) or get_origin(annotation) in (tuple, list, dict)
+
+
+def path_kind(annotation: Any) -> PathKind | None:
+    """Return which kind of path it holds; ``None`` for other values."""
+    metadata = getattr(annotation, "__metadata__", ())
+    return next((one for one in metadata if isinstance(one, PathKind)), None)
+
+
+def takes_none(annotation: Any) -> bool:
+    """Whether ``null`` is a value of it."""
+    return get_origin(annotation) in (Union, UnionType) and NoneType in get_args(annotation)
+
+
+def without_none(annotation: Any) -> Any:
+    """Return ``T`` for ``T | None``."""
+    if not takes_none(annotation):
+        return annotation
+    others = [item for item in get_args(annotation) if item is not NoneType]
+    return others[0] if len(others) == 1 else annotation
+
+
+def leaves(kind: type[BaseModel], above: Parts = ()) -> Iterator[tuple[Parts, type[BaseModel]]]:
+    """Yield every setting with the section that owns it; a list of sections shows its element 0."""
+    for name, field in kind.model_fields.items():
+        inner, place = without_none(field.annotation), (*above, name)
+        if get_origin(inner) in (tuple, list) and is_section(get_args(inner)[0]):
+            inner, place = get_args(inner)[0], (*place, ANY_INDEX)
+        elif get_origin(inner) is dict and is_section(get_args(inner)[1]):
+            inner, place = get_args(inner)[1], (*place, ANY_NAME)
+        if is_section(inner):
+            yield from leaves(inner, place)
+        else:
+            yield place, kind
+
+
+def nearest(parts: Parts, kind: type[BaseModel]) -> str | None:
+    """Find the name that was meant: a sibling, else the same word in another section, else the whole name."""
+    shape = tuple(_shape_of(part, annotation_at(kind, parts[:depth])) for depth, part in enumerate(parts))
+    full = [leaf for leaf, _ in leaves(kind)]
+    names = list(dict.fromkeys(leaf[:depth] for leaf in full for depth in range(1, len(leaf) + 1)))
+    siblings = {name[-1]: name for name in names if name[:-1] == shape[:-1]}
+    in_sections_first = sorted(full, key=lambda leaf: "0" in leaf)  # a run's setting before a task's
+    anywhere = {leaf[-1]: leaf for leaf in in_sections_first[::-1]}
+    dotted = {".".join(name): name for name in names}
+    for word, choices, cutoff in (
+        (shape[-1], siblings, 0.6),
+        (shape[-1], anywhere, 0.8),
+        (".".join(shape), dotted, 0.8),
+    ):
+        for match in difflib.get_close_matches(word, choices, n=1, cutoff=cutoff):
+            found = choices[match]
+            own = iter([part for part, stand_in in zip(parts, shape, strict=True) if stand_in in STAND_INS])
+            return ".".join(next(own, part) if part in STAND_INS else part for part in found)
+    return None
+
+
+def _shape_of(part: str, above: Any) -> str:
+    """Return what stands for an index, or for a name of the user's own, in the names of ``leaves``."""
+    if get_origin(without_none(above)) is dict:
+        return ANY_NAME
+    return ANY_INDEX if part.isdecimal() else part
+
+
+def _default_text(owner: type[BaseModel], name: str) -> str:
+    field = owner.model_fields[name]
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if default is None or isinstance(default, bool):
+        return {None: "null", True: "true", False: "false"}[default]
+    return str(list(default)) if isinstance(default, tuple) else str(default)

@@ -1,0 +1,1 @@
+"""Rows, from the hub by name, from local files or from Python."""

@@ -1,0 +1,108 @@
+"""The rows that a run is made of, recorded at its start by their number and their hash, and held to when it goes on.
+
+A prompt is known by the place of its row alone, so other rows under the same name would be other prompts, some of
+them trained already under another text, and evaluations of other rows do not compare.
+"""
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from areal_async.config.settings import DatasetSettings
+from areal_async.errors import UserError
+
+BATCH_ROWS = 1000
+SHOWN = 12
+"""Digits of a hash that a message has."""
+
+
+class Used(NamedTuple):
+    """Rows that a run takes."""
+
+    setting: str
+    """That names them: ``tasks.0.dataset``."""
+    source: DatasetSettings
+    rows: Any
+    """As ``datasets.Dataset``."""
+    limit: int | None = None
+    """Of rows to evaluate, how many are taken at most. Those may be named otherwise when the run goes on."""
+
+
+class _Recorded(msgspec.Struct, frozen=True):
+    num_rows: int
+    sha256: str
+    source: dict[str, Any]
+    limit: int | None = None
+
+
+def refuse_other_rows(file: Path, used: Sequence[Used], *, run: str) -> None:
+    """Check that a run's rows are those that it was begun with; record those of which nothing is recorded.
+
+    Args:
+        file: where the records are.
+
+    Raises:
+        UserError: some are others, or in another order; or the file cannot be read.
+    """
+    before = _read(file)
+    now = {one.setting: _record(one) for one in used}
+    for one in used:
+        recorded, found = before.get(one.setting), now[one.setting]
+        if recorded is None or (one.limit is not None and not _is_same_choice(recorded, found)):
+            continue
+        if (recorded.num_rows, recorded.sha256) != (found.num_rows, found.sha256):
+            seeded = "seed what is random in its function, " if one.source.python else ""
+            raise UserError(
+                f"run {run}: {one.setting}: got {_described(found)} from {one.source.source}, need the "
+                f"{_described(recorded)}, in their order, that the run has recorded at its start; put back what was, "
+                f"{seeded}choose another --run.name, or give --fresh to start anew"
+            )
+    if before | now != before:
+        _write(file, before | now)
+
+
+def digest_of(rows: Any) -> str:
+    """Return the SHA-256 of a ``datasets.Dataset``'s rows in their order, whatever the order of their columns."""
+    digest, encoder = hashlib.sha256(), msgspec.json.Encoder(enc_hook=repr, order="sorted")
+    for batch in rows.with_format("arrow").iter(batch_size=BATCH_ROWS):
+        digest.update(encoder.encode_lines(batch.to_pylist()))
+    return digest.hexdigest()
+
+
+def _record(used: Used) -> _Recorded:
+    source = used.source.model_dump(mode="json")
+    return _Recorded(len(used.rows), digest_of(used.rows), source, used.limit)
+
+
+def _is_same_choice(one: _Recorded, other: _Recorded) -> bool:
+    return (one.source, one.limit) == (other.source, other.limit)
+
+
+def _described(record: _Recorded) -> str:
+    return f"{record.num_rows} rows with SHA-256 {record.sha256[:SHOWN]}"
+
+
+def _read(file: Path) -> dict[str, _Recorded]:
+    """Return what is recorded; nothing of a run that was begun before rows were, but for digests of functions."""
+    if not file.is_file():
+        return {}
+    try:
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, _Recorded | str])
+    except (OSError, msgspec.DecodeError) as exc:
+        raise UserError(
+            f"{file}: cannot be read: {exc}; remove it, and the rows of now are taken for those of the start"
+        ) from exc
+    return {setting: one for setting, one in found.items() if isinstance(one, _Recorded)}
+
+
+def _write(file: Path, records: dict[str, _Recorded]) -> None:
+    temporary = file.with_suffix(".tmp")
+    with temporary.open("wb") as written:
+        written.write(msgspec.json.format(msgspec.json.encode(records)))
+        written.flush()
+        os.fsync(written.fileno())
+    temporary.replace(file)

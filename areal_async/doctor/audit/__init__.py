@@ -1,0 +1,1 @@
+"""Proves or refutes a run's promises from what the run has left."""

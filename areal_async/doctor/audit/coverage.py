@@ -1,0 +1,162 @@
+"""P7: with the default sampler each prompt has one admission per epoch, and none is given up in silence. Pure.
+
+A curriculum passes prompts over. Which ones follows from the record and the log, and is worked out here again: that
+none but those was left out can be proved under it too.
+"""
+
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+
+import msgspec
+
+from areal_async.controller.admission import first_groups
+from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
+from areal_async.controller.sampler import Pool
+from areal_async.doctor.audit.reconciliation import OPEN, TRAINED, Books
+from areal_async.doctor.audit.report import Finding, Kind, Ruling, rule
+from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
+
+FAILURES = (OutcomeKind.FAILED, OutcomeKind.DEAD)
+
+
+def admitted_groups(books: Books) -> list[GroupId]:
+    """Return every group that the admission record counts: the sampler's first ones, and the re-admitted."""
+    rules, admitted = books.evidence.rules, books.evidence.admitted
+    again = [item.group_id for item in books.accounts.readmissions[: admitted.num_readmitted]]
+    if rules.num_rows:
+        return [*first_groups(admitted, books.evidence.sampler, _curriculum(books)), *again]
+    # Without the data's size: what left a trace; of a live run, before the tickets were read.
+    known = {group_id for group_id, _ in books.received.values()} if books.evidence.is_live else books.groups.keys()
+    return sorted({group for group in map(GroupId.parse, known) if group.attempt == 0} | set(again))
+
+
+def rule_covered(books: Books, admitted: list[GroupId]) -> Ruling:
+    """Judge P7."""
+    evidence, record = books.evidence, books.evidence.admitted
+    findings = [
+        *_holes(books, admitted),
+        *_strangers(books),
+        *_repeats(books),
+        *_failures(books),
+        *_dead(books),
+    ]
+    if len(books.accounts.readmissions) < record.num_readmitted:
+        text = f"the record counts {record.num_readmitted} re-admissions, the log {len(books.accounts.readmissions)}"
+        findings.append(Finding(Kind.DISAGREES, "admitted", text))
+    num_first = sum(group.attempt == 0 for group in admitted)
+    if evidence.rules.num_rows and num_first != record.num_fresh - record.num_skipped:
+        text = (
+            f"the record counts {record.num_skipped} prompts passed over, the log gives {record.num_fresh - num_first}"
+        )
+        findings.append(Finding(Kind.DISAGREES, "admitted", text))
+    missing = [] if evidence.rules.num_rows else [f"the data: {evidence.rules.why_no_rows}"]
+    missing += evidence.absent_streams
+    if not record.total:
+        missing.append("nothing is admitted yet")
+    parts = [*_visits(books, admitted), f"{record.num_readmitted} re-admissions"]
+    if evidence.rules.curriculum is not None:
+        parts.append(f"{record.num_skipped} visits passed over by the curriculum, so no epoch is promised to be whole")
+    sentence = "; ".join(parts)
+    return rule("P7", "covered", sentence, findings=findings, missing=missing)
+
+
+def _curriculum(books: Books) -> Curriculum | None:
+    """Return what passed prompts over, with all that the log says of their visits."""
+    rules, visits = books.evidence.rules, Visits()
+    if rules.curriculum is None:
+        return None
+    for entry in books.evidence.log:
+        visits.read(entry)
+    return Curriculum(rules.curriculum, books.evidence.sampler, visits, seed=rules.seed)
+
+
+def _visits(books: Books, admitted: list[GroupId]) -> Iterator[str]:
+    """Say how many prompts each epoch has admitted; each task's epochs where they are its own."""
+    rules = books.evidence.rules
+    pools = books.evidence.sampler.pools if rules.tasks else ()
+    for number, pool in enumerate(pools or [Pool(0, sys.maxsize)]):
+        epochs = Counter(group.epoch for group in admitted if group.attempt == 0 and pool.holds(group.index))
+        visited = "; ".join(f"epoch {epoch}: {count} prompts" for epoch, count in sorted(epochs.items())) or "no prompt"
+        task = f"task {number}: " if len(pools) > 1 else ""
+        yield f"{task}{visited} of {pool.num_rows if pools else 'an unknown number'}"
+
+
+def _holes(books: Books, admitted: list[GroupId]) -> Iterator[Finding]:
+    """A group that was admitted is settled, in a cut, stored in part, or has its ticket: else it is forgotten."""
+    evidence = books.evidence
+    has_slots = {fate.group_id for fate in books.fates.values()}
+    for group in map(str, admitted):
+        if books.groups.get(group, OPEN) != OPEN:
+            continue
+        if group not in evidence.tickets and group not in has_slots:
+            yield Finding(
+                Kind.HOLE, group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome"
+            )
+        elif evidence.is_finished:
+            yield Finding(Kind.HOLE, group, "the run has finished, and its outcome is not recorded")
+
+
+def _strangers(books: Books) -> Iterator[Finding]:
+    """No group but the sampler's next ones and those that an outcome re-admits."""
+    rules, last = books.evidence.rules, books.evidence.admitted_last
+    due = {item.group_id for item in books.accounts.readmissions}
+    if rules.num_rows:
+        # tickets are published before the record moves on
+        far = MAX_LOOKED_AT if rules.curriculum else rules.max_groups_in_flight
+        further = msgspec.structs.replace(last, num_fresh=last.num_fresh + far)
+        due |= set(first_groups(further, books.evidence.sampler, _curriculum(books)))
+    for group in sorted(map(GroupId.parse, books.groups)):
+        if group.attempt and group not in due:
+            yield Finding(
+                Kind.OUT_OF_TURN, str(group), "admitted again, though no outcome of the attempt before it asks for that"
+            )
+        elif rules.num_rows and group not in due:
+            yield Finding(Kind.OUT_OF_TURN, str(group), "admitted, though its turn has not come")
+
+
+def _repeats(books: Books) -> Iterator[Finding]:
+    """One attempt at the most is trained."""
+    trained: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for group_id, fate in books.groups.items():
+        if fate == TRAINED:
+            group = GroupId.parse(group_id)
+            trained[group.epoch, group.index].append(group_id)
+    for groups in trained.values():
+        if len(groups) > 1:
+            yield Finding(
+                Kind.TWICE, min(groups), f"several attempts at one prompt were trained: {', '.join(sorted(groups))}"
+            )
+
+
+def _failures(books: Books) -> Iterator[Finding]:
+    """Failed attempts are counted per prompt, and the last one that is allowed is recorded dead."""
+    limit = books.evidence.rules.max_attempts
+    failed: Counter[tuple[int, int]] = Counter()
+    for outcome in books.journal.outcomes.values():
+        if outcome.kind in FAILURES:
+            group = GroupId.parse(outcome.group_id)
+            failed[group.epoch, group.index] += 1
+        if outcome.kind is OutcomeKind.FAILED and outcome.num_failed_attempts >= limit:
+            text = f"failed {outcome.num_failed_attempts} times and not recorded dead, need at most {limit} attempts"
+            yield Finding(Kind.ATTEMPTS, outcome.group_id, text)
+        if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
+            text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
+            yield Finding(Kind.ATTEMPTS, outcome.group_id, text)
+    again = Counter((group.epoch, group.index) for group in books.accounts.again_after_death)
+    for prompt, count in sorted(failed.items()):
+        allowed = limit * (1 + again[prompt])
+        if count > allowed:
+            epoch, index = prompt
+            yield Finding(Kind.ATTEMPTS, f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
+
+
+def _dead(books: Books) -> Iterator[Finding]:
+    letters: dict[str, Outcome] = {letter.group_id: letter for letter in books.evidence.dead_letters}
+    for outcome in books.journal.outcomes.values():
+        if outcome.kind is OutcomeKind.DEAD:
+            letter = letters.get(outcome.group_id)
+            if letter is None:
+                yield Finding(Kind.NO_LETTER, outcome.group_id, "recorded dead, and not in the dead-letter stream")
+            elif not letter.reason:
+                yield Finding(Kind.NO_LETTER, outcome.group_id, "in the dead-letter stream without a reason")

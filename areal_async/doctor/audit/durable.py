@@ -1,0 +1,147 @@
+"""P1: what was acknowledged is trained, settled or still stored, and checkpoints are as they were written.
+
+P2: in the surviving lineage, once. Pure.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from areal_async.doctor.audit.reconciliation import OPEN, Books
+from areal_async.doctor.audit.report import Finding, Kind, Ruling, rule
+from areal_async.protocol.types import GroupId, OutcomeKind
+
+
+def rule_durable(books: Books, admitted: list[GroupId]) -> Ruling:
+    """Judge P1.
+
+    Args:
+        admitted: every group whose ticket was published before the tickets were read.
+    """
+    findings = [Finding(Kind.LOST, uid, fate.reason) for uid, fate in books.lost().items()]
+    findings += _missing_siblings(books, admitted)
+    findings += [Finding(Kind.DAMAGED, one.version, one.reason) for one in books.evidence.damaged_checkpoints]
+    num_received = len(books.received)
+    num_used = sum(uid not in books.received for uid in books.fates)
+    sentence = f"{num_received} trajectories acknowledged to {len(books.evidence.produced)} producers"
+    if num_used:
+        sentence += f", {num_used} more stored or used that no receipt notes"
+    missing = list(_unknown_producers(books)) if books.fates else ["nothing was stored yet"]
+    return rule("P1", "durable", sentence, findings=findings, missing=missing)
+
+
+def _missing_siblings(books: Books, admitted: list[GroupId]) -> list[Finding]:
+    """A ticket is acked when every slot is stored: what an open group without a ticket lacks is lost.
+
+    This asks for no receipt, so it also speaks of producers on other hosts. A group without a trace of any slot is
+    left to P7: there is no telling whether its ticket was lost, or its trajectories.
+    """
+    seen: dict[str, set[int]] = defaultdict(set)
+    for fate in books.fates.values():
+        if fate.kind not in (OutcomeKind.DUPLICATE, OutcomeKind.LATE):
+            seen[fate.group_id].add(fate.sibling)
+    return [
+        Finding(
+            Kind.LOST,
+            f"{group_id}.{sibling}",
+            "its ticket was acked, so it was stored; it is neither stored nor settled",
+        )
+        for group_id in map(str, admitted)
+        if books.groups.get(group_id, OPEN) == OPEN and seen[group_id] and group_id not in books.evidence.tickets
+        for sibling in range(books.evidence.rules.of(group_id).group_size)
+        if sibling not in seen[group_id]
+    ]
+
+
+def _unknown_producers(books: Books) -> Iterator[str]:
+    """Yield what keeps the receipts from being the whole list."""
+    evidence = books.evidence
+    acknowledged: dict[str, int] = defaultdict(int)
+    for stamp in evidence.stamps:
+        acknowledged[stamp.producer] = max(acknowledged[stamp.producer], stamp.num_acknowledged)
+    yield from evidence.absent_streams
+    if not evidence.produced:
+        yield "receipts: no producer has left any, so only whole groups can be checked"
+    for producer, count in sorted(acknowledged.items()):
+        if producer not in evidence.produced:
+            yield f"receipts of {producer}, which says that {count} of its messages were acknowledged"
+            continue
+        noted = {receipt.number for receipt in evidence.produced[producer].receipts}
+        unnoted = [number for number in range(1, count + 1) if number not in noted]
+        if unnoted:
+            yield f"receipts of {producer} for {len(unnoted)} of its messages, the first number {unnoted[0]}"
+    for producer, produced in evidence.produced.items():
+        if produced.num_damaged:
+            yield f"{produced.num_damaged} receipts of {producer}: their lines are damaged"
+
+
+def rule_once(books: Books) -> Ruling:
+    """Judge P2: archive, ledger and journal name each slot once, and agree with one another."""
+    findings = [*_doubles(books), *_disagreements(books)]
+    evidence = books.evidence
+    trained = evidence.ledger.trained if evidence.ledger else {}
+    missing = [f"the archive of step {step}" for step in sorted(map(int, trained)) if step not in books.steps]
+    missing += evidence.unreadable_files
+    if not trained and not books.steps:
+        missing.append("nothing is trained yet")
+    sentence = (
+        f"{len(evidence.archive)} slots in {len(books.steps)} archived steps, {len(trained)} steps in the ledger, "
+        f"{len(books.journal.cuts)} surviving cuts"
+    )
+    return rule("P2", "once", sentence, findings=findings, missing=missing)
+
+
+def _doubles(books: Books) -> Iterator[Finding]:
+    by_slot: dict[str, list[int]] = defaultdict(list)
+    for slot in books.evidence.archive:
+        by_slot[slot.name].append(slot.step)
+    for name, steps in sorted(by_slot.items()):
+        if len(steps) > 1:
+            yield Finding(Kind.TWICE, name, f"archived as trained in steps {_listed(steps)}")
+    lists = {
+        "cut": {step: [group.group_id for group in cut.groups] for step, cut in books.journal.cuts.items()},
+        "in the ledger": _ledger(books),
+    }
+    for what, steps_of in lists.items():
+        by_group: dict[str, list[int]] = defaultdict(list)
+        for step, groups in sorted(steps_of.items()):
+            for group_id in groups:
+                by_group[group_id].append(step)
+        for group_id, steps in sorted(by_group.items()):
+            if len(steps) > 1:
+                yield Finding(Kind.TWICE, group_id, f"{what} for steps {_listed(steps)}")
+
+
+def _disagreements(books: Books) -> Iterator[Finding]:
+    """Ledger and archive hold the same groups in each step, and none that the journal does not know of."""
+    ledger = _ledger(books)
+    for step in sorted(ledger.keys() | books.steps.keys()):
+        archived = {slot.group_id for slot in books.steps.get(step, [])}
+        in_ledger = set(ledger.get(step, archived))
+        cut = books.journal.cuts.get(step)
+        in_cut = {group.group_id for group in cut.groups} if cut else set()
+        if step in books.steps:
+            for group_id in sorted(archived ^ in_ledger):
+                place, other = ("archive", "ledger") if group_id in archived else ("ledger", "archive")
+                yield Finding(Kind.DISAGREES, group_id, f"step {step}: in the {place} and not in the {other}")
+        for group_id in sorted((archived | in_ledger) - in_cut):
+            yield Finding(Kind.DISAGREES, group_id, f"step {step}: trained, and not in the journal's cut")
+        if step <= books.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
+            for group_id in sorted(archived | in_ledger):
+                outcome = books.journal.outcomes.get(group_id)
+                if outcome is not None and outcome.kind is not OutcomeKind.TRAINED:
+                    yield Finding(Kind.DISAGREES, group_id, f"step {step}: trained, and recorded {outcome.kind}")
+    for line in books.evidence.metrics:
+        number, count = line.get("step"), line.get("num_trajectories")
+        rows = books.steps.get(number, []) if isinstance(number, int) else []
+        if rows and count != len(rows):
+            text = f"metrics say {count} trajectories, the archive has {len(rows)}"
+            yield Finding(Kind.DISAGREES, f"step {number}", text)
+
+
+def _ledger(books: Books) -> dict[int, list[str]]:
+    ledger = books.evidence.ledger
+    return {int(step): groups for step, groups in ledger.trained.items()} if ledger else {}
+
+
+def _listed(steps: list[int]) -> str:
+    return ", ".join(map(str, sorted(steps)))

@@ -1,0 +1,207 @@
+"""The fate of every group and of every slot, from the evidence alone. Pure.
+
+A group's fate is looked for in every place that could record it (outcome, ledger, cut), a slot's in its group's
+fate, in the archive and among what is still stored. Whatever has none of these is lost.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from areal_async.controller.accounts import RUN_ENDED, Accounts
+from areal_async.doctor.audit.run_record import ArchivedSlot, Evidence, StoredSlot
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import Cut, CutKind, CutSlot, Outcome, OutcomeKind, Version
+
+TRAINED = OutcomeKind.TRAINED.value
+IN_TRAINING = "in a cut that no checkpoint holds"
+OPEN = "open"
+
+
+class SlotFate(StrEnum):
+    """What became of one trajectory, where its group's fate does not say it."""
+
+    TRAINED = "trained"
+    UNUSED = "unused sibling of a trained group"
+    STORED = "still stored"
+    LOST = "lost"
+
+
+class Fate(NamedTuple):
+    """Of one trajectory."""
+
+    group_id: str
+    sibling: int
+    kind: str
+    reason: str = ""
+    """Why it is lost."""
+
+
+class WholeJournal(Journal):
+    """Every surviving cut with its slots, and every outcome."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: dict[str, Outcome] = {}
+        """The first settling one of each group."""
+
+    def add_outcome(self, outcome: Outcome) -> bool:
+        settles = super().add_outcome(outcome)
+        if settles:
+            self.outcomes[outcome.group_id] = outcome
+        return settles
+
+    def close_cuts(self) -> None:
+        """Let go of nothing."""
+
+
+@dataclass(slots=True)
+class Books:
+    """Everything that several promises ask for."""
+
+    evidence: Evidence
+    journal: WholeJournal = field(init=False)
+    accounts: Accounts = field(init=False)
+    checkpoint_step: int = field(init=False)
+    steps: dict[int, list[ArchivedSlot]] = field(init=False)
+    """Archive by step."""
+    cut_steps: dict[str, int] = field(init=False)
+    """Group -> the surviving step that cut it."""
+    stored: dict[str, StoredSlot] = field(init=False)
+    """By sample uid."""
+    groups: dict[str, str] = field(init=False)
+    """Fate of every group that anything speaks of."""
+    ended: set[str] = field(init=False)
+    """Groups that the run's end found unsettled, and after which it has not gone on."""
+    fates: dict[str, Fate] = field(init=False)
+    """Fate of every trajectory that is known to have been stored, by sample uid."""
+    received: dict[str, tuple[str, int]] = field(init=False)
+    """Sample uid -> group and sibling, as the producers' receipts say."""
+
+    def __post_init__(self) -> None:
+        evidence = self.evidence
+        self.journal = WholeJournal()
+        self.accounts = Accounts(max_groups_in_flight=evidence.rules.max_groups_in_flight)
+        self.ended = set()
+        for entry in evidence.log:
+            if isinstance(entry, Cut):
+                self.journal.add_cut(entry, sequence=0)
+                self.accounts.add_cut(entry, sequence=0)
+                if entry.kind is CutKind.BEGIN:
+                    self.ended.clear()
+            else:
+                if self.journal.add_outcome(entry) and entry.reason == RUN_ENDED:
+                    self.ended.add(entry.group_id)
+                self.accounts.add_outcome(entry)
+        self.checkpoint_step = Version.parse(evidence.ledger.version).step if evidence.ledger else 0
+        self.steps = {}
+        for slot in sorted(evidence.archive, key=lambda one: (one.step, one.lineage, one.position)):
+            self.steps.setdefault(slot.step, []).append(slot)
+        self.stored = {slot.sample_uid: slot for slot in evidence.stored}
+        self.received = {
+            slot.sample_uid: (receipt.group_id, slot.sibling)
+            for produced in evidence.produced.values()
+            for receipt in produced.receipts
+            for slot in receipt.slots
+        }
+        self.cut_steps = {
+            group.group_id: step for step, cut in sorted(self.journal.cuts.items()) for group in cut.groups
+        }
+        self.groups = self._group_fates()
+        self.fates = self._slot_fates()
+
+    def cut_slots(self, step: int) -> dict[tuple[str, str], CutSlot]:
+        """Return the slots of a surviving cut, by group and sample uid."""
+        cut = self.journal.cuts.get(step)
+        groups = cut.groups if cut else []
+        return {(group.group_id, item.slot.sample_uid): item for group in groups for item in group.slots}
+
+    def num_groups_by_fate(self) -> dict[str, int]:
+        """Count the groups; the open ones by how much of them is stored."""
+        num_stored = Counter(slot.group_id for slot in self.stored.values())
+        states = {
+            group_id: fate
+            if fate != OPEN
+            else _how_open(num_stored[group_id], self.evidence.rules.of(group_id).group_size)
+            for group_id, fate in self.groups.items()
+        }
+        return dict(Counter(states.values()).most_common())
+
+    def num_slots_by_fate(self) -> dict[str, int]:
+        """Count the trajectories."""
+        return dict(Counter(fate.kind for fate in self.fates.values()).most_common())
+
+    def lost(self) -> dict[str, Fate]:
+        """Return the lost trajectories, by sample uid."""
+        return {uid: fate for uid, fate in sorted(self.fates.items()) if fate.kind == SlotFate.LOST}
+
+    def _group_fates(self) -> dict[str, str]:
+        evidence = self.evidence
+        known = evidence.tickets | {slot.group_id for slot in evidence.stored}
+        known |= {group_id for group_id, _ in self.received.values()}
+        known |= {group.group_id for one in evidence.log if isinstance(one, Cut) for group in one.groups}
+        fates = dict.fromkeys(known, OPEN)
+        fates |= {
+            group_id: TRAINED if step <= self.checkpoint_step else IN_TRAINING
+            for group_id, step in self.cut_steps.items()
+        }
+        fates |= {group_id: outcome.kind.value for group_id, outcome in self.journal.outcomes.items()}
+        if evidence.ledger:
+            fates |= {group_id: TRAINED for trained in evidence.ledger.trained.values() for group_id in trained}
+        return fates
+
+    def _slot_fates(self) -> dict[str, Fate]:
+        """Judge whatever receipts, cuts or the stream itself say was stored."""
+        in_cut = _cut_slots(self.evidence.log)
+        slots = _cut_slots(self.evidence.log[: self.evidence.num_entries_before_messages])
+        slots |= {slot.sample_uid: (slot.group_id, slot.sibling) for slot in self.evidence.stored} | self.received
+        archived = {slot.sample_uid for slot in self.evidence.archive}
+        fates = {
+            uid: self._fate(uid, group_id, sibling, is_in_cut=uid in in_cut, is_archived=uid in archived)
+            for uid, (group_id, sibling) in slots.items()
+        }
+        for outcome in self.evidence.log:
+            if isinstance(outcome, Outcome) and not outcome.kind.settles and outcome.sample_uid in fates:
+                fates[outcome.sample_uid] = fates[outcome.sample_uid]._replace(kind=outcome.kind.value, reason="")
+        return fates
+
+    def _fate(self, uid: str, group_id: str, sibling: int, *, is_in_cut: bool, is_archived: bool) -> Fate:
+        fate = self.groups.get(group_id, OPEN)
+        if fate == TRAINED:
+            step = self.cut_steps.get(group_id, 0)
+            if is_archived:
+                return Fate(group_id, sibling, SlotFate.TRAINED)
+            if not is_in_cut:
+                return Fate(group_id, sibling, SlotFate.UNUSED)
+            if step > self.checkpoint_step or step not in self.steps:  # its archive is not there, or not all of it
+                return Fate(group_id, sibling, SlotFate.TRAINED)
+            return Fate(group_id, sibling, SlotFate.LOST, f"cut for step {step}, which trained without it")
+        stored = self.stored.get(uid)
+        if group_id in self.ended and stored is None:
+            # Recorded for whatever nobody had settled; nobody acks after the end, until a lineage goes on from there.
+            return Fate(group_id, sibling, SlotFate.LOST, "acknowledged, and gone before the run's end abandoned it")
+        if fate not in (OPEN, IN_TRAINING):
+            return Fate(group_id, sibling, fate)
+        if stored is not None and not stored.damage:
+            return Fate(group_id, sibling, fate if fate == IN_TRAINING else SlotFate.STORED)
+        reason = stored.damage if stored else "acknowledged, and neither stored nor settled"
+        return Fate(group_id, sibling, SlotFate.LOST, reason)
+
+
+def _how_open(num_stored: int, group_size: int) -> str:
+    if num_stored >= group_size:
+        return "open, wholly stored"
+    return "open, partly stored" if num_stored else "open, nothing stored"
+
+
+def _cut_slots(log: Iterable[Cut | Outcome]) -> dict[str, tuple[str, int]]:
+    """Return group and sibling of every slot that a cut ever named, by sample uid."""
+    return {
+        item.slot.sample_uid: (group.group_id, item.slot.sibling)
+        for entry in log
+        if isinstance(entry, Cut)
+        for group in entry.groups
+        for item in group.slots
+    }

@@ -1,0 +1,119 @@
+"""Whether the broker is there, lets this run in, and keeps what it acknowledges."""
+
+import json
+import time
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import urlopen
+
+import anyio.to_thread
+
+from areal_async.bus import Role, credentials_for, open_bus
+from areal_async.bus.api import ApiError
+from areal_async.bus.streams import reserved_bytes
+from areal_async.config.settings import MAX_PAYLOAD_BYTES, Settings
+from areal_async.doctor.preflight.findings import Finding, error, gigabytes, good, of_mistake, warning
+from areal_async.errors import BusError, UserError
+
+MONITOR_PORT = 8222
+MONITOR_DEADLINE_S = 3.0
+DEFAULT_SYNC_NS = 120e9
+CLOCK_TOLERANCE_S = 5.0
+"""The broker counts leases by its own clock; ours only dates records."""
+
+
+async def check_broker(settings: Settings) -> list[Finding]:
+    """Look at an external broker as the run's operator will; the embedded one is our own."""
+    if settings.bus.url == "embedded":
+        return [good("broker", "embedded: it syncs every message before it acknowledges it (sync_interval: always)")]
+    started = time.monotonic()
+    try:
+        async with open_bus(
+            settings.bus.url,
+            names=settings.names,
+            role=Role.OPERATOR,
+            credentials=credentials_for(settings, settings.run_directory, Role.OPERATOR),
+            ca=settings.bus.ca,
+            operation_deadline_s=10.0,
+        ) as bus:
+            took_s = time.monotonic() - started
+            greeting = bus.connection.server_info
+            account: dict[str, Any] = await bus.api.ask("$JS.API.INFO")
+            saw = f"{settings.bus.url}: nats-server {greeting.get('version')}, connected in {took_s:.2f} s"
+            findings = [good("broker", saw), _payload(int(greeting.get("max_payload", 0))), _room(account, settings)]
+    except UserError as mistake:
+        return [of_mistake("broker", mistake)]
+    except (BusError, ApiError) as exc:
+        return [error("broker", f"{settings.bus.url}: {exc}", "enable JetStream there for this account")]
+    return findings + await _durability(settings)
+
+
+def _payload(limit: int) -> Finding:
+    saw = f"messages up to {gigabytes(limit)}, a run sends up to {gigabytes(MAX_PAYLOAD_BYTES)}"
+    if limit < MAX_PAYLOAD_BYTES:
+        return error("broker's payload", saw, f"set max_payload: {MAX_PAYLOAD_BYTES} at the broker")
+    return good("broker's payload", saw)
+
+
+def _room(account: dict[str, Any], settings: Settings) -> Finding:
+    limit, used = account.get("limits", {}).get("max_storage", -1), account.get("storage", 0)
+    wanted = reserved_bytes(settings)
+    if limit < 0:
+        return good(
+            "broker's storage", f"the account has no limit of its own; the run's streams take {gigabytes(wanted)}"
+        )
+    saw = f"{gigabytes(max(limit - used, 0))} left to this account, the run's streams want {gigabytes(wanted)}"
+    if limit - used < wanted:
+        return error("broker's storage", saw, "raise the account's limit, or lower rollout.max_stream_bytes")
+    return good("broker's storage", saw)
+
+
+async def _durability(settings: Settings) -> list[Finding]:
+    """Read the monitoring page: nothing else tells how a broker syncs."""
+    page = settings.bus.monitor_url or f"http://{urlsplit(settings.bus.url).hostname}:{MONITOR_PORT}"
+    try:
+        told = await anyio.to_thread.run_sync(lambda: _read_varz(f"{page.rstrip('/')}/varz"))
+    except (OSError, ValueError) as exc:
+        return [
+            warning(
+                "broker's disk",
+                f"cannot see how it syncs: no monitoring page at {page} ({type(exc).__name__})",
+                "set bus.monitor_url, or make sure yourself of jetstream {sync_interval: always}",
+            )
+        ]
+    return judge_varz(told, now=datetime.now(UTC))
+
+
+def _read_varz(url: str) -> dict[str, Any]:
+    with urlopen(url, timeout=MONITOR_DEADLINE_S) as answer:
+        told = json.load(answer)
+    if not isinstance(told, dict):
+        raise ValueError(f"{url} is no monitoring page of a broker")
+    return told
+
+
+def judge_varz(told: dict[str, Any], *, now: datetime) -> list[Finding]:
+    """Say what the broker's own page means for the run."""
+    config = told.get("jetstream", {}).get("config") or {}
+    if config.get("sync_always"):
+        findings = [good("broker's disk", "it syncs every message before it acknowledges it (sync_always)")]
+    else:
+        every_s = config.get("sync_interval", DEFAULT_SYNC_NS) / 1e9
+        findings = [
+            warning(
+                "broker's disk",
+                f"it syncs every {every_s:g} s: a power cut loses messages that it has acknowledged",
+                "set jetstream {sync_interval: always} at the broker, or keep three replicas",
+            )
+        ]
+    try:
+        apart_s = abs((datetime.fromisoformat(str(told.get("now"))) - now).total_seconds())
+    except ValueError:
+        return findings
+    saw = f"{apart_s:.1f} s from this host's"
+    if apart_s > CLOCK_TOLERANCE_S:
+        findings.append(warning("broker's clock", saw, "start a time service on both hosts"))
+    else:
+        findings.append(good("broker's clock", saw))
+    return findings

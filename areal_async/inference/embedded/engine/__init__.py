@@ -1,0 +1,1 @@
+"""Continuous batching of a Hugging Face decoder on one host."""

@@ -1,0 +1,76 @@
+"""The tensors of one running batch, built when its members change and advanced in place between.
+
+Invariant: every member's cache holds all its tokens but the last; decoding feeds that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+
+import numpy as np
+import torch
+
+from areal_async.inference.embedded.engine.sampling import Drawn, SamplingRows, sample, uniforms
+from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.steering import Steering
+
+
+class DecodeBatch:
+    """Inputs and sampling parameters of N sequences, in the order of their slots."""
+
+    def __init__(self, sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> None:
+        params = [sequence.params for sequence in sequences]
+        last_ids = [(sequence.output_ids or sequence.prompt_ids)[-1] for sequence in sequences]
+        lengths = [sequence.num_tokens for sequence in sequences]
+        self._device = device
+        self.ids_N = torch.tensor(last_ids, device=device)
+        self.positions_N = torch.tensor(lengths, device=device) - 1
+        self.longest = max(lengths)
+        """The longest sequence, its last token included."""
+        self._indexes = np.array([len(sequence.output_ids) for sequence in sequences], dtype=np.uint64)
+        self._seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
+        self._is_all_greedy = all(p.is_greedy for p in params)
+        self._greedy_N = self._column([p.is_greedy for p in params], skip=not any(p.is_greedy for p in params))
+        self._temperatures_N = self._column(
+            [p.temperature for p in params], skip=all(p.temperature == 1.0 for p in params)
+        )
+        is_unfiltered = not any(p.has_filter for p in params)
+        self._top_k_N = self._column([p.top_k if p.top_k > 0 else 2**31 for p in params], skip=is_unfiltered)
+        self._top_p_N = self._column([p.top_p for p in params], skip=is_unfiltered)
+        self._min_p_N = self._column([p.min_p for p in params], skip=is_unfiltered)
+        self._num_top_logprobs = max(sequence.num_top_logprobs for sequence in sequences)
+        is_steered = any(p.is_steered for p in params)
+        self._steering = Steering(sequences, vocab_size, device) if is_steered else None
+
+    def _column(self, values: SequenceOf[float], *, skip: bool) -> torch.Tensor | None:
+        return None if skip else torch.tensor(values, device=self._device)
+
+    def sample(self, logits_NV: torch.Tensor) -> Drawn:
+        """Draw the next token of every sequence. May change the logits in place."""
+        logits_NV = logits_NV.float()
+        if self._steering is not None:
+            self._steering.apply(logits_NV, self._indexes)
+        return sample(logits_NV, self._sampling_rows(), num_top=self._num_top_logprobs)
+
+    def _sampling_rows(self) -> SamplingRows:
+        """Return the parameters of the next token of every sequence."""
+        uniforms_N = None
+        if not self._is_all_greedy:
+            uniforms_N = torch.from_numpy(uniforms(self._seeds, self._indexes)).to(self._device)
+        return SamplingRows(
+            uniforms_N=uniforms_N,
+            temperatures_N=self._temperatures_N,
+            is_greedy_N=self._greedy_N,
+            top_k_N=self._top_k_N,
+            top_p_N=self._top_p_N,
+            min_p_N=self._min_p_N,
+        )
+
+    def advance(self, ids_N: torch.Tensor) -> None:
+        """Make the tokens just sampled the next inputs."""
+        self.ids_N = ids_N
+        self.positions_N += 1
+        self._indexes += np.uint64(1)
+        self.longest += 1
+        if self._steering is not None:
+            self._steering.advance(ids_N)

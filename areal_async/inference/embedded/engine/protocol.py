@@ -1,0 +1,310 @@
+"""The ``/generate`` request: its fields, defaults and limits, as SGLang has them.
+
+Invariant: a field this engine does not implement is refused when it asks for anything; it is never ignored, because
+an ignored penalty or mask would silently change what a trainer learns from.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
+from areal_async.inference.embedded.engine.text import Tokenizer
+
+_SAMPLING_EPS = 1e-6
+"""A temperature below this is greedy decoding."""
+_MAX_STOP_STRINGS = 32
+_MAX_PENALTY = 2.0
+_MAX_BIAS = 1e9
+"""A logit and far more than it are still numbers of 32 bits together."""
+_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_RESERVED_TOKENS = 6
+"""A prompt must leave this much of the context, as in SGLang."""
+
+_NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "beam_width": (1,),
+    "stop_regex": ([],),
+    "custom_params": ({},),
+    "watermark": (),
+}
+"""Sampling fields not implemented, with the values (besides null) that ask for nothing."""
+
+_NEUTRAL_REQUEST: dict[str, tuple[Any, ...]] = {
+    "input_embeds": (),
+    "image_data": ([],),
+    "video_data": ([],),
+    "audio_data": ([],),
+    "logprob_start_len": (-1,),
+    "token_ids_logprob": ([],),
+    "return_sampling_mask": (False,),
+    "sampling_logprobs_mode": (),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+    "return_text_in_logprobs": (False,),
+    "session_params": ({},),
+    "lora_path": (),
+    "custom_logit_processor": (),
+}
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """The fields of the JSON body that this engine acts on."""
+
+    input_ids: list[int | list[int]] | None = None
+    """One prompt, or a batch of them."""
+    text: str | list[str] | None = None
+    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    return_logprob: bool | list[bool] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_prompt_token_ids: bool = False
+    stream: bool = False
+    rid: str | list[str] | None = None
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether the answer is a list."""
+        return is_batch(self.input_ids, self.text)
+
+    def prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
+        """Return the prompts' token ids.
+
+        Raises:
+            RequestError: as ``prompts_of``.
+        """
+        return prompts_of(self.input_ids, self.text, tokenizer)
+
+
+def is_batch(input_ids: list[int | list[int]] | None, text: str | list[str] | None) -> bool:
+    """Say whether several prompts were sent, or one in a list of its own."""
+    return isinstance(text, list) or bool(input_ids and isinstance(input_ids[0], list))
+
+
+def prompts_of(
+    input_ids: list[int | list[int]] | None, text: str | list[str] | None, tokenizer: Tokenizer | None
+) -> list[list[int]]:
+    """Return the token ids of one prompt or of a batch of them.
+
+    Raises:
+        RequestError: neither or both are given, numbers and lists are mixed, or there is text and no tokenizer.
+    """
+    if (input_ids is None) == (text is None):
+        raise RequestError("Either text, input_ids or input_embeds should be provided.")
+    if text is not None:
+        if tokenizer is None:
+            raise RequestError("text: the model has no tokenizer; send input_ids")
+        return [tokenizer.encode(one) for one in ([text] if isinstance(text, str) else text)]
+    given = input_ids or []
+    nested = [item for item in given if isinstance(item, list)]
+    flat = [item for item in given if isinstance(item, int)]
+    if nested and flat:
+        raise RequestError("input_ids: got a mix of numbers and lists, need one list or a list of lists")
+    return nested or [flat]
+
+
+class _SamplingBody(msgspec.Struct, kw_only=True):
+    max_new_tokens: int | None = 128
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    top_k: int | None = -1
+    min_p: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    presence_penalty: float | None = 0.0
+    repetition_penalty: float | None = 1.0
+    min_new_tokens: int | None = 0
+    logit_bias: dict[int, float] | None = None
+    json_schema: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: str | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = False
+    skip_special_tokens: bool | None = True
+    no_stop_trim: bool | None = False
+    stream_interval: int | None = None
+    sampling_seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingParams:
+    """How one request is sampled and when it ends; None is resolved, numbers are checked."""
+
+    max_new_tokens: int | None = 128
+    """None means up to the context length."""
+    is_length_explicit: bool = False
+    """Whether the client sent ``max_new_tokens``: then it is refused, not cut, when it does not fit."""
+    temperature: float = 1.0
+    is_greedy: bool = False
+    top_p: float = 1.0
+    top_k: int = -1
+    """-1 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_new_tokens: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    grammar: tuple[str, str] | None = None
+    """Its kind, as the request calls it, and its text."""
+    stop: tuple[str, ...] = ()
+    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    ignore_eos: bool = False
+    """Also disables ``stop_token_ids``, as in SGLang."""
+    skip_special_tokens: bool = True
+    no_stop_trim: bool = False
+    stream_interval: int | None = None
+    sampling_seed: int | None = None
+
+    @property
+    def has_filter(self) -> bool:
+        """Whether the distribution is cut before sampling."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def has_penalty(self) -> bool:
+        """Whether tokens that the answer has are treated otherwise."""
+        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+
+    @property
+    def is_steered(self) -> bool:
+        """Whether the logits are changed before anything is drawn."""
+        return self.has_penalty or bool(self.min_new_tokens or self.logit_bias or self.grammar)
+
+
+def parse_body(raw: bytes) -> GenerateBody:
+    """Decode the body of ``/generate``.
+
+    Raises:
+        SchemaError: not JSON, or a field of the wrong type.
+        RequestError: a field this engine does not implement asks for something.
+    """
+    try:
+        fields = msgspec.json.decode(raw)
+        body = msgspec.convert(fields, GenerateBody)
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise SchemaError(f"body of /generate: {exc}") from exc
+    _refuse_unsupported(fields, _NEUTRAL_REQUEST)
+    return body
+
+
+def parse_sampling(fields: dict[str, Any]) -> SamplingParams:
+    """Resolve one ``sampling_params`` object.
+
+    Raises:
+        SchemaError: a field of the wrong type.
+        RequestError: a number out of range, or an unsupported field.
+    """
+    _refuse_unsupported(fields, _NEUTRAL_SAMPLING)
+    try:
+        body = msgspec.convert(fields, _SamplingBody, str_keys=True)
+    except msgspec.ValidationError as exc:
+        raise SchemaError(f"sampling_params: {exc}") from exc
+    temperature = 1.0 if body.temperature is None else body.temperature
+    is_greedy = 0 <= temperature < _SAMPLING_EPS
+    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
+    params = SamplingParams(
+        max_new_tokens=body.max_new_tokens,
+        is_length_explicit=fields.get("max_new_tokens") is not None,
+        temperature=1.0 if is_greedy else temperature,
+        is_greedy=is_greedy,
+        top_p=1.0 if body.top_p is None else body.top_p,
+        top_k=-1 if body.top_k is None else body.top_k,
+        min_p=body.min_p or 0.0,
+        frequency_penalty=body.frequency_penalty or 0.0,
+        presence_penalty=body.presence_penalty or 0.0,
+        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
+        min_new_tokens=body.min_new_tokens or 0,
+        logit_bias=body.logit_bias or {},
+        grammar=_grammar(body),
+        stop=tuple(text for text in stop if text),
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        no_stop_trim=bool(body.no_stop_trim),
+        stream_interval=body.stream_interval,
+        sampling_seed=body.sampling_seed,
+    )
+    _check_ranges(params)
+    return params
+
+
+def _check_ranges(params: SamplingParams) -> None:
+    if not math.isfinite(params.temperature) or params.temperature < 0:
+        raise RequestError(f"temperature must be a non-negative finite number, got {params.temperature}.")
+    if not 0.0 < params.top_p <= 1.0:
+        raise RequestError(f"top_p must be in (0, 1], got {params.top_p}.")
+    if not 0.0 <= params.min_p <= 1.0:
+        raise RequestError(f"min_p must be in [0, 1], got {params.min_p}.")
+    if params.top_k < 1 and params.top_k != -1:
+        raise RequestError(f"top_k must be -1 (disable) or at least 1, got {params.top_k}.")
+    if params.max_new_tokens is not None and params.max_new_tokens < 0:
+        raise RequestError(f"max_new_tokens must be at least 0, got {params.max_new_tokens}.")
+    for name in ("frequency_penalty", "presence_penalty"):
+        if not -_MAX_PENALTY <= getattr(params, name) <= _MAX_PENALTY:
+            raise RequestError(f"{name} must be in [-2, 2], got {getattr(params, name)}.")
+    if not all(-_MAX_BIAS <= bias <= _MAX_BIAS for bias in params.logit_bias.values()):
+        raise RequestError(f"logit_bias: got {params.logit_bias}, need numbers from {-_MAX_BIAS:g} to {_MAX_BIAS:g}")
+    if not 0.0 < params.repetition_penalty <= _MAX_PENALTY:
+        raise RequestError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {params.repetition_penalty}.")
+    most = math.inf if params.max_new_tokens is None else params.max_new_tokens
+    if not 0 <= params.min_new_tokens <= most:
+        raise RequestError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {params.min_new_tokens}.")
+    if params.grammar is not None and params.min_new_tokens:
+        raise RequestError("min_new_tokens: got it with a grammar, need one of them: the grammar says when to end")
+    if params.sampling_seed is not None and not -(2**63) <= params.sampling_seed < 2**63:
+        raise RequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {params.sampling_seed}.")
+    if len(params.stop) > _MAX_STOP_STRINGS:
+        raise RequestError(f"at most {_MAX_STOP_STRINGS} stop strings are allowed, got {len(params.stop)}")
+
+
+def _grammar(body: _SamplingBody) -> tuple[str, str] | None:
+    given = [(name, text) for name in _GRAMMARS if (text := getattr(body, name))]
+    if len(given) > 1:
+        raise RequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
+    return given[0] if given else None
+
+
+def _refuse_unsupported(fields: Any, neutral: dict[str, tuple[Any, ...]]) -> None:
+    for name, values in neutral.items():
+        value = fields.get(name)
+        if value is not None and value not in values:
+            raise RequestError(f"{name}: got {value!r}, which the embedded engine does not support; leave it out")
+
+
+def check_length(num_prompt_tokens: int, params: SamplingParams, *, context_length: int) -> int:
+    """Return how many tokens the request may generate.
+
+    A ``max_new_tokens`` that the client sent and that cannot fit is an error; the default is cut to what fits.
+
+    Raises:
+        RequestError: the prompt, or prompt plus answer, does not fit the context.
+    """
+    if num_prompt_tokens == 0:
+        raise RequestError("input_ids cannot be empty.")
+    if num_prompt_tokens >= context_length:
+        raise RequestError(
+            f"The input ({num_prompt_tokens} tokens) is longer than the model's context length "
+            f"({context_length} tokens)."
+        )
+    wanted = params.max_new_tokens
+    total = num_prompt_tokens + (wanted or 0)
+    if params.is_length_explicit and total > context_length:
+        raise RequestError(
+            f"Requested token count exceeds the model's maximum context length of {context_length} tokens. You "
+            f"requested a total of {total} tokens: {num_prompt_tokens} tokens from the input messages and {wanted} "
+            f"tokens for the completion. Please reduce the number of tokens in the input messages or the completion "
+            f"to fit within the limit."
+        )
+    longest_prompt = context_length - _RESERVED_TOKENS
+    if num_prompt_tokens >= longest_prompt:
+        raise RequestError(
+            f"Input length ({num_prompt_tokens} tokens) exceeds the maximum allowed length ({longest_prompt} tokens). "
+            f"Use a shorter input or enable --allow-auto-truncate."
+        )
+    room = context_length - num_prompt_tokens - 2
+    return room if wanted is None else min(wanted, room)

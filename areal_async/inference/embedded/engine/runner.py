@@ -1,0 +1,239 @@
+"""The model and its cache: what one forward pass costs, and nothing about who runs next.
+
+Only the model thread calls ``prefill`` and ``decode``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate, groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, GenerationConfig
+
+from areal_async.errors import UserError
+from areal_async.inference.embedded.engine.cache import ATTENTION_NAME, ForwardPlan, SlotCache
+from areal_async.inference.embedded.engine.options import EngineOptions
+from areal_async.inference.embedded.engine.weights import Merged
+
+_CPU_MEMORY_SHARE = 0.25
+"""Share of the host's memory the cache may take: a trainer and other engines live there too."""
+_CUDA_MEMORY_SHARE = 0.6
+"""Share of the free device memory: growing the cache holds one layer twice, and activations need room."""
+_CPU_PASS_TOKENS = 2048
+"""Prompts are computed in passes of about this many tokens on a CPU: the activations of larger ones leave its caches,
+which costs a third (6,600 tokens of the tiny model on one core: 0.40 s in one pass, 0.29 s in four)."""
+MAX_SCORED_TOKENS = 8192
+"""Tokens of prompts that are scored together, unless one prompt alone has more."""
+
+
+class ModelRunner:
+    """A causal language model with a slot cache."""
+
+    def __init__(self, model: Any, *, context_length: int, max_total_tokens: int | None) -> None:
+        self.model = model
+        self.merged = Merged()
+        """What is merged into the model's weights; replaced, never changed."""
+        self.device: torch.device = model.device
+        self.vocab_size: int = model.config.get_text_config().vocab_size
+        self.cache = SlotCache(model.config.get_text_config().num_hidden_layers)
+        self.context_length = context_length
+        with torch.inference_mode():
+            self.prefill([[0]], [0])
+        self.max_total_tokens = max_total_tokens or self._default_total_tokens(self.cache.bytes_per_token)
+
+    def prefill(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
+        """Compute whole prompts into their slots; return the logits [len(prompts), V] after their last tokens."""
+        ends = list(accumulate(map(len, prompts)))
+        if self.device.type != "cpu" or len(prompts) == 1 or ends[-1] <= _CPU_PASS_TOKENS:
+            return self._prefill_pass(prompts, slots)
+        passes = groupby(range(len(prompts)), key=lambda index: ends[index] // _CPU_PASS_TOKENS)
+        members = [list(indices) for _, indices in passes]
+        return torch.cat([self._prefill_pass(prompts[m[0] : m[-1] + 1], slots[m[0] : m[-1] + 1]) for m in members])
+
+    def _prefill_pass(self, prompts: Sequence[Sequence[int]], slots: Sequence[int]) -> torch.Tensor:
+        """Compute whole prompts, packed into one sequence, in one forward pass."""
+        ids: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        segments: list[tuple[int, int]] = []
+        for prompt, slot in zip(prompts, slots, strict=True):
+            base = slot * self.cache.slot_tokens
+            segments.append((len(ids), len(ids) + len(prompt)))
+            ids.extend(prompt)
+            positions.extend(range(len(prompt)))
+            rows.extend(range(base, base + len(prompt)))
+        plan = ForwardPlan(rows_T=self._tensor(rows), segments=segments)
+        last = self._tensor([end - 1 for _, end in segments])
+        return self._forward(self._tensor(ids)[None], self._tensor(positions)[None], plan, last)[0]
+
+    def decode(self, ids_N: torch.Tensor, positions_N: torch.Tensor, longest: int) -> torch.Tensor:
+        """Feed one token to each of the first N slots; return the logits [N, V] after it.
+
+        Args:
+            longest: the highest position plus one, known on the host so that nothing waits for the device.
+        """
+        bases_N = torch.arange(len(ids_N), device=self.device) * self.cache.slot_tokens
+        plan = ForwardPlan(
+            rows_T=bases_N + positions_N,
+            positions_N=positions_N,
+            attended_tokens=self.cache.attended_tokens(longest),
+        )
+        return self._forward(ids_N[:, None], positions_N[:, None], plan, 1)[:, -1]
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, logits_to_keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        self.cache.plan = plan
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions,
+            past_key_values=self.cache,
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            slot_plan=plan,
+        )
+        logits: torch.Tensor = output.logits
+        return logits
+
+    def reserve(self, num_slots: int, slot_tokens: int) -> None:
+        """Make room for ``num_slots`` sequences of ``slot_tokens``.
+
+        Sizes grow in powers of two while the budget allows, and then the whole budget is taken at once: growing copies.
+        """
+        if num_slots <= self.cache.num_slots and slot_tokens <= self.cache.slot_tokens:
+            return
+        slots = max(self.cache.num_slots, 1 << (num_slots - 1).bit_length())
+        tokens = max(self.cache.slot_tokens, 1 << (slot_tokens - 1).bit_length())
+        if slots * tokens > self.max_total_tokens:
+            tokens = slot_tokens
+            slots = max(num_slots, min(slots, self.max_total_tokens // tokens))
+        self.cache.resize(slots, tokens)
+
+    def _tensor(self, values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)
+
+    def _default_total_tokens(self, bytes_per_token: int) -> int:
+        if self.device.type == "cuda":
+            free_bytes = int(torch.cuda.mem_get_info(self.device)[0] * _CUDA_MEMORY_SHARE)
+        else:
+            host_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            free_bytes = int(host_bytes * _CPU_MEMORY_SHARE)
+        return max(free_bytes // bytes_per_token, self.context_length)
+
+
+class ScoringRunner(ModelRunner):
+    """A sequence classifier: what SGLang serves with ``--is-embedding``. Nothing is kept between two passes."""
+
+    def __init__(self, model: Any, *, context_length: int) -> None:
+        super().__init__(model, context_length=context_length, max_total_tokens=MAX_SCORED_TOKENS)
+
+    def score(self, prompts: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return for each prompt what the head says at its last token: one number per label."""
+        scores: list[list[float]] = self.prefill(prompts, [0] * len(prompts)).float().tolist()
+        return scores
+
+    def _forward(
+        self, ids: torch.Tensor, positions: torch.Tensor, plan: ForwardPlan, logits_to_keep: int | torch.Tensor
+    ) -> torch.Tensor:
+        hidden = self.model.base_model(
+            input_ids=ids, position_ids=positions, use_cache=False, slot_plan=plan
+        ).last_hidden_state
+        scores: torch.Tensor = self.model.score(hidden[:, logits_to_keep])
+        return scores
+
+
+def load_runner(options: EngineOptions, path: Path) -> ModelRunner:
+    """Load the model in folder ``path`` as the options say and try one forward pass.
+
+    Raises:
+        UserError: the device or the model is unusable.
+    """
+    with _one_sentence(path):
+        model, context_length = _load_model(AutoModelForCausalLM, options, path, remedy="check --model-path")
+        return ModelRunner(model, context_length=context_length, max_total_tokens=options.max_total_tokens)
+
+
+def load_scoring_runner(options: EngineOptions, path: Path) -> ScoringRunner:
+    """Load the sequence classifier in folder ``path``, as ``load_runner`` does a model that generates.
+
+    Raises:
+        UserError: the device or the model is unusable.
+    """
+    with _one_sentence(path):
+        remedy = "need a sequence classifier with its head, as reward-model writes one"
+        model, context_length = _load_model(AutoModelForSequenceClassification, options, path, remedy=remedy)
+        if not hasattr(model, "score"):
+            raise UserError(
+                f"model at {path}: got a classifier of type {model.config.model_type} without a head named score, need "
+                "a decoder such as Qwen2, Qwen3 or Llama"
+            )
+        return ScoringRunner(model, context_length=context_length)
+
+
+def _load_model(factory: Any, options: EngineOptions, path: Path, *, remedy: str) -> tuple[Any, int]:
+    """Return the model on its device, and its context length."""
+    device = _resolve_device(options.device)
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    dtype = options.dtype if options.dtype == "auto" else getattr(torch, options.dtype)
+    model, loading = factory.from_pretrained(
+        path, dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True
+    )
+    if loading["missing_keys"] or loading["mismatched_keys"]:
+        raise UserError(
+            f"model at {path}: {len(loading['missing_keys'])} tensors missing and "
+            f"{len(loading['mismatched_keys'])} of the wrong shape; {remedy}"
+        )
+    context_length = options.context_length or model.config.get_text_config().max_position_embeddings
+    return model.to(device).eval().requires_grad_(False), context_length
+
+
+@contextmanager
+def _one_sentence(path: Path) -> Iterator[None]:
+    try:
+        yield
+    # The libraries below raise almost anything for a bad folder; only the sentence matters to who typed the command.
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        ImportError,
+        SafetensorError,
+    ) as exc:
+        reason = " ".join(str(exc).split())
+        raise UserError(f"model at {path}: {type(exc).__name__}: {reason}") from exc
+
+
+def load_eos_token_ids(path: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """Collect every token that ends an answer, from the configurations and the tokenizer."""
+    found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    configs = [AutoConfig.from_pretrained(path).get_text_config()]
+    if (path / "generation_config.json").is_file():
+        configs.append(GenerationConfig.from_pretrained(path))
+    for config in configs:
+        ids = getattr(config, "eos_token_id", None)
+        found.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    return frozenset(found)
+
+
+def _resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as exc:
+        raise UserError(f"device: got {name!r}, need auto, cpu, cuda or cuda:N") from exc
+    if device.type not in {"cpu", "cuda"}:
+        raise UserError(f"device: got {name!r}, need auto, cpu, cuda or cuda:N")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device: got {name}, but this machine has no usable CUDA device; pass --device cpu")
+    return device

@@ -1,0 +1,252 @@
+"""Who runs next: continuous batching over the slots of one model.
+
+Sequences wait in order of arrival; a step admits what fits, computes the admitted prompts in one packed forward pass,
+then decodes one token for every running sequence. Siblings with the same prompt copy its cache instead of computing it
+again, within one version of the weights.
+
+Invariants: running sequence i is in slot i; weights, pauses and aborts act between steps only, so each token has
+exactly one version; a sequence is admitted only with room for the longest it may become, so none is ever evicted.
+
+Everything here is synchronous and belongs to the model thread.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from areal_async.inference.embedded.engine.batch import DecodeBatch
+from areal_async.inference.embedded.engine.runner import ModelRunner
+from areal_async.inference.embedded.engine.sampling import Drawn
+from areal_async.inference.embedded.engine.sequence import Piece, Sequence, TopLogprobs, abort_reason
+from areal_async.inference.embedded.engine.weights import StagedWeights, swap_weights
+
+Emission = tuple[Sequence, Piece]
+
+
+class PauseMode(enum.StrEnum):
+    """What a pause does to the running sequences."""
+
+    ABORT = "abort"
+    RETRACT = "retract"
+    IN_PLACE = "in_place"
+
+
+class Scheduler:
+    """The waiting line, the running batch and the version they run under."""
+
+    def __init__(
+        self, runner: ModelRunner, *, weight_version: str, max_running_requests: int, max_prefill_tokens: int
+    ) -> None:
+        self._runner = runner
+        self._max_running = max_running_requests
+        self._max_prefill_tokens = max_prefill_tokens
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._batch: DecodeBatch | None = None
+        self._is_paused = False
+        self._epoch = 0
+        self._emissions: list[Emission] = []
+        self.weight_version = weight_version
+        self.num_generated_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return not self._is_paused and bool(self._running or self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for one."""
+        return len(self._waiting)
+
+    @property
+    def num_used_tokens(self) -> int:
+        """Positions of the cache that running sequences fill."""
+        return sum(sequence.num_tokens for sequence in self._running)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue one sequence."""
+        if sequence.max_new_tokens == 0:
+            sequence.finish_reason = {"type": "length", "length": 0}
+            self._emit(sequence)
+        else:
+            self._waiting.append(sequence)
+
+    def take_emissions(self) -> list[Emission]:
+        """Return the pieces produced since the last call, in order."""
+        taken, self._emissions = self._emissions, []
+        return taken
+
+    def step(self) -> None:
+        """Admit and prefill what fits, then decode one token for every running sequence."""
+        if self._waiting and len(self._running) < self._max_running:
+            self._admit()
+        if self._running:
+            self._decode()
+
+    def pause(self, mode: PauseMode) -> None:
+        """Stop stepping, after doing to the sequences what ``mode`` says."""
+        self._is_paused = True
+        if mode is PauseMode.ABORT:
+            self.abort_all()
+        elif mode is PauseMode.RETRACT:
+            for sequence in self._running:
+                sequence.slot = -1
+                sequence.num_retractions += 1
+            self._waiting.extendleft(reversed(self._running))
+            self._running, self._batch = [], None
+
+    def resume(self) -> None:
+        """Step again."""
+        self._is_paused = False
+
+    def abort(self, rid: str) -> None:
+        """End one sequence, wherever it is; an unknown id is no error, it may just have finished."""
+        self._abort_where(lambda sequence: sequence.rid == rid)
+
+    def abort_all(self) -> None:
+        """End every sequence."""
+        self._abort_where(lambda sequence: True)
+
+    def flush_cache(self) -> bool:
+        """Forget all cached keys and values; refused while a sequence needs its own."""
+        if self._running or (self._waiting and not self._is_paused):
+            return False
+        self._runner.cache.clear()
+        return True
+
+    def apply_weights(self, staged: StagedWeights, weight_version: str | None) -> None:
+        """Swap the weights; sequences with output remember which of their tokens came before."""
+        self._runner.merged = swap_weights(self._runner.model, staged, self._runner.merged)
+        self._epoch += 1
+        if weight_version is None or weight_version == self.weight_version:
+            return
+        for sequence in (*self._running, *self._waiting):
+            if sequence.output_ids:
+                sequence.version_changes.append((self.weight_version, len(sequence.output_ids)))
+        self.weight_version = weight_version
+
+    def _admit(self) -> None:
+        """Give slots to waiting sequences, in order, and compute or copy their prompts."""
+        to_prefill: list[Sequence] = []
+        to_copy: list[tuple[Sequence, Sequence]] = []
+        longest = max((sequence.longest_tokens for sequence in self._running), default=0)
+        budget = self._max_prefill_tokens
+        while self._waiting and len(self._running) < self._max_running:
+            sequence = self._waiting[0]
+            sibling = self._find_sibling(sequence)
+            if sibling is None and to_prefill and sequence.num_tokens > budget:
+                break
+            longest = max(longest, sequence.longest_tokens)
+            if self._running and (len(self._running) + 1) * longest > self._runner.max_total_tokens:
+                break
+            self._waiting.popleft()
+            sequence.slot = len(self._running)
+            sequence.prompt_epoch = self._epoch
+            self._running.append(sequence)
+            if sibling is None:
+                budget -= sequence.num_tokens
+                to_prefill.append(sequence)
+            else:
+                to_copy.append((sibling, sequence))
+        if to_prefill or to_copy:
+            longest = max(sequence.longest_tokens for sequence in self._running)
+            self._runner.reserve(len(self._running), longest)
+            self._fill(to_prefill, to_copy)
+            self._batch = None
+
+    def _find_sibling(self, sequence: Sequence) -> Sequence | None:
+        """Find a running sequence whose prompt is the same and was computed by today's weights."""
+        if sequence.output_ids or len(sequence.prompt_ids) == 1:
+            return None
+        for other in self._running:
+            if (
+                other.prompt_hash == sequence.prompt_hash
+                and other.prompt_epoch == self._epoch
+                and other.prompt_ids == sequence.prompt_ids
+            ):
+                return other
+        return None
+
+    def _fill(self, to_prefill: list[Sequence], to_copy: list[tuple[Sequence, Sequence]]) -> None:
+        logits = None
+        if to_prefill:
+            tokens = [(*sequence.prompt_ids, *sequence.output_ids) for sequence in to_prefill]
+            logits = self._runner.prefill(tokens, [sequence.slot for sequence in to_prefill])
+        for sibling, sequence in to_copy:
+            # All but the last token: decoding that one is what yields the first logits.
+            sequence.cached_tokens = len(sequence.prompt_ids) - 1
+            self._runner.cache.copy_slot(sibling.slot, sequence.slot, sequence.cached_tokens)
+        if logits is not None:
+            self._take_tokens(to_prefill, self._batch_of(to_prefill).sample(logits))
+
+    def _decode(self) -> None:
+        batch = self._batch
+        if batch is None:
+            batch = self._batch = self._batch_of(self._running)
+        drawn = batch.sample(self._runner.decode(batch.ids_N, batch.positions_N, batch.longest))
+        batch.advance(drawn.ids_N)
+        self._take_tokens(self._running, drawn)
+
+    def _batch_of(self, sequences: list[Sequence]) -> DecodeBatch:
+        return DecodeBatch(sequences, self._runner.vocab_size, self._runner.device)
+
+    def _take_tokens(self, sequences: list[Sequence], drawn: Drawn) -> None:
+        self.num_generated_tokens += len(sequences)
+        finished = []
+        for sequence, token_id, logprob, top in zip(
+            sequences, drawn.ids_N.tolist(), drawn.logprobs_N.tolist(), _top_logprobs(drawn), strict=True
+        ):
+            if sequence.append(token_id, logprob, top):
+                self._emit(sequence)
+                if sequence.finish_reason is not None:
+                    finished.append(sequence)
+        if finished:
+            self._vacate(finished)
+
+    def _emit(self, sequence: Sequence) -> None:
+        self._emissions.append((sequence, sequence.take_piece(self.weight_version)))
+
+    def _vacate(self, leaving: Iterable[Sequence]) -> None:
+        """Free slots; the last sequences move into the holes, so that the batch stays dense."""
+        cache = self._runner.cache
+        for sequence in sorted(leaving, key=lambda sequence: sequence.slot, reverse=True):
+            hole = sequence.slot
+            if sequence.is_poisoned:
+                cache.clear_slot(hole)
+            last = self._running.pop()
+            if last is not sequence:
+                cache.copy_slot(last.slot, hole, last.num_tokens)
+                last.slot = hole
+                self._running[hole] = last
+            sequence.slot = -1
+        self._batch = None
+
+    def _abort_where(self, is_meant: Callable[[Sequence], bool]) -> None:
+        running = [sequence for sequence in self._running if is_meant(sequence)]
+        waiting = [sequence for sequence in self._waiting if is_meant(sequence)]
+        self._vacate(running)
+        self._waiting = deque(sequence for sequence in self._waiting if not is_meant(sequence))
+        for sequence in running:
+            sequence.finish_reason = abort_reason()
+            self._emit(sequence)
+        for sequence in waiting:
+            sequence.finish_reason = {"type": "abort", "message": "Abort in waiting queue"}
+            self._emit(sequence)
+
+
+def _top_logprobs(drawn: Drawn) -> list[TopLogprobs]:
+    """Return the likeliest tokens of each sequence; none where nobody asked."""
+    if drawn.top_logprobs_NK is None or drawn.top_ids_NK is None:
+        return [[]] * len(drawn.ids_N)
+    return [
+        list(zip(logprobs, ids, strict=True))
+        for logprobs, ids in zip(drawn.top_logprobs_NK.tolist(), drawn.top_ids_NK.tolist(), strict=True)
+    ]

@@ -1,0 +1,78 @@
+"""The line of prompts that wait for a score: those that wait together are computed together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from areal_async.inference.embedded.engine.errors import RequestError
+from areal_async.inference.embedded.engine.runner import MAX_SCORED_TOKENS, ScoringRunner
+from areal_async.inference.embedded.engine.worker import ModelThread
+
+_Answer = asyncio.Future[list[float]]
+
+
+class ScoreLine:
+    """The prompts that wait for their scores; on the event loop, but for the passes themselves."""
+
+    def __init__(self, runner: ScoringRunner, thread: ModelThread) -> None:
+        """Bind to the running event loop."""
+        self._runner = runner
+        self._thread = thread
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[tuple[list[int], _Answer]] = deque()
+        self._open: set[_Answer] = set()
+
+    async def score(self, prompt_ids: list[int]) -> list[float]:
+        """Return the head's output at the last token of a prompt that was checked."""
+        answer: _Answer = self._loop.create_future()
+        self._open.add(answer)
+        self._waiting.append((prompt_ids, answer))
+        # Whichever of these runs first takes along all who came meanwhile; the others find nothing.
+        self._thread.post(lambda scheduler: self._run_pass())
+        try:
+            return await answer
+        finally:
+            self._open.discard(answer)
+
+    def fail_all(self, message: str) -> None:
+        """End every request when the model thread is gone."""
+        for answer in self._open:
+            if not answer.done():
+                answer.set_exception(RuntimeError(message))
+
+    def check(self, prompt_ids: list[int]) -> None:
+        """Refuse a prompt that can never be scored.
+
+        Raises:
+            RequestError: it is empty, too long or not of this vocabulary.
+        """
+        most, vocab_size = self._runner.context_length - 1, self._runner.vocab_size
+        if not prompt_ids:
+            raise RequestError("input_ids cannot be empty.")
+        if len(prompt_ids) > most:
+            raise RequestError(
+                f"The input ({len(prompt_ids)} tokens) is longer than the model's context length ({most + 1} tokens)."
+            )
+        bad_ids = [i for i in prompt_ids if not 0 <= i < vocab_size]
+        if bad_ids:
+            raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {vocab_size - 1}]")
+
+    def _run_pass(self) -> None:
+        """Score the first of those that wait, on the model thread."""
+        taken: list[tuple[list[int], _Answer]] = []
+        num_tokens = 0
+        while self._waiting:
+            num_tokens += len(self._waiting[0][0])
+            if taken and num_tokens > MAX_SCORED_TOKENS:
+                break
+            taken.append(self._waiting.popleft())
+        if taken:
+            scores = self._runner.score([prompt_ids for prompt_ids, _ in taken])
+            self._loop.call_soon_threadsafe(_deliver, [answer for _, answer in taken], scores)
+
+
+def _deliver(answers: list[_Answer], scores: list[list[float]]) -> None:
+    for answer, score in zip(answers, scores, strict=True):
+        if not answer.done():  # its client may be gone
+            answer.set_result(score)

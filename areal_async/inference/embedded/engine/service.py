@@ -1,0 +1,347 @@
+"""The front door on the event loop: which requests are open, who may enter, and the administration of the weights.
+
+Invariants: a request enters the model thread only while the door is open (not paused, not updating); every request
+leaves through exactly one final piece or by its client's disconnect; administration is done one call at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+import anyio
+import anyio.to_thread
+import structlog
+
+from areal_async.inference.embedded.engine.answers import AnswerWriter
+from areal_async.inference.embedded.engine.errors import RequestError, WeightsError
+from areal_async.inference.embedded.engine.grammar import Grammar, Grammars
+from areal_async.inference.embedded.engine.options import EngineOptions
+from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length
+from areal_async.inference.embedded.engine.runner import ModelRunner, ScoringRunner
+from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
+from areal_async.inference.embedded.engine.scoring import ScoreLine
+from areal_async.inference.embedded.engine.sequence import FinishReason, Piece, Sequence, abort_reason
+from areal_async.inference.embedded.engine.text import StopStrings, Tokenizer
+from areal_async.inference.embedded.engine.weights import StagedWeights, checksum_weights, shown_weights, stage_weights
+from areal_async.inference.embedded.engine.worker import ModelThread
+
+log = structlog.get_logger()
+
+_UNFLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or "
+    "finish them, then call /flush_cache."
+)
+
+
+class OpenRequest:
+    """One request between its arrival and its last piece."""
+
+    def __init__(self, sequence: Sequence, writer: AnswerWriter) -> None:
+        self.sequence = sequence
+        self.writer = writer
+        self.is_submitted = False
+        """Whether the model thread has it; until then it waits at the door."""
+        self._pieces: list[Piece] = []
+        self._is_ready = asyncio.Event()
+
+    def push(self, piece: Piece) -> None:
+        """Take one piece from the model thread's delivery."""
+        self._pieces.append(piece)
+        self._is_ready.set()
+
+    async def receive(self) -> list[Piece]:
+        """Wait for pieces; return all that are ready."""
+        await self._is_ready.wait()
+        self._is_ready.clear()
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateResult:
+    """What an order about the weights answers."""
+
+    is_success: bool
+    message: str
+
+
+class EngineService:
+    """Everything the routes do, without HTTP."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        thread: ModelThread,
+        options: EngineOptions,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        self.runner = runner
+        self.thread = thread
+        self.options = options
+        self.tokenizer = tokenizer
+        self.model_path = options.model_path
+        """Where the served weights came from; updates move it."""
+        self.weight_version = options.weight_version
+        self._eos_token_ids = eos_token_ids
+        self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids)
+        self._line = ScoreLine(runner, thread) if isinstance(runner, ScoringRunner) else None
+        self._requests: dict[str, OpenRequest] = {}
+        self._random = random.Random(options.random_seed)
+        self._is_paused = False
+        self._is_updating = False
+        self._at_door: deque[OpenRequest] = deque()
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+        self._num_submitted = 0
+        self.administration = anyio.Lock()
+        """Held by whatever changes the weights, or says what a change means."""
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation is paused."""
+        return self._is_paused
+
+    @property
+    def is_generation(self) -> bool:
+        """Whether the model generates; else it scores."""
+        return self._line is None
+
+    @property
+    def num_at_door(self) -> int:
+        """Requests held back by a pause or an update."""
+        return len(self._at_door)
+
+    @property
+    def context_length(self) -> int:
+        """Longest prompt plus answer a request may ask for."""
+        return min(self.runner.context_length, self.runner.max_total_tokens)
+
+    def open(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        *,
+        rid: str | None,
+        is_stream: bool,
+        return_logprob: bool,
+        return_prompt_token_ids: bool,
+        grammar: Grammar | None = None,
+        num_top_logprobs: int = 0,
+    ) -> OpenRequest:
+        """Check and register one request; ``enter`` starts it, ``close`` must follow.
+
+        Raises:
+            RequestError: it can never be served.
+        """
+        if not self.is_generation:
+            raise RequestError("this server was started with --is-embedding: it scores; send the prompt to /classify")
+        rid = rid or uuid.uuid4().hex
+        if rid in self._requests:
+            raise RequestError(f"Duplicate request ID detected: {rid}")
+        bad_ids = [i for i in prompt_ids if not 0 <= i < self.runner.vocab_size]
+        if bad_ids:
+            raise RequestError(f"input_ids: got {bad_ids[0]}, need token ids in [0, {self.runner.vocab_size - 1}]")
+        if params.stop and self.tokenizer is None:
+            raise RequestError("stop: the model has no tokenizer to match strings with; use stop_token_ids")
+        foreign = [i for i in params.logit_bias if not 0 <= i < self.runner.vocab_size]
+        if foreign:
+            raise RequestError(f"logit_bias must have keys in [0, {self.runner.vocab_size - 1}], got {foreign[0]}.")
+        end_token_ids = frozenset(
+            i for i in params.stop_token_ids | self._eos_token_ids if 0 <= i < self.runner.vocab_size
+        )
+        seed = self._random.getrandbits(64) if params.sampling_seed is None else params.sampling_seed % 2**64
+        prompt = tuple(prompt_ids)
+        writer = AnswerWriter(
+            rid=rid,
+            prompt_ids=prompt,
+            params=params,
+            return_logprob=return_logprob,
+            has_top_logprobs=num_top_logprobs > 0,
+            return_prompt_token_ids=return_prompt_token_ids,
+            tokenizer=self.tokenizer,
+        )
+        sequence = Sequence(
+            rid=rid,
+            prompt_ids=prompt,
+            params=params,
+            max_new_tokens=check_length(len(prompt), params, context_length=self.context_length),
+            stop_token_ids=frozenset() if params.ignore_eos else end_token_ids,
+            end_token_ids=end_token_ids,
+            grammar=grammar,
+            num_top_logprobs=num_top_logprobs,
+            stop_strings=StopStrings(self.tokenizer, params.stop) if params.stop and self.tokenizer else None,
+            seed=seed,
+            stream_interval=(params.stream_interval or self.options.stream_interval) if is_stream else None,
+            emit=self._deliver,
+        )
+        request = self._requests[rid] = OpenRequest(sequence, writer)
+        return request
+
+    async def score(self, prompts: list[list[int]]) -> list[list[float]]:
+        """Return what the classifier's head says at the last token of each prompt.
+
+        Raises:
+            RequestError: the model generates, or a prompt can never be scored.
+        """
+        line = self._line
+        if line is None:
+            raise RequestError("this server generates; start one of a sequence classifier with --is-embedding")
+        for prompt_ids in prompts:
+            line.check(prompt_ids)
+        return await asyncio.gather(*(line.score(prompt_ids) for prompt_ids in prompts))
+
+    def enter(self, request: OpenRequest) -> None:
+        """Hand a request to the model thread, or let it wait at the door while that is closed."""
+        if self._is_paused or self._is_updating:
+            self._at_door.append(request)
+        else:
+            self._submit(request)
+
+    def close(self, request: OpenRequest) -> None:
+        """Forget a request whose client is done with it; one that is not finished is aborted."""
+        rid = request.sequence.rid
+        if self._requests.get(rid) is not request:
+            return
+        del self._requests[rid]
+        if request.is_submitted:
+            self.thread.post(lambda scheduler: scheduler.abort(rid))
+        elif request in self._at_door:
+            self._at_door.remove(request)
+
+    def _submit(self, request: OpenRequest) -> None:
+        request.is_submitted = True
+        self._num_submitted += 1
+        self._is_idle = asyncio.Event() if self._is_idle.is_set() else self._is_idle
+        self.thread.post(lambda scheduler: scheduler.submit(request.sequence))
+
+    def _open_door(self) -> None:
+        while self._at_door and not (self._is_paused or self._is_updating):
+            self._submit(self._at_door.popleft())
+
+    def _deliver(self, sequence: Sequence, piece: Piece) -> None:
+        if piece.finish_reason is not None:
+            self._num_submitted -= 1
+            if self._num_submitted == 0:
+                self._is_idle.set()
+        request = self._requests.get(sequence.rid)
+        if request is None or request.sequence is not sequence:
+            return  # its client is gone
+        if piece.finish_reason is not None:
+            del self._requests[sequence.rid]
+        request.push(piece)
+
+    def abort(self, rid: str) -> None:
+        """End one request; an unknown id is no error, it may just have finished."""
+        request = self._requests.get(rid)
+        if request is None:
+            return
+        if request.is_submitted:
+            self.thread.post(lambda scheduler: scheduler.abort(rid))
+        else:
+            self._at_door.remove(request)
+            self._end(request, {"type": "abort", "message": "Abort in waiting queue"})
+
+    def abort_all(self) -> None:
+        """End every request the model thread has; those at the door go on waiting, as in SGLang."""
+        self.thread.post(lambda scheduler: scheduler.abort_all())
+
+    def fail_all(self, message: str) -> None:
+        """End every request when the model thread is gone."""
+        for request in list(self._requests.values()):
+            self._end(request, abort_reason(message, status_code=500, err_type="InternalServerError"))
+        if self._line is not None:
+            self._line.fail_all(message)
+
+    def _end(self, request: OpenRequest, reason: FinishReason) -> None:
+        del self._requests[request.sequence.rid]
+        request.sequence.finish_reason = reason
+        request.push(request.sequence.take_piece(self.weight_version))
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Stop generating, after doing to the running requests what ``mode`` says."""
+        self._is_paused = True
+        await self.thread.call(lambda scheduler: scheduler.pause(mode))
+        log.info("generation.paused", mode=mode.value)
+
+    async def resume(self) -> None:
+        """Generate again."""
+        await self.thread.call(lambda scheduler: scheduler.resume())
+        self._is_paused = False
+        self._open_door()
+        log.info("generation.continued")
+
+    async def update_weights_from_disk(
+        self, model_path: str, weight_version: str | None, *, flush_cache: bool, abort_all_requests: bool
+    ) -> UpdateResult:
+        """Serve the weights at ``model_path``, or go on with the old ones when they cannot be loaded.
+
+        The folder of an adapter is served merged into the weights as they are without one.
+        """
+
+        async def stage() -> StagedWeights:
+            return await anyio.to_thread.run_sync(stage_weights, self.runner.model, model_path, self.runner.merged)
+
+        try:
+            result = await self.update_weights(
+                stage, weight_version, flush_cache=flush_cache, abort_all_requests=abort_all_requests
+            )
+        except WeightsError as exc:
+            log.warning("weights.refused", model_path=model_path, reason=str(exc))
+            return UpdateResult(False, f"Failed to update weights: {exc}.")
+        self.model_path = model_path
+        log.info("weights.updated", model_path=model_path, weight_version=self.weight_version)
+        return result
+
+    async def update_weights(
+        self,
+        stage: Callable[[], Awaitable[StagedWeights]],
+        weight_version: str | None,
+        *,
+        flush_cache: bool,
+        abort_all_requests: bool,
+        done: str = "Succeeded to update model weights.",
+    ) -> UpdateResult:
+        """Serve what ``stage`` returns from the next step on; updates are staged and applied one after the other.
+
+        While generation is not paused, new requests wait and the running ones finish under the old weights first.
+
+        Raises:
+            WeightsError: ``stage`` raised it; nothing has changed.
+        """
+        async with self.administration:
+            staged = await stage()
+            if abort_all_requests:
+                self.abort_all()
+            self._is_updating = not self._is_paused
+            try:
+                if self._is_updating:
+                    await self._is_idle.wait()
+                is_flushed = await self.thread.call(
+                    lambda scheduler: self._swap(scheduler, staged, weight_version, flush_cache=flush_cache)
+                )
+            finally:
+                self._is_updating = False
+                self._open_door()
+            self.weight_version = weight_version or self.weight_version
+        if not is_flushed:
+            return UpdateResult(False, _UNFLUSHED)
+        return UpdateResult(
+            True, done if weight_version is None else f"{done} Weight version updated to {weight_version}."
+        )
+
+    @staticmethod
+    def _swap(scheduler: Scheduler, staged: StagedWeights, weight_version: str | None, *, flush_cache: bool) -> bool:
+        scheduler.apply_weights(staged, weight_version)
+        return scheduler.flush_cache() if flush_cache else True
+
+    async def checksum_weights(self) -> dict[str, str]:
+        """Return the SHA-256 of every tensor served at one moment, and of an adapter and what it is merged into."""
+        tensors = await self.thread.call(lambda scheduler: shown_weights(self.runner.model, self.runner.merged))
+        return await anyio.to_thread.run_sync(checksum_weights, tensors)

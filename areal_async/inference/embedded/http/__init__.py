@@ -1,0 +1,1 @@
+"""The engine's HTTP routes, which are SGLang's."""

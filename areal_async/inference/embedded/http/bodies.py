@@ -1,0 +1,59 @@
+"""JSON in and out of the administrative routes, and who may use them."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from areal_async.inference.embedded.engine.service import UpdateResult
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class JsonResponse(Response):
+    """What msgspec can encode."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode the body."""
+        return msgspec.json.encode(content)
+
+
+def guarded(endpoint: Endpoint, admin_key: str) -> Endpoint:
+    """Return a route that answers only who sends the secret; where there is none, the route as it is.
+
+    As with SGLang's ``--admin-api-key``: ``Authorization: Bearer SECRET``, or 401 before the body is read.
+    """
+    if not admin_key:
+        return endpoint
+    expected = admin_key.encode()
+
+    async def answer(request: Request) -> Response:
+        scheme, _, sent = request.headers.get("authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not hmac.compare_digest(sent.encode("latin-1"), expected):
+            return JsonResponse({"error": "Unauthorized"}, status_code=401)
+        return await endpoint(request)
+
+    return answer
+
+
+async def parse(request: Request, kind: type[T]) -> T:
+    """Read a body; none at all is an empty object.
+
+    Raises:
+        msgspec.DecodeError: it is not JSON, or not of this kind.
+    """
+    return msgspec.json.decode(await request.body() or b"{}", type=kind)
+
+
+def result_response(result: UpdateResult, **fields: Any) -> Response:
+    """Answer an order about the weights as SGLang does: 400 with the same fields when it failed."""
+    content = {"success": result.is_success, "message": result.message, **fields}
+    return JsonResponse(content, status_code=200 if result.is_success else 400)

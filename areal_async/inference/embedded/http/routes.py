@@ -1,0 +1,277 @@
+"""SGLang's other routes: health, information, pauses and weights. Field names and statuses are SGLang's."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+import anyio
+import msgspec
+import torch
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from areal_async.inference.embedded.engine.broadcasts import Broadcasts
+from areal_async.inference.embedded.engine.errors import RequestError
+from areal_async.inference.embedded.engine.protocol import SamplingParams
+from areal_async.inference.embedded.engine.scheduler import PauseMode
+from areal_async.inference.embedded.engine.service import EngineService
+from areal_async.inference.embedded.http.bodies import Endpoint, JsonResponse, guarded, parse, result_response
+from areal_async.inference.embedded.http.broadcast_routes import BroadcastRoutes
+from areal_async.inference.embedded.http.classify import ClassifyRoute
+from areal_async.inference.embedded.http.generate import GenerateEndpoint, request_error, schema_error
+
+PROTOCOL_VERSION = "0.5.23"
+"""The SGLang release whose protocol this is."""
+_HEALTH_DEADLINE_S = 20.0
+
+
+class _PauseBody(msgspec.Struct):
+    mode: PauseMode = PauseMode.ABORT
+
+
+class _UpdateBody(msgspec.Struct, kw_only=True):
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+
+
+class _AbortBody(msgspec.Struct):
+    rid: str | None = None
+    abort_all: bool = False
+
+
+class _CheckBody(msgspec.Struct):
+    action: str = "checksum"
+
+
+def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
+    """Build the whole application around one service.
+
+    Args:
+        admin_key: the secret without which nobody administrates; empty for none.
+    """
+    admin = AdminRoutes(service)
+    broadcast = BroadcastRoutes(Broadcasts(service))
+    info = InfoRoutes(service)
+    both = ["GET", "POST"]
+
+    def administration(path: str, endpoint: Endpoint, methods: Sequence[str] = ("POST",)) -> Route:
+        return Route(path, guarded(endpoint, admin_key), methods=list(methods))
+
+    return Starlette(
+        routes=[
+            Route("/generate", GenerateEndpoint(service), methods=["POST", "PUT"]),
+            Route("/classify", ClassifyRoute(service).answer, methods=["POST", "PUT"]),
+            administration("/pause_generation", admin.pause),
+            administration("/continue_generation", admin.resume),
+            administration("/update_weights_from_disk", admin.update_weights),
+            administration("/init_weights_update_group", broadcast.join),
+            administration("/destroy_weights_update_group", broadcast.leave),
+            administration("/begin_weight_update", broadcast.begin),
+            administration("/update_weights_from_distributed", broadcast.update),
+            administration("/end_weight_update", broadcast.end),
+            administration("/abort_request", admin.abort),
+            administration("/flush_cache", admin.flush_cache, both),
+            administration("/weights_checker", admin.check_weights, both),
+            Route("/health", info.health),
+            Route("/health_generate", info.health_generate),
+            Route("/model_info", info.model_info),
+            Route("/get_model_info", info.model_info),
+            Route("/server_info", info.server_info),
+            Route("/get_server_info", info.server_info),
+            Route("/v1/loads", info.loads),
+        ],
+        exception_handlers={msgspec.DecodeError: _on_schema_error, RequestError: _on_request_error},
+    )
+
+
+async def _on_schema_error(request: Request, exc: Exception) -> Response:
+    return JsonResponse(schema_error(f"body of {request.url.path}: {exc}"), status_code=400)
+
+
+async def _on_request_error(request: Request, exc: Exception) -> Response:
+    return JsonResponse(request_error(str(exc)), status_code=400)
+
+
+class AdminRoutes:
+    """What changes the server."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    async def pause(self, request: Request) -> Response:
+        body = await parse(request, _PauseBody)
+        await self._service.pause(body.mode)
+        return JsonResponse({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def resume(self, request: Request) -> Response:
+        await self._service.resume()
+        return JsonResponse({"message": "Generation continued successfully.", "status": "ok"})
+
+    async def update_weights(self, request: Request) -> Response:
+        body = await parse(request, _UpdateBody)
+        result = await self._service.update_weights_from_disk(
+            body.model_path,
+            body.weight_version,
+            flush_cache=body.flush_cache,
+            abort_all_requests=body.abort_all_requests,
+        )
+        return result_response(result, num_paused_requests=0)
+
+    async def abort(self, request: Request) -> Response:
+        body = await parse(request, _AbortBody)
+        if body.abort_all:
+            self._service.abort_all()
+        elif body.rid:
+            self._service.abort(body.rid)
+        return Response(status_code=200)
+
+    async def flush_cache(self, request: Request) -> Response:
+        if await self._service.thread.call(lambda scheduler: scheduler.flush_cache()):
+            return PlainTextResponse("Cache flushed.\n")
+        return PlainTextResponse("Flush cache failed: requests are running or queued.\n", status_code=400)
+
+    async def check_weights(self, request: Request) -> Response:
+        body = await parse(request, _CheckBody)
+        if body.action != "checksum":
+            message = f"action: got {body.action!r}, need 'checksum'"
+            return JsonResponse({"success": False, "message": message}, status_code=400)
+        checksums = await self._service.checksum_weights()
+        whole = hashlib.sha256()
+        for name in sorted(checksums):
+            whole.update(name.encode() + checksums[name].encode())
+        place = {"role": "target", "tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1}
+        rank = {
+            "checksums": checksums,
+            "per_gpu_checksum": whole.hexdigest(),
+            "parallelism_info": [{**place, "rank": 0, "size": 1}],
+        }
+        content = {
+            "success": True,
+            "message": "Success.",
+            "ranks": [rank],
+            "per_engine_checksum": hashlib.sha256(whole.hexdigest().encode()).hexdigest(),
+        }
+        return JsonResponse(content)
+
+
+class InfoRoutes:
+    """What only looks."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        """Answer 200 when the model thread answers between two steps."""
+        with anyio.move_on_after(_HEALTH_DEADLINE_S):
+            if self._service.thread.is_alive:
+                await self._service.thread.call(lambda scheduler: None)
+                return Response(status_code=200)
+        return Response(status_code=503)
+
+    async def health_generate(self, request: Request) -> Response:
+        """Generate one token; while others are generated or generation is paused, the thread's answer is enough."""
+        if not self._service.is_generation:
+            return await self.health(request)
+        if self._service.is_paused or await self._service.thread.call(lambda scheduler: scheduler.has_work):
+            return await self.health(request)
+        params = SamplingParams(max_new_tokens=1, is_greedy=True)
+        probe = self._service.open(
+            [0], params, rid=None, is_stream=False, return_logprob=False, return_prompt_token_ids=False
+        )
+        try:
+            with anyio.move_on_after(_HEALTH_DEADLINE_S):
+                self._service.enter(probe)
+                pieces = await probe.receive()
+                is_healthy = (pieces[-1].finish_reason or {}).get("type") != "abort"
+                return Response(status_code=200 if is_healthy else 503)
+            return Response(status_code=503)
+        finally:
+            self._service.close(probe)
+
+    async def model_info(self, request: Request) -> Response:
+        service = self._service
+        config = service.runner.model.config
+        return JsonResponse(
+            {
+                "model_path": service.model_path,
+                "served_model_name": service.model_path,
+                "tokenizer_path": service.options.model_path,
+                "is_generation": service.is_generation,
+                "preferred_sampling_params": None,
+                "weight_version": service.weight_version,
+                "load_format": "auto",
+                "reasoning_parser": None,
+                "tool_call_parser": None,
+                "disaggregation_mode": "null",
+                "has_image_understanding": False,
+                "has_audio_understanding": False,
+                "model_type": config.model_type,
+                "architectures": config.architectures,
+            }
+        )
+
+    async def server_info(self, request: Request) -> Response:
+        service = self._service
+        load = await self._load()
+        state = {
+            "weight_version": service.weight_version,
+            "last_gen_throughput": load["gen_throughput"],
+            "max_total_num_tokens": load["max_total_num_tokens"],
+        }
+        return JsonResponse(
+            {
+                **asdict(service.options),
+                "device": str(service.runner.device),
+                "context_length": service.context_length,
+                "max_total_num_tokens": load["max_total_num_tokens"],
+                "incremental_streaming_output": True,
+                "internal_states": [state],
+                "engine": "embedded",
+                "version": PROTOCOL_VERSION,
+                "frontend": "python",
+            }
+        )
+
+    async def loads(self, request: Request) -> Response:
+        return JsonResponse(
+            {
+                "timestamp": datetime.now(UTC).isoformat(),
+                "version": PROTOCOL_VERSION,
+                "accelerator": _accelerator(self._service.runner.device),
+                "num_accelerators": 1,
+                "loads": [await self._load()],
+            }
+        )
+
+    async def _load(self) -> dict[str, Any]:
+        service = self._service
+        num_running, num_waiting, num_used = await service.thread.call(
+            lambda scheduler: (scheduler.num_running, scheduler.num_waiting, scheduler.num_used_tokens)
+        )
+        total = service.runner.max_total_tokens
+        return {
+            "timestamp": datetime.now(UTC).timestamp(),
+            "dp_rank": 0,
+            "num_running_reqs": num_running,
+            "num_waiting_reqs": num_waiting + service.num_at_door,
+            "num_used_tokens": num_used,
+            "num_total_tokens": num_used,
+            "max_total_num_tokens": total,
+            "max_running_requests": service.options.max_running_requests,
+            "token_usage": num_used / total,
+            "gen_throughput": service.thread.throughput,
+            "cache_hit_rate": 0.0,
+            "utilization": num_running / service.options.max_running_requests,
+        }
+
+
+def _accelerator(device: torch.device) -> str | None:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None

@@ -1,0 +1,74 @@
+"""What a completion asks of a server, in SGLang's words, and how much of it a new stream can go on from. Pure.
+
+A server that is sent what another one has said takes it for a prompt. It looks for no stop string in it, counts no
+penalty over it and begins a grammar behind it. Invariant: an answer that took several streams is one that a single
+stream could have given.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_async.config.policy import GRAMMARS
+from areal_async.errors import GenerationError
+
+NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
+BESIDE = "top_logprobs_num"
+"""What SGLang has beside the sampling parameters of a request."""
+
+
+def is_steered(params: Mapping[str, Any]) -> bool:
+    """Say whether tokens are drawn from another distribution than the model's own at their temperature.
+
+    The logprobs that a server reports are of that other one then. (What ``top_p``, ``top_k`` and ``min_p`` cut away
+    is in no server's logprobs.)
+    """
+    return (
+        _has_grammar(params) or _has_penalty(params) or bool(params.get("logit_bias") or params.get("min_new_tokens"))
+    )
+
+
+def num_held_back(params: Mapping[str, Any]) -> int:
+    """Return how many of the newest tokens a new stream has to say again, at the most.
+
+    All of them where what comes next depends on all: a grammar, a penalty, a seed. Those that may be the beginning of a
+    stop string where there is one: a token writes at least one byte.
+    """
+    if _has_grammar(params) or _has_penalty(params) or params.get("sampling_seed") is not None:
+        return int(params["max_new_tokens"])
+    stop = params.get("stop") or ()
+    return max((len(text.encode()) - 1 for text in ([stop] if isinstance(stop, str) else stop)), default=0)
+
+
+def request_fields(params: Mapping[str, Any], *, num_kept: int) -> dict[str, Any]:
+    """Return what a stream is asked for that goes on from ``num_kept`` tokens."""
+    sampling = {name: value for name, value in params.items() if name != BESIDE}
+    sampling["max_new_tokens"] = params["max_new_tokens"] - num_kept
+    if "min_new_tokens" in params:
+        sampling["min_new_tokens"] = min(max(0, params["min_new_tokens"] - num_kept), sampling["max_new_tokens"])
+    fields: dict[str, Any] = {"sampling_params": sampling}
+    if params.get(BESIDE):
+        fields[BESIDE] = params[BESIDE]
+    return fields
+
+
+def check_token_ids(params: Mapping[str, Any], vocab_size: int) -> None:
+    """Refuse token ids that no server may be sent, as one outside the vocabulary ends a real SGLang process.
+
+    Raises:
+        GenerationError: there is one.
+    """
+    for name in ("logit_bias", "stop_token_ids"):
+        foreign = [id for id in params.get(name) or () if not 0 <= int(id) < vocab_size]
+        if foreign:
+            raise GenerationError(
+                f"{name}: refused: got token id {foreign[0]}, need 0 to {vocab_size - 1}: "
+                f"the model's vocabulary has {vocab_size}"
+            )
+
+
+def _has_grammar(params: Mapping[str, Any]) -> bool:
+    return any(params.get(name) for name in GRAMMARS)
+
+
+def _has_penalty(params: Mapping[str, Any]) -> bool:
+    return any(params.get(name, neutral) != neutral for name, neutral in NO_PENALTIES.items())

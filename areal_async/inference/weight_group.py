@@ -1,0 +1,294 @@
+"""The process group over which one trainer broadcasts weights to inference servers, and the shape of a broadcast.
+
+Rank 0 hosts the store and sends; every other rank receives. The others may be servers of another make: the keys in the
+store are those of a ``torch.distributed`` group that was made with ``group_name`` over ``tcp://address:port``, and a
+bucket is its tensors' bytes, one after the other, in one tensor.
+
+Invariants: no wait is longer than the group's deadline; a group that failed once is of no more use; when rank 0 closes
+its group, nobody waits for it any longer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
+
+from areal_async.protocol.types import TensorSpec
+
+GLOO, NCCL = "gloo", "nccl"
+_Gloo: Any = ProcessGroupGloo
+"""As it is: torch's stubs have its options wrong."""
+
+_NEVER = timedelta(days=7)
+"""For NCCL's watchdog, which ends the whole process: the deadline is kept here instead."""
+_POLL_S = 0.001
+
+
+class WeightGroupError(Exception):
+    """The group did not come together, or broke: leave it and make another."""
+
+
+class WeightGroup:
+    """One rank's end of a group. For one thread at a time."""
+
+    def __init__(self, store: TCPStore, *, rank: int, size: int, name: str, backend: str, deadline_s: float) -> None:
+        self.port = store.port
+        """Where rank 0's store listens."""
+        self.rank = rank
+        self.size = size
+        self.name = name
+        self._kind = backend
+        self._deadline_s = deadline_s
+        self._store: TCPStore | None = store
+        self._hosted: TCPStore | None = None
+        self._backend: Any = None
+
+    @classmethod
+    def host(cls, *, address: str, size: int, name: str, backend: str, deadline_s: float) -> Self:
+        """Be rank 0: listen at a free port of ``address`` at once. ``meet`` must follow.
+
+        Raises:
+            WeightGroupError: the address is not this host's.
+        """
+        _check_backend(backend)
+        try:
+            listening = socket.create_server((address, 0), family=_family(address))
+        except OSError as exc:
+            raise WeightGroupError(f"weight group {name}: cannot listen at {address}: {exc}") from exc
+        port = listening.getsockname()[1]
+        deadline = timedelta(seconds=deadline_s)
+        with _translated(f"weight group {name}: no store of its own at {address}:{port}"):
+            hosted = TCPStore(
+                address,
+                port,
+                world_size=size,
+                is_master=True,
+                timeout=deadline,
+                wait_for_workers=False,
+                master_listen_fd=listening.detach(),
+            )
+            # A client like the others', so that the store can be closed while this rank waits in it.
+            store = TCPStore(address, port, size, is_master=False, timeout=deadline)
+        group = cls(store, rank=0, size=size, name=name, backend=backend, deadline_s=deadline_s)
+        group._hosted = hosted
+        return group
+
+    @classmethod
+    def join(cls, *, address: str, port: int, rank: int, size: int, name: str, backend: str, deadline_s: float) -> Self:
+        """Be another rank: find rank 0's store and meet the others.
+
+        Raises:
+            WeightGroupError: not all ranks came within the deadline, or rank 0 closed.
+        """
+        _check_backend(backend)
+        with _translated(f"weight group {name}: rank {rank} found no store at {address}:{port}"):
+            store = TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=deadline_s))
+        group = cls(store, rank=rank, size=size, name=name, backend=backend, deadline_s=deadline_s)
+        del store  # the group alone may keep it, so that closing the group closes it
+        try:
+            group.meet()
+        except WeightGroupError:
+            group.close()
+            raise
+        return group
+
+    def meet(self) -> None:
+        """Wait for the other ranks. NCCL meets in its first broadcast instead, under the same deadline.
+
+        Raises:
+            WeightGroupError: not all came within the deadline.
+        """
+        with _translated(f"weight group {self.name}: {self.size} ranks did not meet"):
+            self._backend = self._open_nccl() if self._kind == NCCL else self._open_gloo()
+
+    def broadcast(self, flat: torch.Tensor) -> None:
+        """Send ``flat`` from rank 0, or fill it on another rank. It is there on return, on the device too.
+
+        Raises:
+            WeightGroupError: a rank is gone or late, or this group is closed.
+        """
+        if self._backend is None:
+            raise WeightGroupError(f"weight group {self.name}: got a broadcast, need a group that met; join it first")
+        with _translated(f"weight group {self.name}: a broadcast of {flat.nbytes} bytes broke"):
+            if self._kind == NCCL:
+                _run_within(self._deadline_s, lambda: self._broadcast_nccl(flat))
+            else:
+                self._start_broadcast(flat).wait()
+
+    def close(self) -> None:
+        """Leave the group; whoever waits for this rank raises. Closing twice is no error."""
+        backend, self._backend = self._backend, None
+        if self._kind == NCCL and backend is not None:
+            # Aborting may itself wait for a peer that is gone.
+            with contextlib.suppress(WeightGroupError, RuntimeError):
+                _run_within(self._deadline_s, backend.abort)
+        del backend  # its connections end with the last reference
+        self._store = None
+        self.close_store()
+
+    def close_store(self) -> None:
+        """Have rank 0 and whoever else still meets in its store raise. From any thread; ``close`` must follow."""
+        self._hosted = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open_gloo(self) -> Any:
+        options = _Gloo._Options()
+        options._timeout = timedelta(seconds=self._deadline_s)
+        options._devices = [_Gloo.create_device(hostname=self._own_address())]
+        return _Gloo(self._prefixed("cpu"), self.rank, self.size, options)
+
+    def _open_nccl(self) -> Any:
+        from torch.distributed import ProcessGroupNCCL  # absent from builds without CUDA
+
+        options = ProcessGroupNCCL.Options()
+        options._timeout = _NEVER
+        return ProcessGroupNCCL(self._prefixed("cuda"), self.rank, self.size, options)
+
+    def _prefixed(self, device: str) -> PrefixStore:
+        """Nest the keys as ``torch.distributed`` does for a group with a name of its own."""
+        assert self._store is not None
+        return PrefixStore(f"{device}/", PrefixStore(f"{self.name}/", PrefixStore(self.name, self._store)))
+
+    def _own_address(self) -> str:
+        """Return the address of this host that reaches rank 0's store: the one where the others can reach us."""
+        assert self._store is not None
+        if self.rank == 0:
+            return self._store.host
+        with socket.create_connection((self._store.host, self.port), timeout=self._deadline_s) as probe:
+            address: str = probe.getsockname()[0]
+            return address
+
+    def _start_broadcast(self, flat: torch.Tensor) -> Any:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        options.rootTensor = 0
+        return self._backend.broadcast([flat], options)
+
+    def _broadcast_nccl(self, flat: torch.Tensor) -> None:
+        with torch.cuda.device(flat.device):
+            work = self._start_broadcast(flat)
+            while not work.is_completed():
+                time.sleep(_POLL_S)
+            work.wait()
+
+
+def describe(name: str, tensor: torch.Tensor) -> TensorSpec:
+    """Say what a receiver needs to know of a tensor in advance."""
+    return TensorSpec(name=name, dtype=str(tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
+
+
+def flatten(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Join the bytes of a bucket's tensors, in order, into one tensor on their device."""
+    return torch.cat([tensor.detach().contiguous().flatten().view(torch.uint8) for tensor in tensors])
+
+
+def empty_bucket(specs: Sequence[TensorSpec], device: torch.device | str = "cpu") -> torch.Tensor:
+    """Make room for the bytes of a bucket.
+
+    Raises:
+        ValueError: a tensor is of no type of torch's, has a negative dimension or would not be aligned.
+    """
+    return torch.empty(_offsets(specs)[-1], dtype=torch.uint8, device=device)
+
+
+def unflatten(flat: torch.Tensor, specs: Sequence[TensorSpec]) -> list[tuple[str, torch.Tensor]]:
+    """Return the named tensors of a bucket, as views of ``flat``.
+
+    Raises:
+        ValueError: as ``empty_bucket``, or ``flat`` has another size.
+    """
+    offsets = _offsets(specs)
+    if flat.numel() != offsets[-1]:
+        raise ValueError(f"bucket: got {flat.numel()} bytes, need {offsets[-1]}")
+    return [
+        (spec.name, flat[start:end].view(_dtype(spec)).view(spec.shape))
+        for spec, start, end in zip(specs, offsets, offsets[1:], strict=False)
+    ]
+
+
+def _offsets(specs: Sequence[TensorSpec]) -> list[int]:
+    """Return where each tensor begins, and where the last one ends."""
+    offsets = [0]
+    for spec in specs:
+        itemsize = _dtype(spec).itemsize
+        if any(length < 0 for length in spec.shape):
+            raise ValueError(f"bucket: got shape {spec.shape} for {spec.name}, need no negative dimension")
+        if offsets[-1] % itemsize:
+            raise ValueError(
+                f"bucket: got {spec.name} of {spec.dtype} at byte {offsets[-1]}, need a multiple of {itemsize}; "
+                f"put the wider types first"
+            )
+        offsets.append(offsets[-1] + torch.Size(spec.shape).numel() * itemsize)
+    return offsets
+
+
+def _dtype(spec: TensorSpec) -> torch.dtype:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"bucket: got type {spec.dtype!r} for {spec.name}, need one of torch's like bfloat16")
+    return dtype
+
+
+def _check_backend(backend: str) -> None:
+    if backend not in (GLOO, NCCL):
+        raise WeightGroupError(f"weight group: got backend {backend!r}, need {GLOO} or {NCCL}")
+    if backend == NCCL and not torch.distributed.is_nccl_available():
+        raise WeightGroupError(f"weight group: got backend {NCCL}, which this torch is built without; use {GLOO}")
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    """Turn torch's errors into ours.
+
+    The cause goes on without its traceback, whose frames would keep the store open after ``close``.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as exc:
+        cause = exc.with_traceback(None)
+    else:
+        return
+    raise WeightGroupError(f"{what}: {cause}") from cause
+
+
+def _run_within(deadline_s: float, call: Callable[[], None]) -> None:
+    """Run what may never return in a thread that is left behind at the deadline.
+
+    Raises:
+        WeightGroupError: it did not return in time.
+    """
+    errors: list[RuntimeError] = []
+
+    def run() -> None:
+        try:
+            call()
+        except RuntimeError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=run, name="weight-group", daemon=True)
+    thread.start()
+    thread.join(deadline_s)
+    if thread.is_alive():
+        raise WeightGroupError(f"nccl: got no answer of every rank in {deadline_s:g} s")
+    if errors:
+        raise errors[0]

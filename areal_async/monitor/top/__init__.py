@@ -1,0 +1,1 @@
+"""A live run on one screen."""

@@ -1,0 +1,118 @@
+"""Trajectories as a file for other programs: JSON lines and Parquet with all tokens, CSV with facts and texts."""
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from areal_async.monitor.output import replacing
+from areal_async.monitor.text import json_text
+from areal_async.monitor.token_text import Decoder
+from areal_async.monitor.trajectory_list import Entry
+from areal_async.monitor.transcript import version_text
+from areal_async.protocol.types import Trajectory
+from areal_async.trainer.output.archive_reader import Recorded
+
+SUFFIXES = (".jsonl", ".parquet", ".csv")
+TEXTS = ("prompt", "answer")
+"""Columns of CSV besides the facts: what was given up to the first sampled token, and all from there on."""
+
+
+def export(
+    path: Path,
+    entries: Sequence[Entry],
+    recorded: Mapping[str, Recorded],
+    decoder: Decoder,
+    *,
+    stored: Mapping[str, Trajectory] = MappingProxyType({}),
+) -> int:
+    """Write entries, with the tokens of those that were trained, and of those that are stored; return how many.
+
+    The file's name ends in one of ``SUFFIXES``. It appears whole or not at all.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    whole = {name: one.trajectory for name, one in recorded.items()} | dict(stored)
+    with replacing("--export", path) as temporary:
+        if path.suffix == ".csv":
+            with temporary.open("w", newline="", encoding="utf-8") as file:
+                writer = csv.writer(file)
+                writer.writerow((*Entry._fields, *TEXTS))
+                writer.writerows((*entry, *_texts(whole.get(entry.id), decoder)) for entry in entries)
+        else:
+            rows = [describe(entry, recorded.get(entry.id), whole.get(entry.id), decoder) for entry in entries]
+            if path.suffix == ".jsonl":
+                temporary.write_text("".join(json_text(row) + "\n" for row in rows), encoding="utf-8")
+            else:
+                _write_parquet(temporary, rows)
+    return len(entries)
+
+
+def _texts(trajectory: Trajectory | None, decoder: Decoder) -> tuple[str, str]:
+    """Return prompt and answer; those of several sequences one below the other, nothing without tokens."""
+    parts = []
+    for sequence in trajectory.sequences if trajectory is not None else ():
+        tokens, first = sequence.token_ids.tolist(), int(sequence.loss_mask.argmax())
+        parts.append(tuple(decoder.decode(one, skip_special_tokens=False) for one in (tokens[:first], tokens[first:])))
+    prompts, answers = zip(*parts, strict=True) if parts else ((), ())
+    return "\n\n".join(prompts), "\n\n".join(answers)
+
+
+def describe(
+    entry: Entry, recorded: Recorded | None, trajectory: Trajectory | None, decoder: Decoder
+) -> dict[str, Any]:
+    """Return everything about one trajectory. Token lists have one entry per token, None for a version nobody sampled.
+
+    ``trained`` is None where it is not known yet; all are empty without a trajectory.
+    """
+    sequences = trajectory.sequences if trajectory is not None else []
+    return {
+        **entry._asdict(),
+        "info": json_text(trajectory.info if trajectory is not None else {}),
+        "credits": [
+            {"reward": credit.reward, "num_tokens": credit.num_tokens, "role": credit.role}
+            for credit in (trajectory.slot.credits if trajectory is not None else [])
+        ],
+        "sequences": [
+            {
+                "text": decoder.decode(sequence.token_ids.tolist(), skip_special_tokens=False),
+                "token_ids": sequence.token_ids.tolist(),
+                "loss_mask": sequence.loss_mask.tolist(),
+                "trained": recorded.trained_mask(sequence) if recorded is not None else None,
+                "logprobs": sequence.logprobs.tolist(),
+                "versions": [version_text(packed) for packed in sequence.versions.tolist()],
+            }
+            for sequence in sequences
+        ],
+    }
+
+
+def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    whole, number, text = pa.int64(), pa.float64(), pa.string()
+    kinds = {"step": whole, "sibling": whole, "reward": number, "advantage": number, "tokens": whole}
+    kinds |= {"output_tokens": whole, "turns": whole, "truncated": whole, "near_step": whole}
+    sequence = pa.struct(
+        [
+            ("text", text),
+            ("token_ids", pa.list_(pa.int32())),
+            ("loss_mask", pa.list_(pa.bool_())),
+            ("trained", pa.list_(pa.bool_())),
+            ("logprobs", pa.list_(pa.float32())),
+            ("versions", pa.list_(text)),
+        ]
+    )
+    credit = pa.struct([("reward", number), ("num_tokens", whole), ("role", text)])
+    schema = pa.schema(
+        [
+            *((name, kinds.get(name, text)) for name in Entry._fields),
+            ("info", text),
+            ("credits", pa.list_(credit)),
+            ("sequences", pa.list_(sequence)),
+        ]
+    )
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)

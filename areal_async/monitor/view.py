@@ -1,0 +1,214 @@
+"""What the user sees of a run, as data: fed by the run's files and by what the roles say on the bus.
+
+Steps and evaluations come from the files, so that none is missed and a resumed run shows its history; the
+present comes from the metrics subjects, where a lost message costs a second.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from areal_async.config.settings import Settings
+from areal_async.errors import WireError
+from areal_async.monitor.evaluated import answers, failures, measured
+from areal_async.monitor.tail import JsonLines, Line, decode_object
+from areal_async.monitor.token_text import visible
+from areal_async.protocol.types import mean
+from areal_async.protocol.wire import decode_json
+
+MAX_NOTICES = 5
+MAX_NUMBER = 1e300
+"""What is told may have any number of digits, and is shown in those of a float."""
+KEPT_STEPS = 200
+"""Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleState:
+    """What one process said last."""
+
+    state: str
+    waits_for: str
+
+    def __str__(self) -> str:
+        return f"{self.state}, waits for {self.waits_for}" if self.waits_for else self.state
+
+
+@dataclass(slots=True)
+class RunView:
+    """The state of one run's display."""
+
+    settings: Settings
+    steps: deque[Line] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """The newest lines of ``metrics.jsonl``, oldest first."""
+    evaluations: list[Line] = field(default_factory=list)
+    """Lines of ``eval.jsonl``, oldest first."""
+    notices: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
+    roles: dict[str, RoleState] = field(default_factory=dict)
+    """``node 0`` -> what it does."""
+    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    controller: dict[str, Any] = field(default_factory=dict)
+    _steps_file: JsonLines = field(init=False)
+    _evaluations_file: JsonLines = field(init=False)
+    _num_steps_read: int = 0
+
+    def __post_init__(self) -> None:
+        self._steps_file = JsonLines(self.settings.run_directory / "metrics.jsonl")
+        self._evaluations_file = JsonLines(self.settings.run_directory / "eval.jsonl")
+
+    def read_files(self) -> tuple[list[Line], list[Line]]:
+        """Take in what the files have gained; return the steps and evaluations that are new."""
+        news = self._steps_file.read_new()
+        for _ in range(min(len(self.steps), self._num_steps_read - news.num_kept)):
+            self.steps.pop()
+        self._num_steps_read = news.num_kept + len(news.lines)
+        self.steps.extend(news.lines)
+        evaluations = self._evaluations_file.read_new().lines
+        self.evaluations += evaluations
+        return news.lines, evaluations
+
+    def on_metrics(self, subject: str, data: bytes) -> None:
+        """Take in one message on ``areal.<run>.metrics.<role>.<instance>``; what is no message of ours is ignored."""
+        try:
+            message = decode_json(data, dict[str, Any], what=subject)  # no NaN, which is no number of anything
+        except WireError:
+            return
+        role, _, instance = subject.split(".", 3)[-1].partition(".")
+        match role:
+            case "node":
+                name = str(message.get("node_id", instance))
+                self.nodes[name] = message
+                self.roles[f"node {name}"] = _node_state(message)
+            case "controller":
+                self.controller = message
+                self.roles[role] = _state(message)
+            case "trainer" if "state" in message:  # its steps come from the file
+                self.roles[role] = _state(message)
+
+    @property
+    def alarms(self) -> list[str]:
+        """Names of what the newest step, or the want of one, shows to be wrong with learning."""
+        newest = self.steps[-1] if self.steps else {}
+        return [name for said in (newest, self.controller) for name in str(said.get("alarm_names", "")).split()]
+
+    @property
+    def num_steps_done(self) -> int:
+        """The step that the newest line ends."""
+        return int(number(self.steps[-1], "step")) if self.steps else 0
+
+    @property
+    def generated_tokens_per_s(self) -> float:
+        """Over all nodes, as they said last."""
+        return sum(number(node, "tokens_per_s") for node in self.nodes.values())
+
+    @property
+    def servers(self) -> dict[str, dict[str, Any]]:
+        """Every inference server by its id, as its node described it last."""
+        said = [node.get("servers") for node in self.nodes.values()]
+        pairs = [pair for servers in said if isinstance(servers, dict) for pair in servers.items()]
+        return {name: server for name, server in pairs if isinstance(server, dict)}
+
+    def mean_reward(self, num_steps: int) -> float:
+        """Over the newest steps."""
+        return mean([number(line, "reward_mean") for line in self.newest_steps(num_steps)])
+
+    def newest_steps(self, num_steps: int) -> list[Line]:
+        """Return the newest lines that are held, so many at the most, oldest first."""
+        return list(self.steps)[-num_steps:]
+
+
+def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[Line]]:
+    """Part evaluations by workflow; where a run has a single one, under an empty name."""
+    if len(settings.tasks) < 2:
+        return {"": list(evaluations)}
+    names = [task.name for task in settings.tasks]
+    parts = {name: [line for line in evaluations if line.get("workflow") == name] for name in names}
+    return {name: part for name, part in parts.items() if part}
+
+
+def notice_text(subject: str, data: bytes) -> str | None:
+    """Return one line about an event of the run as a whole; the others are shown elsewhere, or at ``status``.
+
+    No node speaks for the run as a whole.
+    """
+    message = None if subject.split(".")[3] == "node" else decode_object(data)
+    if message is None or not str(message.get("event", "")).startswith(("run.", "alarm.", "checkpoint.damaged")):
+        return None
+    return event_text(message)
+
+
+def event_text(event: Line) -> str:
+    """Return one line about an event, safe to show on a terminal; of one that is told in a sentence, that."""
+    return visible(_event_text(event), newline=" ")
+
+
+def _event_text(event: Line) -> str:
+    kind = str(event.get("event", ""))
+    if "sentence" in event:
+        since = f" for {number(event, 'quiet_s'):.0f} s" if "quiet_s" in event else ""
+        return f"{kind}{since}: {event['sentence']}"
+    if kind == "checkpoint.damaged":
+        return f"{kind}: {event.get('version')}: {event.get('reason')}; set aside, going on from {event.get('taken')}"
+    values = {key: value for key, value in event.items() if key not in ("event", "at", "teller", "is_graded")}
+    if event.get("is_graded"):
+        values = {"mean_reward" if key == "accuracy" else key: value for key, value in values.items()}
+    if kind.partition(".")[0] in ("role", "server"):
+        return " ".join([kind, *(str(value) for value in _named_first(values))])
+    return " ".join([kind, *(f"{key}={value}" for key, value in values.items())])
+
+
+def _named_first(values: Line) -> Iterator[Any]:
+    """Yield what an event is about, then why; its numbers are for machines."""
+    yield from (values[key] for key in ("crew", "server_id", "version") if values.get(key))
+    yield from (f"({values[key]})" for key in ("reason", "failure") if values.get(key))
+    if "away_s" in values:
+        yield f"after {number(values, 'away_s'):.1f} s"
+
+
+def number(line: dict[str, Any], key: str) -> float:
+    """Return a number of a line; 0 when it is missing, something else or beyond all bounds."""
+    value = line.get(key, 0)
+    return float(value) if isinstance(value, int | float) and not abs(value) > MAX_NUMBER else 0.0
+
+
+def trained_tokens_per_s(line: Line) -> float:
+    """Tokens through the loss per second of training."""
+    seconds = number(line, "time_train_s")
+    return number(line, "num_tokens") / seconds if seconds > 0 else 0.0
+
+
+def step_text(line: Line, view: RunView) -> str:
+    """Return the one line that a step is without a terminal."""
+    return (
+        f"step {int(number(line, 'step'))}/{view.settings.run.steps}"
+        f" reward {number(line, 'reward_mean'):.3f}"
+        f" staleness {number(line, 'staleness_mean'):.1f}/{int(number(line, 'staleness_max'))}"
+        f" loss {number(line, 'loss'):.4f} grad {number(line, 'grad_norm'):.3f}"
+        f" gap {number(line, 'logprob_gap_mean'):.4f}"
+        f" {number(line, 'time_step_s'):.1f} s (wait {number(line, 'time_wait_data_s'):.1f}"
+        f" train {number(line, 'time_train_s'):.1f} weights {number(line, 'time_weights_s'):.1f})"
+        f" gen {view.generated_tokens_per_s:.0f} tok/s train {trained_tokens_per_s(line):.0f} tok/s"
+    )
+
+
+def evaluation_text(line: Line, view: RunView) -> str:
+    """Return the one line that an evaluation is without a terminal."""
+    of_task = f", {line.get('workflow')}" if len(view.settings.tasks) > 1 else ""
+    return (
+        f"eval of version {line.get('eval_id', '?')}{of_task}: {measured(line)}"
+        f" over {int(number(line, 'num_scored'))} {answers(line)}{failures(line)}"
+    )
+
+
+def _state(message: dict[str, Any]) -> RoleState:
+    return RoleState(str(message.get("state", "")), str(message.get("waits_for") or ""))
+
+
+def _node_state(message: dict[str, Any]) -> RoleState:
+    num_waiting = int(number(message, "num_groups_waiting_for_stream"))
+    return RoleState(
+        f"{int(number(message, 'num_trajectories_running'))} trajectories"
+        f" of {int(number(message, 'num_groups_running'))} groups running",
+        f"room in the stream with {num_waiting} groups" if num_waiting else "",
+    )

@@ -1,0 +1,1 @@
+"""One process on one host: its address, output, stacks, garbage collection and files."""

@@ -1,0 +1,127 @@
+"""Folders that are there whole or not at all, through a crash or a power cut, and for as long as somebody reads them.
+
+Written under another name beside the final one, every file synced, renamed, the parent synced. Who reads a folder that
+may be deleted holds a shared lock of one file in it, who deletes it the exclusive one: the kernel gives back what a
+killed reader held, and file systems that hosts share keep such locks of files, not all of them of folders.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+from areal_async.protocol.types import Version
+
+LEDGER = "ledger"
+"""In a checkpoint: what it was trained on. Readers hold the folder by it."""
+_VERSION = re.compile(r"\d+-\d+")
+
+
+@contextmanager
+def written_whole(directory: Path) -> Iterator[Path]:
+    """Give a fresh folder to fill; when the block ends without an error it becomes ``directory``.
+
+    One that is there already is replaced.
+    """
+    partial = partial_name(directory)
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    yield partial
+    finish(partial, directory)
+
+
+def partial_name(directory: Path) -> Path:
+    """Return where ``directory`` is filled: beside it, so that a rename stays on one file system."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def finish(partial: Path, directory: Path) -> None:
+    """Sync everything in ``partial`` and rename it to ``directory``."""
+    for folder, _, files in os.walk(partial):
+        for name in files:
+            _sync(Path(folder, name))
+        _sync(Path(folder))
+    replaced = directory.with_name(f".{directory.name}.replaced")
+    if directory.exists():
+        with suppress(OSError):
+            _remove(replaced)
+        directory.rename(replaced)
+    partial.rename(directory)
+    _sync(directory.parent)
+    with suppress(OSError):
+        _remove(replaced)
+
+
+def keep_newest(directory: Path, count: int, *, also: Collection[str] = (), lease: str = "") -> None:
+    """Delete all but the newest ``<lineage>-<step>`` folders of a directory, and those named in ``also``.
+
+    Args:
+        lease: name of the file in each by which its readers hold it (``held``); what is held stays this time.
+    """
+    for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
+        _remove(leftover)  # of a save that a crash cut short
+    folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
+    for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
+        if path.name not in also:
+            _delete(path, lease)
+
+
+@contextmanager
+def held(folder: Path, lease: str) -> Iterator[bool]:
+    """Keep ``keep_newest`` from deleting a folder while the block lasts; say whether it is there."""
+    try:
+        file = (folder / lease).open("rb")
+    except FileNotFoundError:
+        yield False
+        return
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:  # it is being deleted
+            yield False
+            return
+        yield (folder / lease).is_file()
+
+
+def _delete(folder: Path, lease: str) -> None:
+    """Delete a folder, unless somebody holds it; whoever comes later finds none."""
+    aside = folder.with_name(f".{folder.name}.replaced")
+    with ExitStack() as stack:
+        if lease and (folder / lease).is_file():
+            file = stack.enter_context((folder / lease).open("r+b"))  # some file systems give writers alone this lock
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+        folder.rename(aside)
+    _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    """Delete a folder; of one that was put elsewhere, the link to it."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def versions_in(folder: Path) -> list[Version]:
+    """Return the versions that folders in a folder are named by, oldest first."""
+    found = []
+    for path in folder.glob("*-*"):
+        try:
+            found.append(Version.parse(path.name))
+        except ValueError:
+            continue
+    return sorted(found)

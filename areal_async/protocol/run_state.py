@@ -1,0 +1,121 @@
+"""What operators want of a run, how its processes fare, and what it is: values of keys in the run's bucket."""
+
+from __future__ import annotations
+
+from areal_async.protocol.fields import Count, NumServers, OptionalVersionText, TokenText
+from areal_async.protocol.types import Record
+
+
+class Control(Record, frozen=True, kw_only=True):
+    """KV ``control``: what operators want of the run as a whole. The controller writes it, on their order."""
+
+    is_paused: bool = False
+    """Nothing is admitted. What was admitted before is finished."""
+    is_stopping: bool = False
+    """The launcher ends the run as at SIGTERM; it takes this back when the run is started again."""
+    by: str = ""
+    """Who gave the last order."""
+    reason: str = ""
+    at: str = ""
+    """When, in UTC as ISO 8601."""
+
+
+class CrewState(Record, frozen=True, kw_only=True):
+    """KV ``crew.<name>``: how the launcher sees processes that live and die together."""
+
+    name: str
+    state: str
+    """``running``, ``died`` (it will be started again), ``stopped`` or ``finished``."""
+    reason: str = ""
+    """Why it died the last time."""
+    num_starts: Count = 0
+    at: str = ""
+    """Since when it is so, in UTC as ISO 8601."""
+
+
+class Holder(Record, frozen=True, kw_only=True):
+    """KV ``launcher`` and ``node.<id>``: the process that keeps the run, or a joined node; it writes this again and
+    again, and a key that is not written any more is kept by nobody."""
+
+    holder_id: str
+    """Different for every holder."""
+    host: str
+    pid: Count
+    since: str
+    """In UTC as ISO 8601."""
+    has_left: bool = False
+    """In good order: nobody needs to find out."""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for people."""
+        return f"process {self.pid} of host {self.host}"
+
+
+class Change(Record, frozen=True, kw_only=True):
+    """A setting that was changed while the run went on."""
+
+    value: float
+    given: float | None
+    """What the settings said then, None included. The change holds while they still do."""
+    by: str = ""
+    reason: str = ""
+    at: str = ""
+    """When, in UTC as ISO 8601."""
+
+
+class Changes(Record, frozen=True, kw_only=True):
+    """KV ``changes``: the settings that operators have changed. The controller writes it, on their order."""
+
+    by_setting: dict[str, Change] = {}
+    """Dotted name -> its newest change."""
+
+
+class SharedSettings(Record, frozen=True, kw_only=True):
+    """KV ``settings``: what the run does, for who joins it from elsewhere. The launcher writes it at each start."""
+
+    settings: str
+    """All of them, resolved, as JSON."""
+    library: str
+    """Version of the library that wrote it."""
+    files: dict[str, str] = {}
+    """path -> SHA-256 of the workflows' files, and of what they import from the repository."""
+
+
+class RunState(Record, frozen=True, kw_only=True):
+    """KV ``run``: how far the run as a whole is."""
+
+    state: str = "running"
+    """``running``, ``stopped`` (its launcher has ended, and another start goes on), ``finished`` or ``failed``."""
+    reason: str = ""
+
+
+DISOWNED = "its node is gone"
+"""Why a server is fenced whose node has not been heard for too long: the controller writes it, in the node's stead."""
+
+
+class ServerState(Record, frozen=True, kw_only=True):
+    """KV ``server.<id>``: what one inference server runs."""
+
+    server_id: TokenText
+    node_id: str
+    url: str
+    version: OptionalVersionText
+    """Empty until it holds an announced version."""
+    incarnation: str = ""
+    """Different after every start of its process."""
+    num_ranks: Count = 1
+    """GPUs it is spread over: its ranks in an update group."""
+    fenced: bool = False
+    reason: str = ""
+    failure: str = ""
+    """Why it was fenced the last time, other than to be started."""
+    unreadable: str = ""
+    """Why the files of the weights that it should hold cannot be loaded; empty once some were."""
+
+
+class FleetSize(Record, frozen=True, kw_only=True):
+    """KV ``fleet.<node>``: how many servers the operator wants a node to have from now on."""
+
+    num_servers: NumServers | None = None
+    """``None``, like no such key at all, for as many as the settings say."""

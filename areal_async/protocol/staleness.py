@@ -1,0 +1,54 @@
+"""The one rule of freshness, pure and alone.
+
+Step n (from 1) starts from version n-1 and makes version n; a token of version v has in step n the age
+``n - 1 - v``. Three guards use it under three names: *admit* prevents, *cut* guarantees, *assert* proves.
+"""
+
+from collections.abc import Mapping
+
+from areal_async.protocol.types import Version
+
+UNKNOWN_AGE = 1 << 30
+"""Over any bound."""
+
+
+def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, int] | None = None) -> int:
+    """Return the age, in versions, that a token of ``version`` has in ``step`` of ``lineage``.
+
+    A step whose cut was replayed stands in for the lost one, so age is counted by step number. Where a
+    lineage left its predecessor at step ``branches[lineage]`` and the version lies beyond that step, the
+    steps since the common ancestor are added on both sides.
+
+    Args:
+        branches: lineage -> last step shared with the lineage before it; one that is absent shares all.
+
+    Raises:
+        ValueError: the version belongs to a newer lineage than ``lineage``.
+    """
+    if version.lineage > lineage:
+        raise ValueError(f"age: got version {version} of a newer lineage, need at most lineage {lineage}")
+    branches = branches or {}
+    shared = [branches[mid] for mid in range(version.lineage + 1, lineage + 1) if mid in branches]
+    ancestor = min(shared, default=version.step)
+    if version.step <= ancestor:
+        return step - 1 - version.step
+    return (step - 1 - ancestor) + (version.step - ancestor)
+
+
+def oldest_age_at(
+    *, step: int, first: Version, last: Version, lineage: int, branches: Mapping[int, int] | None = None
+) -> int:
+    """Return the greatest age that a token sampled between two versions can have in ``step`` of ``lineage``.
+
+    Ages fall from version to version, until a branch: beyond the shared steps they rise. Whatever was sampled over a
+    change of lineage may hold tokens further beyond them than either end tells: its age is ``UNKNOWN_AGE``.
+    """
+    branches = branches or {}
+    if first.lineage < last.lineage and any(mid > first.lineage for mid in branches):
+        return UNKNOWN_AGE
+    return max(age_at(step=step, version=one, lineage=lineage, branches=branches) for one in {first, last})
+
+
+def max_groups_in_flight(*, max_staleness: int, batch_groups: int) -> int:
+    """Return the credit: how many groups may be admitted and not settled."""
+    return (max_staleness + 1) * batch_groups

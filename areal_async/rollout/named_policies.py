@@ -1,0 +1,112 @@
+"""The policies that a workflow takes beside ``policy``, made anew for every trajectory and given to it by name.
+
+A *role* is the model under training under another name: its turns are in the trajectory, with its name on them. A
+*frozen* policy is another model: it has servers of its own, and none of its tokens is ever in a trajectory. A *reward
+model* is frozen too, and only scores.
+
+A workflow that is given a list of siblings takes what is frozen once, for all of them, and a role as a list: one for
+each sibling, in their order.
+"""
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from areal_async.api import Message, Policy, RewardModel, Workflow
+from areal_async.config.settings import PolicySettings, SamplingSettings, Settings
+from areal_async.inference.pool import Pool
+from areal_async.protocol.types import Prompt
+from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.policy.messages import checked_messages
+from areal_async.rollout.policy.offload import is_long, run_beside
+from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.policy.text import Room, TextCodec
+from areal_async.rollout.user_code.task_scope import in_nobodys_name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenModel:
+    """A model that is never trained, as a node has it."""
+
+    generator: Generator
+    codec: TextCodec
+    pool: Pool
+
+
+class Scorer(Protocol):
+    """What a reward model needs of its client."""
+
+    async def score(self, prompt_ids: list[int]) -> float: ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FrozenReward:
+    """A reward model, as a node has it and as workflows take it (``contracts.RewardModel``)."""
+
+    scorer: Scorer
+    codec: TextCodec
+    pool: Pool
+
+    async def score(self, messages: Sequence[Message]) -> float:
+        """Score a whole conversation, rendered by the reward model's own chat template."""
+        messages = checked_messages(messages)
+        work = partial(self._tokenized, messages)
+        prompt_ids = await run_beside(work) if is_long(messages) else work()
+        with in_nobodys_name():
+            return await self.scorer.score(prompt_ids)
+
+    def _tokenized(self, messages: list[Message]) -> list[int]:
+        """Return the prompt; one that fits into no server is refused before it is tokenized."""
+        self.codec.check_roles(messages)
+        text = self.codec.render(messages, for_reply=False)
+        rooms = [server.context_tokens for server in self.pool.servers.values()]
+        if known := [tokens for tokens in rooms if tokens is not None]:
+            Room(max(known), "inference.context_length or the reward model's").check_length(text)
+        return self.codec.encode(text)
+
+
+def with_policies(
+    workflow: Callable[..., Any],
+    names: Collection[str],
+    settings: Settings,
+    frozen: Mapping[str, FrozenModel | FrozenReward],
+) -> Workflow:
+    """Return the workflow as one that takes ``policy`` alone; it is given the others by name.
+
+    Args:
+        names: of the policies that it takes, each in ``settings.policies``.
+        frozen: those that are frozen.
+    """
+    if not names:
+        return workflow
+
+    def policy_for(given: Policy | Sequence[Policy], name: str) -> Policy | RewardModel | list[Policy]:
+        siblings = [_served(one) for one in (given if isinstance(given, Sequence) else [given])]
+        own = settings.policies[name]
+        if own.is_frozen:
+            model = frozen[name]
+            if isinstance(model, FrozenReward):
+                return model
+            sampling = own.sampling_over(settings.rollout.sampling)
+            return siblings[0].beside(name, model.generator, model.codec, sampling)
+        roles: list[Policy] = [one.in_role(name, role_sampling(own, one.sampling)) for one in siblings]
+        return roles if isinstance(given, Sequence) else roles[0]
+
+    @functools.wraps(workflow)
+    async def run(prompt: Prompt, given: Policy | Sequence[Policy]) -> Any:
+        return await workflow(prompt, given, **{name: policy_for(given, name) for name in names})
+
+    return run
+
+
+def _served(policy: Policy) -> ServedPolicy:
+    assert isinstance(policy, ServedPolicy), "others are made of the policy of a node"
+    return policy
+
+
+def role_sampling(own: PolicySettings, sampling: SamplingSettings) -> SamplingSettings:
+    """Return how a role samples beside a ``policy`` that samples like this: greedily where it does, in evaluation."""
+    own_sampling = own.sampling_over(sampling)
+    return own_sampling if sampling.temperature else own_sampling.greedy

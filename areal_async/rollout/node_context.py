@@ -1,0 +1,87 @@
+"""What every ticket of a node works with."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import anyio
+
+from areal_async.api import GroupWorkflow, Workflow
+from areal_async.bus import Bus
+from areal_async.config.settings import SamplingSettings, Settings
+from areal_async.errors import UserError
+from areal_async.protocol.publish_log import Receipts
+from areal_async.rollout.endpoint.policy import ServedPolicy
+from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.named_policies import FrozenModel, FrozenReward, with_policies
+from areal_async.rollout.policy.policy import CallParser, Generator
+from areal_async.rollout.policy.text import TextCodec
+from areal_async.rollout.publish import Backpressure
+from areal_async.rollout.user_code.workflows import policies_taken
+
+READS_AT_ONCE = 4
+"""Each takes up to 17 MB; the broker cuts off who leaves 128 MB unread."""
+
+
+@dataclass
+class Counts:
+    """What the node has done, for its metrics. The totals only grow."""
+
+    num_groups_running: int = 0
+    num_trajectories_running: int = 0
+    num_scored: int = 0
+    num_failed: int = 0
+    num_rejected: int = 0
+    last_failure: str = ""
+
+
+@dataclass(kw_only=True)
+class Workplace:
+    """What every ticket of a node works with."""
+
+    settings: Settings
+    bus: Bus
+    node_id: str
+    generator: Generator
+    codec: TextCodec
+    workflows: Mapping[str, Workflow | GroupWorkflow]
+    frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
+    """By the names of their policies."""
+    endpoint: Endpoint = field(default_factory=Endpoint)
+    """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""
+    call_parser: CallParser | None = None
+    """The servers' own parser of tool calls, where it is to be used."""
+    counts: Counts = field(default_factory=Counts)
+    backpressure: Backpressure = field(default_factory=Backpressure)
+    reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
+    """Bounds the payloads on their way here: after a crash every ticket comes again at once."""
+    receipts: Receipts = field(init=False)
+    now: Settings = field(init=False)
+    """With what operators have changed. Training groups begin with it; evaluations stay with ``settings``, as their
+    numbers are compared over the whole run."""
+
+    def __post_init__(self) -> None:
+        self.now = self.settings
+        self.receipts = Receipts(self.settings.run_directory, self.node_id)
+
+    def policy(self, sampling: SamplingSettings, *, name: str) -> ServedPolicy:
+        """Return a new trajectory's policy."""
+        return ServedPolicy(
+            self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
+        )
+
+    def workflow(self, name: str, settings: Settings) -> Workflow | GroupWorkflow:
+        """Return the workflow of a ticket, given the policies that it takes beside ``policy``.
+
+        Args:
+            settings: by which those sample.
+
+        Raises:
+            UserError: the settings of this node do not have it.
+        """
+        if name not in self.workflows:
+            raise UserError(
+                f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
+            )
+        workflow, policies = self.workflows[name], settings.policies
+        own = settings.model_copy(update={"rollout": settings.rollout_of(name)})
+        return with_policies(workflow, policies_taken(workflow, policies), own, self.frozen)

@@ -1,0 +1,1 @@
+"""What a workflow talks to: conversations in, recorded tokens out."""

@@ -1,0 +1,171 @@
+"""Between text and tokens: the model's tokenizer, its chat template, and the tokens that end a turn."""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from areal_async.api import Message
+from areal_async.chat_template import take_template, text_of, write
+from areal_async.config.template import TemplateSettings
+from areal_async.errors import ContextFull, UserError, WorkflowError
+from areal_async.process.gc_pauses import importing
+from areal_async.rollout.policy.messages import for_template
+from areal_async.rollout.tools.parse import ToolFormat, guess_format
+from areal_async.rollout.user_code.boundary import attributed_to
+
+USUAL_TEMPLATE = TemplateSettings()
+USUAL_ROLES = {"system", "user", "assistant", "tool"}
+"""Every template is expected to know them; one that leaves such a message out is found out."""
+_MARK = "areal0mark0"
+ENCODE_CACHE_TEXTS, ENCODE_CACHE_LONG_TEXTS = 1024, 8
+"""All siblings of a group begin with the same prompt; tokenizing it once is most of a node's tokenizing saved."""
+LONG_TEXT_CHARACTERS = 1 << 16
+"""A tokenizer takes some ten milliseconds for so many; a longer text is tokenized beside the loop, and few are kept."""
+CHARACTERS_PER_TOKEN = 16
+"""More than any text has on average: prose has four or five, source code indented deeply eight."""
+
+
+class Room(NamedTuple):
+    """What a prompt has to fit into."""
+
+    num_tokens: int
+    setting: str
+    """Says so, for a user."""
+
+    def check_length(self, text: str) -> None:
+        """Refuse a text before it is tokenized: no tokenizer could fit it in.
+
+        Raises:
+            ContextFull: it has too many characters.
+        """
+        at_least = len(text) // CHARACTERS_PER_TOKEN
+        if at_least >= self.num_tokens:
+            raise ContextFull(at_least, self.num_tokens, self.setting, num_characters=len(text))
+
+
+class TextCodec:
+    """A Hugging Face tokenizer, as a policy needs it."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        stop_token_ids: Sequence[int],
+        vocab_size: int,
+        template_arguments: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.model = str(getattr(tokenizer, "name_or_path", "") or "policy")
+        """Folder or hub name of the model."""
+        self._template = text_of(tokenizer)
+        self._template_arguments = template_arguments or {}
+        self._written_roles = {"user", "assistant"}
+        self.tool_format: ToolFormat = guess_format(self._template)
+        """How the model writes calls."""
+        self.vocab_size = vocab_size
+        """Of the model, which may know more tokens than its tokenizer uses, or fewer."""
+        self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
+        self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
+        self.stop_token_ids = list(stop_token_ids)
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, for_reply: bool = True
+    ) -> str:
+        """Write a conversation with the model's chat template, up to where the model answers.
+
+        Args:
+            tools: their schemas, as OpenAI writes them.
+            for_reply: ``False`` stops after the last message instead.
+
+        Raises:
+            WorkflowError: the template refuses it, or cannot write it.
+        """
+        if not self._template:
+            raise WorkflowError(
+                "chat template: the model's tokenizer has none; name a Jinja file, rollout.template.path, or ask with "
+                "policy.complete"
+            )
+        with attributed_to(WorkflowError, "chat template"):
+            return write(
+                self._tokenizer,
+                [for_template(message) for message in messages],
+                self._template_arguments,
+                tools=[dict(tool) for tool in tools],
+                for_reply=for_reply,
+            )
+
+    def check_roles(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Refuse a role that the model's chat template does not write: it would leave the message out, or make one up.
+
+        Raises:
+            WorkflowError: there is one.
+        """
+        for index, message in enumerate(messages):
+            role = message["role"]
+            if role in self._written_roles:
+                continue
+            marked = [*messages[:index], {**message, "content": _MARK}, *messages[index + 1 :]]
+            is_named = role in USUAL_ROLES or f"'{role}'" in self._template or f'"{role}"' in self._template
+            if not is_named or _MARK not in self.render(marked, tools):
+                known = sorted(self._written_roles | (USUAL_ROLES - {role}))
+                raise WorkflowError(
+                    f"messages: got the role {role!r:.50}, which the model's chat template does not write, need one of "
+                    f"{', '.join(known)}"
+                )
+            self._written_roles.add(role)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Tokenize; a rendered conversation holds its special tokens already."""
+        encode_once = self._encode_once if len(text) <= LONG_TEXT_CHARACTERS else self._encode_long_once
+        return list(encode_once(text, add_special_tokens))
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    def decode_reply(self, output_ids: list[int]) -> str:
+        """Return what the model wrote, special tokens too, without the one that ends its turn."""
+        return self.decode(output_ids[:-1] if self.ends_turn(output_ids) else output_ids, skip_special_tokens=False)
+
+    def ends_turn(self, output_ids: list[int]) -> bool:
+        """Say whether the model has said the end of its turn."""
+        return bool(output_ids) and output_ids[-1] in self.stop_token_ids
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def load_codec(
+    model_path: str,
+    template: TemplateSettings = USUAL_TEMPLATE,
+    *,
+    setting: str = "model.path",
+    template_setting: str = "rollout.template",
+) -> TextCodec:
+    """Load the tokenizer of a model that ``setting`` names. Takes seconds: the library that reads it is large.
+
+    Raises:
+        UserError: there is none, or it has no end token to stop at, or no model it is for, or ``template`` does not do.
+    """
+    with importing():
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    model = f"{setting} {model_path}"
+    with attributed_to(UserError, f"{model}: cannot load its tokenizer"):
+        tokenizer = AutoTokenizer.from_pretrained(model_path)
+    take_template(tokenizer, template, setting=template_setting)
+    with attributed_to(UserError, f"{model}: cannot load its configuration"):
+        vocab_size = AutoConfig.from_pretrained(model_path).get_text_config().vocab_size
+    ids = {tokenizer.eos_token_id}
+    if not Path(model_path).is_dir() or Path(model_path, "generation_config.json").is_file():
+        with attributed_to(UserError, f"{model}: cannot load its generation config"):
+            eos = GenerationConfig.from_pretrained(model_path).eos_token_id
+        ids |= set(eos if isinstance(eos, list) else [eos])
+    ids.discard(None)
+    if not ids:
+        raise UserError(f"{model}: names no end-of-turn token; set eos_token_id in its configuration")
+    return TextCodec(
+        tokenizer, stop_token_ids=sorted(ids), vocab_size=vocab_size, template_arguments=template.arguments
+    )

@@ -1,0 +1,105 @@
+"""What a node owes for the one before it that ended itself: the slot that held up its event loop is stored as failed.
+
+Before any ticket is leased, so that nobody runs that slot again. Where a sibling of its group held up a loop before, it
+is the prompt: then the others that are missing are stored as failed as well, instead of ending a node for each.
+"""
+
+import secrets
+
+import structlog
+
+from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.rollout.duties import missing_siblings
+from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.publish import Outbox
+from areal_async.rollout.runner import stored_messages
+from areal_async.rollout.settled import SettledGroups
+from areal_async.rollout.slots import failed_trajectory
+from areal_async.rollout.user_code.loop_block_report import HELD_UP, Blockage, BlockageFile
+from areal_async.telemetry import wait_graph
+
+log = structlog.get_logger()
+
+RowKey = tuple[str, int]
+"""An answer that an evaluation asks for, and the number of the attempt at that."""
+
+
+def row_key(ticket: EvalTicket) -> RowKey:
+    return ticket.answer, ticket.attempt
+
+
+async def make_amends(place: Workplace, file: BlockageFile) -> set[RowKey]:
+    """Store what became of the work that held up this node's loop in its earlier life.
+
+    consumes:     the file that it left
+    waits for:    room in the stream
+    produces:     a failed slot for that work, or the result of a held-out row
+    unblocked by: the stream having room
+
+    Returns:
+        Rows of evaluations that have their result and need only be acknowledged.
+    """
+    blockage = file.read()
+    ended: set[RowKey] = set()
+    if blockage is not None and blockage.work is not None:
+        if blockage.work.ticket is not None:
+            await _store_slots(place, blockage, blockage.work.ticket)
+        if (row := blockage.work.eval_ticket) is not None:
+            await _publish_result(place, blockage, row)
+            ended.add(row_key(row))
+        log.warning("blockage.recorded", workflow=blockage.work.workflow, slot=blockage.work.name, at=blockage.place)
+    file.remove()
+    return ended
+
+
+async def _store_slots(place: Workplace, blockage: Blockage, ticket: Ticket) -> None:
+    if (await SettledGroups(place.bus).among([ticket]))[0]:
+        return
+    siblings = _to_fail(ticket, await stored_messages(place, ticket), blockage)
+    if not siblings:
+        return
+    outbox = Outbox(
+        place.bus,
+        place.bus.names,
+        ticket,
+        producer=f"{place.node_id}.{secrets.token_hex(4)}",
+        num_expected=len(siblings),
+        linger_s=0.0,
+        backpressure=place.backpressure,
+        receipts=place.receipts,
+    )
+    work = blockage.work
+    for sibling, reason in siblings.items():
+        is_culprit = work is not None and sibling == work.sibling
+        uid = work.sample_uid if is_culprit and work else f"{ticket.group_id}.{sibling}.{place.node_id}.not_run"
+        slot = Slot(
+            sibling=sibling, sample_uid=uid, status=SlotStatus.FAILED, oldest=ticket.version, newest=ticket.version
+        )
+        outbox.put(failed_trajectory(slot, reason))
+    with wait_graph.on(wait_graph.BROKER, "slots to be stored by", waiter=wait_graph.node(place.node_id)):
+        await outbox.run()
+
+
+def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) -> dict[int, str]:
+    """Return the siblings to store as failed, each with its reason; none where that was done before."""
+    assert blockage.work is not None
+    slots = [slot for message in stored for slot in message.slots]
+    if any(slot.sample_uid == blockage.work.sample_uid for slot in slots):
+        return {}
+    missing = missing_siblings(ticket, stored)
+    if blockage.work.is_whole_group:
+        return dict.fromkeys(missing, blockage.reason)
+    culprit = blockage.work.sibling
+    reasons = {culprit: blockage.reason} if culprit in missing else {}
+    if any(HELD_UP in slot.reason for slot in slots):
+        others = (
+            f"workflow {ticket.workflow}: not run, as two siblings {HELD_UP} of a node; the last, {blockage.reason}"
+        )
+        reasons |= {sibling: others for sibling in missing if sibling != culprit}
+    return reasons
+
+
+async def _publish_result(place: Workplace, blockage: Blockage, ticket: EvalTicket) -> None:
+    result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason, sample=ticket.sample)
+    msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
+    await place.bus.publish_patiently(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)

@@ -1,0 +1,1 @@
+"""Rewards, run in worker processes that can be killed."""

@@ -1,0 +1,1 @@
+"""Whatever users write, loaded, confined and told about."""

@@ -1,0 +1,146 @@
+"""Every step's and evaluation's numbers to TensorBoard and, on request, to Weights & Biases."""
+
+import shutil
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from areal_async.config.settings import Settings
+from areal_async.errors import UserError
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+
+TAGS = {
+    "reward_mean": "reward/mean",
+    "reward_std": "reward/std",
+    "staleness_mean": "staleness/mean",
+    "staleness_max": "staleness/max",
+}
+"""Where a number's place on the board is not told by its first word."""
+GROUPS = {
+    "time": "time", "logprob": "gap", "ratio": "policy", "clip": "policy", "entropy": "policy", "kl": "policy",
+    "behave": "policy", "num": "batch", "groups": "batch", "output": "batch", "truncated": "batch",
+    "dropped": "batch", "failed": "batch", "temperature": "batch", "value": "critic", "loss": "policy",
+    "grad": "optimizer", "lr": "optimizer",
+}  # fmt: skip
+
+
+def tag_of(key: str) -> str:
+    """Return a metric's tag, ``<group>/<name>``: boards show a group's curves together."""
+    if key in TAGS or "/" in key:
+        return TAGS.get(key, key)
+    return f"{GROUPS.get(key.partition('_')[0], 'other')}/{key}"
+
+
+class Curves:
+    """The boards that a run's numbers go to."""
+
+    def __init__(self, settings: Settings, run_directory: Path) -> None:
+        """Start anew: what an earlier start of the run wrote is to be written again.
+
+        Raises:
+            UserError: Weights & Biases is asked for and not installed.
+        """
+        self._directory = run_directory / "tensorboard"
+        self._has_board = settings.metrics.tensorboard
+        self._board: Any = None
+        self._num_rewinds = 0
+        self._tracker = _start_wandb(settings, run_directory) if settings.metrics.wandb_project else None
+        if self._has_board:
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+    def rewind(self, *, to_step: int) -> None:
+        """Have boards forget what they were given of later steps, which are done anew."""
+        if self._board is not None:
+            self._board.close()
+            self._num_rewinds += 1
+            self._board = _Board(self._directory, self._num_rewinds, purge_step=to_step + 1)
+
+    def add(self, line: Mapping[str, Any], *, step: int, prefix: str = "") -> None:
+        """Write the numbers of one line."""
+        scalars = {
+            (prefix + key if prefix else tag_of(key)): float(value)
+            for key, value in line.items()
+            if isinstance(value, int | float) and key != "step"
+        }
+        if self._has_board:
+            self._board = self._board or _Board(self._directory, self._num_rewinds)
+            self._board.add(scalars, step)
+        if self._tracker is not None:
+            self._tracker.log({**scalars, "step": step})
+
+    def flush(self) -> None:
+        """Make what was added visible."""
+        if self._board is not None:
+            self._board.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        if self._board is not None:
+            self._board.close()
+        if self._tracker is not None:
+            self._tracker.finish()
+
+
+class _Board:
+    """One file of events.
+
+    The library's own ``EventFileWriter`` writes from a thread: an error ends that silently, as on a full disk, and then
+    whoever adds to its queue waits for ever. Here it is raised.
+    """
+
+    def __init__(self, directory: Path, number: int, *, purge_step: int | None = None) -> None:
+        # Imported here: a command that writes no curves need not load it.
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        directory.mkdir(parents=True, exist_ok=True)
+        # Its readers know the file by its name, and read a directory's in their order.
+        path = directory / f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{number:06d}"
+        self._writer = RecordWriter(path.open("xb"))
+        self._write(Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if purge_step is not None:
+            start = SessionLog(status=SessionLog.START)
+            self._write(Event(wall_time=time.time(), step=purge_step, session_log=start))
+
+    def add(self, scalars: Mapping[str, float], step: int) -> None:
+        """Write the numbers of one step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
+        self._write(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _write(self, event: "Event") -> None:
+        self._writer.write(event.SerializeToString())
+
+
+def _start_wandb(settings: Settings, run_directory: Path) -> Any:
+    try:
+        import wandb
+    except ImportError as exc:
+        raise UserError(
+            f"metrics.wandb_project: got {settings.metrics.wandb_project!r}, need the package wandb; "
+            "pip install areal-async[wandb], or leave it out"
+        ) from exc
+    run = wandb.init(
+        project=settings.metrics.wandb_project,
+        dir=str(run_directory),
+        name=settings.run.name,
+        id=settings.run.name,
+        resume="allow",
+        config=settings.model_dump(mode="json"),
+    )
+    # Steps that a restored run does again come a second time, which the tracker's own counter would refuse.
+    run.define_metric("step")
+    run.define_metric("*", step_metric="step")
+    return run

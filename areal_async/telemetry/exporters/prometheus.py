@@ -1,0 +1,159 @@
+"""``/metrics`` of one process, and the file that tells Prometheus where it is.
+
+Ports are free ones, since any number of processes share a host; ``<run.directory>/prometheus/*.json``, a file per
+process, are in the form of Prometheus's file-based service discovery, whose ``file_sd_configs`` follow them.
+
+A process that ends takes its file with it. One that is killed leaves it, for Prometheus to see that it does not answer;
+the next process here that is scraped, of any run, removes what the dead of this host have left.
+"""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from areal_async.config.metrics import MetricsSettings
+from areal_async.config.settings import Settings
+from areal_async.errors import UserError, WireError
+from areal_async.process.http_server import serve_app
+from areal_async.protocol.wire import decode_json
+from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, Sample, samples
+
+STOP_DEADLINE_S = 3.0
+HOST, PID, NAMESPACE = "__areal_host", "__areal_pid", "__areal_pid_namespace"
+"""Labels that say whose file it is: Prometheus drops those that begin so, once it has read them."""
+
+log = structlog.get_logger()
+
+
+@asynccontextmanager
+async def exporting(
+    settings: Settings, run_directory: Path, *, role: str, report: Callable[[], dict[str, Any]], instance: str = "0"
+) -> AsyncIterator[None]:
+    """Serve what ``report`` says while the block runs, where ``metrics.prometheus`` asks for it.
+
+    Args:
+        report: called for each scrape, on the event loop; it must not block or raise.
+
+    Raises:
+        UserError: ``metrics.prometheus_host`` is no address of this host.
+    """
+    if not settings.metrics.prometheus:
+        yield
+        return
+    # Imported here: most runs never need it.
+    from prometheus_client import GC_COLLECTOR, PLATFORM_COLLECTOR, PROCESS_COLLECTOR, CollectorRegistry, make_asgi_app
+
+    registry = CollectorRegistry(auto_describe=False)
+    for own in (PROCESS_COLLECTOR, GC_COLLECTOR, PLATFORM_COLLECTOR):
+        registry.register(own)
+    registry.register(_Collector(lambda: [*samples(role, report()), *_disk(run_directory)]))
+    listening = _listen(settings.metrics.prometheus_host)
+    server, serving = serve_app(make_asgi_app(registry), listening, loop=asyncio.get_running_loop())
+    target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
+    # In one folder for all runs: the discovery follows patterns of file names, not of folders.
+    place = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"
+    remove_dead_targets(place.parent)
+    write_target(place, target, labels={"run": settings.run.name, "role": role, "instance": instance} | _own_labels())
+    log.info("prometheus.serving", url=f"http://{target}/metrics")
+    try:
+        yield
+    finally:
+        place.unlink(missing_ok=True)
+        server.should_exit = True
+        with anyio.move_on_after(STOP_DEADLINE_S, shield=True):
+            await asyncio.wait([serving])
+        serving.cancel()
+
+
+def check_listening(metrics: MetricsSettings) -> None:
+    """Refuse an address to be scraped at that this host cannot listen at, before a process is started that would.
+
+    Raises:
+        UserError: ``metrics.prometheus_host`` is no address of this host.
+    """
+    if metrics.prometheus:
+        _listen(metrics.prometheus_host).close()
+
+
+def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
+    """Write one group of targets, whole or not at all: Prometheus watches the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n")
+    temporary.rename(path)
+
+
+def remove_dead_targets(folder: Path) -> None:
+    """Remove the files of processes of this host that are there no more.
+
+    Containers may share a host's name, and each numbers its own processes: one judges those of its own alone.
+    """
+    own = _own_labels()
+    for path in folder.glob("*.json"):
+        try:
+            (group,) = decode_json(path.read_bytes(), list[_Group], what=str(path))
+        except (OSError, ValueError, WireError):  # another removes or rewrites it now, or it is none of ours
+            continue
+        pid = group.labels.get(PID, "")
+        is_near = all(group.labels.get(name) == own[name] for name in (HOST, NAMESPACE))
+        if is_near and pid.isdecimal() and not Path("/proc", pid).exists():
+            path.unlink(missing_ok=True)
+            log.info("prometheus.target_removed", path=str(path))
+
+
+class _Group(msgspec.Struct):
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def _own_labels() -> dict[str, str]:
+    namespace = Path("/proc/self/ns/pid").stat().st_ino
+    return {HOST: socket.gethostname(), PID: str(os.getpid()), NAMESPACE: str(namespace)}
+
+
+class _Collector:
+    """Makes metric families of what a process reports now."""
+
+    def __init__(self, read: Callable[[], Iterable[Sample]]) -> None:
+        self._read = read
+
+    def collect(self) -> Iterable[Any]:
+        """Return one family per name."""
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        kinds = {GAUGE: GaugeMetricFamily, COUNTER: CounterMetricFamily}
+        families: dict[str, Any] = {}
+        for sample in self._read():
+            if sample.name not in families:
+                families[sample.name] = kinds[sample.kind](sample.name, sample.help, labels=[*sample.labels])
+            families[sample.name].add_metric([*sample.labels.values()], sample.value)
+        return families.values()
+
+
+def _disk(run_directory: Path) -> Iterable[Sample]:
+    usage = shutil.disk_usage(run_directory)
+    yield Sample("areal_disk_free_bytes", GAUGE, "Free space where the run directory is.", usage.free)
+    yield Sample("areal_disk_size_bytes", GAUGE, "Size of that file system.", usage.total)
+
+
+def _listen(address: str) -> socket.socket:
+    try:
+        return socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as exc:
+        raise UserError(f"metrics.prometheus_host: got {address}, need an address of this host ({exc})") from exc
+
+
+def _host(address: str) -> str:
+    """Return the name that others reach this process by, as it stands in a URL."""
+    name = socket.gethostname() if address in ("0.0.0.0", "::") else address
+    return f"[{name}]" if ":" in name else name

@@ -1,0 +1,188 @@
+"""What each role reports, as named numbers with units. Pure; the names are stable, as dashboards rely on them.
+
+Names follow Prometheus: base units (seconds, bytes), ``_total`` on what only grows within one life of a process.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, TypeGuard
+
+from areal_async.protocol.types import Version
+
+GAUGE, COUNTER = "gauge", "counter"
+
+
+class Sample(NamedTuple):
+    """One number."""
+
+    name: str
+    kind: str
+    help: str
+    value: float
+    labels: dict[str, str] = {}
+
+
+class Field(NamedTuple):
+    """A key of a report, and the number it becomes."""
+
+    key: str
+    name: str
+    kind: str
+    help: str
+    labels: dict[str, str] = {}
+
+
+CONTROLLER = (
+    Field("admitted", "areal_groups_admitted_total", COUNTER, "Groups admitted since the run began."),
+    Field("settled", "areal_groups_settled", GAUGE, "Groups settled in the newest lineage."),
+    Field("in_flight", "areal_groups_in_flight", GAUGE, "Groups admitted and not settled."),
+    Field("credits", "areal_credits", GAUGE, "Groups that may still be admitted."),
+    Field("untrained", "areal_groups_untrained", GAUGE, "Groups that have ended untrained since the last cut."),
+    Field("is_paused", "areal_run_paused", GAUGE, "1 while an operator has paused the run."),
+    Field("quiet_s", "areal_quiet_seconds", GAUGE, "Time since anything in the run made progress."),
+    Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),
+)
+NODE = (
+    Field("num_groups_running", "areal_groups_running", GAUGE, "Groups that this node works on."),
+    Field("num_trajectories_running", "areal_trajectories_running", GAUGE, "Workflows running."),
+    Field(
+        "num_groups_waiting_for_stream",
+        "areal_groups_waiting_for_stream",
+        GAUGE,
+        "Finished groups that wait for room in the trajectory stream.",
+    ),
+    Field("num_requests_waiting", "areal_requests_waiting", GAUGE, "Completions that wait for a server."),
+    *(
+        Field(
+            f"num_{outcome}",
+            "areal_trajectories_total",
+            COUNTER,
+            "Trajectories stored by this node.",
+            {"outcome": outcome},
+        )
+        for outcome in ("scored", "failed", "rejected")
+    ),
+    Field("num_generated_tokens", "areal_generated_tokens_total", COUNTER, "Tokens its servers have generated."),
+    Field("loop_lag_p99_s", "areal_event_loop_lag_p99_seconds", GAUGE, "99th percentile of the event loop's lag."),
+    Field("loop_lag_max_s", "areal_event_loop_lag_max_seconds", GAUGE, "Largest lag of the event loop."),
+    Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),
+)
+SERVER = (
+    Field("num_requests", "areal_server_requests", GAUGE, "Completions that a server works on."),
+    Field("limit", "areal_server_requests_limit", GAUGE, "Completions that it is given at the most."),
+    Field("outstanding_tokens", "areal_server_outstanding_tokens", GAUGE, "Tokens that its completions may take yet."),
+    Field("num_generated_tokens", "areal_server_generated_tokens_total", COUNTER, "Tokens it has generated."),
+    Field("num_first_tokens", "areal_server_first_tokens_total", COUNTER, "Streams that have given a token."),
+    Field(
+        "first_token_total_s",
+        "areal_server_first_token_seconds_total",
+        COUNTER,
+        "Time from their requests to these first tokens.",
+    ),
+    Field("num_swaps", "areal_server_swaps_total", COUNTER, "Weights versions that it was given."),
+    Field("swap_total_s", "areal_server_swap_seconds_total", COUNTER, "Time for which these have paused it."),
+)
+TRAINER = (
+    Field("step", "areal_step", GAUGE, "Training steps done."),
+    Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),
+)
+STEP = {
+    "reward_mean": "Mean reward of the newest step's trajectories.",
+    "reward_std": "Standard deviation of their rewards.",
+    "num_groups": "Groups in the newest step.",
+    "groups_all_equal": "Groups of it whose rewards are all equal: they teach nothing.",
+    "num_trajectories": "Trajectories in the newest step.",
+    "num_tokens": "Trained tokens of the newest step.",
+    "output_tokens_mean": "Mean length of its answers, in tokens.",
+    "truncated_share": "Share of its answers that were cut off.",
+    "staleness_mean": "Mean age of its tokens, in versions.",
+    "staleness_max": "Largest age of its tokens, in versions.",
+    "temperature_mean": "Mean temperature that its tokens were sampled at.",
+    "steered_tokens": "Trained tokens that a grammar, a bias or a penalty had a say in.",
+    "loss": "Loss of the newest step.",
+    "grad_norm": "Gradient norm before clipping.",
+    "entropy_mean": "Mean entropy of the policy, in nats.",
+    "logprob_gap_mean": "Mean |trainer - server| logprob over tokens of the step's start version.",
+    "logprob_gap_max": "Largest |trainer - server| logprob over those.",
+    "ratio_max_deviation": "Largest |importance ratio - 1| over those.",
+    "clip_fraction": "Share of tokens whose gradient the clip took away.",
+    "kl_mean": "Estimated distance to the reference model.",
+    "lr": "Learning rate.",
+    "num_skipped": "Updates left out of the newest step because they were not finite.",
+    "dropped_stale": "Groups dropped as too old since the step before.",
+    "failed": "Groups that failed since the step before.",
+    "time_step_s": "Duration of the newest step.",
+    "time_wait_data_s": "Time of it spent waiting for data.",
+    "time_train_s": "Time of it spent training.",
+    "time_weights_s": "Time of it spent publishing weights.",
+}
+"""Keys of a line of ``metrics.jsonl``; whatever else it holds is exported too, under the same rule of names."""
+LABELS = {
+    "reward": "workflow", "groups": "workflow", "staleness_tokens": "age", "reward_at_age": "age", "info": "key",
+}  # fmt: skip
+"""First part of a key with a slash -> what its second part is; ``key`` for one that is not here."""
+NOT_EXPORTED = {"step", "weights_version"}
+_UNFIT = re.compile(r"[^a-zA-Z0-9_]")
+
+
+def samples(role: str, report: Mapping[str, Any]) -> Iterator[Sample]:
+    """Yield the numbers of one report of a role (``controller``, ``node``, ``trainer``)."""
+    match role:
+        case "controller":
+            yield from _read(CONTROLLER, report)
+        case "node":
+            yield from _read(NODE, report)
+            servers = report.get("servers")
+            for server_id, server in servers.items() if isinstance(servers, Mapping) else ():
+                yield from _server(str(server_id), server)
+        case "trainer":
+            yield from _read(TRAINER, report)
+            yield from step_samples(report.get("last_step") or {})
+
+
+def step_samples(line: Mapping[str, Any]) -> Iterator[Sample]:
+    """Yield the numbers of a line of ``metrics.jsonl``; the second part of ``reward/<workflow>`` becomes a label."""
+    for key, value in line.items():
+        if key in NOT_EXPORTED or not _is_number(value):
+            continue
+        name, _, part = key.partition("/")
+        if not part:
+            text = STEP.get(key, f"{key} of the newest step.")
+            yield Sample(f"areal_step_{_with_unit(name)}", GAUGE, text, float(value))
+            continue
+        by = LABELS.get(name, "key")
+        text = f"{name} of the newest step, by {by}."
+        whole = _with_unit(name.removesuffix(f"_at_{by}"))
+        yield Sample(f"areal_step_{whole}_by_{by}", GAUGE, text, float(value), {by: part})
+
+
+def _with_unit(name: str) -> str:
+    """``time_train_s`` -> ``train_seconds``, ``num_groups`` -> ``groups``."""
+    name = _UNFIT.sub("_", name)
+    if name.endswith("_s"):
+        return name.removeprefix("time_").removesuffix("_s") + "_seconds"
+    return name.removeprefix("num_")
+
+
+def _server(server_id: str, server: Mapping[str, Any]) -> Iterator[Sample]:
+    labels = {"server": server_id, "policy": str(server.get("frozen") or "policy")}
+    for one in _read(SERVER, server):
+        yield one._replace(labels=labels)
+    fence = str(server.get("fence") or "")
+    yield Sample("areal_server_fenced", GAUGE, "1 while a server is kept out of use.", float(bool(fence)), labels)
+    try:
+        version = Version.parse(str(server.get("version")))
+    except ValueError:
+        return
+    yield Sample("areal_server_weights_step", GAUGE, "Step of the weights it runs.", version.step, labels)
+
+
+def _read(fields: tuple[Field, ...], report: Mapping[str, Any]) -> Iterator[Sample]:
+    for field in fields:
+        value = report.get(field.key)
+        if _is_number(value):
+            yield Sample(field.name, field.kind, field.help, float(value), field.labels)
+
+
+def _is_number(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float)

@@ -1,0 +1,322 @@
+"""Spans of one process on their way to a collector, by OTLP over HTTP, or into a file (``trace_file``).
+
+Whoever records a span puts it into a bounded queue and goes on. A thread of its own translates what has come, once a
+second or sooner, and sends it; what finds the queue full, and what the collector did not take, is counted and told of.
+Invariant: neither the event loop nor a training step nor the end of a process waits for a collector, but for the last
+``CLOSE_DEADLINE_S``.
+"""
+
+import importlib.util
+import logging
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+
+from areal_async.config.metrics import TO_FILES, MetricsSettings
+from areal_async.config.settings import Settings
+from areal_async.errors import UserError
+from areal_async.telemetry import tracing
+from areal_async.telemetry.exporters.trace_file import FileExporter, sendable
+from areal_async.telemetry.tracing import Attributes, Place, RecordedSpan, Value
+
+PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+ROUTE = "/v1/traces"
+SCOPE = "areal_async"
+INTERVAL_S = 1.0
+"""How long a span waits for others at the most; what a killed process takes with it."""
+BATCH_SPANS = 512
+MAX_SPANS = 16_384
+"""In the queue: some thirty megabytes."""
+CLOSE_DEADLINE_S = 3.0
+POLL_S = 0.05
+
+log = structlog.get_logger()
+
+
+class Exporter(Protocol):
+    """What takes spans away. Called in one thread; it may wait."""
+
+    def export(self, spans: Sequence[RecordedSpan]) -> None:
+        """Send them.
+
+        Raises:
+            OSError: they were not taken, and why.
+        """
+        ...
+
+    @property
+    def is_in_trouble(self) -> bool:
+        """Whether what it sends now was not taken at once, and is tried again."""
+        ...
+
+    def shutdown(self) -> None:
+        """Give up what is being tried again, and take nothing more."""
+        ...
+
+
+@contextmanager
+def recording(settings: Settings, run_directory: Path, *, role: str, instance: str = "0") -> Iterator[None]:
+    """Record this process's spans while the block runs, where ``metrics.traces`` asks for it.
+
+    Raises:
+        UserError: the packages are not installed.
+    """
+    where = settings.metrics.traces
+    if where is None:
+        yield
+        return
+    check_installed(settings.metrics)
+    resource = resource_of(settings.run.name, role=role, instance=instance)
+    if where == TO_FILES:
+        path = run_directory / "traces" / f"{role}-{instance}.jsonl"
+        scope = {"name": SCOPE, "version": str(resource["service.version"])}
+        outbox = SpanOutbox(FileExporter(path, resource, scope=scope), where=str(path))
+    else:
+        url = endpoint(where)
+        outbox = SpanOutbox(HttpExporter(url, Translator(resource)), where=url)
+    tracing.install(
+        outbox,
+        run=f"{settings.run.name}.{settings.metrics.traces_key}",
+        ratio=settings.metrics.traces_ratio,
+        has_texts=settings.metrics.traces_texts,
+    )
+    try:
+        yield
+    finally:
+        tracing.install(None)
+        outbox.close()
+
+
+def check_installed(metrics: MetricsSettings) -> None:
+    """Refuse to send traces with nothing to do it with; a file needs no package.
+
+    Raises:
+        UserError: it is so.
+    """
+    if metrics.traces not in (None, TO_FILES) and not are_installed():
+        raise UserError(
+            f"metrics.traces: got {metrics.traces!r}, need the packages opentelemetry-sdk and "
+            "opentelemetry-exporter-otlp-proto-http; pip install areal-async[traces], or set it to file"
+        )
+
+
+def are_installed() -> bool:
+    """Say whether the packages of the extra are there; they are not imported."""
+    try:
+        return all(importlib.util.find_spec(name) is not None for name in PACKAGES)
+    except ModuleNotFoundError:  # of a package above them
+        return False
+
+
+def with_key(settings: Settings, read_earlier: Callable[[], Settings] | None) -> Settings:
+    """Return the settings with a ``metrics.traces_key``: that of the run's earlier start, where there was one.
+
+    Without traces too: a later start, or a node that joins, may have some.
+    """
+    metrics = settings.metrics
+    if metrics.traces_key:
+        return settings
+    key = (read_earlier().metrics.traces_key if read_earlier is not None else "") or secrets.token_hex(4)
+    return settings.model_copy(update={"metrics": metrics.model_copy(update={"traces_key": key})})
+
+
+def endpoint(url: str) -> str:
+    """Return where spans are posted, given a collector's address with or without that route."""
+    return url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
+
+
+def resource_of(run: str, *, role: str, instance: str) -> dict[str, str | int]:
+    """Return what is said of this process."""
+    return {
+        "service.name": f"areal-{role}",
+        "service.namespace": "areal",
+        "service.instance.id": instance,
+        "service.version": metadata.version("areal-async"),
+        "host.name": socket.gethostname(),
+        "process.pid": os.getpid(),
+        "areal.run": run,
+    }
+
+
+class SpanOutbox:
+    """The queue and its thread: a ``tracing.Recorder``."""
+
+    def __init__(self, exporter: Exporter, *, where: str, max_spans: int = MAX_SPANS) -> None:
+        self._exporter = exporter
+        self._where = where
+        self._max_spans = max_spans
+        self._spans: deque[RecordedSpan] = deque()
+        self._wake = threading.Event()
+        self._num_in_hand = 0
+        self._is_closing = False
+        self._is_failing = False
+        self._is_overflow_told = False
+        self.num_sent = 0
+        self.num_dropped = 0
+        """That found the queue full."""
+        self.num_refused = 0
+        """That the collector, or the disk, did not take."""
+        self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
+        self._thread.start()
+
+    def record(self, span: RecordedSpan) -> None:
+        """Take a span that is over."""
+        if len(self._spans) >= self._max_spans:
+            self.num_dropped += 1
+            return
+        self._spans.append(span)
+        if len(self._spans) == BATCH_SPANS:
+            self._wake.set()
+
+    def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
+        """Send what is left, unless nobody takes it, and say what was lost."""
+        self._is_closing = True
+        self._wake.set()
+        ends_at_s = time.monotonic() + deadline_s
+        while self._thread.is_alive() and not self._exporter.is_in_trouble and time.monotonic() < ends_at_s:
+            self._thread.join(POLL_S)
+        self._exporter.shutdown()
+        self._thread.join(POLL_S)
+        num_lost = self.num_dropped + self.num_refused + self._num_in_hand + len(self._spans)
+        if num_lost:
+            log.warning("traces.lost", where=self._where, num_lost=num_lost, num_sent=self.num_sent)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait(INTERVAL_S)
+            self._wake.clear()
+            is_last = self._is_closing
+            while self._spans and not (self._is_closing and self._is_failing):
+                self._send([self._spans.popleft() for _ in range(min(BATCH_SPANS, len(self._spans)))])
+            self._tell_overflow()
+            if is_last:
+                return
+
+    def _send(self, spans: list[RecordedSpan]) -> None:
+        self._num_in_hand = len(spans)
+        try:
+            self._exporter.export(spans)
+        except OSError as exc:
+            self.num_refused += len(spans)
+            self._num_in_hand = 0
+            if not self._is_failing:
+                log.warning("traces.not_sent", where=self._where, reason=str(exc), detail="the run goes on without")
+            self._is_failing = True
+            return
+        if self._is_failing:
+            log.warning("traces.sent_again", where=self._where, num_lost=self.num_refused + self.num_dropped)
+        self._is_failing = False
+        self._num_in_hand = 0
+        self.num_sent += len(spans)
+
+    def _tell_overflow(self) -> None:
+        if self.num_dropped and not self._is_overflow_told:
+            self._is_overflow_told = True
+            log.warning(
+                "traces.dropped",
+                detail=f"more than {self._max_spans} spans wait to be sent: some are left out from now on; "
+                "lower metrics.traces_ratio",
+            )
+
+
+class Translator:
+    """Makes OpenTelemetry's spans of ours, in the name of one process. Used in the exporting thread alone."""
+
+    def __init__(self, resource: Mapping[str, str | int]) -> None:
+        """Take what is said of the process; ``OTEL_RESOURCE_ATTRIBUTES`` add to it."""
+        # Imported here and below: a process without traces never loads it.
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+
+        self._scope = InstrumentationScope(SCOPE, str(resource["service.version"]))
+        self._resource = Resource.create(resource)
+
+    def span(self, span: RecordedSpan) -> Any:
+        """Return one as the SDK's ``ReadableSpan``."""
+        from opentelemetry.sdk.trace import Event, ReadableSpan
+        from opentelemetry.trace import Link, SpanKind, Status, StatusCode
+
+        status = Status(StatusCode.UNSET) if span.reason is None else Status(StatusCode.ERROR, sendable(span.reason))
+        return ReadableSpan(
+            sendable(span.name),
+            context=_context(span.place, is_remote=False),
+            parent=None if span.parent is None else _context(span.parent, is_remote=True),
+            resource=self._resource,
+            attributes=_all_sendable(span.attributes),
+            events=[Event(one.name, _all_sendable(one.attributes), one.at_ns) for one in span.happenings],
+            links=[Link(_context(one, is_remote=True)) for one in span.links],
+            kind=SpanKind[span.kind.upper()],
+            status=status,
+            start_time=span.start_ns,
+            end_time=span.end_ns,
+            instrumentation_scope=self._scope,
+        )
+
+
+def _all_sendable(attributes: Attributes) -> dict[str, Value]:
+    return {key: sendable(value) if isinstance(value, str) else value for key, value in attributes.items()}
+
+
+def _context(place: Place, *, is_remote: bool) -> Any:
+    from opentelemetry.trace import SpanContext, TraceFlags
+
+    return SpanContext(place.trace_id, place.span_id, is_remote, TraceFlags(TraceFlags.SAMPLED))
+
+
+class HttpExporter:
+    """OpenTelemetry's own exporter, which heeds ``OTEL_EXPORTER_OTLP_*``: headers, certificates, compression, time."""
+
+    def __init__(self, url: str, translator: Translator) -> None:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+        self._translator = translator
+        self._exporter = OTLPSpanExporter(endpoint=url)
+        self._words = _LastWords()
+
+    def export(self, spans: Sequence[RecordedSpan]) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        result = self._exporter.export([self._translator.span(one) for one in spans])
+        said = self._words.take()
+        if result is not SpanExportResult.SUCCESS:
+            raise OSError(said)
+
+    @property
+    def is_in_trouble(self) -> bool:
+        return bool(self._words.first)
+
+    def shutdown(self) -> None:
+        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+
+
+class _LastWords(logging.Handler):
+    """Hears what the library logs while it fails, which is all that it says of why, and lets nobody else hear it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.first = ""
+        """Of what was said since ``take``: what comes after it says that it was tried again."""
+        logger = logging.getLogger("opentelemetry.exporter")
+        logger.propagate = False
+        logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self.first:
+            errors = [str(one) for one in record.args or () if isinstance(one, Exception)]
+            # Of a chain of errors of three libraries, in one line, the last is the operating system's.
+            self.first = errors[0].rpartition(": ")[2].strip("()'\"") if errors else record.getMessage()
+
+    def take(self) -> str:
+        """Return the first, and listen anew."""
+        first, self.first = self.first, ""
+        return " ".join(first.split())

@@ -1,0 +1,219 @@
+"""Logging: one JSON object per line in ``<directory>/<role>.jsonl``; warnings and above also on stderr, readable.
+
+Every line carries ``timestamp`` (ISO 8601, UTC), ``level``, ``role``, ``event`` and the ids bound by
+``structlog.contextvars``. The standard library's loggers come out the same way, so a line of a dependency
+looks like one of ours. A file that is taken away is made again, with its folder; what cannot be written, as on a full
+disk, is left out and counted. What would act on a terminal that shows a line (escapes) is seen instead.
+"""
+
+import logging
+import logging.handlers
+import sys
+from contextlib import suppress
+from io import FileIO, TextIOWrapper
+from pathlib import Path
+from typing import Any, TextIO
+
+import structlog
+from structlog.typing import EventDict, Processor, WrappedLogger
+
+from areal_async.errors import UserError
+from areal_async.process.plain_text import escaped
+
+CHATTY = ("aiohttp", "asyncio", "httpcore", "httpx", "matplotlib", "nats", "urllib3", "uvicorn.access")
+"""Loggers of dependencies that write a line per request or connection; only their warnings are kept."""
+
+
+def configure(role: str, directory: Path | None) -> None:
+    """Send all logging of this process to its files, replacing what was configured before.
+
+    Args:
+        role: names the file and goes into every line.
+        directory: made when missing; ``None`` for stderr alone.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        _Role(role),
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.PositionalArgumentsFormatter(),
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    handlers = [_stderr_handler(shared)]
+    if directory is not None:
+        handlers.append(_file_handler(directory / f"{role}.jsonl", shared))
+    _replace_handlers(handlers)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    structlog.configure(
+        processors=[
+            structlog.stdlib.filter_by_level,
+            *shared,
+            structlog.stdlib.ProcessorFormatter.wrap_for_formatter,
+        ],
+        wrapper_class=structlog.stdlib.BoundLogger,
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        cache_logger_on_first_use=False,
+    )
+
+
+def record_failure(error: BaseException) -> None:
+    """Write what ends this process, with its traceback, to the file alone: stderr gets one sentence elsewhere."""
+    record = logging.LogRecord(
+        name="areal_async",
+        level=logging.ERROR,
+        pathname=__file__,
+        lineno=0,
+        msg="process.failed",
+        args=(),
+        exc_info=(type(error), error, error.__traceback__),
+    )
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
+
+
+class _Role:
+    """Adds the role; unlike a context variable it also reaches threads."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        event.setdefault("role", self._role)
+        return event
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what ``sys.stderr`` is at the time: a live display replaces it."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, stream: TextIO) -> None:
+        raise AttributeError("stream: always sys.stderr; replace that instead")
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing of a line that stderr does not take: the file has it."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
+class _FileHandler(logging.handlers.WatchedFileHandler):
+    """Adds lines to its file, wherever that is at the time. One that cannot be written is no reason to fail."""
+
+    num_left_out = 0
+    """Lines since the last that was written."""
+
+    def _open(self) -> TextIOWrapper:
+        """Open it without a buffer, which would hold what a full disk does not take, and fail again at each line."""
+        Path(self.baseFilename).parent.mkdir(exist_ok=True)  # but no run that was taken away whole
+        return TextIOWrapper(FileIO(self.baseFilename, "a"), "utf-8", errors="backslashreplace", write_through=True)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        num_before, self.num_left_out = self.num_left_out, 0
+        if num_before:
+            with suppress(OSError):
+                if self.stream is not None:
+                    self.stream.write("\n")  # the last one may have been cut short
+            self._emit(_left_out(num_before))
+            if self.num_left_out:  # still
+                self.num_left_out += num_before
+                return
+        self._emit(record)
+
+    def _emit(self, record: logging.LogRecord) -> None:
+        try:
+            super().emit(record)
+        except OSError:  # of opening it: what writing raises is handled already
+            self.handleError(record)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Count the line, where it is the disk that does not take it."""
+        if isinstance(sys.exc_info()[1], OSError):
+            self.num_left_out += 1
+        else:
+            super().handleError(record)
+
+
+def _left_out(num_lines: int) -> logging.LogRecord:
+    fields = {"num_lines": num_lines}
+    return logging.makeLogRecord(
+        {"name": "areal_async", "levelno": logging.WARNING, "levelname": "WARNING", "msg": "log.left_out", **fields}
+    )
+
+
+def _stderr_handler(shared: list[Processor]) -> logging.Handler:
+    handler = _StderrHandler()
+    handler.setLevel(logging.WARNING)
+    handler.setFormatter(_formatter(shared, [_readable]))
+    return handler
+
+
+def _file_handler(path: Path, shared: list[Processor]) -> logging.Handler:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = _FileHandler(path)
+    except OSError as exc:
+        raise UserError(
+            f"log: got {path}, need what can be written: {exc.strerror}; choose another run.directory"
+        ) from exc
+    handler.setFormatter(
+        _formatter(
+            shared,
+            [
+                structlog.processors.dict_tracebacks,
+                structlog.processors.JSONRenderer(default=str, ensure_ascii=False),
+                _escaped,
+            ],
+        )
+    )
+    return handler
+
+
+def _formatter(shared: list[Processor], last: list[Processor]) -> logging.Formatter:
+    return structlog.stdlib.ProcessorFormatter(
+        foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder()],
+        processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+    )
+
+
+def _readable(logger: WrappedLogger, method: str, event: EventDict) -> str:
+    """Render ``12:00:01 warning node: server.fenced server_id=s0 (RuntimeError: ...)``; never more than one line."""
+    fields = dict(event)
+    error = _error_of(fields.pop("exc_info", None))
+    head = f"{str(fields.pop('timestamp'))[11:19]} {fields.pop('level')} {fields.pop('role')}: {fields.pop('event')}"
+    tail = [f"{key}={value}" for key, value in fields.items()]
+    if error is not None:
+        tail.append(f"({type(error).__name__}: {error})")
+    return escaped(" ".join([head, *tail]).replace("\n", " | "))
+
+
+def _escaped(logger: WrappedLogger, method: str, line: Any) -> str:
+    return escaped(line)
+
+
+def _error_of(exc_info: Any) -> BaseException | None:
+    if isinstance(exc_info, BaseException):
+        return exc_info
+    if isinstance(exc_info, tuple):
+        return _error_of(exc_info[1])
+    return sys.exc_info()[1] if exc_info else None
+
+
+def _replace_handlers(handlers: list[logging.Handler]) -> None:
+    root = logging.getLogger()
+    for handler in root.handlers[:]:
+        root.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)

@@ -1,0 +1,141 @@
+"""Which groups train in a step: the inventory of what is stored, and the rule that cuts a batch out of it.
+
+Pure. A group is *due* in the last step that its oldest version allows. Under ``when_stale: wait`` every
+due group goes into the cut, even beyond ``batch_groups``, and an incomplete one is waited for, so long
+answers are not starved; the room left goes to the oldest complete groups.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from areal_async.algorithms.credit import has_differing_replies, sibling_of
+from areal_async.protocol.types import CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
+
+SpanAge = Callable[[Version, Version], int]
+"""Greatest age, in the step that is being cut, of a token sampled between two versions."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OpenGroup:
+    """One admitted group attempt that is not settled, with the slots that are stored."""
+
+    group_id: str
+    workflow: str
+    group_size: int
+    ticket_version: Version
+    num_failed_attempts: int
+    order: int
+    """Of becoming known: older groups first."""
+    slots: dict[int, CutSlot] = field(default_factory=dict)
+    is_counted: bool = False
+    """Already counted among the groups found whole."""
+
+    @property
+    def is_complete(self) -> bool:
+        return len(self.slots) == self.group_size
+
+    @property
+    def scored(self) -> list[CutSlot]:
+        """Slots with a reward, by sibling."""
+        return [self.slots[sibling] for sibling in sorted(self.slots) if _is_scored(self.slots[sibling].slot)]
+
+    @property
+    def spans(self) -> set[tuple[Version, Version]]:
+        """Oldest and newest version of each scored slot; the ticket's stands for slots not stored yet."""
+        stored = {(item.slot.oldest, item.slot.newest) for item in self.scored}
+        spans = {(Version.parse(oldest), Version.parse(newest)) for oldest, newest in stored}
+        return spans if spans and self.is_complete else spans | {(self.ticket_version, self.ticket_version)}
+
+    def oldest_age(self, age: SpanAge) -> int:
+        """The greatest age that any of its tokens can have."""
+        return max(age(*span) for span in self.spans)
+
+    def youngest_age(self, age: SpanAge) -> int:
+        """The smallest age that any of its tokens is known to have."""
+        return min(age(end, end) for span in self.spans for end in span)
+
+    def add(self, message: StoredMessage) -> list[Slot]:
+        """Take a message's slots; return those whose place another producer's already fills."""
+        duplicates = []
+        for slot in message.slots:
+            held = self.slots.setdefault(slot.sibling, CutSlot(slot=slot, sequence=message.sequence))
+            if held.slot.sample_uid != slot.sample_uid:
+                duplicates.append(slot)
+        return duplicates
+
+    def verdict(self, *, min_group_size: int, filters_equal: bool = False) -> tuple[OutcomeKind, str] | None:
+        """Say how a complete group ends without training, or None when it can train.
+
+        Args:
+            filters_equal: dynamic sampling, which trains no group whose rewards are all equal.
+        """
+        if len(self.scored) >= min_group_size:
+            if filters_equal and not has_differing_replies([sibling_of(item.slot) for item in self.scored]):
+                return OutcomeKind.FILTERED, f"all rewards are {self.scored[0].slot.reward:g}"
+            return None
+        failed = [item.slot for item in self.slots.values() if item.slot.status is SlotStatus.FAILED]
+        if failed:
+            return OutcomeKind.FAILED, failed[0].reason
+        return OutcomeKind.REJECTED, next(item.slot.reason for item in self.slots.values() if not _is_scored(item.slot))
+
+    def as_cut_group(self) -> CutGroup:
+        return CutGroup(
+            group_id=self.group_id,
+            workflow=self.workflow,
+            slots=self.scored,
+            num_failed_attempts=self.num_failed_attempts,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutPlan:
+    """What a step would train, and what it still waits for."""
+
+    taken: list[OpenGroup]
+    stale: list[OpenGroup]
+    """Complete, but too old for this step: never trained."""
+    waits_for: list[OpenGroup]
+    """Due and incomplete."""
+    num_missing: int
+    """Complete groups still wanted to fill the batch."""
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.waits_for and self.num_missing == 0
+
+
+def plan_cut(
+    groups: Iterable[OpenGroup],
+    *,
+    age: SpanAge,
+    batch_groups: int,
+    max_staleness: int,
+    when_stale: Literal["wait", "mask", "drop"],
+) -> CutPlan:
+    """Choose the batch of one step.
+
+    Args:
+        groups: open groups; complete ones must be able to train (``verdict`` is None).
+        age: in the step that will use the batch.
+    """
+    stale, due, others, waits_for = [], [], [], []
+    for group in groups:
+        oldest_age = group.oldest_age(age)
+        if not group.is_complete:
+            if when_stale == "wait" and oldest_age >= max_staleness:
+                waits_for.append(group)
+        elif oldest_age > max_staleness and (when_stale != "mask" or group.youngest_age(age) > max_staleness):
+            stale.append(group)
+        elif oldest_age >= max_staleness:
+            due.append(group)
+        else:
+            others.append((-oldest_age, group.order, group))
+    others.sort(key=lambda item: item[:2])
+    room = max(0, batch_groups - len(due))
+    taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
+    return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, batch_groups - len(taken)))
+
+
+def _is_scored(slot: Slot) -> bool:
+    return slot.status is SlotStatus.SCORED

@@ -1,0 +1,116 @@
+"""Whether a trajectory can be trained in this run, by its header and by its tokens: the one place that says so.
+
+``wire`` lets through what is well formed. What this model, these settings and this step can make use of is another
+question, which only the trainer can answer: whoever may store a trajectory may store a token that the model does not
+have. What is refused here goes the way of what cannot be read: a dead letter, and its group's outcome. Pure.
+
+Invariant: the engine trains whatever passes, and every number that a step reports of it is finite.
+"""
+
+import numpy as np
+
+from areal_async.config.settings import Settings
+from areal_async.errors import WireError
+from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, MAX_LOGPROB, MAX_REWARD, OWN_INFO, is_info_key
+from areal_async.protocol.staleness import age_at
+from areal_async.protocol.types import Cut, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
+
+
+class Limits:
+    """What one run can train."""
+
+    def __init__(self, settings: Settings, *, vocab_size: int | None = None) -> None:
+        """``vocab_size``: tokens that every model of the step has; ``None`` where headers alone are checked."""
+        self._settings = settings
+        self._vocab_size = vocab_size
+        self._tasks = {task.name for task in settings.tasks}
+
+    def check_message(self, message: StoredMessage) -> None:
+        """Hold headers against the run.
+
+        Raises:
+            WireError: its slots cannot be trained, whatever their tokens are.
+        """
+        what = f"trajectory message {message.sequence}"
+        if self._tasks and message.workflow not in self._tasks:
+            raise WireError(f"{what}: got the workflow {message.workflow}, which this run does not have")
+        group_size = self._settings.rollout_of(message.workflow).group_size
+        if message.group_size != group_size:
+            raise WireError(f"{what}: got a group of {message.group_size}, need {group_size} (group_size)")
+        for slot in message.slots:
+            if slot.status is SlotStatus.SCORED:
+                self._check_slot(slot, f"{what}: sibling {slot.sibling}")
+
+    def check_trajectory(self, trajectory: Trajectory, *, cut: Cut, lineage: int) -> None:
+        """Hold tokens and metrics against the run, in the step of ``cut`` as ``lineage`` trains it.
+
+        Raises:
+            WireError: it cannot be trained.
+        """
+        slot = trajectory.slot
+        what = f"trajectory {slot.sample_uid}"
+        self._check_slot(slot, what)
+        num_sampled = 0
+        for sequence in trajectory.sequences:
+            self._check_sequence(sequence, what)
+            _check_ages(sequence, what, cut=cut, lineage=lineage)
+            num_sampled += int(np.count_nonzero(sequence.loss_mask))
+        if num_sampled != slot.num_output_tokens:
+            raise WireError(f"{what}: got {num_sampled} sampled tokens, its header says {slot.num_output_tokens}")
+        _check_info(trajectory.info, what)
+
+    def _check_slot(self, slot: Slot, what: str) -> None:
+        if not 0 < slot.num_tokens >= slot.num_output_tokens:
+            raise WireError(f"{what}: got {slot.num_output_tokens} sampled tokens of {slot.num_tokens}")
+        rewards = [slot.reward, *(credit.reward for credit in slot.credits)]
+        beyond = next((reward for reward in rewards if not abs(reward) <= MAX_REWARD), None)
+        if beyond is not None:
+            raise WireError(f"{what}: got the reward {beyond:g}, need at most {MAX_REWARD:g} either way")
+        if slot.credits and self._settings.algorithm.one_reward_for:
+            raise WireError(
+                f"{what}: got rewards for single replies with {self._settings.algorithm.one_reward_for}, which takes "
+                "one for the whole trajectory"
+            )
+
+    def _check_sequence(self, sequence: Sequence, what: str) -> None:
+        budget = self._settings.trainer.token_budget
+        if sequence.num_tokens > budget:
+            raise WireError(
+                f"{what}: got a sequence of {sequence.num_tokens} tokens, need at most trainer.token_budget={budget}"
+            )
+        largest = int(sequence.token_ids.max())
+        if self._vocab_size is not None and largest >= self._vocab_size:
+            raise WireError(
+                f"{what}: got the token id {largest}, need at most {self._vocab_size - 1}, the model's last"
+            )
+        if sequence.loss_mask[0]:
+            raise WireError(f"{what}: got a sampled token at the start of a sequence, where nothing predicts it")
+        furthest = float(np.abs(sequence.logprobs).max())
+        if furthest > MAX_LOGPROB:
+            raise WireError(f"{what}: got a logprob of size {furthest:g}, need at most {MAX_LOGPROB:g}")
+
+
+def _check_ages(sequence: Sequence, what: str, *, cut: Cut, lineage: int) -> None:
+    """Hold each version against the step: a header gives two of them, and not what lies between."""
+    branches = {int(number): shared for number, shared in cut.branches.items()}
+    for packed in np.unique(sequence.versions[sequence.loss_mask]).tolist():
+        version = Version.unpack(packed)
+        try:
+            age = age_at(step=cut.step, version=version, lineage=lineage, branches=branches)
+        except ValueError as exc:
+            raise WireError(f"{what}: {exc}") from exc
+        if age < 0:
+            raise WireError(f"{what}: got a token of version {version}, which step {cut.step} comes before")
+        if age > cut.max_staleness and not cut.masks_stale:
+            raise WireError(f"{what}: got a token of age {age}, need at most {cut.max_staleness}")
+
+
+def _check_info(info: dict[str, float], what: str) -> None:
+    own = [key for key in info if key.startswith(OWN_INFO)]
+    if max(len(own), len(info) - len(own)) > MAX_INFO_KEYS:
+        raise WireError(f"{what}: got {len(info)} numbers in info, need at most {MAX_INFO_KEYS}")
+    for key, value in info.items():
+        if not is_info_key(key.removeprefix(OWN_INFO)):
+            raise WireError(f"{what}: got {key!r:.100} in info, need a name of at most 64 letters, digits and ._/-")
+        if not abs(value) <= MAX_INFO:
+            raise WireError(f"{what}: got info {key} {value:g}, need at most {MAX_INFO:g} either way")

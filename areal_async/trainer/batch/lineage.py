@@ -1,0 +1,167 @@
+"""Taking the right to train, and losing it.
+
+One trainer at a time: a compare-and-set on KV ``lineage`` takes the next number; the broker's consumer of
+the older lineage is deleted, so a zombie's acks reach nothing, and a ``begin`` entry in the journal fences
+its cuts and outcomes for every reader. Whatever else a lineage writes is compare-and-set as well.
+"""
+
+from areal_async.bus import Bus, take_trainer_consumer
+from areal_async.errors import ConflictError, FencedError
+from areal_async.process.failpoints import reach
+from areal_async.protocol.events import CheckpointDamaged, CheckpointWritten, WeightsAnnounced
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.subjects import CHECKPOINT, LINEAGE
+from areal_async.protocol.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
+
+
+class Lineage:
+    """This trainer's writes to the run's state, each fenced."""
+
+    def __init__(self, bus: Bus, *, number: int, checkpoint: CheckpointRecord | None) -> None:
+        self._bus = bus
+        self.number = number
+        self.checkpoint = checkpoint
+        self._revisions: dict[str, int] = {}
+        self._last_cut_sequence = 0
+
+    @classmethod
+    async def take(cls, bus: Bus) -> "Lineage":
+        """Become the trainer of the run.
+
+        Raises:
+            FencedError: another one took the same number first.
+        """
+        record, revision = await bus.get(LINEAGE, LineageRecord)
+        lineage = cls(bus, number=(record.lineage if record else 0) + 1, checkpoint=None)
+        try:
+            lineage._revisions[LINEAGE] = await bus.compare_and_set(
+                LINEAGE, LineageRecord(lineage=lineage.number), revision
+            )
+        except ConflictError as exc:
+            raise FencedError(f"lineage {lineage.number}: another trainer took it first; only one may run") from exc
+        await take_trainer_consumer(bus, lineage.number)
+        # Only now: whoever takes a newer one from here on finds this consumer, and deletes it.
+        record, _ = await bus.get(LINEAGE, LineageRecord)
+        lineage._check_newest(record.lineage if record else 0)
+        await lineage._take_checkpoint()
+        return lineage
+
+    async def read_log(self, *, is_whole: bool = False) -> Journal:
+        """Return what the log says before this lineage begins.
+
+        Args:
+            is_whole: keep the cuts of steps that are checkpointed, too.
+
+        Raises:
+            FencedError: a newer one has begun.
+        """
+        names = self._bus.names
+        journal = Journal(own_lineage=self.number) if is_whole else Journal()
+        async for message in self._bus.find_messages(names.outcomes_stream, names.log):
+            entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
+            if isinstance(entry, Cut):
+                journal.add_cut(entry, sequence=message.sequence)
+            elif isinstance(entry, Outcome):
+                journal.add_outcome(entry)
+            if message.subject == names.cuts:
+                self._last_cut_sequence = message.sequence  # also of one that cannot be read
+        self._check_newest(journal.lineage)
+        return journal
+
+    def _check_newest(self, taken: int) -> None:
+        if taken > self.number:
+            raise FencedError(f"lineage {self.number}: lineage {taken} has been taken since; this trainer must stop")
+
+    async def write_begin(self) -> int:
+        """Fence the older lineages in the log; return the entry's stream sequence."""
+        restored_step = Version.parse(self.checkpoint.version).step if self.checkpoint else 0
+        return await self.write_cut(Cut(kind=CutKind.BEGIN, lineage=self.number, step=restored_step))
+
+    async def write_cut(self, entry: Cut) -> int:
+        """Add an entry to the journal, directly after the last one this lineage knows.
+
+        Raises:
+            FencedError: another trainer has written since.
+        """
+        while True:
+            try:
+                published = await self._bus.publish(
+                    self._bus.names.cuts, entry, expected_last_subject_sequence=self._last_cut_sequence
+                )
+            except ConflictError as exc:
+                if await self._skip_unreadable():
+                    continue
+                raise FencedError(
+                    f"lineage {self.number}: a newer trainer writes the journal; this one must stop"
+                ) from exc
+            self._last_cut_sequence = published.sequence
+            return published.sequence
+
+    async def _skip_unreadable(self) -> bool:
+        """Pass over what is no entry after the last one; say whether nothing else has come."""
+        names = self._bus.names
+        newer = await self._bus.read_log(names.outcomes_stream, names.cuts, start_sequence=self._last_cut_sequence + 1)
+        for message in newer:
+            if await self._bus.decode(message, Cut) is not None:
+                return False
+            self._last_cut_sequence = message.sequence
+        return bool(newer)
+
+    async def is_newest(self) -> bool:
+        """Say whether the journal's last entry is this lineage's.
+
+        If so, no newer one has begun, and whichever does finds in the log whatever was stored there before this call.
+        """
+        names = self._bus.names
+        last = await self._bus.get_last(names.outcomes_stream, names.cuts)
+        entry = None if last is None else await self._bus.decode(last, Cut)
+        return entry is not None and entry.lineage == self.number
+
+    async def announce(self, weights: WeightsVersion) -> None:
+        """Make ``weights`` the newest, then tell everybody."""
+        reach("trainer.before_announce")
+        await self._write(self._bus.names.weights_key(), weights)
+        await self._bus.emit(self._bus.names.weights, weights)
+        await self._bus.tell(WeightsAnnounced(version=weights.version))
+        reach("trainer.after_announce")
+
+    async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
+        """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
+        await self._write(CHECKPOINT, checkpoint)
+        self.checkpoint = checkpoint
+        await self._bus.tell(CheckpointWritten(version=checkpoint.version))
+
+    async def fall_back(self, checkpoint: CheckpointRecord, *, reason: str) -> None:
+        """Begin from an older checkpoint than the newest, which is damaged."""
+        assert self.checkpoint is not None
+        damaged = self.checkpoint
+        await self._write(CHECKPOINT, checkpoint)
+        self.checkpoint = checkpoint
+        await self._bus.tell(CheckpointDamaged(version=damaged.version, reason=reason, taken=checkpoint.version))
+
+    async def _take_checkpoint(self) -> None:
+        """Start from the newest checkpoint, and make it this lineage's to replace.
+
+        Rewritten as it is (or as a record without a folder), so that an older trainer, which goes on until it
+        notices, cannot record another one behind our back: its acks reach nothing any more, and what it trained
+        after our checkpoint we train again.
+        """
+        while True:
+            held, revision = await self._bus.get(CHECKPOINT, CheckpointRecord)
+            mine = held or CheckpointRecord(version=str(Version(self.number, 0)), path="")
+            try:
+                self._revisions[CHECKPOINT] = await self._bus.compare_and_set(CHECKPOINT, mine, revision)
+            except ConflictError:
+                continue  # that older trainer was faster: its acks may have been too
+            self.checkpoint = mine if mine.path else None
+            return
+
+    async def _write(self, key: str, record: WeightsVersion | CheckpointRecord) -> None:
+        if key not in self._revisions:
+            held, self._revisions[key] = await self._bus.get(key, type(record))
+            if held is not None and Version.parse(held.version).lineage > self.number:
+                raise FencedError(f"lineage {self.number}: {key} is at {held.version}; this trainer must stop")
+        try:
+            self._revisions[key] = await self._bus.compare_and_set(key, record, self._revisions[key])
+        except ConflictError as exc:
+            raise FencedError(f"lineage {self.number}: a newer trainer writes {key}; this one must stop") from exc

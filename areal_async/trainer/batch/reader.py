@@ -1,0 +1,55 @@
+"""Every rank's view of the journal: the one place from which batches come.
+
+All ranks read the same log in the same order, so they agree on what to train without telling each other.
+"""
+
+import anyio
+
+from areal_async.bus import Bus
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import Cut, CutKind, Outcome
+
+
+class JournalReader:
+    """Follows the log; hands out the cut of a step once it is there."""
+
+    def __init__(self, bus: Bus, *, lineage: int, restored_step: int) -> None:
+        """Follow it for the trainer of ``lineage``, which begins from the checkpoint of ``restored_step``."""
+        self._bus = bus
+        self._sequence = 0
+        self._changed = anyio.Event()
+        self.journal = Journal(own_lineage=lineage, own_step=restored_step)
+
+    async def run(self) -> None:
+        """Follow the log for ever."""
+        names = self._bus.names
+        async for message in self._bus.follow(names.outcomes_stream, names.log):
+            entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
+            if isinstance(entry, Cut):
+                self.journal.add_cut(entry, sequence=message.sequence)
+            elif isinstance(entry, Outcome):
+                self.journal.add_outcome(entry)
+            self._sequence = message.sequence
+            self._changed.set()
+            self._changed = anyio.Event()
+
+    async def read_through(self, sequence: int) -> None:
+        """Wait until the log is read up to ``sequence``."""
+        while self._sequence < sequence:
+            await self._changed.wait()
+
+    async def next_entry(self, step: int, *, lineage: int, is_checkpointed: bool) -> Cut | None:
+        """Wait for what is to be done next: the checkpoint before ``step``, unless it is made, or the cut of ``step``.
+
+        The same on every rank: a checkpoint is asked for before the cut is written, or not at all.
+        """
+        while True:
+            journal = self.journal
+            if journal.lineage == lineage and step - 1 in journal.checkpoints and not is_checkpointed:
+                return Cut(kind=CutKind.CHECKPOINT, lineage=lineage, step=step - 1)
+            cut = journal.cuts.get(step)
+            if cut is not None and cut.lineage == lineage:
+                return cut
+            if journal.is_ended and journal.lineage == lineage:
+                return None
+            await self._changed.wait()

@@ -1,0 +1,1 @@
+"""From packed rows to the next weights: models, optimizer, checkpoints' format."""

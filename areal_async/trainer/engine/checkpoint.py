@@ -1,0 +1,213 @@
+"""Checkpoints: all that a trainer needs to go on as if it had never stopped, in one atomic folder.
+
+Model and optimizer go through torch's distributed checkpoint (DCP), each rank writing its own shards, under the names
+of the whole model; so another number of ranks, and another layout, can load them. The ledger (opaque bytes: the ids of
+what these weights were trained on) lies in the same folder, so the two can never disagree, and so do the digests of all
+these files (``digests``).
+
+What is not inside follows from what is: the learning rate is a pure function of the training step, and there is no
+random state, because the engine draws no random numbers.
+
+Only tensors are given to DCP, and it reads those with ``weights_only``. Its own ``.metadata`` file is torch's
+format and is a pickle: load no checkpoint from a source you would not run a program from.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from areal_async.errors import PipelineError, UserError
+from areal_async.process.atomic_folders import LEDGER, finish, partial_name
+from areal_async.process.failpoints import reach
+from areal_async.trainer.engine.digests import digests, write_sums
+from areal_async.trainer.engine.parallel.ranks import Ranks
+
+STATE = "state"
+PARAMETERS = "parameters"
+MOMENTS = ("exp_avg", "exp_avg_sq", "step")
+
+
+def own_name(name: str) -> str:
+    """Return the name as it is: of a rank that has the whole model, or shards of all of it."""
+    return name
+
+
+class Trained(NamedTuple):
+    """A model and its optimizer."""
+
+    model: nn.Module
+    """This rank's part of it."""
+    optimizer: torch.optim.Optimizer
+    whole_name: Callable[[str], str] = own_name
+    """What a parameter of ``model`` is called in the whole model: what a stage of a pipeline counts anew differs."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside the training: from copies, and with a group of its own for what ranks say.
+
+    A rank's copies take as much host memory as its shards of the parameters and of both moments; they are made with
+    the first checkpoint and filled again with every further one. So there is one checkpoint at a time: ``stage`` may
+    be called again when ``write`` has returned.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Make the group. A collective, of all ranks in the same order."""
+        self._ranks = ranks.beside()
+        self._tensors: dict[str, Tensor] = {}
+        self._copies: dict[str, Tensor] = {}
+
+    def stage(self, policy: Trained, others: Mapping[str, Trained]) -> None:
+        """Copy what is trained to host memory; it may change when this returns. No collective.
+
+        Args:
+            others: models trained beside the policy, by role.
+        """
+        self._tensors = tensors_of(policy, others)
+        shards = {name: _local(tensor) for name, tensor in self._tensors.items()}
+        for name, shard in shards.items():
+            if name not in self._copies:
+                self._copies[name] = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
+        torch._foreach_copy_([self._copies[name] for name in shards], list(shards.values()), non_blocking=True)
+        if self._ranks.device.type == "cuda":
+            torch.cuda.synchronize(self._ranks.device)
+
+    def write(self, directory: Path, ledger: bytes) -> None:
+        """Write the checkpoint of what was staged, as ``save``. From any one thread, all ranks alike."""
+        # Imported here, as in ``save``: a trainer that has nothing to write yet should be up quickly.
+        from areal_async.trainer.engine.staged_planner import StagedPlanner
+
+        if self._ranks.device.type == "cuda":
+            torch.cuda.set_device(self._ranks.device)  # of this thread: DCP looks at its stream
+        _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
+
+
+def save(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ledger: bytes, ranks: Ranks) -> None:
+    """Write the checkpoint; when this returns, on any rank, it is whole and synced. A collective.
+
+    Args:
+        others: models trained beside the policy, by role.
+
+    Raises:
+        PipelineError: some rank could not write; raised on every rank.
+    """
+    _write(tensors_of(policy, others), directory, ledger=ledger, ranks=ranks, planner=None)
+
+
+def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ranks: Ranks) -> bytes:
+    """Restore models and optimizers in place and return the ledger on every rank. A collective.
+
+    Raises:
+        UserError: it was made without one of these models.
+        PipelineError: no checkpoint there, or one of other models.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    ledger = directory / LEDGER
+    if not ledger.is_file():
+        raise PipelineError(f"checkpoint: {directory} is not one, {LEDGER} is missing")
+    tensors = tensors_of(policy, others)
+    reader = dcp.FileSystemReader(directory / STATE)
+    saved = {str(key).partition(".")[0] for key in reader.read_metadata().state_dict_metadata}
+    missing = sorted(set(others) - saved)
+    if missing:
+        raise UserError(
+            f"checkpoint: {directory} has no {missing[0]}; go on with the algorithm it was made with, or "
+            "start anew with --fresh"
+        )
+    try:
+        dcp.load(tensors, storage_reader=reader, process_group=ranks.control)
+    except dcp.CheckpointException as exc:
+        raise PipelineError(f"checkpoint: {directory} does not fit this model: {_reasons(exc)}") from exc
+    return ledger.read_bytes()
+
+
+def tensors_of(policy: Trained, others: Mapping[str, Trained]) -> dict[str, Tensor]:
+    """Return every tensor that matters by its name in a checkpoint; loading writes into these very tensors.
+
+    The policy's are ``<kind>.<parameter>``, those of the others ``<role>.<kind>.<parameter>``; kinds are
+    ``parameters`` and AdamW's ``MOMENTS``, parameters are named as in the whole model.
+    """
+    tensors = _named(policy, "")
+    for role, trained in others.items():
+        tensors |= _named(trained, f"{role}.")
+    return tensors
+
+
+def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks: Ranks, planner: Any) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    partial = partial_name(directory)
+
+    def begin() -> None:
+        rmtree(partial, ignore_errors=True)
+        (partial / STATE).mkdir(parents=True)
+
+    def end() -> None:
+        (partial / LEDGER).write_bytes(ledger)
+        write_sums(partial, {name: digest for one in own for name, digest in json.loads(one).items()})
+        reach("trainer.during_checkpoint")
+        finish(partial, directory)
+
+    _on_first(ranks, begin, directory)
+    writer = dcp.FileSystemWriter(partial / STATE)  # syncs what it writes
+    try:
+        dcp.save(tensors, storage_writer=writer, planner=planner, process_group=ranks.control)
+    except dcp.CheckpointException as exc:
+        raise PipelineError(f"checkpoint: {directory} could not be written: {_reasons(exc)}") from exc
+    shards = (partial / STATE).glob(f"__{ranks.rank}_*")  # DCP's names for what this rank wrote
+    own = ranks.gather_bytes(json.dumps(digests(partial, shards)).encode())
+    _on_first(ranks, end, directory)
+
+
+def _on_first(ranks: Ranks, work: Callable[[], None], directory: Path) -> None:
+    """Have rank 0 do something, and all ranks know whether it could. A collective."""
+    error: OSError | PipelineError | None = None
+    if ranks.rank == 0:
+        try:
+            work()
+        except (OSError, PipelineError) as exc:
+            error = exc
+    if not ranks.all_agree(error is None):
+        reason = f"{type(error).__name__}: {error}" if error else "rank 0 says why"
+        raise PipelineError(f"checkpoint: {directory} could not be written: {reason}") from error
+
+
+def _reasons(failed: Any) -> str:
+    """Say what each rank's error was, equal ones once."""
+    return "; ".join(sorted({f"{type(error).__name__}: {error}" for error, _ in failed.failures.values()}))
+
+
+def _named(trained: Trained, prefix: str) -> dict[str, Tensor]:
+    model, optimizer, whole_name = trained
+    _fill(optimizer)
+    tensors: dict[str, Tensor] = {}
+    for own, parameter in model.named_parameters():
+        name = whole_name(own)
+        if parameter.requires_grad and parameter not in optimizer.state:
+            raise PipelineError(f"checkpoint: {name} is gathered, and its shard is not to be seen; reshard the model")
+        tensors[f"{prefix}{PARAMETERS}.{name}"] = parameter.detach()
+        for moment, tensor in optimizer.state.get(parameter, {}).items():
+            tensors[f"{prefix}{moment}.{name}"] = tensor
+    return tensors
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _fill(optimizer: torch.optim.Optimizer) -> None:
+    """Give AdamW the state of no update yet, where it has none, so that there are tensors to save or to load into."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            state: dict[str, Any] = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)

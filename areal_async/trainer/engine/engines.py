@@ -1,0 +1,141 @@
+"""The engines of one rank: the policy's, and those of the models that the algorithm wants beside it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self, TypeVar
+
+from torch import Tensor
+
+from areal_async.config.settings import Settings
+from areal_async.trainer.engine.checkpoint import CheckpointWriter, Trained
+from areal_async.trainer.engine.critic import CriticEngine
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.parallel.resharder import Ask, Exchange, hold_the_same
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.engine.reference import BareActor, Reference, ReferenceEngine
+from areal_async.trainer.engine.threads import EngineThread
+from areal_async.trainer.packing.rows import TrainRow
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Engines:
+    """A model per role. All are on the same ranks, which each may divide in its own way."""
+
+    actor: FsdpEngine
+    critic: CriticEngine | None = None
+    reference: Reference | None = None
+    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    """By role: the way of the actor's rows to those models that other ranks hold rows for."""
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Load what the settings want. A collective."""
+        wanted = settings.algorithm.needs_models
+
+        def own_ranks() -> Ranks:
+            # On a GPU all engines share one thread (``Lanes``) and so one group.
+            return ranks.apart() if ranks.device.type == "cpu" else ranks
+
+        actor = FsdpEngine.for_run(settings, ranks)
+        critic = CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None
+        reference: Reference | None = None
+        if shares_base(settings):
+            reference = BareActor(actor)
+        elif "reference" in wanted:
+            reference = ReferenceEngine.for_run(settings, own_ranks())
+        # A bare actor's rows are the actor's.
+        others = {"critic": critic, "reference": reference if isinstance(reference, ReferenceEngine) else None}
+        return cls(
+            actor=actor,
+            critic=critic,
+            reference=reference,
+            exchanges={
+                role: Exchange(
+                    source=actor.grid,
+                    target=engine.grid,
+                    flops=engine.flops,
+                    num_minibatches=settings.algorithm.num_minibatches,
+                )
+                for role, engine in others.items()
+                if engine is not None and not hold_the_same(actor.grid, engine.grid)
+            },
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens that every model of the step has."""
+        models = (self.actor, self.critic, self.reference)
+        return min(model.vocab_size for model in models if model is not None)
+
+    def change(self, settings: Settings) -> None:
+        """Train by these from the next step on; what may not change in a run is as it was."""
+        self.actor.change(settings)
+        if self.critic is not None:
+            self.critic.change(settings)
+
+    def ask(self, role: str, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
+        """Return what a call of that role's model says of the actor's rows. A collective."""
+        exchange = self.exchanges.get(role)
+        return exchange.ask(rows, ask) if exchange else ask(rows)
+
+    def rows_for(self, role: str, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """Return this rank's rows of that role's model for those of the actor's. A collective."""
+        exchange = self.exchanges.get(role)
+        return exchange.take(rows) if exchange else list(rows)
+
+    def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
+        """Write everything that is trained, and the ledger, as one atomic folder. A collective."""
+        self.actor.save_checkpoint(directory, ledger, others=self._others)
+
+    def stage_checkpoint(self, writer: CheckpointWriter) -> None:
+        """Copy everything that is trained for ``writer`` to write. No collective."""
+        writer.stage(self.actor.trained, self._others)
+
+    def load_checkpoint(self, directory: Path) -> bytes:
+        """Restore everything that is trained and return the ledger on every rank. A collective."""
+        return self.actor.load_checkpoint(directory, others=self._others)
+
+    @property
+    def _others(self) -> dict[str, Trained]:
+        return {"critic": self.critic.trained} if self.critic is not None else {}
+
+
+def shares_base(settings: Settings) -> bool:
+    """Say whether the reference is what the policy's adapters are trained over."""
+    is_same = settings.model.reference.path in (None, settings.model.path)
+    return settings.trainer.lora.is_on and is_same and "reference" in settings.algorithm.needs_models
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes:
+    """The threads in which the calls of a step run: one per lane on a CPU, the engine's for all on a GPU.
+
+    There one stream does the work of all models anyway, and NCCL wants the collectives of different groups in one
+    order on every rank too.
+    """
+
+    engine: EngineThread
+    """Of the policy, and of everything that is not in a step."""
+    is_single: bool
+    of_actor: frozenset[str] = frozenset({"actor"})
+    """Roles whose calls the policy's own engine answers, in its thread."""
+    others: dict[str, EngineThread] = field(default_factory=dict)
+
+    def name(self, role: str) -> str:
+        """Return the lane of a role; what computes without a model has one too."""
+        return "actor" if self.is_single or role in self.of_actor else role or "compute"
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks, engine: EngineThread) -> Self:
+        """Return the lanes of a rank; ``engine`` is the thread of its policy."""
+        shared = frozenset({"actor", "reference"} if shares_base(settings) else {"actor"})
+        return cls(engine=engine, is_single=ranks.device.type != "cpu", of_actor=shared)
+
+    async def run(self, role: str, work: Callable[[], T]) -> T:
+        """Return what ``work`` returns, done in the thread of this role's lane."""
+        name = self.name(role)
+        thread = self.engine if name == "actor" else self.others.setdefault(name, EngineThread(name))
+        return await thread.run(work)

@@ -1,0 +1,322 @@
+"""Hugging Face decoders over packed rows: the policy answers with logprobs instead of logits, the critic with values.
+
+Legend: T tokens of a packed row, S of them scored, H hidden, V vocabulary. Dropout is off always: the logprobs
+trained on must be those the server reports.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self, TypeVar, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from areal_async.config.lora import LoraSettings
+from areal_async.config.settings import TrainerSettings
+from areal_async.errors import UserError
+from areal_async.process.gc_pauses import importing
+from areal_async.trainer.engine.attention import attention_for, document_arguments, register_packed_attention
+from areal_async.trainer.engine.lora import adapt
+from areal_async.trainer.engine.parallel.dims import STAGE, Grid
+from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
+from areal_async.trainer.engine.parallel.tensor import divide_decoder, divided_scores, is_divided, num_local_words
+from areal_async.trainer.engine.weights import base_witnesses
+from areal_async.trainer.packing.rows import PackedRow
+
+M = TypeVar("M", bound=nn.Module)
+
+HEAD_CHUNK_ELEMENTS = 1 << 24
+"""Logits held at once, in elements: with 150,000 words about 110 tokens, 64 MB in float32."""
+HEAD_SCALES = ("final_logit_softcapping", "logits_scaling", "logit_scale")
+"""Settings of models whose logits are more than their head's output."""
+CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassification"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharding:
+    """How FSDP2 keeps and reduces what it shards."""
+
+    reduce_dtype: torch.dtype = torch.float32
+    """In which gradients cross the ranks."""
+    cpu_offload: bool = False
+    """Shards lie in the host's memory, and the optimizer works there."""
+
+    @classmethod
+    def of(cls, trainer: TrainerSettings) -> Self:
+        """Return what the settings say."""
+        return cls(reduce_dtype=DTYPES[trainer.reduce_dtype], cpu_offload=trainer.cpu_offload)
+
+
+class Policy(nn.Module):
+    """The decoder and its head, run together so that they are one unit for sharding."""
+
+    def __init__(self, causal_lm: nn.Module, *, base_sha256: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self.causal_lm = causal_lm
+        self.attention = cast(Any, causal_lm).config._attn_implementation
+        self.base_sha256 = dict(base_sha256 or {})
+        """Where adapters are trained, hashes that tell what they are trained over (``weights.base_witnesses``)."""
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens whose logits are held at once, in the forward pass."""
+        return max(1, HEAD_CHUNK_ELEMENTS // num_local_words(cast(Any, self.causal_lm).get_output_embeddings()))
+
+    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Return logprob and entropy of every scored token, both float32 [S]."""
+        return self.read(self.states(row)[0], row)
+
+    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
+        """Return the decoder's states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
+        return _states(self.causal_lm, row, self.attention, received)
+
+    def read(self, hidden_TH: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
+        """Return ``forward``'s logprobs and entropies of the last states."""
+        hidden_SH = hidden_TH.index_select(0, row.predicting_S)
+        if len(row.targets_S) <= self.chunk_tokens:
+            return self._score(hidden_SH, row.targets_S, row.temperature)
+        # The logits of one chunk are thrown away and made again in the backward pass.
+        hidden, targets = hidden_SH.split(self.chunk_tokens), row.targets_S.split(self.chunk_tokens)
+        one = row.temperature
+        temperatures = one.split(self.chunk_tokens) if isinstance(one, Tensor) else [one] * len(hidden)
+        chunks = zip(hidden, targets, temperatures, strict=True)
+        scored = [checkpoint(self._score, *chunk, use_reentrant=False) for chunk in chunks]
+        return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
+
+    def _score(self, hidden_SH: Tensor, targets_S: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
+        head = cast(Any, self.causal_lm).get_output_embeddings()
+        logits_SV = head(hidden_SH).float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
+        if is_divided(head):
+            return divided_scores(head, logits_SV, targets_S)
+        log_probs_SV = F.log_softmax(logits_SV, dim=-1)
+        entropy_S = -(log_probs_SV.exp() * log_probs_SV).sum(-1)
+        return -F.nll_loss(log_probs_SV, targets_S, reduction="none"), entropy_S
+
+
+class Critic(nn.Module):
+    """A decoder with a head of one output: the value of what stands before a token, in units of reward.
+
+    The whole is what transformers calls a sequence classifier of one label, read at every scored token instead of the
+    last; so a reward model's folder starts a critic as it is.
+    """
+
+    def __init__(self, classifier: nn.Module) -> None:
+        super().__init__()
+        self.classifier = classifier
+        self.attention = cast(Any, classifier).config._attn_implementation
+
+    def forward(self, row: PackedRow) -> Tensor:
+        """Return the value before every scored token, float32 [S]."""
+        return self.read(self.states(row)[0], row)
+
+    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
+        """Return the decoder's states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
+        return _states(self.classifier, row, self.attention, received)
+
+    def read(self, hidden_TH: Tensor, row: PackedRow) -> Tensor:
+        """Return ``forward``'s values of the last states."""
+        hidden_SH = hidden_TH.index_select(0, row.predicting_S)
+        values_S1: Tensor = cast(Any, self.classifier).score(hidden_SH).float()
+        return values_S1.sum(-1)  # of one; a view would be no output that FSDP can hook
+
+
+def load_policy(
+    folder: Path,
+    grid: Grid,
+    *,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    is_frozen: bool = False,
+    stages_per_rank: int = 1,
+    sharding: Sharding = Sharding(),
+    lora: LoraSettings | None = None,
+) -> Policy | StagedModel:
+    """Load the model's weights in float32 and shard them over the ranks, layer by layer.
+
+    Args:
+        dtype: of the forward and backward pass; parameters and gradients are float32.
+        is_frozen: never trained; the parameters are then kept in ``dtype`` too, which gives the same numbers.
+        stages_per_rank: of a pipeline.
+        lora: the adapters to train in its stead, where they are on.
+
+    Raises:
+        UserError: the folder holds no causal language model that this can train.
+    """
+    is_base = lora is not None and lora.is_on
+    stored = dtype if is_frozen or is_base else torch.float32
+    causal_lm, _ = _load(CAUSAL_LM, folder, grid.all.device, dtype, stored=stored)
+    _check_trainable(causal_lm, folder)
+    causal_lm.requires_grad_(not is_frozen)
+    base_sha256: dict[str, str] = {}
+    if lora is not None and is_base:
+        adapt(causal_lm, lora)
+        base_sha256 = base_witnesses(causal_lm)
+    return _laid_out(
+        causal_lm,
+        grid,
+        dtype=dtype,
+        stages_per_rank=stages_per_rank,
+        activation_checkpointing=activation_checkpointing,
+        sharding=sharding,
+        wrap=functools.partial(Policy, base_sha256=base_sha256),
+    )
+
+
+def load_critic(
+    folder: Path,
+    grid: Grid,
+    *,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    stages_per_rank: int = 1,
+    sharding: Sharding = Sharding(),
+) -> Critic | StagedModel:
+    """Load a critic as ``load_policy`` does a policy; of a folder without a head for it, with a head of zeros.
+
+    So a new critic's values are 0 everywhere, on any number of ranks, and no random number is drawn.
+
+    Raises:
+        UserError: the folder holds no decoder that this can train, or one with several labels.
+    """
+    classifier, missing = _load(CLASSIFIER, folder, grid.all.device, dtype, stored=torch.float32, num_labels=1)
+    _check_trainable(classifier, folder)
+    if not hasattr(classifier, "score"):
+        raise UserError(
+            f"model: got {folder} of type {classifier.config.model_type}, whose classifier has no head named score; "
+            "need a decoder such as Qwen2, Qwen3 or Llama for a critic"
+        )
+    if "score.weight" in missing:
+        nn.init.zeros_(classifier.score.weight)
+    return _laid_out(
+        classifier,
+        grid,
+        dtype=dtype,
+        stages_per_rank=stages_per_rank,
+        activation_checkpointing=activation_checkpointing,
+        sharding=sharding,
+        wrap=Critic,
+    )
+
+
+def _states(decoder: nn.Module, row: PackedRow, attention: str, received: Tensor | None) -> Tensor:
+    """Return the last hidden state of every token [1, T, H]."""
+    given = {"input_ids": row.token_ids_T[None]} if received is None else {"inputs_embeds": received}
+    hidden: Tensor = (
+        cast(Any, decoder)
+        .base_model(
+            **given,
+            position_ids=row.position_ids_T[None],
+            use_cache=False,
+            **document_arguments(row.lengths, attention, row.token_ids_T.device),
+        )
+        .last_hidden_state
+    )
+    return hidden
+
+
+def _load(
+    kind: str, folder: Path, device: torch.device, dtype: torch.dtype, *, stored: torch.dtype, **options: Any
+) -> tuple[Any, set[str]]:
+    """Return a model by one of transformers' auto classes, and the parameters that the folder did not have."""
+    # Imported here: it takes seconds, and the processes that only make batches never need it.
+    with importing():
+        import transformers
+        import transformers.modeling_utils
+
+        auto_class = getattr(transformers, kind)
+    register_packed_attention()
+    transformers.utils.logging.disable_progress_bar()
+    verbosity = transformers.utils.logging.get_verbosity()
+    if kind != CAUSAL_LM:
+        transformers.utils.logging.set_verbosity_error()  # a missing head is no news
+    try:
+        model, told = auto_class.from_pretrained(
+            folder,
+            dtype=stored,
+            attn_implementation=attention_for(device, dtype),
+            local_files_only=True,
+            output_loading_info=True,
+            **options,
+        )
+    except (ValueError, OSError, KeyError, ImportError, RuntimeError) as exc:
+        reason = str(exc).strip().partition("\n")[0]
+        wanted = "causal language model" if kind == CAUSAL_LM else "decoder with a head of one output"
+        raise UserError(f"model: cannot load {folder} as a {wanted}: {reason}") from exc
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+    model.eval()
+    return model, set(told["missing_keys"])
+
+
+def _laid_out(
+    decoder: Any,
+    grid: Grid,
+    *,
+    dtype: torch.dtype,
+    stages_per_rank: int,
+    activation_checkpointing: bool,
+    sharding: Sharding,
+    wrap: Callable[[nn.Module], M],
+) -> M | StagedModel:
+    """Return the model, whole or in stages, sharded."""
+    shard = functools.partial(
+        _shard, grid=grid, dtype=dtype, activation_checkpointing=activation_checkpointing, sharding=sharding
+    )
+    if grid.sizes[STAGE] == 1:
+        model = wrap(decoder)
+        shard(model, decoder)
+        return model
+    staged = StagedModel(decoder, grid, dtype=dtype, stages_per_rank=stages_per_rank, wrap=wrap)
+    for stage in staged.own_stages:
+        shard(stage, stage.decoder)
+    return staged
+
+
+def _shard(
+    whole: nn.Module,
+    decoder: Any,
+    *,
+    grid: Grid,
+    dtype: torch.dtype,
+    activation_checkpointing: bool,
+    sharding: Sharding,
+) -> None:
+    if grid.part_mesh is not None:
+        divide_decoder(decoder, grid.part_mesh)
+    layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
+    if activation_checkpointing:
+        for layer in layers:
+            # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+    mesh = grid.data_mesh
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=sharding.reduce_dtype
+    )
+    # Pinned memory is a GPU's; without one the shards lie where they would anyway.
+    offload = CPUOffloadPolicy(pin_memory=grid.all.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    fully_shard(whole, mesh=mesh, mp_policy=precision, offload_policy=offload)
+
+
+def _check_trainable(causal_lm: Any, path: Path) -> None:
+    config = causal_lm.config
+    if not hasattr(causal_lm.base_model, "layers"):
+        raise UserError(f"model: got {path} of type {config.model_type}, need a decoder with a list of layers")
+    if getattr(causal_lm, "_weight_conversions", None):
+        raise UserError(
+            f"model: got {path} of type {config.model_type}, whose weights are stored in another layout than they are "
+            "trained in; need a dense decoder such as Qwen2, Qwen3 or Llama"
+        )
+    scaled = [name for name in HEAD_SCALES if getattr(config, name, None) not in (None, 1)]
+    if scaled:
+        raise UserError(
+            f"model: got {path} of type {config.model_type} with {scaled[0]}={getattr(config, scaled[0])}, "
+            "need a head without scaling, such as Qwen2's, Qwen3's or Llama's"
+        )

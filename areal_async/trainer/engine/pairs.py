@@ -1,0 +1,187 @@
+"""The engine of a reward model: scores of whole answers, learned from which of two is preferred.
+
+The invariants are those of ``sharded``. The two answers of a pair couple in the loss, so they share a packed row; a
+pair is the unit of packing. Every public method is a collective, called from one thread.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import structlog
+import torch
+from torch import Tensor
+
+from areal_async.algorithms.aggregation import Aggregation
+from areal_async.algorithms.objective import LossTerms
+from areal_async.algorithms.preference import packed_bradley_terry
+from areal_async.config.settings import ModelSettings, TrainerSettings
+from areal_async.process.hub import local_model
+from areal_async.trainer.engine import weights
+from areal_async.trainer.engine.model import DTYPES, Sharding, load_critic
+from areal_async.trainer.engine.parallel.dims import Grid
+from areal_async.trainer.engine.parallel.execution import Execution
+from areal_async.trainer.engine.parallel.pipeline import execution_of
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.parallel.stages import StagedModel
+from areal_async.trainer.engine.sharded import Learner, PackedPasses
+from areal_async.trainer.engine.stats import Tally
+from areal_async.trainer.packing.flops import decoder_flops
+from areal_async.trainer.packing.pack import Parts
+from areal_async.trainer.packing.rows import PackedRow, TrainRow
+
+PER_PAIR = Aggregation("sequence_sum")
+"""A pair's two scores are half a unit each: the denominator counts pairs."""
+
+log = structlog.get_logger()
+
+
+class Pair(NamedTuple):
+    """Two conversations that differ in their last answer."""
+
+    chosen: list[int]
+    rejected: list[int]
+
+    @property
+    def num_tokens(self) -> int:
+        """What the pair takes of a packed row, the places of its scores included."""
+        return len(self.chosen) + len(self.rejected) + len(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairStats:
+    """What one training step did. Equal on every rank; means are over the pairs of all."""
+
+    loss: float
+    accuracy: float
+    """Share of pairs whose preferred answer had the higher score, before the update."""
+    margin_mean: float
+    """Score of the preferred answer less that of the other."""
+    grad_norm: float
+    """Before clipping."""
+    lr: float
+    num_pairs: int
+    num_tokens: int
+    """Of this rank's pairs."""
+    num_skipped: int
+    """Updates left out because the gradient was not finite."""
+
+
+class PairedPasses(PackedPasses):
+    """Passes over rows of which every two, from the first, are a pair and stay together."""
+
+    def divide(self, rows: Sequence[TrainRow]) -> Parts:
+        """Return which rows share a packed one, the answers of a pair always, one after the other. A collective."""
+        # As one sequence a pair's attention costs about twice what it does: alike for all, which is all that counts.
+        pairs = [_joined(rows[place], rows[place + 1]) for place in range(0, len(rows), 2)]
+        return [[row for pair in part for row in (2 * pair, 2 * pair + 1)] for part in super().divide(pairs)]
+
+
+class PairEngine:
+    """A sequence classifier of one label sharded over the ranks (FSDP2), its optimizer and its loss."""
+
+    def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
+        self.grid = Grid.of(ranks, trainer)
+        self._source = local_model(model.path)
+        self._dtype = DTYPES[model.dtype]
+        self._critic = load_critic(
+            self._source,
+            self.grid,
+            dtype=self._dtype,
+            activation_checkpointing=trainer.activation_checkpointing,
+            stages_per_rank=trainer.stages_per_rank,
+            sharding=Sharding.of(trainer),
+        )
+        self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
+        self.flops = decoder_flops(self._critic.classifier)
+        self._passes = PairedPasses(
+            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+        )
+        self._learner = Learner(
+            self._critic,
+            execution=self._execution,
+            passes=self._passes,
+            grid=self.grid,
+            trainer=trainer,
+            aggregation=PER_PAIR,
+        )
+
+    def train_step(self, pairs: Sequence[Pair], *, step: int, total_steps: int) -> PairStats:
+        """Train on this rank's pairs; ranks may hold different numbers of them, even none.
+
+        Args:
+            step: counts from 1; decides the learning rate.
+            total_steps: length of the learning rate's schedule.
+        """
+        lr = self._learner.begin(step, total_steps=total_steps)
+        tally = Tally()
+        for minibatch in self._learner.minibatches(_rows(pairs)):
+            denominator = self._learner.denominator(minibatch)
+            if denominator:
+                self._learner.update(minibatch, _loss, tally, denominator=denominator)
+        if tally.num_skipped:
+            log.warning("pairs.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
+        sums = tally.totals(self.grid.data)
+        num_pairs = sums.get("units") or 1.0
+        return PairStats(
+            loss=sums.get("loss", 0.0) / num_pairs,
+            accuracy=sums.get("right", 0.0) / num_pairs,
+            margin_mean=sums.get("margin", 0.0) / num_pairs,
+            grad_norm=tally.grad_norm,
+            lr=lr,
+            num_pairs=round(sums.get("units", 0.0)),
+            num_tokens=sum(pair.num_tokens for pair in pairs),
+            num_skipped=tally.num_skipped,
+        )
+
+    def scores(self, pairs: Sequence[Pair]) -> Tensor:
+        """Return the scores of this rank's pairs [P, 2]: of the preferred answers, and of the others."""
+        values = self._passes.infer(_rows(pairs), self._execution.infer)
+        return torch.tensor([float(row[-1]) for row in values]).view(-1, 2)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
+        buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
+        return weights.gather(self._critic.classifier, buckets, self.grid.all)
+
+    def save_weights(self, directory: Path) -> dict[str, str]:
+        """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
+        classifier = cast(Any, self._critic.classifier)
+        # The folder it came from may hold a model that generates.
+        decoder = classifier.own_stages[0].decoder if isinstance(classifier, StagedModel) else classifier
+        classifier.config.architectures = [type(decoder).__name__]
+        buckets = weights.plan(classifier, self._dtype, max_bytes=0)
+        return weights.save(classifier, buckets, directory, source=self._source, ranks=self.grid.all)
+
+
+def _loss(_number: int, row: PackedRow, scores_S: Tensor) -> LossTerms:
+    return packed_bradley_terry(scores_S, row.mask_S)
+
+
+def _rows(pairs: Sequence[Pair]) -> list[TrainRow]:
+    return [_row(answer, index) for index, pair in enumerate(pairs) for answer in pair]
+
+
+def _row(token_ids: Sequence[int], index: int) -> TrainRow:
+    """Return an answer, scored at its last token.
+
+    A critic's value is of what stands before a token: so one more follows, which no other can see.
+    """
+    length = len(token_ids) + 1
+    return TrainRow(
+        token_ids=np.array([*token_ids, token_ids[-1]], dtype=np.int32),
+        loss_mask=np.arange(length) == length - 1,
+        behave_logprobs=np.zeros(length, dtype=np.float32),
+        advantage=0.0,
+        current_mask=np.zeros(length, dtype=np.bool_),
+        index=index,
+    )
+
+
+def _joined(left: TrainRow, right: TrainRow) -> TrainRow:
+    """Return a row as long as both, for the arithmetic of packing alone."""
+    names = ("token_ids", "loss_mask", "behave_logprobs", "current_mask")
+    both: dict[str, Any] = {name: np.concatenate([getattr(left, name), getattr(right, name)]) for name in names}
+    return TrainRow(**both, advantage=0.0, index=left.index)

@@ -1,0 +1,1 @@
+"""How the ranks divide a model, and what they say to each other."""

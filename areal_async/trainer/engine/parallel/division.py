@@ -1,0 +1,79 @@
+"""Which of a rank's sequences share a row, so that the rows which ranks compute side by side are alike.
+
+Ranks wait for the slowest in every row: its layers are gathered for all of them together. So each rank divides its
+sequences into as many rows as the rank that needs the most, and of the ways to do that they take the one whose rows
+cost least when the k-th costs what the dearest k-th of any rank does.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.pack import Parts, fill, pack, part_costs, spread
+from areal_async.trainer.packing.rows import TrainRow
+
+
+def divide(
+    rows: Sequence[TrainRow],
+    *,
+    flops: DecoderFlops,
+    token_budget: int,
+    ranks: Ranks,
+    fit: Callable[[int], int] | None = None,
+) -> Parts:
+    """Return the indices of the sequences in each row; as many rows on every rank, the last of which may be empty.
+
+    A collective, of one number and of two per row.
+
+    Args:
+        fit: makes of the rows that are needed the number that suits the model's layout, not a smaller one.
+
+    Raises:
+        UserError: a sequence is longer than a row.
+    """
+    lengths = [row.num_tokens for row in rows]
+    costs = [flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
+    fewest = len(pack(lengths, token_budget=token_budget))
+    most = ranks.reduce(torch.tensor([fewest], device=ranks.device), dist.ReduceOp.MAX)
+    num_rows = int(most.item())
+    if fit is not None and num_rows:
+        num_rows = fit(num_rows)
+    ways = _ways(lengths, costs, token_budget=token_budget, num_rows=num_rows)
+    if ranks.size == 1 or not num_rows:
+        return ways[0]
+    dearest = torch.tensor([part_costs(way, costs) for way in ways], dtype=torch.float64, device=ranks.device)
+    takes = ranks.reduce(dearest, dist.ReduceOp.MAX).sum(1)
+    return ways[int(takes.argmin().item())]
+
+
+def divide_shares(
+    lengths: Sequence[Sequence[int]], costs: Sequence[Sequence[int]], *, token_budget: int
+) -> list[Parts]:
+    """Return what ``divide`` comes to on every rank, from the sequences of them all. Pure.
+
+    Raises:
+        UserError: a sequence is longer than a row.
+    """
+    num_rows = max(len(pack(own, token_budget=token_budget)) for own in lengths)
+    ways = [
+        _ways(own, dear, token_budget=token_budget, num_rows=num_rows) for own, dear in zip(lengths, costs, strict=True)
+    ]
+
+    def takes(number: int) -> int:
+        rows = [part_costs(own[number], dear) for own, dear in zip(ways, costs, strict=True)]
+        return sum(max(met) for met in zip(*rows, strict=True))
+
+    best = min(range(len(ways[0])), key=takes) if len(lengths) > 1 else 0
+    return [own[best] for own in ways]
+
+
+def _ways(lengths: Sequence[int], costs: Sequence[int], *, token_budget: int, num_rows: int) -> list[Parts]:
+    """Return the divisions of one rank's sequences that ranks choose from together."""
+    packed = pack(lengths, token_budget=token_budget)
+    return [
+        spread(lengths, costs, token_budget=token_budget, num_rows=num_rows),
+        fill(packed, costs, num_rows=num_rows),
+    ]

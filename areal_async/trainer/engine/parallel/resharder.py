@@ -1,0 +1,179 @@
+"""Rows, and what a model says of them, between ranks that divide that model otherwise than the policy.
+
+The policy's layout decides which rank holds which rows. A model of another layout has other ranks that hold the same
+rows, so its calls begin with everyone's rows on every rank, of which each takes its own, and end with everyone's
+results. Bytes over a control group of its own; nothing is pickled.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from areal_async.trainer.engine.parallel.dims import PART, STAGE, Grid
+from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.pack import Parts, balance
+from areal_async.trainer.packing.rows import TrainRow
+
+Ask = Callable[[Sequence[TrainRow]], list[Tensor]]
+"""A model's call: a number for every token of each row [L]."""
+
+
+class _Row(msgspec.Struct, array_like=True):
+    """A ``TrainRow`` in bytes, little-endian."""
+
+    token_ids: bytes
+    loss_mask: bytes
+    behave_logprobs: bytes
+    advantage: float | bytes
+    current_mask: bytes
+    ages: bytes | None
+    columns: dict[str, bytes]
+    temperature: float | bytes
+    turns: bytes | None
+    index: int
+
+
+class _Parcel(msgspec.Struct, array_like=True):
+    """What must be known of a row to decide who takes it, and the row."""
+
+    index: int
+    num_tokens: int
+    num_scored: int
+    row: msgspec.Raw
+
+
+_PARCELS = msgspec.msgpack.Decoder(list[_Parcel])
+_ROW = msgspec.msgpack.Decoder(_Row)
+
+
+class Exchange:
+    """The way between the ranks that hold rows for the policy and those that hold them for another model."""
+
+    def __init__(self, *, source: Grid, target: Grid, flops: DecoderFlops, num_minibatches: int = 1) -> None:
+        """Lead from the policy's grid to another one of the same ranks. A collective.
+
+        Args:
+            flops: the other model's operations, by which its ranks share the rows.
+            num_minibatches: each of which they share by itself.
+        """
+        self._source = source
+        self._target = target
+        self._flops = flops
+        self._num_minibatches = num_minibatches
+        # A group of its own, for the calls of several models run side by side.
+        self._ranks = source.all.beside()
+
+    def take(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
+        """Return the rows of the target's rank for those of the source's. A collective."""
+        parcels = [parcel for part in self._gather(rows) for parcel in part]
+        return [_unpacked(parcels[place]) for place in self._divide(parcels)[self._target.data.rank]]
+
+    def ask(self, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
+        """Return for each row of the source's rank what the target's model says of it. A collective."""
+        by_source = self._gather(rows)
+        parcels = [parcel for part in by_source for parcel in part]
+        shares = self._divide(parcels)
+        answers = ask([_unpacked(parcels[place]) for place in shares[self._target.data.rank]])
+        spoken = b"".join(answer.float().numpy().astype("<f4").tobytes() for answer in answers)
+        told = self._ranks.gather_bytes(spoken if self._target.is_speaker else b"")
+        speakers = self._target.speakers
+        results: dict[int, Tensor] = {}
+        for share, rank in zip(shares, speakers, strict=True):
+            ends = np.cumsum([parcels[place].num_tokens for place in share])
+            pieces = np.split(_array(told[rank], "<f4"), ends[:-1])
+            results |= {place: torch.from_numpy(piece) for place, piece in zip(share, pieces, strict=False)}
+        first = sum(len(part) for part in by_source[: self._source.data.rank])
+        return [results[place] for place in range(first, first + len(rows))]
+
+    def _gather(self, rows: Sequence[TrainRow]) -> list[list[_Parcel]]:
+        """Return the rows of each of the source's data ranks."""
+        told = self._ranks.gather_bytes(encode_rows(rows) if self._source.is_speaker else b"")
+        return [_PARCELS.decode(told[rank]) for rank in self._source.speakers]
+
+    def _divide(self, parcels: Sequence[_Parcel]) -> Parts:
+        """Return which rows each of the target's data ranks takes; those of one trajectory stay together."""
+        shares: Parts = [[] for _ in range(self._target.data.size)]
+        for turn in range(self._num_minibatches):
+            members: dict[int, list[int]] = {}
+            for place, parcel in enumerate(parcels):
+                if parcel.index % self._num_minibatches == turn:
+                    members.setdefault(parcel.index, []).append(place)
+            whole = list(members.values())
+            costs = [
+                sum(self._flops.forward(parcels[place].num_tokens, parcels[place].num_scored) for place in places)
+                for places in whole
+            ]
+            for share, taken in zip(shares, balance(costs, num_ranks=len(shares)), strict=True):
+                share += [place for number in taken for place in whole[number]]
+        return [sorted(share) for share in shares]
+
+
+def hold_the_same(grid: Grid, other: Grid) -> bool:
+    """Return whether every rank holds the same rows in both, so that none need travel."""
+    return all(grid.sizes[one] == other.sizes[one] for one in (STAGE, PART))
+
+
+def encode_rows(rows: Sequence[TrainRow]) -> bytes:
+    """Return the rows as bytes."""
+    parcels = [_Parcel(one.index, one.num_tokens, int(one.loss_mask.sum()), msgspec.Raw(_packed(one))) for one in rows]
+    return msgspec.msgpack.encode(parcels)
+
+
+def decode_rows(payload: bytes) -> list[TrainRow]:
+    """Return the rows that ``encode_rows`` was given.
+
+    Raises:
+        msgspec.MsgspecError: these are no such bytes.
+    """
+    return [_unpacked(parcel) for parcel in _PARCELS.decode(payload)]
+
+
+def _packed(row: TrainRow) -> bytes:
+    return msgspec.msgpack.encode(
+        _Row(
+            token_ids=_bytes(row.token_ids, "<i4"),
+            loss_mask=_bytes(row.loss_mask, "?"),
+            behave_logprobs=_bytes(row.behave_logprobs, "<f4"),
+            advantage=_one_or_each(row.advantage),
+            current_mask=_bytes(row.current_mask, "?"),
+            ages=None if row.ages is None else _bytes(row.ages, "<i8"),
+            columns={name: _bytes(column, "<f4") for name, column in row.columns.items()},
+            temperature=_one_or_each(row.temperature),
+            turns=None if row.turns is None else _bytes(row.turns, "<i2"),
+            index=row.index,
+        )
+    )
+
+
+def _unpacked(parcel: _Parcel) -> TrainRow:
+    row = _ROW.decode(parcel.row)
+    return TrainRow(
+        token_ids=_array(row.token_ids, "<i4"),
+        loss_mask=_array(row.loss_mask, "?"),
+        behave_logprobs=_array(row.behave_logprobs, "<f4"),
+        advantage=row.advantage if isinstance(row.advantage, float) else _array(row.advantage, "<f4"),
+        current_mask=_array(row.current_mask, "?"),
+        ages=None if row.ages is None else _array(row.ages, "<i8"),
+        columns={name: _array(column, "<f4") for name, column in row.columns.items()},
+        temperature=row.temperature if isinstance(row.temperature, float) else _array(row.temperature, "<f4"),
+        turns=None if row.turns is None else _array(row.turns, "<i2"),
+        index=row.index,
+    )
+
+
+def _one_or_each(values: Any) -> float | bytes:
+    return float(np.asarray(values)) if np.ndim(values) == 0 else _bytes(values, "<f4")
+
+
+def _bytes(values: Any, dtype: str) -> bytes:
+    return np.asarray(values).astype(dtype).tobytes()
+
+
+def _array(payload: bytes, dtype: str) -> NDArray[Any]:
+    # A copy: the bytes' own memory cannot be written to, which torch warns of.
+    return np.frombuffer(payload, dtype=dtype).copy()

@@ -1,0 +1,295 @@
+"""The engine of the policy: rows in, one weights version further out.
+
+The invariants are those of ``sharded``. Every public method is a collective unless it says otherwise: all ranks
+call it, in the same order, from one thread each.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, cast
+
+import structlog
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation
+from areal_async.algorithms.corrections import second_moment_cutoff
+from areal_async.algorithms.objective import LossTerms, Objective, ScoredTokens
+from areal_async.algorithms.policy import PolicyLoss
+from areal_async.algorithms.presets import aggregation, policy_objective
+from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
+from areal_async.process.hub import local_model
+from areal_async.trainer.engine import checkpoint, lora, weights
+from areal_async.trainer.engine.checkpoint import Trained
+from areal_async.trainer.engine.lora import AdapterState
+from areal_async.trainer.engine.model import DTYPES, Policy, Sharding, load_policy
+from areal_async.trainer.engine.parallel.dims import Grid
+from areal_async.trainer.engine.parallel.execution import Execution, Loss
+from areal_async.trainer.engine.parallel.pipeline import execution_of
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.sharded import Learner, PackedPasses
+from areal_async.trainer.engine.stats import StepStats, Tally
+from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
+from areal_async.trainer.packing.rows import REFERENCE, START, PackedRow, TrainRow
+
+__all__ = ["FsdpEngine", "StepStats"]
+
+log = structlog.get_logger()
+
+Scores = tuple[Tensor, Tensor]
+"""Logprob and entropy of each scored token, both [S]."""
+
+
+class FsdpEngine:
+    """A policy sharded over the ranks (FSDP2), its optimizer and its loss. World size 1 is no special case."""
+
+    def __init__(
+        self,
+        *,
+        model: ModelSettings,
+        trainer: TrainerSettings,
+        ranks: Ranks,
+        objective: Objective,
+        num_minibatches: int = 1,
+        aggregation: Aggregation = TOKEN_MEAN,
+    ) -> None:
+        self._path = model.path
+        self._source = local_model(model.path)
+        self._dtype = DTYPES[model.dtype]
+        self.grid = Grid.of(ranks, trainer)
+        self._objective = objective
+        self._policy = load_policy(
+            self._source,
+            self.grid,
+            dtype=self._dtype,
+            activation_checkpointing=trainer.activation_checkpointing,
+            stages_per_rank=trainer.stages_per_rank,
+            sharding=Sharding.of(trainer),
+            lora=trainer.lora,
+        )
+        self._lora = trainer.lora
+        self._base_sha256 = self._policy.base_sha256 if isinstance(self._policy, Policy) else {}
+        self._adapters = AdapterState(self._policy.causal_lm, self._base_sha256) if self._lora.is_on else None
+        self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
+        self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)
+        self._passes = PackedPasses(
+            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+        )
+        self._learner = Learner(
+            self._policy,
+            execution=self._execution,
+            passes=self._passes,
+            grid=self.grid,
+            trainer=trainer,
+            num_minibatches=num_minibatches,
+            aggregation=aggregation,
+        )
+
+    @classmethod
+    def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
+        """Load ``settings.model`` and make the engine that ``algorithm`` and ``trainer`` describe."""
+        return cls(
+            model=settings.model,
+            trainer=settings.trainer,
+            ranks=ranks,
+            objective=policy_objective(settings),
+            num_minibatches=settings.algorithm.num_minibatches,
+            aggregation=aggregation(settings),
+        )
+
+    def change(self, settings: Settings) -> None:
+        """Take the loss and the peak of the learning rate's schedule of these, from the next step on."""
+        self._learner.set_peak(settings.trainer.lr)
+        self._objective = policy_objective(settings)
+
+    def train_step(
+        self, rows: Sequence[TrainRow], *, step: int, total_steps: int, columns: Sequence[str] = ()
+    ) -> StepStats:
+        """Train on this rank's rows; ranks may hold different numbers of them, even none.
+
+
+        Args:
+            step: counts from 1; decides the learning rate.
+            total_steps: length of the learning rate's schedule.
+            columns: that every rank's rows bring. ``START`` saves several updates a pass over all rows; a KL penalty
+                needs ``REFERENCE``.
+        """
+        lr = self._learner.begin(step, total_steps=total_steps)
+        minibatches = self._learner.minibatches(rows, columns)
+        # With a single update the weights of the step's start are those being trained: no second forward pass.
+        needs_starts = len(minibatches) > 1 and not self._is_loglinear
+        scored = _given_starts if START in columns else self._packed_logprobs
+        starts = [scored(minibatch) if needs_starts else None for minibatch in minibatches]
+        tally = Tally()
+        for minibatch, start in zip(minibatches, starts, strict=True):
+            denominator = self._learner.denominator(minibatch)
+            if denominator:
+                loss = self._loss(starts_S=start, keeps_S=self._kept(minibatch))
+                self._learner.update(minibatch, loss, tally, denominator=denominator)
+        if tally.num_skipped:
+            log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="not finite")
+        return tally.stats(self.grid.data, lr=lr)
+
+    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L]."""
+        return self._passes.infer(rows, self._packed_logprobs)
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model's embedding."""
+        return int(self._config.vocab_size)
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
+        buckets = weights.plan(self._policy.causal_lm, torch.float32, max_bytes=0)
+        return weights.gather(self._policy.causal_lm, buckets, self.grid.all)
+
+    def save_weights(self, directory: Path) -> dict[str, str]:
+        """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
+        buckets = self.plan_buckets(max_bytes=0)
+        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self.grid.all)
+
+    def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
+        """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
+        return weights.plan(self._policy.causal_lm, self._dtype, max_bytes=max_bytes)
+
+    def gather_weights(
+        self, buckets: Sequence[weights.Bucket], *, send: Callable[[Tensor], None] | None = None
+    ) -> dict[str, Tensor]:
+        """Return copies of the weights, as they are served, on the CPU of rank 0; nothing elsewhere.
+
+        Args:
+            send: takes each bucket's bytes on rank 0's device. It may block, shorter than a collective may take.
+        """
+        return weights.gather(self._policy.causal_lm, buckets, self.grid.all, send=send)
+
+    def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
+        """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
+        return weights.write(tensors, directory, source=self._source, config=self._config)
+
+    def plan_adapter(self) -> list[weights.Bucket]:
+        """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""
+        return weights.plan_adapter(self._policy.causal_lm, self._dtype)
+
+    def write_adapter(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
+        """Write gathered adapters as a folder of PEFT's, atomically; return {file: sha256}. Rank 0's alone."""
+        return lora.write(tensors, directory, settings=self._lora, base=self._path)
+
+    def adapter_witnesses(self, tensors: dict[str, Tensor]) -> dict[str, str]:
+        """Return hashes that prove that a server runs these adapters, merged into this base."""
+        return self._base_sha256 | weights.adapter_witnesses(tensors)
+
+    def export(self, directory: Path) -> None:
+        """Write what was trained: ``model``, a Hugging Face folder, and where adapters were, ``adapter`` beside it."""
+        self.save_weights(directory / "model")
+        if self._adapters is not None:
+            tensors = self.gather_weights(self.plan_adapter())
+            if self.grid.all.rank == 0:
+                self.write_adapter(tensors, directory / "adapter")
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Be the model that training started from, which the adapters leave as it is. No collective."""
+        with lora.without_adapters(self._policy.causal_lm):
+            yield
+
+    def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
+        """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
+
+        On the other ranks it is called with nothing. The update takes as much longer as gathering the model does.
+        """
+
+        def gather() -> None:
+            with self._learner.gradients_as_parameters():
+                gradients = self.full_parameters()
+            see(gradients)
+
+        self._learner.on_gradients = gather
+
+    @property
+    def trained(self) -> Trained:
+        """What a checkpoint holds of this engine. No collective."""
+        return Trained(self._adapters or self._policy.causal_lm, self._learner.optimizer)
+
+    def save_checkpoint(self, directory: Path, ledger: bytes, *, others: Mapping[str, Trained] | None = None) -> None:
+        """Write model, optimizer and ledger atomically. ``ledger`` counts on rank 0.
+
+        Args:
+            others: models trained beside this one, by role.
+        """
+        checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self.grid.all)
+
+    def load_checkpoint(self, directory: Path, *, others: Mapping[str, Trained] | None = None) -> bytes:
+        """Restore models and optimizers, written by any number of ranks, and return the ledger on every rank."""
+        ledger = checkpoint.load(self.trained, directory, others=others or {}, ranks=self.grid.all)
+        if self._adapters is not None:
+            self._adapters.check_base(directory)
+        return ledger
+
+    @property
+    def _config(self) -> Any:
+        return cast(Any, self._policy.causal_lm).config
+
+    def _packed_logprobs(self, minibatch: Sequence[PackedRow]) -> list[Tensor]:
+        return [logprobs_S for logprobs_S, _ in self._execution.infer(minibatch)]
+
+    def _loss(self, *, starts_S: Sequence[Tensor] | None, keeps_S: Sequence[Tensor] | None) -> Loss[Scores]:
+        """Return the loss of the rows of a mini-batch."""
+
+        def loss(number: int, row: PackedRow, scores: Scores) -> LossTerms:
+            logprobs_S, entropy_S = scores
+            return self._objective(
+                ScoredTokens(
+                    logprobs_T=logprobs_S,
+                    entropy_T=entropy_S,
+                    start_T=starts_S[number] if starts_S else logprobs_S.detach(),
+                    behave_T=row.behave_S,
+                    advantages_T=row.advantages_S,
+                    mask_T=row.mask_S,
+                    current_T=row.current_S,
+                    sequence_T=row.sequence_S,
+                    weight_T=row.weights_S,
+                    age_T=row.ages_S,
+                    reference_T=row.columns_S.get(REFERENCE),
+                    keep_T=keeps_S[number] if keeps_S else None,
+                )
+            )
+
+        return loss
+
+    @property
+    def _is_loglinear(self) -> bool:
+        return isinstance(self._objective, PolicyLoss) and self._objective.is_loglinear
+
+    def _kept(self, minibatch: Sequence[PackedRow]) -> list[Tensor] | None:
+        """Return which tokens M2PO keeps, row by row: its threshold speaks of all tokens of the mini-batch at once."""
+        threshold = self._objective.m2_threshold if isinstance(self._objective, PolicyLoss) else None
+        if threshold is None:
+            return None
+        squares_S = [
+            (logprobs_S - row.behave_S).double().square()
+            for logprobs_S, row in zip(self._packed_logprobs(minibatch), minibatch, strict=True)
+        ]
+        trained = [squares[row.mask_S] for squares, row in zip(squares_S, minibatch, strict=True)]
+        cutoff = second_moment_cutoff(self._of_all_ranks(torch.cat(trained)), threshold=threshold)
+        return [squares < cutoff for squares in squares_S]
+
+    def _of_all_ranks(self, values_N: Tensor) -> Tensor:
+        """Return the values of every rank, of which each may hold another number."""
+        ranks = self.grid.data
+        if ranks.size == 1:
+            return values_N
+        count = torch.tensor([len(values_N)], device=values_N.device)
+        most = int(ranks.reduce(count, dist.ReduceOp.MAX).item())
+        padded = torch.cat([values_N, values_N.new_full((most - len(values_N),), math.nan)])
+        parts = [torch.empty_like(padded) for _ in range(ranks.size)]
+        dist.all_gather(parts, padded, group=ranks.tensors)
+        every = torch.cat(parts)
+        return every[~every.isnan()]
+
+
+def _given_starts(minibatch: Iterable[PackedRow]) -> list[Tensor]:
+    return [row.columns_S[START] for row in minibatch]

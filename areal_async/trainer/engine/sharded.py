@@ -1,0 +1,237 @@
+"""What the engines of all roles share: packed passes over rows, and optimizer updates, over all ranks.
+
+Invariant: whatever the number of ranks and whichever of them holds a row, an update has the gradient that one rank
+with all rows would compute. Loss denominators are counts over all ranks; ranks that run out of rows go on with empty
+ones, so that the collectives inside the model meet. Nothing here draws random numbers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation, TokenShare
+from areal_async.config.settings import TrainerSettings
+from areal_async.trainer.engine.gradient_groups import GROUPS, groups_of, num_layers
+from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
+from areal_async.trainer.engine.parallel.dims import STAGE, Grid
+from areal_async.trainer.engine.parallel.division import divide
+from areal_async.trainer.engine.parallel.execution import Execution, Loss
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.parallel.stages import StagedModel
+from areal_async.trainer.engine.parallel.tensor import sum_over_parts
+from areal_async.trainer.engine.stats import Tally, Update
+from areal_async.trainer.packing.flops import DecoderFlops
+from areal_async.trainer.packing.pack import Parts
+from areal_async.trainer.packing.rows import PackedRow, TrainRow, empty_row, pack_rows
+
+T = TypeVar("T")
+
+
+class PackedPasses:
+    """Forward passes of a sharded model over rows, of which each rank may hold another number."""
+
+    def __init__(
+        self, ranks: Ranks, *, token_budget: int, flops: DecoderFlops, fit: Callable[[int], int] | None = None
+    ) -> None:
+        """Pass rows that lie on ``ranks``, each others.
+
+        Args:
+            flops: the model's operations, by which rows are made to cost alike.
+            fit: as of ``divide``; an execution's ``fit_rows``.
+        """
+        self._ranks = ranks
+        self._token_budget = token_budget
+        self._flops = flops
+        self._fit = fit
+
+    def infer(self, rows: Sequence[TrainRow], forward: Callable[[list[PackedRow]], list[Tensor]]) -> list[Tensor]:
+        """Return for each row what ``forward`` says of every token in its loss; 0 elsewhere [L]. A collective."""
+        results = [torch.zeros(row.num_tokens) for row in rows]
+        scored = [place for place, row in enumerate(rows) if row.loss_mask.any()]
+        trained = [rows[place] for place in scored]
+        parts = self.divide(trained)
+        for members, outputs_S in zip(parts, forward(self.pack(trained, parts)), strict=True):
+            values_S = outputs_S.cpu()
+            for member in members:
+                place = scored[member]
+                count = int(rows[place].loss_mask.sum())
+                results[place][torch.from_numpy(rows[place].loss_mask)] = values_S[:count]
+                values_S = values_S[count:]
+        return results
+
+    def divide(self, rows: Sequence[TrainRow]) -> Parts:
+        """Return which rows share a packed one: as many parts on every rank, some perhaps empty. A collective."""
+        return divide(rows, flops=self._flops, token_budget=self._token_budget, ranks=self._ranks, fit=self._fit)
+
+    def pack(
+        self,
+        rows: Sequence[TrainRow],
+        parts: Parts,
+        shares: Sequence[TokenShare] | None = None,
+        columns: Sequence[str] = (),
+    ) -> list[PackedRow]:
+        """Return the packed rows of ``divide``'s parts, an empty one for each that is empty."""
+        device = self._ranks.device
+        return [
+            pack_rows([rows[i] for i in members], device, [shares[i] for i in members] if shares else None)
+            if members
+            else empty_row(device, columns)
+            for members in parts
+        ]
+
+
+class Learner(Generic[T]):
+    """A model that is trained, and its optimizer. ``T``: what the model says of a row (``execution``)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        execution: Execution[T],
+        passes: PackedPasses,
+        grid: Grid,
+        trainer: TrainerSettings,
+        num_minibatches: int = 1,
+        aggregation: Aggregation = TOKEN_MEAN,
+    ) -> None:
+        self._model = model
+        self._execution = execution
+        self._grid = grid
+        self._trainer = trainer
+        self._num_minibatches = num_minibatches
+        self._aggregation = aggregation
+        self._passes = passes
+        self._groups = self._gradient_groups()
+        self.optimizer = make_optimizer((one for one in model.parameters() if one.requires_grad), trainer)
+        self.on_gradients: Callable[[], None] | None = None
+        """Called in every update between the gradients and their clipping, on every rank."""
+
+    def set_peak(self, lr: float) -> None:
+        """Take another peak of the learning rate's schedule, from the next step on."""
+        self._trainer = self._trainer.model_copy(update={"lr": lr})
+
+    def begin(self, step: int, *, total_steps: int) -> float:
+        """Take over and return the learning rate of training step ``step``, which counts from 1."""
+        lr = learning_rate(step, total_steps=total_steps, trainer=self._trainer)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
+
+    def minibatches(self, rows: Sequence[TrainRow], columns: Sequence[str] = ()) -> list[list[PackedRow]]:
+        """Return the packed rows of each update; those that train nothing are left out. A collective.
+
+        Args:
+            columns: that the rows of every rank bring.
+        """
+        trained = [row for row in rows if row.loss_mask.any()]
+        return [
+            self._pack([row for row in trained if row.index % self._num_minibatches == turn], columns)
+            for turn in range(self._num_minibatches)
+        ]
+
+    def denominator(self, minibatch: Sequence[PackedRow]) -> float:
+        """Return what a mini-batch's loss is divided by, 0 where no rank trains a token. A collective."""
+        units = torch.stack([row.units_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
+        return self._grid.data.reduce(units.double().to(self._grid.all.device), dist.ReduceOp.SUM).item()
+
+    def update(
+        self,
+        minibatch: Sequence[PackedRow],
+        loss: Loss[T],
+        tally: Tally,
+        *,
+        denominator: float,
+    ) -> None:
+        """Make one optimizer update from the gradients of all these rows on all ranks. A collective."""
+        # Gradients are the mean over ranks, and the loss is a mean over the units of all ranks: undo the former.
+        scale = self._grid.data.size / denominator
+        terms = list(self._execution.train(minibatch, loss, scale=scale))
+        if self._grid.part_mesh is not None:
+            sum_over_parts(self._model, self._grid.part_mesh.get_group())
+        if self.on_gradients is not None:
+            self.on_gradients()
+        update = self._clip_gradients(torch.stack([one.loss.double() for one in terms]).sum())
+        tally.add_update(update, terms, minibatch)
+        if update.is_made:
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    @contextmanager
+    @torch.no_grad()
+    def gradients_as_parameters(self) -> Iterator[None]:
+        """Let every parameter hold its gradient instead for a while: then what gathers the one gathers the other."""
+        locals_ = [(_local(one), one.grad) for one in self._model.parameters()]
+        values = [local.clone() for local, _ in locals_]
+        for local, gradient in locals_:
+            local.copy_(_local(gradient)) if gradient is not None else local.zero_()
+        try:
+            yield
+        finally:
+            for (local, _), value in zip(locals_, values, strict=True):
+                local.copy_(value)
+
+    def _pack(self, rows: Sequence[TrainRow], columns: Sequence[str]) -> list[PackedRow]:
+        # A trajectory's rows share its position, and are together on one rank and in one mini-batch.
+        lengths = Counter[int]()
+        for row in rows:
+            lengths[row.index] += int(row.loss_mask.sum())
+        shares = [self._aggregation.share(lengths[row.index]) for row in rows]
+        return self._passes.pack(rows, self._passes.divide(rows), shares, columns)
+
+    def _clip_gradients(self, loss: Tensor) -> Update:
+        """Scale the gradients down to ``max_grad_norm``; return the norms they had over all ranks.
+
+        Args:
+            loss: this rank's; one that is not finite on any rank keeps every rank from the update, as a gradient does.
+        """
+        every = zip(self._model.parameters(), self._groups, strict=True)
+        trained = [(p, groups) for p, groups in every if p.grad is not None]
+        gradients = [_local(cast(Tensor, p.grad)) for p, _ in trained]
+        # Several ranks, of a stage or of two, may hold the same shard, which counts once.
+        num_stages = self._model.num_holders() if isinstance(self._model, StagedModel) else {}
+        copies = torch.tensor(
+            [self._num_copies(p.grad) * num_stages.get(id(p), 1) for p, _ in trained], dtype=torch.float64
+        )
+        squares = torch.stack(torch._foreach_norm(gradients)).double().square()
+        squares = squares / copies.to(squares.device)
+        members = torch.tensor([groups for _, groups in trained], dtype=torch.float64)
+        # One sum for each group; the last is the loss, which only has to be finite.
+        sums = torch.cat([squares @ members.to(squares.device), loss.to(squares.device).view(1)]).to(
+            self._grid.all.device
+        )
+        *by_group, total_loss = self._grid.all.reduce(sums, dist.ReduceOp.SUM).tolist()
+        update = Update.of(dict(zip(GROUPS, by_group, strict=True)), has_finite_loss=math.isfinite(total_loss))
+        if update.is_made and update.grad_norm > self._trainer.max_grad_norm:
+            torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (update.grad_norm + 1e-6))
+        return update
+
+    def _gradient_groups(self) -> list[list[float]]:
+        """Return for each parameter which of ``GROUPS`` it is in, as ones and zeros. A collective."""
+        names = [name for name, _ in self._model.named_parameters()]
+        # A rank may hold some of the layers only; the last one's number tells how many there are.
+        mine = torch.tensor([num_layers(names)], device=self._grid.all.device)
+        count = int(self._grid.all.reduce(mine, dist.ReduceOp.MAX).item())
+        groups = [groups_of(name, num_layers=count) for name in names]
+        return [[float(group in own) for group in GROUPS] for own in groups]
+
+    def _num_copies(self, gradient: Tensor | None) -> int:
+        """Return how many ranks of a stage hold this rank's shard."""
+        num_ranks = self._grid.all.size // self._grid.sizes[STAGE]
+        if not isinstance(gradient, DTensor):
+            return num_ranks
+        mesh, placements = gradient.device_mesh, gradient.placements
+        # A dimension along which a tensor is not replicated shards it; of those there are several kinds.
+        is_sharded = [not isinstance(one, Replicate) for one in placements]
+        return num_ranks // math.prod(mesh.size(dim) for dim, one in enumerate(is_sharded) if one)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,1 @@
+"""What a step leaves: weights versions, checkpoints, the archive."""

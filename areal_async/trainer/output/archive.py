@@ -1,0 +1,300 @@
+"""What has been trained, kept: one Parquet file per step and rank, and one line of ``metrics.jsonl`` per step.
+
+    datasets.load_dataset("parquet", data_files="runs/<name>/trajectories/*.parquet")
+
+Files appear whole or not at all. What a restored lineage replaces moves to ``abandoned/``.
+"""
+
+import json
+import math
+import os
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from areal_async.algorithms.advantages import spread_over_tokens
+from areal_async.errors import FencedError
+from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
+from areal_async.protocol.types import Sequence as TokenSequence
+from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.packing.rows import TrainRow
+
+_FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
+_CREDIT = pa.struct(
+    [("reward", pa.float64()), ("num_tokens", pa.int64()), ("role", pa.string()), ("advantage", pa.float64())]
+)
+_SCHEMA = pa.schema(
+    [
+        ("step", pa.int64()),
+        ("lineage", pa.int64()),
+        ("position", pa.int64()),
+        ("group_id", pa.string()),
+        ("sibling", pa.int32()),
+        ("sample_uid", pa.string()),
+        ("workflow", pa.string()),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),
+        ("oldest", pa.string()),
+        ("newest", pa.string()),
+        ("token_ids", pa.list_(pa.list_(pa.int32()))),
+        ("loss_mask", pa.list_(pa.list_(pa.bool_()))),
+        ("logprobs", pa.list_(pa.list_(pa.float32()))),
+        ("versions", pa.list_(pa.list_(pa.int64()))),
+        ("info", pa.string()),
+        ("advantages", pa.list_(pa.list_(pa.float32()))),
+        ("credits", pa.list_(_CREDIT)),
+        ("turns", pa.list_(pa.list_(pa.int16()))),
+        ("num_tokens", pa.int64()),
+        ("num_output_tokens", pa.int64()),
+        ("num_truncated", pa.int64()),
+        ("max_staleness", pa.int64()),
+        ("masks_stale", pa.bool_()),
+        ("branches", pa.string()),
+        ("lr", pa.float64()),
+        ("temperatures", pa.list_(pa.list_(pa.float32()))),
+        ("numbers", pa.string()),
+        ("steered", pa.list_(pa.list_(pa.bool_()))),
+    ]
+)
+
+
+def write_archive(
+    directory: Path,
+    *,
+    made: Version,
+    cut: Cut,
+    rank: int,
+    slots: Sequence[Placed],
+    trajectories: Mapping[int, Trajectory],
+    advantages: Mapping[int, NDArray[np.float32]],
+    rows: Sequence[TrainRow],
+) -> None:
+    """Store one rank's share of the batch of the step that made version ``made``; synced when this returns.
+
+    ``advantage`` is what a trajectory was trained with, a mean where its tokens differ; those of its replies stand in
+    ``credits``. Where rewards alone do not say it (a critic, a penalty, a call of the user's own) ``advantages`` has
+    each token's as well, null on tokens that were not trained, and the others are means over trained tokens.
+
+    ``temperatures`` has what each token was sampled at; null where that is the run's. ``steered`` is true on tokens
+    that a grammar, a bias or a penalty had a say in; null where there are none.
+
+    Args:
+        cut: of the step; what a replay must know of it beside its slots goes into every row.
+        advantages: by position; what rewards say of each credited reply, or of a trajectory without credits.
+        rows: as they were trained, those of a trajectory in the order of its sequences.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    trained: dict[int, list[TrainRow]] = defaultdict(list)
+    for row in rows:
+        trained[row.index].append(row)
+    records = []
+    for placed in slots:
+        trajectory = trajectories[placed.position]
+        slot = trajectory.slot
+        own = _TokenAdvantages(trained[placed.position], trajectory.sequences, advantages[placed.position])
+        record = {
+            "step": made.step,
+            "lineage": made.lineage,
+            "position": placed.position,
+            "group_id": placed.group_id,
+            "sibling": slot.sibling,
+            "sample_uid": slot.sample_uid,
+            "workflow": placed.workflow,
+            "reward": slot.reward,
+            "advantage": own.mean,
+            "advantages": own.by_token,
+            "oldest": slot.oldest,
+            "newest": slot.newest,
+            "info": json.dumps(trajectory.info),
+            "num_tokens": slot.num_tokens,
+            "num_output_tokens": slot.num_output_tokens,
+            "num_truncated": slot.num_truncated,
+            "max_staleness": cut.max_staleness,
+            "masks_stale": cut.masks_stale,
+            "branches": json.dumps(cut.branches),
+            "lr": cut.lr,
+            "numbers": json.dumps(cut.numbers),
+        }
+        columns = ["token_ids", "loss_mask", "logprobs", "versions"]
+        if slot.credits:
+            columns.append("turns")
+            record["credits"] = [
+                {**msgspec.structs.asdict(credit), "advantage": own.of_reply(number)}
+                for number, credit in enumerate(slot.credits)
+            ]
+        if all(sequence.temperatures is not None for sequence in trajectory.sequences):
+            columns.append("temperatures")
+        if any(sequence.steered is not None for sequence in trajectory.sequences):
+            record["steered"] = [
+                np.zeros(sequence.num_tokens, dtype=np.bool_) if sequence.steered is None else sequence.steered
+                for sequence in trajectory.sequences
+            ]
+        for column in columns:
+            record[column] = [getattr(sequence, column).tolist() for sequence in trajectory.sequences]
+        records.append(record)
+    path = directory / f"step-{made.step:06d}-{made.lineage}-{rank}.parquet"
+    temporary = path.with_suffix(".tmp")
+    pq.write_table(pa.Table.from_pylist(records, schema=_SCHEMA), temporary)
+    _publish_file(temporary, path)
+
+
+class _TokenAdvantages:
+    """What the tokens of one trajectory were trained with."""
+
+    def __init__(self, rows: Sequence[TrainRow], sequences: Sequence[TokenSequence], said: NDArray[np.float32]) -> None:
+        """Compare it with what rewards ``said`` of its replies."""
+        self._values = [np.broadcast_to(np.float32(row.advantage), row.num_tokens) for row in rows]
+        self._masks = [row.loss_mask for row in rows]
+        self._turns = [one.turns if one.turns is not None else np.zeros(len(one.token_ids), int) for one in sequences]
+        self._said = said
+        self._sampled = [one.loss_mask for one in sequences]
+        laid_out = [spread_over_tokens(said, turns_L) for turns_L in self._turns]
+        self._is_said = all(
+            np.array_equal(values_L[sampled_L], said_L[sampled_L])
+            for values_L, sampled_L, said_L in zip(self._values, self._sampled, laid_out, strict=True)
+        )
+
+    @property
+    def by_token(self) -> list[list[float | None]] | None:
+        """Sequence by sequence; None where every token has what rewards say of its reply."""
+        if self._is_said:
+            return None
+        return [
+            [float(value) if is_trained else None for value, is_trained in zip(values_L, mask_L, strict=True)]
+            for values_L, mask_L in zip(self._values, self._masks, strict=True)
+        ]
+
+    @property
+    def mean(self) -> float:
+        """Over the trained tokens, or over the replies where rewards say it all."""
+        if self._is_said:
+            return float(np.mean(self._said, dtype=np.float64))
+        return self._mean(self._masks if any(mask_L.any() for mask_L in self._masks) else self._sampled)
+
+    def of_reply(self, number: int) -> float:
+        """Return the mean over the trained tokens of one credited reply."""
+        if self._is_said:
+            return float(self._said[number])
+        return self._mean([mask & (turns == number) for mask, turns in zip(self._masks, self._turns, strict=True)])
+
+    def _mean(self, masks: Sequence[NDArray[np.bool_]]) -> float:
+        chosen = np.concatenate([values_L[mask_L] for values_L, mask_L in zip(self._values, masks, strict=True)])
+        return float(np.mean(chosen, dtype=np.float64)) if chosen.size else 0.0
+
+
+def abandon_archive(directory: Path, *, after_step: int, before_lineage: int) -> int:
+    """Move what older lineages wrote of later steps out of the way; return how many files.
+
+    More than once: a trainer that was replaced may wake up and write after its successor has begun.
+    """
+    if not directory.is_dir():
+        return 0
+    with os.scandir(directory) as entries:  # names alone, with every checkpoint: there is a file for every step
+        files = (match for entry in entries if (match := _FILE(entry.name)))
+        theirs = [match[0] for match in files if int(match[1]) > after_step and int(match[2]) < before_lineage]
+    for name in theirs:
+        (directory / "abandoned").mkdir(exist_ok=True)
+        (directory / name).rename(directory / "abandoned" / name)
+    return len(theirs)
+
+
+class MetricsFile:
+    """``metrics.jsonl``: the surviving lineage's steps, one JSON object each. One trainer's view of it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._state = self._look()
+        """Of the file, as this trainer left it."""
+
+    def append(self, line: Metrics) -> None:
+        """Add the line of one step; what a trainer that was replaced has added meanwhile goes.
+
+        JSON has no NaN and no infinity: numbers that are none are left out, and named in ``not_finite``.
+
+        Raises:
+            FencedError: that trainer is this one: its successor has written.
+        """
+        if self._look() != self._state:
+            mine = Version.parse(str(line["weights_version"])).lineage
+            content = self._path.read_bytes() if self._path.exists() else b""
+            newest = max((version.lineage for version, _ in _newest_lines(content).values()), default=0)
+            if newest > mine:
+                raise FencedError(f"lineage {mine}: {self._path} is lineage {newest}'s; this trainer must stop")
+            self.rewind(to_step=int(line["step"]) - 1)
+        with self._path.open("a") as file:
+            file.write(json.dumps(_finite(line), allow_nan=False) + "\n")
+        self._state = self._look()
+
+    def rewind(self, *, to_step: int) -> None:
+        """Drop the lines of later steps, which are done anew, and of each step all but the newest lineage's."""
+        if not self._path.exists():
+            return
+        kept = lines_through(self._path.read_bytes(), to_step)
+        temporary = self._path.with_suffix(".tmp")
+        temporary.write_bytes(kept)
+        _publish_file(temporary, self._path)
+        self._state = self._look()
+
+    def newest(self, count: int) -> list[dict[str, Any]]:
+        """Return the last ``count`` lines, oldest first."""
+        content = self._path.read_bytes() if self._path.exists() else b""
+        return [json.loads(line) for _, (_, line) in sorted(_newest_lines(content).items())[-count:]]
+
+    def _look(self) -> tuple[int, ...]:
+        """Return what tells whether anybody has written: a replaced file is another one, even of the same size."""
+        try:
+            state = self._path.stat()
+        except FileNotFoundError:
+            return ()
+        return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _finite(line: Metrics) -> dict[str, float | int | str]:
+    bad = [name for name, value in line.items() if isinstance(value, float) and not math.isfinite(value)]
+    kept = {name: value for name, value in line.items() if name not in bad}
+    return kept | ({"not_finite": " ".join(bad)} if bad else {})
+
+
+def lines_through(content: bytes, step: int) -> bytes:
+    """Return the lines of steps up to ``step``, the newest lineage's where a step has several.
+
+    One that a crash cut short, or damaged, is left out.
+    """
+    return b"".join(line for number, (_, line) in sorted(_newest_lines(content).items()) if number <= step)
+
+
+def _newest_lines(content: bytes) -> dict[int, tuple[Version, bytes]]:
+    """Read the lines that are whole: step -> the newest version made by it, and its line."""
+    kept: dict[int, tuple[Version, bytes]] = {}
+    for text in content.split(b"\n"):
+        try:
+            line = json.loads(text)
+            number, version = int(line["step"]), Version.parse(line["weights_version"])
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+            continue
+        if number not in kept or kept[number][0] <= version:
+            kept[number] = version, text + b"\n"
+    return kept
+
+
+def _publish_file(temporary: Path, path: Path) -> None:
+    """Make a finished file appear under its name, through a power cut too."""
+    descriptor = os.open(temporary, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    temporary.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,213 @@
+"""Reading the archive of trained batches back. Imports no torch: the command line lists what is there with it.
+
+Invariant: of each step only what the surviving lineage trained is read, and only a step that is whole.
+"""
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from areal_async.errors import UserError
+from areal_async.protocol.staleness import age_at
+from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, Credit, Slot, SlotStatus, Trajectory, Version
+from areal_async.protocol.types import Sequence as TokenSequence
+
+ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
+"""Of the sequences; the last three may be null, and older archives are without the last two or one."""
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bound:
+    """How old the tokens of a step might be, and by which branches their age is counted."""
+
+    max_staleness: int
+    masks_stale: bool
+    branches: Mapping[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recorded:
+    """One trained trajectory, or its header alone."""
+
+    made: Version
+    """By the step that trained it."""
+    position: int
+    """In the step's whole batch."""
+    group_id: str
+    workflow: str
+    advantages: tuple[float, ...]
+    """Of each credited reply, or the one of a trajectory without credits."""
+    bound: Bound
+    lr: float
+    """Peak of the learning rate that its step was trained with; 0 for what the settings say."""
+    numbers: Mapping[str, float | None]
+    """What else of the settings it was trained with, by name."""
+    trajectory: Trajectory
+    """Without sequences where only headers were read."""
+
+    @property
+    def advantage(self) -> float:
+        """Mean over its replies."""
+        return sum(self.advantages) / len(self.advantages)
+
+    def age(self, version: Version) -> int:
+        """Return the age that a token of ``version`` had in this step."""
+        step, lineage = self.made.step, self.made.lineage
+        return age_at(step=step, version=version, lineage=lineage, branches=self.bound.branches)
+
+    def trained_mask(self, sequence: TokenSequence) -> list[bool]:
+        """Say of each token whether it was in the loss: sampled, credited and, where over-age is masked, fresh."""
+        is_credited = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
+        fresh = {
+            packed: packed == NOT_SAMPLED or self.age(Version.unpack(packed)) <= self.bound.max_staleness
+            for packed in set(sequence.versions.tolist())
+        }
+        return [
+            bool(one) and fresh[packed]
+            for one, packed in zip(is_credited.tolist(), sequence.versions.tolist(), strict=True)
+        ]
+
+
+def read_lines(run_directory: Path) -> list[Line]:
+    """Return the lines of ``metrics.jsonl`` that are whole, by step."""
+    path = run_directory / "metrics.jsonl"
+    lines: dict[int, Line] = {}
+    for text in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            line = json.loads(text)
+            lines[int(line["step"])] = line
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue  # cut short by a crash, or being written now
+    return [line for _, line in sorted(lines.items())]
+
+
+def archive_files(run_directory: Path) -> dict[Version, list[Path]]:
+    """Return the files of each archived step's newest lineage, by the version that the step made."""
+    found: dict[Version, list[Path]] = {}
+    for path in sorted((run_directory / "trajectories").glob("step-*.parquet")):
+        _, step, lineage, _ = path.stem.split("-")
+        found.setdefault(Version(int(lineage), int(step)), []).append(path)
+    newest = {version.step: version for version in sorted(found)}
+    return {version: found[version] for _, version in sorted(newest.items())}
+
+
+def whole_steps(run_directory: Path) -> list[tuple[Line, list[Path]]]:
+    """Return metrics line and files of the steps that can be replayed: from the first to the last archived one.
+
+    Raises:
+        UserError: a step in the middle is not archived, or not all of it.
+    """
+    files = archive_files(run_directory)
+    steps: list[tuple[Line, list[Path]]] = []
+    gap = ""
+    for number, line in enumerate(read_lines(run_directory), start=1):
+        made = Version.parse(str(line["weights_version"]))
+        paths = files.get(made, [])
+        num_rows = sum(pq.read_metadata(path).num_rows for path in paths)
+        if line["step"] != number or not paths or num_rows != line["num_trajectories"]:
+            # The newest steps of a live run are not archived yet.
+            gap = gap or f"step {number}: got {num_rows} archived trajectories, need {line['num_trajectories']}"
+        elif gap:
+            raise UserError(f"archive of {run_directory}: {gap}; restore its files in trajectories/")
+        else:
+            steps.append((line, paths))
+    if not steps:
+        raise UserError(f"archive of {run_directory}: {gap or 'no step is trained yet'}; need at least one whole step")
+    return steps
+
+
+def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Recorded]:
+    """Return what some files of one step hold, by position.
+
+    Raises:
+        UserError: a file cannot be read, or was written before all of this was archived.
+    """
+    recorded: list[Recorded] = []
+    for path in paths:
+        try:
+            schema = pq.read_schema(path)
+            unread = () if with_tokens else ARRAYS
+            table = pq.read_table(path, columns=[name for name in schema.names if name not in unread])
+            recorded += _rows(table, with_tokens=with_tokens)
+        except (OSError, pa.ArrowException) as exc:
+            raise UserError(f"archive {path}: cannot be read: {str(exc).partition(chr(10))[0]}") from exc
+        except KeyError as exc:
+            raise UserError(
+                f"archive {path}: got no column {str(exc).strip(chr(39))}, need it; it is of an older version of this "
+                "program, which must read it"
+            ) from exc
+    return sorted(recorded, key=lambda one: one.position)
+
+
+def find_archived(run_directory: Path, step: int, uids: Collection[str]) -> dict[str, Trajectory]:
+    """Return by their ids those trajectories that were trained in ``step``, by any lineage that has archived them.
+
+    A lineage that is replaced has its files in ``abandoned/``. One that cannot be read counts as not there.
+    """
+    folder, found = run_directory / "trajectories", dict[str, Trajectory]()
+    for path in sorted(
+        [*folder.glob(f"step-{step:06d}-*.parquet"), *folder.glob(f"abandoned/step-{step:06d}-*.parquet")]
+    ):
+        try:
+            rows = read_recorded([path])
+        except UserError:
+            continue
+        found |= {
+            one.trajectory.slot.sample_uid: one.trajectory for one in rows if one.trajectory.slot.sample_uid in uids
+        }
+    return found
+
+
+def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
+    scalars = [name for name in table.column_names if name not in ARRAYS]
+    for index, row in enumerate(table.select(scalars).to_pylist()):
+        credits = row.get("credits") or []
+        slot = Slot(
+            sibling=row["sibling"],
+            sample_uid=row["sample_uid"],
+            status=SlotStatus.SCORED,
+            reward=row["reward"],
+            num_tokens=row["num_tokens"],
+            num_output_tokens=row["num_output_tokens"],
+            oldest=row["oldest"],
+            newest=row["newest"],
+            num_truncated=row["num_truncated"],
+            credits=[Credit(one["reward"], one["num_tokens"], one["role"]) for one in credits],
+        )
+        yield Recorded(
+            made=Version(row["lineage"], row["step"]),
+            position=row["position"],
+            group_id=row["group_id"],
+            workflow=row["workflow"],
+            advantages=tuple(one["advantage"] for one in credits) or (row["advantage"],),
+            bound=Bound(
+                max_staleness=row["max_staleness"],
+                masks_stale=row["masks_stale"],
+                branches={int(lineage): step for lineage, step in json.loads(row["branches"]).items()},
+            ),
+            lr=row.get("lr") or 0.0,  # older archives have none
+            numbers=json.loads(row.get("numbers") or "{}"),
+            trajectory=Trajectory(
+                slot=slot,
+                sequences=_sequences(table, index) if with_tokens else [],
+                info=json.loads(row["info"]),
+            ),
+        )
+
+
+def _sequences(table: pa.Table, index: int) -> list[TokenSequence]:
+    names = [name for name in ARRAYS if name not in ("temperatures", "steered") or name in table.column_names]
+    columns = {name: arrays for name in names if (arrays := _arrays(table, name, index))}
+    return [TokenSequence(**dict(zip(columns, arrays, strict=True))) for arrays in zip(*columns.values(), strict=True)]
+
+
+def _arrays(table: pa.Table, name: str, index: int) -> list[Any]:
+    """Return the arrays of one row's sequences, without making Python objects of their values."""
+    row = table.column(name)[index]
+    return [one.values.to_numpy(zero_copy_only=False) for one in row] if row.is_valid else []

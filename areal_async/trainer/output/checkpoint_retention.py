@@ -1,0 +1,153 @@
+"""Which checkpoints stay on disk, and which is the best: from what a run's directory says, whoever asks.
+
+Invariant: the newest ones, and the one that a restart would begin from, always stay; one that somebody reads stays
+until he has read it.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_async.config.settings import Settings, TrainerSettings
+from areal_async.process.atomic_folders import LEDGER, keep_newest, versions_in
+from areal_async.protocol.types import Version, mean
+
+INTERVAL = "checkpoint_every_steps"
+"""In a line of ``metrics.jsonl``: how often a checkpoint was made when that step was cut."""
+BEST = "best"
+"""In ``checkpoints/``: a link to the best one."""
+NUM_AWAITED = 2
+"""Checkpoints beyond the newest ones that wait for an evaluation to say how good they are."""
+
+
+def keep(run_directory: Path, settings: Settings, *, recorded: Version) -> None:
+    """Delete the checkpoints that no rule keeps, and have ``checkpoints/best`` name the best, if one is asked for.
+
+    Args:
+        settings: with what operators have changed: when an evaluation is due, too.
+        recorded: what a restart would begin from.
+    """
+    folder, trainer = run_directory / "checkpoints", settings.trainer
+    there = versions_in(folder)
+    also = {recorded} | {version for version in there if _is_milestone(version, trainer)}
+    best = name_best(run_directory, settings)
+    if best is not None:
+        also.add(best)
+    if trainer.keep_best == "accuracy":
+        also |= awaited(there, _accuracies(run_directory), every_steps=settings.eval.every_steps)
+    keep_newest(folder, trainer.keep_checkpoints, also={str(version) for version in also}, lease=LEDGER)
+
+
+def name_best(run_directory: Path, settings: Settings) -> Version | None:
+    """Have ``checkpoints/best`` name the best checkpoint there is now, and return that one."""
+    link, best = run_directory / "checkpoints" / BEST, find_best(run_directory, settings)
+    if best is None:
+        link.unlink(missing_ok=True)
+        return None
+    temporary = link.with_name(f".{BEST}.new")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(str(best))
+    temporary.rename(link)
+    return best
+
+
+def find_best(run_directory: Path, settings: Settings) -> Version | None:
+    """Return the best of the checkpoints that are there, by ``trainer.keep_best``; None where none can be judged."""
+    keep_best = settings.trainer.keep_best
+    if keep_best is None:
+        return None
+    there = versions_in(run_directory / "checkpoints")
+    made = {
+        int(line["step"]): (line["weights_version"], float(line["reward_mean"]), line.get(INTERVAL))
+        for line in _json_lines(run_directory / "metrics.jsonl")
+        if {"step", "weights_version", "reward_mean"} <= line.keys()
+    }
+
+    def is_ours(version: Version) -> bool:
+        return version.step in made and made[version.step][0] == str(version)
+
+    def every_steps(step: int) -> int:
+        """Return the interval that was in force then; a line of before does not say it."""
+        interval = made[step][2] if step in made else None
+        return settings.trainer.checkpoint_every_steps if interval is None else int(interval)
+
+    ours = [version for version in there if is_ours(version)]
+    if keep_best == "reward":
+        values = by_reward(ours, {step: reward for step, (_, reward, _) in made.items()}, every_steps=every_steps)
+    else:
+        evaluated = _accuracies(run_directory).items()
+        accuracies = {version.step: value for version, value in evaluated if is_ours(version)}
+        values = by_accuracy(ours, accuracies, every_steps=every_steps)
+    return max(values, key=lambda version: (values[version], version), default=None)
+
+
+def by_reward(
+    checkpoints: Iterable[Version], rewards: Mapping[int, float], *, every_steps: Callable[[int], int]
+) -> dict[Version, float]:
+    """Return the mean reward of the interval up to each checkpoint, of those of its steps that are known.
+
+    Args:
+        every_steps: step -> how often a checkpoint was made then.
+    """
+    values = {}
+    for version in checkpoints:
+        first = version.step - every_steps(version.step) + 1
+        known = [rewards[step] for step in range(first, version.step + 1) if step in rewards]
+        if known:
+            values[version] = mean(known)
+    return values
+
+
+def by_accuracy(
+    checkpoints: Collection[Version], accuracies: Mapping[int, float], *, every_steps: Callable[[int], int]
+) -> dict[Version, float]:
+    """Return the accuracy of each checkpoint's weights, or of the first evaluated that followed them.
+
+    An evaluation takes what servers hold when it begins, which may be a step or two on. It speaks of one checkpoint,
+    the newest before it, and of none that is an interval older.
+
+    Args:
+        every_steps: step -> how often a checkpoint was made then.
+    """
+    values: dict[Version, float] = {}
+    for step in sorted(accuracies):
+        before = [version for version in checkpoints if step - every_steps(step) < version.step <= step]
+        if before:
+            values.setdefault(max(before, key=lambda version: version.step), accuracies[step])
+    return values
+
+
+def awaited(checkpoints: Iterable[Version], evaluated: Collection[Version], *, every_steps: int) -> set[Version]:
+    """Return the newest few checkpoints at which an evaluation is due, and that none has come up to yet."""
+    newest = max((version.step for version in evaluated), default=-1)
+    due = [version for version in checkpoints if version.step > newest and not version.step % every_steps]
+    return set(sorted(due)[-NUM_AWAITED:])
+
+
+def _is_milestone(version: Version, trainer: TrainerSettings) -> bool:
+    return trainer.keep_every_steps is not None and version.step % trainer.keep_every_steps == 0
+
+
+def _accuracies(run_directory: Path) -> dict[Version, float]:
+    """Return the mean over the tasks' accuracies of every version that was evaluated."""
+    by_version: dict[Version, dict[str, float]] = defaultdict(dict)
+    for line in _json_lines(run_directory / "eval.jsonl"):
+        if "eval_id" in line and line.get("accuracy") is not None:  # none where no row had a reward
+            by_version[Version.parse(line["eval_id"])][line.get("workflow", "")] = float(line["accuracy"])
+    return {version: mean(list(own.values())) for version, own in by_version.items()}
+
+
+def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines that are whole, one at a time: the last one may be in the writing."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue
+            if isinstance(line, dict):
+                yield line

@@ -1,0 +1,231 @@
+"""Making a weights version the newest: gathered, broadcast where servers can take it so, on disk, announced.
+
+    disk         gather -> [beside the next step: write -> announce]
+    adapter      the same, of the adapters alone, which servers merge into the base they started with
+    distributed  announce with the group -> gather and broadcast -> [beside the next step: write -> announce]
+
+Invariants: a version is announced only after the one before it is on disk, so there is always a whole copy for a
+server that starts or missed a broadcast, and what is announced never goes back; whatever becomes of a broadcast, every
+rank takes part in the whole gathering.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+from torch import Tensor
+
+from areal_async.bus import Bus
+from areal_async.config.settings import InferenceSettings, Settings
+from areal_async.errors import PipelineError
+from areal_async.inference.commands import choose_backend
+from areal_async.inference.faults import StagingFault
+from areal_async.inference.swap import check_files
+from areal_async.process.atomic_folders import keep_newest
+from areal_async.protocol.run_state import ServerState
+from areal_async.protocol.types import ADAPTER, DISK, DISTRIBUTED, UpdateGroup, Version, WeightsVersion
+from areal_async.telemetry import wait_graph
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.weights import witnesses
+from areal_async.trainer.output.broadcast import Broadcaster
+
+NUM_KEPT_WEIGHTS = 3
+"""Newest weights folders kept: the one announced, and those a slow server may still be reading."""
+SERVER_POLL_S = 0.1
+MEMBER_POLL_S = 0.2
+REPAIR_POLL_S = 2.0
+
+log = structlog.get_logger()
+
+
+class Publisher:
+    """One rank's part in publishing versions."""
+
+    def __init__(
+        self,
+        settings: InferenceSettings,
+        directory: Path,
+        *,
+        engine: FsdpEngine,
+        thread: EngineThread,
+        beside: Beside,
+        bus: Bus,
+        lineage: Lineage | None,
+        broadcaster: Broadcaster | None,
+        sends_adapter: bool = False,
+    ) -> None:
+        """Publish the weights of ``engine``, whole or, where ``sends_adapter``, its adapters alone, by disk.
+
+        ``lineage`` is rank 0's alone; ``broadcaster`` as well, and None where weights travel by disk alone.
+        """
+        self._directory = directory
+        self._engine = engine
+        self._thread = thread
+        self._beside = beside
+        self._bus = bus
+        self._lineage = lineage
+        self._broadcaster = broadcaster
+        self._sends_adapter = sends_adapter
+        self._buckets = engine.plan_adapter() if sends_adapter else engine.plan_buckets(max_bytes=settings.bucket_bytes)
+        # A server may need all of it to start, and as much again to load.
+        self._server_deadline_s = 2 * settings.start_deadline_s
+        self._newest: WeightsVersion | None = None
+
+    async def publish(self, version: Version) -> None:
+        """Make the weights as they are now the newest. Every rank calls it; none may train until it returns."""
+        await self.finish()
+        group = await self._open_group(version)
+        if group is not None:
+            tensors = await self._broadcast(version, group)
+        else:
+            tensors = await self._thread.run(lambda: self._engine.gather_weights(self._buckets))
+        lineage = self._lineage
+        if lineage is not None:
+            await self._beside.start(lambda: self._keep(version, tensors, lineage))
+
+    async def finish(self) -> None:
+        """Wait until the newest version is on disk, and announced so."""
+        await self._beside.finish()
+
+    async def run_repairs(self) -> None:
+        """End this trainer where servers cannot load the newest version since its files are not what was written.
+
+        consumes:     the servers' keys
+        waits for:    one that says it cannot read the files of its weights
+        produces:     nothing; started again, the trainer writes weights anew
+        unblocked by: cancellation alone
+
+        Raises:
+            PipelineError: so it is. Files that are whole here are not visible there, which no trainer can mend.
+        """
+        whole = None
+        while True:
+            await anyio.sleep(REPAIR_POLL_S)
+            newest, servers = self._newest, await self._servers()
+            if newest is None or newest is whole or not any(state.unreadable for state, _ in servers.values()):
+                continue
+            try:
+                await anyio.to_thread.run_sync(check_files, newest)
+                whole = newest
+            except StagingFault as exc:
+                if newest is self._newest:
+                    raise PipelineError(f"{exc}; a trainer that starts again writes them anew") from exc
+
+    async def announce_final(self) -> None:
+        """Say that the newest version is the run's last."""
+        await self.finish()
+        if self._lineage is not None and self._newest is not None:
+            await self._lineage.announce(msgspec.structs.replace(self._newest, final=True))
+
+    async def wait_until_held(self, version: Version, *, should_stop: Callable[[], bool]) -> None:
+        """Wait until every unfenced server holds ``version``: nothing older is sampled from now on.
+
+        Raises:
+            PipelineError: they had time enough to start and to load it, twice over.
+        """
+        if self._lineage is None:
+            return
+        ends_at = anyio.current_time() + self._server_deadline_s
+        while not should_stop():
+            servers = await self._servers()
+            held = [state.version for state, _ in servers.values() if not state.fenced]
+            if held and all(one == str(version) for one in held):
+                return
+            if anyio.current_time() > ends_at:
+                raise PipelineError(
+                    f"weights {version}: not held by every server within {self._server_deadline_s:g} s: "
+                    f"{_laggards(servers, version)}; see their logs, or raise inference.start_deadline_s"
+                )
+            await anyio.sleep(SERVER_POLL_S)
+
+    async def _servers(self) -> dict[str, tuple[ServerState, int]]:
+        entries = await self._bus.entries("server.", ServerState)
+        return {state.server_id: (state, revision) for state, revision in entries.values()}
+
+    async def _open_group(self, version: Version) -> UpdateGroup | None:
+        """Have the servers join, where there are any: they do when they read of it."""
+        if self._broadcaster is None or self._lineage is None:
+            return None
+        servers = await self._servers()
+        group = await anyio.to_thread.run_sync(self._broadcaster.open, servers.values())
+        if group is not None:
+            await self._lineage.announce(
+                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self._buckets)
+            )
+        return group
+
+    async def _broadcast(self, version: Version, group: UpdateGroup) -> dict[str, Tensor]:
+        broadcaster = self._broadcaster
+        assert broadcaster is not None
+        started = time.monotonic()
+        is_through = False
+        try:
+            with wait_graph.Standing() as receivers:
+                async with anyio.create_task_group() as watch:
+                    receivers.replace(
+                        wait_graph.publication(str(version)), map(wait_graph.server, group.ranks), "the broadcast to"
+                    )
+                    watch.start_soon(self._run_watch, broadcaster)
+                    tensors = await self._thread.run(
+                        lambda: self._engine.gather_weights(self._buckets, send=broadcaster.send)
+                    )
+                    is_through = True
+                    watch.cancel_scope.cancel()
+        finally:
+            if not is_through:
+                broadcaster.give_up("the trainer ends")
+        log.info(
+            "weights.broadcast", version=str(version), group=group.name, is_whole=broadcaster.has_group,
+            num_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+            duration_s=round(time.monotonic() - started, 4),
+        )  # fmt: skip
+        return tensors
+
+    async def _run_watch(self, broadcaster: Broadcaster) -> None:
+        """Give the group up as soon as a member is known to be lost, rather than when its deadline is over."""
+        while True:
+            servers = {server_id: state for server_id, (state, _) in (await self._servers()).items()}
+            lost = broadcaster.find_lost(servers)
+            if lost:
+                broadcaster.give_up(lost)
+                return
+            await anyio.sleep(MEMBER_POLL_S)
+
+    async def _keep(self, version: Version, tensors: dict[str, Tensor], lineage: Lineage) -> None:
+        """Write the copy that any server can load, now or later, and say where it is."""
+        folder = self._directory / str(version)
+
+        def write() -> WeightsVersion:
+            engine, is_adapter = self._engine, self._sends_adapter
+            return WeightsVersion(
+                version=str(version),
+                path=str(folder.resolve()),
+                sha256=engine.write_adapter(tensors, folder) if is_adapter else engine.write_weights(tensors, folder),
+                tensors_sha256=engine.adapter_witnesses(tensors) if is_adapter else witnesses(tensors),
+                kind=ADAPTER if is_adapter else DISK,
+            )
+
+        self._newest = await anyio.to_thread.run_sync(write)
+        await lineage.announce(self._newest)
+        await anyio.to_thread.run_sync(keep_newest, self._directory, NUM_KEPT_WEIGHTS)
+
+
+def sends_adapter(settings: Settings) -> bool:
+    """Say whether servers get adapters alone: where there are some, and all servers can merge them."""
+    lora = settings.trainer.lora
+    if not lora.is_on or lora.transfer == "merged":
+        return False
+    takes_adapters = choose_backend(settings) == "embedded" and settings.inference.weight_transfer == "disk"
+    return lora.transfer == "adapter" or takes_adapters
+
+
+def _laggards(servers: dict[str, tuple[ServerState, int]], version: Version) -> str:
+    states = [state for state, _ in servers.values() if state.fenced or state.version != str(version)]
+    said = [f"{one.server_id} ({one.reason or f'holds {one.version}'})" for one in states]
+    return ", ".join(sorted(said)) or "there is none"

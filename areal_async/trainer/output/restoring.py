@@ -1,0 +1,62 @@
+"""Which checkpoint a lineage begins from: the newest, or, where that one is damaged, the newest whole one before it.
+
+What was trained after an older one is trained again from the journal, with payloads that are still stored, or from
+the archive (``recorded.find_archived``): a checkpoint that was whole once let the messages go.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import anyio.to_thread
+import structlog
+
+from areal_async.errors import UserError, WireError
+from areal_async.process.atomic_folders import LEDGER
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import CheckpointRecord, Version
+from areal_async.trainer.batch.ledger import Ledger
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.engine.digests import damage, digest_of_sums, newest_intact, set_aside
+
+log = structlog.get_logger()
+
+
+async def choose_checkpoint(lineage: Lineage) -> None:
+    """Hold the newest checkpoint against its digests; where they differ, go back to one that is whole, and say so.
+
+    Raises:
+        UserError: there is none.
+    """
+    newest = lineage.checkpoint
+    if newest is None:
+        return
+    path = Path(newest.path)
+    reason = await anyio.to_thread.run_sync(partial(damage, path, sums_sha256=newest.sums_sha256))
+    if not reason:
+        return
+
+    journal = await lineage.read_log(is_whole=True)
+
+    def find() -> Path | None:
+        version = Version.parse(newest.version)
+        return newest_intact(path.parent, before=version, fits=lambda one: _fits(one, journal))
+
+    older = await anyio.to_thread.run_sync(find)
+    if older is None:
+        raise UserError(
+            f"checkpoint {newest.version}: {reason}, and there is no older one that is whole; restore it in {path}, "
+            "or start anew with --fresh"
+        )
+    log.error("checkpoint.damaged", version=newest.version, reason=reason, taken=older.name)
+    record = CheckpointRecord(version=older.name, path=str(older), sums_sha256=digest_of_sums(older))
+    await lineage.fall_back(record, reason=reason)
+    await anyio.to_thread.run_sync(set_aside, path)
+
+
+def _fits(checkpoint: Path, journal: Journal) -> bool:
+    """Say whether the journal knows of all that made a checkpoint: not where its steps were trained otherwise since."""
+    try:
+        ledger = Ledger.decode((checkpoint / LEDGER).read_bytes(), what=f"ledger of {checkpoint}")
+    except (OSError, WireError):
+        return False
+    return not any(journal.unknown_to(step, trained) for step, trained in ledger.steps())

@@ -1,0 +1,1 @@
+"""Sequences as packed rows, and what they cost."""

@@ -1,0 +1,227 @@
+"""Learning from a data set instead of from rollouts: which rows when, on which rank, and what is told of it.
+
+Which rows are held out and in which order the others come follows from the seed alone, whatever the number of ranks.
+"""
+
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import yaml
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+
+from areal_async.chat_template import take_template, write
+from areal_async.config.settings import DatasetSettings, TemplateSettings
+from areal_async.config.tuning import TuningSettings
+from areal_async.errors import UserError
+from areal_async.process.stdio import say
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.packing.pack import balance
+
+RANK_DEADLINE_S = 1800.0
+"""How long one rank waits for another: long enough for rank 0 to write a large model."""
+
+Conversation = list[Mapping[str, Any]]
+"""Messages, as a chat template takes them."""
+
+Places = NDArray[np.int64]
+"""Positions of examples in the data set."""
+
+
+class Lessons(Protocol):
+    """Examples, and the model that learns them. Every method is a collective but ``costs``."""
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """Those that hold other examples than this one."""
+        ...
+
+    def costs(self, places: Places) -> list[int]:
+        """Return what each of these examples costs to learn, in any unit."""
+        ...
+
+    def train_step(self, mine: Places, *, step: int, total_steps: int) -> Mapping[str, float]:
+        """Make an update from every rank's examples; return its line of ``metrics.jsonl``."""
+        ...
+
+    def say_step(self, fields: Mapping[str, float]) -> str:
+        """Return what is printed of a step."""
+        ...
+
+    def held_out(self, mine: Places) -> tuple[Mapping[str, float], str]:
+        """Return what every rank's examples, never learned, come to: the line of metrics, and what is printed."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write the model as a Hugging Face folder, ``model``, into the run directory."""
+        ...
+
+
+def split(num_examples: int, settings: TuningSettings) -> tuple[Places, Places]:
+    """Return the places of the examples to learn and of those held out, in an order of the seed.
+
+    Raises:
+        UserError: nothing is left to learn.
+    """
+    order = np.random.default_rng(settings.run.seed).permutation(num_examples)
+    held_out, trained = order[: settings.eval.limit], order[settings.eval.limit :]
+    if not len(trained):
+        raise UserError(
+            f"dataset: got {num_examples} rows with eval.limit={settings.eval.limit}, need more; "
+            "lower eval.limit or give more rows"
+        )
+    return trained, held_out
+
+
+def tune(
+    settings: TuningSettings,
+    lessons: Lessons,
+    *,
+    trained: Places,
+    held_out: Places,
+    batch_size: int,
+    is_first: bool,
+) -> None:
+    """Learn to the end and write the model. A collective; the rank that is first writes and prints."""
+    total_steps = settings.run.steps or max(1, round(settings.run.epochs * len(trained) / batch_size))
+    journal = _Journal(settings.run_directory) if is_first else None
+    if journal:
+        journal.start(settings)
+    batches = endless_batches(trained, size=batch_size, seed=settings.run.seed)
+    for step in range(1, total_steps + 1):
+        started = time.monotonic()
+        mine = _share(next(batches), lessons)
+        fields = lessons.train_step(mine, step=step, total_steps=total_steps)
+        if journal:
+            fields = {"step": step, **fields, "time_step_s": time.monotonic() - started}
+            journal.append(fields)
+            if step % settings.run.log_every_steps == 0 or step == total_steps:
+                say(f"step {step}/{total_steps}  {lessons.say_step(fields)}")
+    figures, told = lessons.held_out(_share(held_out, lessons))
+    lessons.save(settings.run_directory)
+    if journal:
+        if len(held_out):
+            journal.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
+            say(f"held-out {told} over {len(held_out)} rows")
+        say(f"model written to {settings.run_directory / 'model'}")
+
+
+def endless_batches(rows: Places, *, size: int, seed: int) -> Iterator[Places]:
+    """Yield batches of ``size`` out of one shuffled epoch after another; a batch may span two."""
+    shuffle = np.random.default_rng((seed, 1))
+    waiting = rows[:0]
+    while True:
+        while len(waiting) < size:
+            waiting = np.concatenate([waiting, shuffle.permutation(rows)])
+        yield waiting[:size]
+        waiting = waiting[size:]
+
+
+def load_tokenizer(folder: Path, settings: TuningSettings) -> Any:
+    """Return the tokenizer of the model in ``folder``, with the chat template of the settings.
+
+    Raises:
+        UserError: it has no chat template, or one that does not do, or no token that ends a turn.
+    """
+    # Imported here: it takes seconds.
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    take_template(tokenizer, settings.template, setting="template")
+    if tokenizer.chat_template is None or tokenizer.eos_token_id is None:
+        raise UserError(f"model: the tokenizer of {settings.model.path} needs a chat template and an eos token")
+    return tokenizer
+
+
+def conversations_of(rows: Any, column: str, dataset: DatasetSettings) -> list[Conversation]:
+    """Return a column's conversations: a cell holds one, or the user's only message.
+
+    Raises:
+        UserError: a cell holds neither.
+    """
+    found: list[Conversation] = []
+    for place, cell in enumerate(rows[column]):
+        if isinstance(cell, str):
+            found.append([{"role": "user", "content": cell}])
+        elif isinstance(cell, Sequence) and len(cell) and all(map(_is_message, cell)):
+            found.append(list(cell))
+        else:
+            raise _wrong_cell(cell, place, column, dataset, need="text or messages")
+    return found
+
+
+def texts_of(rows: Any, column: str, dataset: DatasetSettings) -> list[str]:
+    """Return a column's texts.
+
+    Raises:
+        UserError: a cell holds none.
+    """
+    texts = list(rows[column])
+    for place, cell in enumerate(texts):
+        if not isinstance(cell, str):
+            raise _wrong_cell(cell, place, column, dataset, need="text")
+    return texts
+
+
+def encode_conversations(
+    tokenizer: Any,
+    conversations: Sequence[Conversation],
+    dataset: DatasetSettings,
+    *,
+    template: TemplateSettings,
+    for_reply: bool,
+) -> list[list[int]]:
+    """Return the tokens of conversations as the model's template writes them; ``for_reply``: up to where it answers.
+
+    Raises:
+        UserError: the template refuses one.
+    """
+    texts: list[str] = []
+    for place, one in enumerate(conversations):
+        try:
+            texts.append(write(tokenizer, one, template.arguments, for_reply=for_reply))
+        except TemplateError as exc:
+            raise UserError(
+                f"dataset: {dataset.source} row {place}: the model's chat template refuses it: {exc}"
+            ) from exc
+    # The template has already written whatever special tokens a conversation has.
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
+        return False
+    return value.get("content") is not None or bool(value.get("tool_calls"))
+
+
+def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings, *, need: str) -> UserError:
+    got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
+    return UserError(f"dataset: {dataset.source} row {place}: {column} is {got}, need {need}")
+
+
+def _share(places: Places, lessons: Lessons) -> Places:
+    """Return this rank's share, which costs what the others' cost."""
+    ranks = lessons.data_ranks
+    return places[np.array(balance(lessons.costs(places), num_ranks=ranks.size)[ranks.rank], dtype=np.int64)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Journal:
+    """The run directory's ``config.yaml`` and ``metrics.jsonl``."""
+
+    directory: Path
+
+    def start(self, settings: TuningSettings) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        (self.directory / "config.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))
+        (self.directory / "metrics.jsonl").unlink(missing_ok=True)
+
+    def append(self, fields: Mapping[str, float]) -> None:
+        with (self.directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(fields) + "\n")

@@ -1,0 +1,156 @@
+"""Training of a reward model on pairs of answers, by Bradley and Terry's loss.
+
+A conversation is rendered whole by the model's chat template and scored at its last token, as those who serve the model
+do. The folder that comes out is a sequence classifier of one label: it serves as a reward in ``run``, and starts PPO's
+critic.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from areal_async.algorithms.preference import bradley_terry_loss
+from areal_async.config.reward_model import PairDatasetSettings, RewardModelSettings
+from areal_async.config.settings import TemplateSettings
+from areal_async.data.rows import check_columns, load_rows
+from areal_async.errors import UserError
+from areal_async.process.hub import local_model
+from areal_async.trainer.engine.pairs import Pair, PairEngine
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.tuning.loop import (
+    RANK_DEADLINE_S,
+    Conversation,
+    Places,
+    conversations_of,
+    encode_conversations,
+    load_tokenizer,
+    split,
+    texts_of,
+    tune,
+)
+
+
+def run_reward_model(settings: RewardModelSettings) -> None:
+    """Train as one rank of however many the environment names; rank 0 prints and writes the run directory.
+
+    Raises:
+        UserError: the model, the data set or a column is not there, or a pair is too long.
+    """
+    with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
+        pairs = load_pairs(settings)
+        trained, held_out = split(len(pairs), settings)
+        lessons = PairLessons(settings, pairs, ranks)
+        tune(
+            settings,
+            lessons,
+            trained=trained,
+            held_out=held_out,
+            batch_size=settings.trainer.batch_pairs,
+            is_first=ranks.rank == 0,
+        )
+
+
+class PairLessons:
+    """Pairs to be told apart (``tuning.Lessons``)."""
+
+    def __init__(self, settings: RewardModelSettings, pairs: Sequence[Pair], ranks: Ranks) -> None:
+        self._pairs = pairs
+        self._engine = PairEngine(model=settings.model, trainer=settings.trainer.engine, ranks=ranks)
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """Those that hold other examples than this one."""
+        return self._engine.grid.data
+
+    def costs(self, places: Places) -> list[int]:
+        """Return the operations of each pair."""
+        return [sum(self._engine.flops.forward(len(one), 1) for one in pair) for pair in self._at(places)]
+
+    def train_step(self, mine: Places, *, step: int, total_steps: int) -> Mapping[str, float]:
+        """Make an update from every rank's pairs."""
+        stats = self._engine.train_step(self._at(mine), step=step, total_steps=total_steps)
+        names = ("loss", "accuracy", "margin_mean", "grad_norm", "lr", "num_pairs", "num_skipped")
+        return {name: getattr(stats, name) for name in names}
+
+    def say_step(self, fields: Mapping[str, float]) -> str:
+        """Return what is printed of a step."""
+        return (
+            f"loss {fields['loss']:.4f}  pairs right {fields['accuracy']:.3f}  grad norm {fields['grad_norm']:.3f}  "
+            f"lr {fields['lr']:.2e}  {fields['num_pairs'] / fields['time_step_s']:,.0f} pairs/s"
+        )
+
+    def held_out(self, mine: Places) -> tuple[Mapping[str, float], str]:
+        """Return loss and accuracy of every rank's pairs."""
+        figures = held_out_figures(self._engine, self._at(mine))
+        told = f"loss {figures['held_out_loss']:.4f}, pairs right {figures['held_out_accuracy']:.3f}"
+        return figures, told
+
+    def save(self, directory: Path) -> None:
+        """Write the model as a Hugging Face folder, ``model``, into the run directory."""
+        self._engine.save_weights(directory / "model")
+
+    def _at(self, places: Places) -> list[Pair]:
+        return [self._pairs[place] for place in places]
+
+
+def held_out_figures(engine: PairEngine, pairs: Sequence[Pair]) -> dict[str, float]:
+    """Return the mean loss and the share of pairs told right over all ranks' pairs, 0 for none. A collective."""
+    chosen_P, rejected_P = engine.scores(pairs).double().unbind(1)
+    ranks = engine.grid.data
+    loss = float(bradley_terry_loss(chosen_P, rejected_P)) * len(pairs) if pairs else 0.0
+    sums = torch.tensor(
+        [loss, float((chosen_P > rejected_P).sum()), float(len(pairs))], dtype=torch.float64, device=ranks.device
+    )
+    total, right, count = ranks.reduce(sums, dist.ReduceOp.SUM).tolist()
+    return {"held_out_loss": total / max(1.0, count), "held_out_accuracy": right / max(1.0, count)}
+
+
+def load_pairs(settings: RewardModelSettings) -> list[Pair]:
+    """Return every row of the data set as a pair of conversations.
+
+    Raises:
+        UserError: a column is not there, or a pair is longer than a packed row.
+    """
+    dataset = settings.dataset
+    folder = local_model(settings.model.path)
+    rows = load_rows(dataset)
+    needed = (dataset.chosen, dataset.rejected) if dataset.question is None else (
+        dataset.question, dataset.chosen, dataset.rejected
+    )  # fmt: skip
+    check_columns(rows, needed, dataset)
+    pairs = encode_pairs(load_tokenizer(folder, settings), rows, dataset, settings.template)
+    longest = max(range(len(pairs)), key=lambda place: pairs[place].num_tokens)
+    if pairs[longest].num_tokens > settings.trainer.token_budget:
+        raise UserError(
+            f"dataset: got a pair of {pairs[longest].num_tokens} tokens in row {longest}, need at most "
+            f"trainer.token_budget={settings.trainer.token_budget}; raise it, or leave the row out"
+        )
+    return pairs
+
+
+def encode_pairs(tokenizer: Any, rows: Any, dataset: PairDatasetSettings, template: TemplateSettings) -> list[Pair]:
+    """Return the tokens of both conversations of each row.
+
+    Raises:
+        UserError: a cell holds no conversation or no answer.
+    """
+
+    def encode(column: str) -> list[list[int]]:
+        answered = _answered(rows, column, dataset)
+        return encode_conversations(tokenizer, answered, dataset, template=template, for_reply=False)
+
+    return [Pair(*both) for both in zip(encode(dataset.chosen), encode(dataset.rejected), strict=True)]
+
+
+def _answered(rows: Any, column: str, dataset: PairDatasetSettings) -> list[Conversation]:
+    """Return the conversations that the answers of a column end, or that it holds whole."""
+    if dataset.question is None:
+        return conversations_of(rows, column, dataset)
+    questions = conversations_of(rows, dataset.question, dataset)
+    return [
+        [*question, {"role": "assistant", "content": answer}]
+        for question, answer in zip(questions, texts_of(rows, column, dataset), strict=True)
+    ]

@@ -1,0 +1,146 @@
+"""Supervised fine-tuning: the same engine and packing as a run, with the likelihood as its objective.
+
+Each row becomes the tokens that a server would be given for its question, followed by the answer and the token
+that ends a turn; only the latter two are learned.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from areal_async.algorithms.likelihood import likelihood_loss
+from areal_async.config.settings import TemplateSettings
+from areal_async.config.sft import SftDatasetSettings, SftSettings
+from areal_async.data.rows import check_columns, load_rows
+from areal_async.process.hub import local_model
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.tuning.loop import (
+    RANK_DEADLINE_S,
+    Places,
+    conversations_of,
+    encode_conversations,
+    load_tokenizer,
+    split,
+    texts_of,
+    tune,
+)
+
+
+def run_sft(settings: SftSettings) -> None:
+    """Fine-tune as one rank of however many the environment names; rank 0 prints and writes the run directory.
+
+    Raises:
+        UserError: the model, the data set or a column is not there, or a row is too long.
+    """
+    with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
+        rows = load_examples(settings)
+        trained, held_out = split(len(rows), settings)
+        lessons = AnswerLessons(settings, rows, ranks)
+        tune(
+            settings,
+            lessons,
+            trained=trained,
+            held_out=held_out,
+            batch_size=settings.trainer.batch_sequences,
+            is_first=ranks.rank == 0,
+        )
+
+
+class AnswerLessons:
+    """Answers to be said (``tuning.Lessons``)."""
+
+    def __init__(self, settings: SftSettings, rows: Sequence[TrainRow], ranks: Ranks) -> None:
+        self._rows = rows
+        self._engine = FsdpEngine(
+            model=settings.model, trainer=settings.trainer.engine, ranks=ranks, objective=likelihood_loss
+        )
+
+    @property
+    def data_ranks(self) -> Ranks:
+        """Those that hold other examples than this one."""
+        return self._engine.grid.data
+
+    def costs(self, places: Places) -> list[int]:
+        """Return the operations of each row."""
+        return [self._engine.flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in self._at(places)]
+
+    def train_step(self, mine: Places, *, step: int, total_steps: int) -> Mapping[str, float]:
+        """Make an update from every rank's rows."""
+        stats = self._engine.train_step(self._at(mine), step=step, total_steps=total_steps)
+        names = ("loss", "grad_norm", "entropy_mean", "lr", "num_tokens", "num_skipped")
+        return {name: getattr(stats, name) for name in names}
+
+    def say_step(self, fields: Mapping[str, float]) -> str:
+        """Return what is printed of a step."""
+        return (
+            f"loss {fields['loss']:.4f}  grad norm {fields['grad_norm']:.3f}  lr {fields['lr']:.2e}  "
+            f"{fields['num_tokens'] / fields['time_step_s']:,.0f} answer tokens/s"
+        )
+
+    def held_out(self, mine: Places) -> tuple[Mapping[str, float], str]:
+        """Return the mean negative log likelihood of every rank's rows."""
+        loss = held_out_loss(self._engine, self._at(mine))
+        return {"held_out_loss": loss}, f"loss {loss:.4f}"
+
+    def save(self, directory: Path) -> None:
+        """Write the model as a Hugging Face folder, and beside it what adapters were trained."""
+        self._engine.export(directory)
+
+    def _at(self, places: Places) -> list[TrainRow]:
+        return [self._rows[place] for place in places]
+
+
+def load_examples(settings: SftSettings) -> list[TrainRow]:
+    """Return every row of the data set as a sequence to learn."""
+    folder = local_model(settings.model.path)
+    rows = load_rows(settings.dataset)
+    check_columns(rows, (settings.dataset.question, settings.dataset.answer), settings.dataset)
+    return encode_examples(load_tokenizer(folder, settings), rows, settings.dataset, settings.template)
+
+
+def encode_examples(
+    tokenizer: Any, rows: Any, dataset: SftDatasetSettings, template: TemplateSettings
+) -> list[TrainRow]:
+    """Return prompt, answer and end of turn as tokens, the prompt out of the loss.
+
+    Raises:
+        UserError: a cell holds no conversation or no answer.
+    """
+    prompts = conversations_of(rows, dataset.question, dataset)
+    answers = texts_of(rows, dataset.answer, dataset)
+    prompt_ids = encode_conversations(tokenizer, prompts, dataset, template=template, for_reply=True)
+    # On its own, as a server continues a prompt: no token spans the border.
+    answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    return [
+        _example(prompt, [*answer, tokenizer.eos_token_id])
+        for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
+    ]
+
+
+def held_out_loss(engine: FsdpEngine, rows: Sequence[TrainRow]) -> float:
+    """Return the mean negative log likelihood over all ranks' rows, 0 for none. A collective."""
+    logprobs, ranks = engine.logprobs(rows), engine.grid.data
+    sums = torch.tensor(
+        [sum(float(row.sum()) for row in logprobs), sum(float(row.loss_mask.sum()) for row in rows)],
+        dtype=torch.float64,
+        device=ranks.device,
+    )
+    total, count = ranks.reduce(sums, dist.ReduceOp.SUM).tolist()
+    return -total / count if count else 0.0
+
+
+def _example(prompt: list[int], answer: list[int]) -> TrainRow:
+    length = len(prompt) + len(answer)
+    return TrainRow(
+        token_ids=np.array(prompt + answer, dtype=np.int32),
+        loss_mask=np.arange(length) >= len(prompt),
+        behave_logprobs=np.zeros(length, dtype=np.float32),
+        advantage=0.0,
+        current_mask=np.zeros(length, dtype=np.bool_),
+    )

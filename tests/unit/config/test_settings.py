@@ -1,0 +1,102 @@
+"""Settings explain themselves, refuse nonsense, and every file in configs/ is one that parses."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from areal_async.config.reward_model import RewardModelSettings
+from areal_async.config.settings import Settings
+from areal_async.config.sft import SftSettings
+from areal_async.config.sources import load_settings
+from areal_async.config.tree import annotation_at, describe, leaves
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("kind", [Settings, SftSettings, RewardModelSettings])
+def test_every_setting_has_a_sentence(kind: type[BaseModel]) -> None:
+    silent = [".".join(parts) for parts, owner in leaves(kind) if not owner.model_fields[parts[-1]].description]
+
+    assert silent == []
+
+
+@pytest.mark.parametrize("kind", [Settings, SftSettings, RewardModelSettings])
+def test_every_section_is_frozen_and_refuses_unknown_keys(kind: type[BaseModel]) -> None:
+    for owner in {owner for _, owner in leaves(kind)} | {kind}:
+        assert owner.model_config.get("frozen") is True
+        assert owner.model_config.get("extra") == "forbid"
+
+
+def test_described_settings_are_exactly_those_that_can_be_set() -> None:
+    names = [info.name for info in describe(Settings)]
+
+    assert len(names) == len(set(names))
+    assert all(annotation_at(Settings, name.split(".")) is not None for name in names)
+    assert {"run.name", "tasks.0.dataset.path", "rollout.sampling.temperature", "bus.url"} <= set(names)
+
+
+def test_defaults_are_described_as_they_are_written_in_a_file() -> None:
+    defaults = {info.name: info.default for info in describe(Settings)}
+
+    assert defaults["rollout.max_staleness"] == "2"
+    assert defaults["inference.python"] == "null"
+    assert defaults["trainer.activation_checkpointing"] == "false"
+    assert defaults["trainer.betas"] == "[0.9, 0.95]"
+    assert defaults["tasks.0.dataset.path"] == "null"
+
+
+def kind_of(path: Path) -> type[BaseModel]:
+    if "tasks" in yaml.safe_load(path.read_text()):
+        return Settings
+    return RewardModelSettings if path.stem.startswith("reward_model") else SftSettings
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
+def test_every_file_in_configs_parses(path: Path) -> None:
+    settings = load_settings(path, [], kind_of(path), use_environment=False)
+
+    assert settings.model_dump()["run"]["name"] == path.stem
+
+
+@pytest.mark.parametrize("stem", ["gsm8k"])
+def test_each_workflow_has_settings_for_both_kinds_of_machine(stem: str) -> None:
+    assert {f"{stem}.yaml", f"{stem}_cpu.yaml"} <= {path.name for path in CONFIGS}
+
+
+def test_what_is_set_for_a_critic_or_a_reference_needs_one() -> None:
+    trainer = {"critic": {"lr": 1e-5}}
+
+    with pytest.raises(ValueError, match=r"trainer.critic.lr: got 1e-05 with .*grpo, kl_coef=0, which has no critic"):
+        Settings.model_validate({"trainer": trainer})
+    assert Settings.model_validate({"trainer": trainer, "algorithm": {"name": "ppo"}}).trainer.for_critic.lr == 1e-5
+    layout = {"reference": {"tensor_parallel": 1}}
+    with pytest.raises(
+        ValueError, match=r"trainer.reference.tensor_parallel: got 1 .* no reference; .* kl_coef over 0"
+    ):
+        Settings.model_validate({"trainer": layout})
+    assert Settings.model_validate({"trainer": layout, "algorithm": {"kl_coef": 0.1}}).algorithm.kl_coef == 0.1
+    # As a resolved file has it.
+    unset = Settings.model_validate({"trainer": {"critic": {"lr": None}}})
+    assert unset == Settings.model_validate(unset.model_dump(mode="json"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trainer": {"num_ranks": 2, "tensor_parallel": 2}}, "lora.rank: got 8 with tensor_parallel=2, need"),
+        ({"trainer": {"num_ranks": 2, "pipeline_parallel": 2}}, "lora.rank: got 8 with pipeline_parallel=2, need"),
+        ({"inference": {"weight_transfer": "distributed"}}, "got adapter with inference.weight_transfer=distributed"),
+        ({"inference": {"backend": "sglang"}}, "got adapter with inference.backend=sglang, need merged or auto"),
+    ],
+)
+def test_what_is_not_done_with_adapters_is_refused(given: dict[str, Any], message: str) -> None:
+    lora = {"rank": 8, "transfer": "adapter"}
+    off = {**lora, "rank": 0}
+
+    Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": off}})
+    with pytest.raises(ValidationError, match=message):
+        Settings.model_validate({**given, "trainer": {**given.get("trainer", {}), "lora": lora}})

@@ -1,0 +1,125 @@
+"""What a model takes before anything is loaded, against figures counted by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from areal_async.config.settings import InferenceSettings, ModelSettings, Settings, TrainerSettings
+from areal_async.doctor.preflight.findings import Level
+from areal_async.doctor.preflight.machine import Gpu, Machine
+from areal_async.doctor.preflight.memory import ModelSize, check_memory
+from areal_async.errors import UserError
+from tests.unit.trainer.models import save_model
+
+ROOT = Path(__file__).parents[4]
+QWEN_1B5 = ModelSize(
+    num_parameters=1_543_714_304, num_layers=28, hidden=1536, kv_width=256, vocab=151_936, context=32_768
+)
+"""Qwen2.5-1.5B-Instruct, from its config and the shapes of its weights."""
+
+
+def _machine(*gpus: Gpu, memory_bytes: int | None = None) -> Machine:
+    return Machine(
+        num_cores=2, memory_bytes=memory_bytes, gpus=gpus, open_files=4096, shared_memory_bytes=None, is_clock_kept=None
+    )
+
+
+def _settings(**trainer: object) -> Settings:
+    return Settings(
+        model=ModelSettings(path=str(ROOT / "configs" / "models" / "tiny"), dtype="bfloat16"),
+        trainer=TrainerSettings.model_validate(trainer),
+        inference=InferenceSettings(backend="embedded"),
+    )
+
+
+def _levels(settings: Settings, machine: Machine) -> dict[str, Level]:
+    return {one.check: one.level for one in check_memory(settings, machine, {"actor": QWEN_1B5})}
+
+
+def test_parameters_are_counted_from_the_heads_of_the_files(tmp_path: Path) -> None:
+    """As the loaded model counts them; tied embeddings are stored once."""
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path / "model")
+    size = ModelSize.read(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    assert size.num_parameters == sum(one.numel() for one in model.parameters())
+    assert (size.num_layers, size.hidden, size.kv_width, size.vocab) == (2, 32, 16, 61)
+
+
+def test_a_trainers_state_is_sixteen_bytes_a_parameter_shared_by_its_ranks() -> None:
+    """Parameter, gradient and two moments in float32: 24.7 GB on one rank, and what four ranks save of it."""
+    one = QWEN_1B5.trainer_bytes(TrainerSettings(num_ranks=1, token_budget=8), dtype="bfloat16")
+    assert one == pytest.approx(16 * 1.5437e9 + 4 * (64 << 20), rel=1e-3)
+    four = QWEN_1B5.trainer_bytes(TrainerSettings(num_ranks=4, token_budget=8), dtype="bfloat16")
+    assert one - four == pytest.approx(0.75 * 16 * 1.5437e9 - (2 * 1.31e9 / 28 + 0.2334e9) * 2, rel=1e-2)
+
+
+def test_adapters_and_offloading_leave_less_on_a_gpu() -> None:
+    """What is trained over is stored in ``model.dtype`` without gradient or moments; offloaded state is the host's."""
+    whole = TrainerSettings(num_ranks=1, token_budget=8)
+    adapted = TrainerSettings.model_validate({"num_ranks": 1, "token_budget": 8, "lora": {"rank": 16}})
+    saved = QWEN_1B5.trainer_bytes(whole, dtype="bfloat16") - QWEN_1B5.trainer_bytes(adapted, dtype="bfloat16")
+    assert saved == pytest.approx((16 - 2) * 1.5437e9, rel=1e-3)
+    small = Gpu("small", 16 * 10**9, 16 * 10**9)
+    wanted = {None: Level.ERROR, "lora": Level.GOOD, "cpu_offload": Level.GOOD}
+    for name, level in wanted.items():
+        given: dict[str, object] = {"lora": {"rank": 16}} if name == "lora" else {"cpu_offload": True} if name else {}
+        levels = _levels(_settings(num_ranks=1, token_budget=64, **given), _machine(small))
+        assert levels["memory of a trainer rank"] is level, name
+
+
+def test_activations_grow_with_the_budget_and_shrink_with_checkpointing() -> None:
+    """34 s h bytes a layer at two bytes a number; with checkpointing a layer's input each, and one layer whole."""
+    budget = 10_240
+    kept = TrainerSettings(num_ranks=1, token_budget=budget)
+    checkpointed = TrainerSettings(num_ranks=1, token_budget=budget, activation_checkpointing=True)
+    base = QWEN_1B5.trainer_bytes(TrainerSettings(num_ranks=1, token_budget=8), dtype="bfloat16")
+    layer = 34 * budget * 1536
+    assert QWEN_1B5.trainer_bytes(kept, dtype="bfloat16") - base == pytest.approx(28 * layer, rel=1e-2)
+    with_it = QWEN_1B5.trainer_bytes(checkpointed, dtype="bfloat16") - base
+    assert with_it == pytest.approx(layer + 28 * 2 * budget * 1536, rel=1e-2)
+
+
+def test_a_gpu_that_is_too_small_is_an_error_and_a_large_one_is_not() -> None:
+    """24 GB do not hold 1.5 B parameters with their optimizer on one rank; four ranks of 80 GB do."""
+    small = Gpu("small", 24 * 10**9, 24 * 10**9)
+    large = Gpu("large", 80 * 10**9, 80 * 10**9)
+    assert _levels(_settings(num_ranks=1), _machine(small))["memory of a trainer rank"] is Level.ERROR
+    assert _levels(_settings(num_ranks=4), _machine(large)) == {
+        "memory of a trainer rank": Level.GOOD,
+        "memory of a server": Level.GOOD,
+    }
+
+
+def test_a_gpu_that_somebody_else_uses_is_told() -> None:
+    """The estimate is of the whole memory."""
+    busy = Gpu("busy", 80 * 10**9, 20 * 10**9)
+    assert _levels(_settings(num_ranks=4), _machine(busy))["GPUs in use"] is Level.WARNING
+
+
+def test_a_host_without_gpus_holds_ranks_and_servers_together() -> None:
+    """A laptop of 16 GB cannot train 1.5 B parameters; one of 256 GB can."""
+    for num_bytes, level in ((16 * 10**9, Level.ERROR), (256 * 10**9, Level.GOOD)):
+        assert list(_levels(_settings(), _machine(memory_bytes=num_bytes)).values()) == [level]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "no *.safetensors in"),
+        (b"\xff" * 16, "is no whole safetensors file"),
+        (b"\x10", "is no whole safetensors file"),
+    ],
+)
+def test_a_folder_without_whole_weights_is_said_in_one_sentence(
+    tmp_path: Path, content: bytes | None, sentence: str
+) -> None:
+    """Not a traceback of whoever reads it."""
+    config = {"num_attention_heads": 4, "hidden_size": 8, "num_hidden_layers": 1, "vocab_size": 5}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=sentence.replace("*", r"\*")):
+        ModelSize.read(tmp_path)

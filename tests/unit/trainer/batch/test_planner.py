@@ -1,0 +1,265 @@
+"""What is done next about the journal: nothing is thrown away for an accident, and nothing is waited for in vain."""
+
+from typing import Any, Literal
+
+import msgspec
+import pytest
+
+from areal_async.errors import FencedError
+from areal_async.protocol.types import CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
+from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.inventory import Inventory
+from areal_async.trainer.batch.planner import (
+    OVER_AGE,
+    CutRules,
+    Cutter,
+    Decision,
+    GroupRules,
+    Room,
+    Settle,
+    Wait,
+    Write,
+)
+
+
+def _message(
+    index: int, *siblings: int, oldest: str = "1-0", newest: str = "", failed: bool = False, workflow: str = "w"
+) -> StoredMessage:
+    status = SlotStatus.FAILED if failed else SlotStatus.SCORED
+    return StoredMessage(
+        group_id=f"0-{index}-0",
+        workflow=workflow,
+        ticket_version=oldest,
+        num_failed_attempts=0,
+        group_size=2,
+        slots=[
+            Slot(
+                sibling=one,
+                sample_uid=f"{index}.{one}",
+                status=status,
+                reward=index % 2 * one,
+                oldest=oldest,
+                newest=newest or oldest,
+            )
+            for one in siblings
+        ],
+        sequence=10 * index + sum(siblings),
+        num_bytes=1,
+    )
+
+
+class Bench:
+    """A cutter with its inventory, about to cut a step."""
+
+    def __init__(
+        self,
+        *,
+        lineage: int = 1,
+        step: int = 1,
+        when_stale: Literal["wait", "mask", "drop"] = "wait",
+        filters_equal: bool = False,
+    ) -> None:
+        self.inventory: Inventory[str] = Inventory()
+        self.fates: Fates[Any] = Fates(self.inventory, lineage=lineage, max_attempts=2, recorded=())
+        rules = CutRules(
+            last_step=9,
+            seed=1,
+            batch_groups=2,
+            min_group_size=2,
+            max_staleness=1,
+            when_stale=when_stale,
+            group_deadline_s=10.0,
+            filters_equal_groups=filters_equal,
+            of_task={"other": GroupRules(min_group_size=1, group_deadline_s=5.0)},
+        )
+        self.cutter = Cutter(rules, self.fates, branches={})
+        self.cutter.step = step
+        self.cutter.allow(step)
+
+    def add(self, *messages: StoredMessage) -> None:
+        for message in messages:
+            self.inventory.add_message(message, "delivery")
+
+    def decide(self, *, now: float = 0.0) -> Decision:
+        return self.cutter.decide(now=now, room=Room.AMPLE)
+
+
+def test_a_group_of_a_version_to_come_is_given_up_and_never_cut() -> None:
+    bench = Bench(step=3)
+    bench.add(_message(1, 0, 1, oldest="1-1", newest="1-3"), _message(2, 0, 1, oldest="1-2"))
+
+    decision = bench.decide()
+
+    reason = "its tokens are of a version that step 3 comes before"
+    assert decision == Settle(["0-1-0"], OutcomeKind.ABANDONED, reason)
+
+
+def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1), _message(2, 0, 1))
+
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert [group.group_id for group in decision.entry.groups] == ["0-1-0", "0-2-0"]
+    bench.cutter.note_written(decision.entry)
+    assert bench.decide() == Wait("step 1 to be trained, before cutting step 2")
+
+
+def test_a_group_that_cannot_train_is_settled_first() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1, failed=True), _message(2, 0, 1), _message(3, 0, 1))
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.FAILED, "")
+
+
+def test_a_task_decides_how_many_scored_siblings_its_groups_need() -> None:
+    bench = Bench()
+    for index, workflow in ((1, "other"), (2, "w")):
+        bench.add(_message(index, 0, workflow=workflow), _message(index, 1, workflow=workflow, failed=True))
+
+    assert bench.decide() == Settle(["0-2-0"], OutcomeKind.FAILED, "")
+
+
+def test_the_groups_of_a_task_are_waited_for_as_long_as_it_says() -> None:
+    bench = Bench(step=2)
+    bench.add(_message(1, 0), _message(2, 0, workflow="other"), _message(3, 0, workflow="other"))
+    assert isinstance(bench.decide(now=0.0), Wait)
+
+    reason = "still incomplete 5 s after the trainer began to wait for it"
+    assert bench.decide(now=6.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
+    assert bench.decide(now=11.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
+    bench.fates.of_untrained(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason="", step=2)
+    reason = "still incomplete 10 s after the trainer began to wait for it"
+    assert bench.decide(now=11.0) == Settle(["0-1-0"], OutcomeKind.FAILED, reason)
+
+
+@pytest.mark.parametrize("workflow", ["w", "other"])
+def test_groups_of_equal_rewards_are_filtered_whatever_their_task(workflow: str) -> None:
+    bench = Bench(filters_equal=True)
+    bench.add(_message(1, 0, 1, workflow=workflow), _message(2, 0, 1, workflow=workflow))
+
+    assert bench.decide() == Settle(["0-2-0"], OutcomeKind.FILTERED, "all rewards are 0")
+
+
+def test_the_outcome_of_a_filtered_group_says_what_its_siblings_came_to() -> None:
+    bench = Bench(filters_equal=True)
+    bench.add(_message(1, 0, 1))
+
+    (outcome,) = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FILTERED, reason="", step=1)
+
+    assert outcome.mean_reward == 0.5
+
+
+def test_a_stop_ends_the_journal() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1), _message(2, 0, 1))
+    bench.cutter.is_stopping = True
+
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert decision.entry.kind is CutKind.END
+
+
+@pytest.mark.parametrize(("when_stale", "kind"), [("wait", OutcomeKind.ABANDONED), ("drop", OutcomeKind.STALE)])
+def test_only_the_setting_that_drops_groups_over_the_bound_drops_them(
+    when_stale: Literal["wait", "drop"], kind: OutcomeKind
+) -> None:
+    bench = Bench(step=3, when_stale=when_stale)
+    bench.add(_message(1, 0, 1))
+
+    assert bench.decide() == Settle(["0-1-0"], kind, OVER_AGE)
+
+
+def test_what_only_a_branch_has_put_over_the_bound_is_tried_again() -> None:
+    bench = Bench(lineage=2, step=2, when_stale="drop")
+    bench.add(_message(1, 0, 1, oldest="1-1"))
+    assert isinstance(bench.decide(), Wait)
+
+    bench.cutter.branch(after_step=0)
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, OVER_AGE)
+
+
+def test_the_newest_token_counts_where_it_lies_beyond_a_branch() -> None:
+    bench = Bench(lineage=2, step=2)
+    bench.cutter.branch(after_step=0)
+    bench.add(_message(1, 0, 1, oldest="1-0", newest="1-1"))
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, OVER_AGE)
+
+
+def test_a_due_group_is_waited_for_until_its_deadline() -> None:
+    bench = Bench(step=2)
+    bench.add(_message(1, 0), _message(2, 0, 1), _message(3, 0, 1))
+    assert isinstance(bench.decide(now=0.0), Wait)
+    assert isinstance(bench.decide(now=10.0), Wait)
+
+    decision = bench.decide(now=10.5)
+
+    assert isinstance(decision, Settle)
+    assert (decision.group_ids, decision.kind) == (["0-1-0"], OutcomeKind.FAILED)
+
+
+def test_tokens_of_a_newer_lineage_tell_a_zombie_what_it_is() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1, oldest="2-0"))
+
+    with pytest.raises(FencedError, match="2-0"):
+        bench.decide()
+
+
+def test_nothing_is_released_before_its_outcome_is_stored() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0, 1))
+    outcomes: list[Outcome] = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)
+    assert bench.fates.release(["0-1-0"]) == []
+
+    bench.fates.note_recorded(outcomes)
+
+    assert bench.fates.release(["0-1-0"]) == ["delivery"]
+
+
+def test_groups_of_a_given_up_cut_keep_count_of_their_failures() -> None:
+    bench = Bench()
+    bench.fates.take([CutGroup(group_id="0-1-0", workflow="w", slots=[], num_failed_attempts=1)])
+
+    outcome = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)[0]
+
+    assert (outcome.kind, outcome.num_failed_attempts) == (OutcomeKind.DEAD, 2)
+
+
+def test_a_message_whose_every_slot_lost_is_not_kept_for_a_checkpoint() -> None:
+    bench = Bench()
+    bench.add(_message(1, 0))
+    again = _message(1, 0)
+    again = msgspec.structs.replace(
+        again, sequence=99, slots=[msgspec.structs.replace(again.slots[0], sample_uid="another producer's")]
+    )
+
+    unusable = bench.fates.receive(again, "loser")
+
+    assert [outcome.kind for outcome in unusable] == [OutcomeKind.DUPLICATE]
+    assert bench.fates.release_received(again, unusable) == ["loser"]
+    assert bench.inventory.stored_bytes == 1
+    assert bench.fates.release_received(_message(1, 1), bench.fates.receive(_message(1, 1), "kept")) == []
+
+
+def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyond_it() -> None:
+    bench = Bench(step=2)
+    for index, version in ((1, "1-0"), (2, "1-1"), (3, "1-1")):
+        bench.add(_message(index, 0, 1, oldest=version))
+    assert isinstance(bench.decide(), Write), "it was fresh enough before"
+
+    bench.cutter.change(max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
+    tried_again = bench.decide()
+    assert tried_again == Settle(["0-1-0"], OutcomeKind.ABANDONED, "older than max_staleness")
+    bench.fates.release(["0-1-0"])
+    bench.inventory.open.pop("0-1-0", None)
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert (decision.entry.max_staleness, decision.entry.lr) == (0, 1e-6)
+    assert decision.entry.numbers == {"algorithm.kl_coef": 0.1}
+    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]

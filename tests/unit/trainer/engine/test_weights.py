@@ -1,0 +1,119 @@
+"""What the trainer writes is a plain Hugging Face folder that holds exactly the weights trained."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.weights import witnesses
+from tests.unit.trainer.models import engine_of, random_rows, save_model
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_saved_weights_load_in_transformers_and_are_equal(dtype: str, tied: bool, ranks: Ranks, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = engine_of(save_model(tmp_path / "source", tied=tied), ranks, dtype=dtype)
+    engine.train_step(random_rows(4), step=1, total_steps=1)
+
+    engine.save_weights(tmp_path / "1-1")
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "1-1", dtype="auto")
+    expected = {name: value.to(getattr(torch, dtype)) for name, value in engine.full_parameters().items()}
+    found = dict(loaded.named_parameters())
+    assert found.keys() == expected.keys()
+    stored = load_file(tmp_path / "1-1" / "model.safetensors")
+    assert stored.keys() == expected.keys()
+    assert {tensor.dtype for tensor in stored.values()} == {getattr(torch, dtype)}
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+
+
+def test_hashes_are_those_of_the_files_and_companions_come_along(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    hashes = engine_of(model, ranks).save_weights(tmp_path / "1-0")
+
+    names = {path.name for path in (tmp_path / "1-0").iterdir()}
+    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert hashes == {
+        "model.safetensors": hashlib.sha256((tmp_path / "1-0" / "model.safetensors").read_bytes()).hexdigest()
+    }
+
+
+def test_a_large_model_is_split_over_files_with_an_index(
+    model: Path, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr("areal_async.trainer.engine.weights.MAX_FILE_BYTES", 20_000)
+    engine = engine_of(model, ranks)
+
+    hashes = engine.save_weights(tmp_path / "1-0")
+
+    index = json.loads((tmp_path / "1-0" / "model.safetensors.index.json").read_text())
+    assert len(hashes) > 2
+    assert set(index["weight_map"].values()) == set(hashes)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "1-0", dtype="auto")
+    expected = engine.full_parameters()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.named_parameters())
+
+
+def test_saving_again_under_the_same_name_replaces_the_folder(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine = engine_of(model, ranks)
+    first = engine.save_weights(tmp_path / "model")
+    engine.train_step(random_rows(4), step=1, total_steps=1)
+
+    second = engine.save_weights(tmp_path / "model")
+
+    assert first != second
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_buckets_hold_every_stored_tensor_once_in_order_and_stay_within_their_size(
+    tied: bool, ranks: Ranks, tmp_path: Path
+) -> None:
+    engine = engine_of(save_model(tmp_path / "source", tied=tied), ranks, dtype="bfloat16")
+    stored = engine.gather_weights(engine.plan_buckets(max_bytes=1 << 30))
+    largest = max(tensor.nbytes for tensor in stored.values())
+
+    buckets = engine.plan_buckets(max_bytes=largest - 2)
+
+    assert [spec.name for bucket in buckets for spec in bucket] == list(stored)
+    assert ("lm_head.weight" in stored) != tied
+    assert {spec.dtype for bucket in buckets for spec in bucket} == {"bfloat16"}
+    sizes = [sum(2 * torch.Size(spec.shape).numel() for spec in bucket) for bucket in buckets]
+    assert sum(sizes) == sum(tensor.nbytes for tensor in stored.values())
+    assert all(size < largest - 1 or len(bucket) == 1 for size, bucket in zip(sizes, buckets, strict=True))
+    assert [len(bucket) for bucket, size in zip(buckets, sizes, strict=True) if size == largest] == [1] * (2 - tied)
+
+
+def test_what_proves_the_weights_is_hashed_as_served(model: Path, ranks: Ranks, tmp_path: Path) -> None:
+    engine = engine_of(model, ranks, dtype="bfloat16")
+    tensors = engine.gather_weights(engine.plan_buckets(max_bytes=10_000))
+
+    hashes = witnesses(tensors)
+
+    engine.write_weights(tensors, tmp_path / "1-0")
+    stored = load_file(tmp_path / "1-0" / "model.safetensors")
+    assert hashes == {name: hashlib.sha256(stored[name].view(torch.uint8).numpy()).hexdigest() for name in hashes}
+    norms = ("input_layernorm", "post_attention_layernorm", "self_attn.q_norm", "self_attn.k_norm", "mlp.down_proj")
+    assert hashes.keys() == {"model.norm.weight"} | {
+        f"model.layers.{layer}.{norm}.weight" for layer in (0, 1) for norm in norms
+    }
+
+
+def test_only_the_ends_and_the_middle_of_a_deep_model_are_hashed() -> None:
+    kinds = {"mlp.down_proj.weight": (2, 2), "norm.weight": (2,), "self_attn.q_proj.bias": (2,)}
+    names = {f"model.layers.{layer}.{kind}": shape for layer in range(12) for kind, shape in kinds.items()}
+    tensors = {name: torch.zeros(shape) for name, shape in names.items()} | {"model.embed.weight": torch.zeros(2, 2)}
+
+    assert witnesses(tensors).keys() == {
+        *(f"model.layers.{layer}.norm.weight" for layer in (0, 6, 11)),
+        *(f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 11)),
+    }
+    assert witnesses({"embed.weight": torch.zeros(2, 2)}) == {}

@@ -1,0 +1,272 @@
+"""A version is announced when it can be had: with the group it is broadcast to, then from disk; never backwards."""
+
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import anyio.to_thread
+import pytest
+
+from areal_async.bus import Bus, Role
+from areal_async.config.settings import InferenceSettings, Settings
+from areal_async.errors import PipelineError
+from areal_async.inference.faults import StagingFault
+from areal_async.inference.swap import Staging
+from areal_async.inference.weight_group import GLOO
+from areal_async.protocol.types import ADAPTER, DISK, Version, WeightsVersion
+from areal_async.protocol.wire import decode
+from areal_async.trainer.batch.lineage import Lineage
+from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.policy import FsdpEngine
+from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.output.broadcast import Broadcaster
+from areal_async.trainer.output.publisher import Publisher, sends_adapter
+from tests.brokers import OpenRole
+from tests.unit.trainer.models import engine_of
+from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
+
+SHORT_S = 0.1
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+
+
+@pytest.fixture(scope="module")
+def engine(model: Path, ranks: Ranks) -> FsdpEngine:
+    return engine_of(model, ranks)
+
+
+@asynccontextmanager
+async def publishing(
+    bus: Bus,
+    directory: Path,
+    engine: FsdpEngine,
+    *,
+    weight_transfer: str = "disk",
+    start_deadline_s: float = 60.0,
+    sends_adapter: bool = False,
+) -> AsyncIterator[Publisher]:
+    """Rank 0's publisher of a new lineage."""
+    settings = InferenceSettings(bucket_bytes=10_000, start_deadline_s=start_deadline_s)
+    lineage = await Lineage.take(bus)
+    broadcaster = Broadcaster(prefix=f"test-{lineage.number}", address="127.0.0.1", backend=GLOO, deadline_s=DEADLINE_S)
+    async with anyio.create_task_group() as tasks:
+        yield Publisher(
+            settings,
+            directory / "weights",
+            engine=engine,
+            thread=EngineThread(),
+            beside=Beside(tasks),
+            bus=bus,
+            lineage=lineage,
+            broadcaster=broadcaster if weight_transfer == "distributed" else None,
+            sends_adapter=sends_adapter,
+        )
+    broadcaster.close()
+
+
+class Server:
+    """A server and its node, as the bus sees them."""
+
+    def __init__(self, bus: Bus, server_id: str) -> None:
+        self._bus = bus
+        self.receiver = Receiver(server_id)
+        self.seen: list[WeightsVersion] = []
+
+    async def say(self, **state: str) -> None:
+        await self._bus.put(
+            self._bus.names.server_key(self.receiver.server_id), state_of(self.receiver.server_id, **state)
+        )
+
+    async def run(self, *, gone_after: int = 99) -> None:
+        """Receive what is announced, and note it."""
+        async for announced in self._bus.watch_key(self._bus.names.weights_key(), WeightsVersion, poll_s=0.05):
+            self.seen.append(announced)
+            if announced.group and self.receiver.server_id in announced.group.ranks:
+                self.receiver.receive(announced.group, announced.buckets, gone_after=gone_after)
+
+
+async def newest(bus: Bus) -> WeightsVersion:
+    announced, _ = await bus.get(bus.names.weights_key(), WeightsVersion)
+    assert announced is not None
+    return announced
+
+
+@pytest.mark.parametrize("weight_transfer", ["disk", "distributed"])
+async def test_without_servers_a_version_is_announced_from_disk(
+    weight_transfer: str, open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus = await open_role(Role.TRAINER)
+    async with publishing(bus, tmp_path, engine, weight_transfer=weight_transfer) as publisher:
+        for step in range(5):
+            await publisher.publish(Version(1, step))
+        await publisher.announce_final()
+
+        announced = await newest(bus)
+
+    assert (announced.version, announced.kind, announced.final) == ("1-4", "disk", True)
+    assert Path(announced.path) == tmp_path / "weights" / "1-4"
+    assert announced.sha256.keys() == {"model.safetensors"}
+    assert "model.norm.weight" in announced.tensors_sha256
+    assert sorted(os.listdir(tmp_path / "weights")) == ["1-2", "1-3", "1-4"]
+
+
+async def test_servers_that_hold_a_version_get_the_next_by_broadcast_and_others_from_disk(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    member, other = Server(node, "0-0"), Server(node, "0-1")
+    await member.say()
+    await other.say(reason="starting")
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(member.run)
+            tasks.start_soon(other.run)
+            await publisher.publish(Version(1, 1))
+            await publisher.publish(Version(1, 2))
+            await publisher.finish()
+            received = await anyio.to_thread.run_sync(member.receiver.finish)
+            tasks.cancel_scope.cancel()
+
+        announced = await newest(bus)
+        messages = await bus.read_log(f"KV_{bus.names.bucket}", f"$KV.{bus.names.bucket}.{bus.names.weights_key()}")
+
+    first = member.seen[0]
+    assert (first.version, first.kind, first.path, first.sha256) == ("1-1", "distributed", "", {})
+    assert first.group is not None
+    assert first.group.ranks == {"0-0": 1}
+    assert (announced.version, announced.kind, announced.group, announced.buckets) == ("1-2", "disk", None, [])
+    every = [decode(message.data, WeightsVersion) for message in messages]
+    assert [(one.version, one.kind) for one in every] == [
+        (version, kind) for version in ("1-1", "1-2") for kind in ("distributed", "disk")
+    ]
+    assert len({one.group.name for one in every if one.group}) == 1
+    assert are_equal(received, engine.gather_weights(engine.plan_buckets(max_bytes=1 << 30)))
+    member.receiver.leave()
+
+
+async def test_a_member_that_is_fenced_before_it_joins_holds_nobody_up(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    server = Server(node, "0-0")
+    await server.say()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        with anyio.fail_after(DEADLINE_S / 2):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(publisher.publish, Version(1, 1))
+                async for announced in node.watch_key(node.names.weights_key(), WeightsVersion, poll_s=0.05):
+                    assert announced.kind == "distributed"
+                    await server.say(reason="ended with status -9")
+                    break
+            await publisher.finish()
+
+        assert (await newest(bus)).path == str(tmp_path / "weights" / "1-1")
+        await publisher.publish(Version(1, 2))
+        await publisher.finish()
+        assert (await newest(bus)).version == "1-2"
+
+
+async def test_a_member_that_dies_in_the_middle_leaves_the_version_to_the_disk(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    server, dying = Server(node, "0-0"), Server(node, "0-1")
+    await server.say()
+    await dying.say()
+    async with publishing(bus, tmp_path, engine, weight_transfer="distributed") as publisher:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(server.run)
+            tasks.start_soon(lambda: dying.run(gone_after=1))
+            with anyio.fail_after(DEADLINE_S / 2):
+                await publisher.publish(Version(1, 1))
+                await publisher.finish()
+            assert (await newest(bus)).kind == "disk"
+            await anyio.to_thread.run_sync(server.receiver.finish)
+            await server.say(version="1-1")  # repaired
+            await dying.say(reason="ended with status -9")
+
+            await publisher.publish(Version(1, 2))
+            await publisher.finish()
+
+            received = await anyio.to_thread.run_sync(server.receiver.finish)
+            tasks.cancel_scope.cancel()
+    assert are_equal(received, engine.gather_weights(engine.plan_buckets(max_bytes=1 << 30)))
+    groups = {one.group.name: one.group.ranks for one in server.seen if one.group}
+    assert groups == {"test-1-1": {"0-0": 1, "0-1": 2}, "test-1-2": {"0-0": 1}}
+    server.receiver.leave()
+
+
+async def test_servers_that_never_hold_a_version_end_the_wait_by_name(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine
+) -> None:
+    bus, node = await open_role(Role.TRAINER), await open_role(Role.NODE)
+    for server_id, state in (("0-0", {"version": "1-7"}), ("0-1", {"version": "1-6"}), ("0-2", {"reason": "it broke"})):
+        await Server(node, server_id).say(**state)
+    async with publishing(bus, tmp_path, engine, start_deadline_s=SHORT_S) as publisher:
+        with pytest.raises(PipelineError, match=r"weights 1-7: .*: 0-1 \(holds 1-6\), 0-2 \(it broke\); see"):
+            await publisher.wait_until_held(Version(1, 7), should_stop=lambda: False)
+
+        await publisher.wait_until_held(Version(1, 7), should_stop=lambda: True)
+        await Server(node, "0-1").say(version="1-7")
+        await publisher.wait_until_held(Version(1, 7), should_stop=lambda: False)
+
+
+async def test_adapters_are_announced_alone_or_merged(
+    open_role: OpenRole, tmp_path: Path, model: Path, ranks: Ranks
+) -> None:
+    bus, engine = await open_role(Role.TRAINER), engine_of(model, ranks, lora={"rank": 2})
+    async with publishing(bus, tmp_path, engine, sends_adapter=True) as publisher:
+        await publisher.publish(Version(1, 1))
+        await publisher.finish()
+        alone = await newest(bus)
+    async with publishing(bus, tmp_path, engine) as publisher:
+        await publisher.publish(Version(2, 1))
+        await publisher.finish()
+        merged = await newest(bus)
+
+    assert (alone.kind, merged.kind) == (ADAPTER, DISK)
+    assert alone.sha256.keys() == {"adapter_config.json", "adapter_model.safetensors"}
+    assert merged.sha256.keys() == {"model.safetensors"}
+    await Staging().check(alone)
+    (Path(alone.path) / "adapter_config.json").write_text("{}")
+    with pytest.raises(StagingFault, match="adapter_config.json has hash"):
+        await Staging().check(alone)
+
+
+async def test_trainer_ends_where_a_server_cannot_read_files_that_are_damaged_and_not_where_they_are_whole(
+    open_role: OpenRole, tmp_path: Path, engine: FsdpEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_async.trainer.output.publisher.REPAIR_POLL_S", 0.02)
+    bus, server = await open_role(Role.TRAINER), Server(await open_role(Role.NODE), "0-0")
+    await server.say(unreadable="not visible here")
+    async with publishing(bus, tmp_path, engine) as publisher:
+        for step in (1, 2):
+            await publisher.publish(Version(1, step))
+            await publisher.finish()
+            with anyio.move_on_after(0.5):
+                await publisher.run_repairs()
+        (tmp_path / "weights" / "1-2" / "model.safetensors").write_bytes(b"")
+
+        with pytest.raises(PipelineError, match=r"1-2/model.safetensors has hash .*; a trainer that starts again"):
+            await publisher.run_repairs()
+
+
+@pytest.mark.parametrize(
+    ("given", "is_sent"),
+    [
+        ({"rank": 0, "transfer": "adapter"}, False),
+        ({"rank": 4}, True),
+        ({"rank": 4, "transfer": "merged"}, False),
+        ({"rank": 4, "backend": "sglang"}, False),
+        ({"rank": 4, "weight_transfer": "distributed"}, False),
+    ],
+)
+async def test_adapters_travel_alone_where_the_servers_can_merge_them(given: dict[str, Any], is_sent: bool) -> None:
+    lora = {name: given[name] for name in ("rank", "transfer") if name in given}
+    inference = {"backend": "embedded"} | {name: value for name, value in given.items() if name not in lora}
+    settings = Settings.model_validate({"trainer": {"lora": lora}, "inference": inference})
+
+    assert sends_adapter(settings) == is_sent
