@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final
 
-from areal_async.sandbox import End, Limits, shared_sandbox
+from areal_async.sandbox import End, SandboxLimits, shared_sandbox
 from rewards.fenced import last_block
 from rewards.thought import after_thought
 
-LIMITS: Final = Limits(wall_s=5.0, cpu_s=5)
+LIMITS: Final = SandboxLimits(wall_s=5.0, cpu_s=5)
 _LANGUAGES: Final = ("python", "py", "python3", "")
 _ROUNDING: Final = 1e-9
 """Relative; of a fraction that is computed otherwise than the expected one was."""
@@ -46,7 +46,7 @@ _sys.stdout.write("\\n" + _question["mark"] + _json.dumps(_answer) + "\\n")
 """
 
 
-async def passes_all(text: str, tests: Sequence[Mapping[str, Any]], *, limits: Limits = LIMITS) -> float:
+async def passes_all(text: str, tests: Sequence[Mapping[str, Any]], *, limits: SandboxLimits = LIMITS) -> float:
     """Return 1.0 when the program in `text` passes every test, else 0.0; the first failure ends the trial.
 
     Raises:
@@ -60,7 +60,7 @@ async def passes_all(text: str, tests: Sequence[Mapping[str, Any]], *, limits: L
     return 1.0
 
 
-async def share_passed(text: str, tests: Sequence[Mapping[str, Any]], *, limits: Limits = LIMITS) -> float:
+async def share_passed(text: str, tests: Sequence[Mapping[str, Any]], *, limits: SandboxLimits = LIMITS) -> float:
     """Return the share of tests that the program in `text` passes, 0.0 to 1.0.
 
     Raises:
@@ -95,7 +95,7 @@ def _checked(tests: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     return tests
 
 
-async def _passes(source: str, test: Mapping[str, Any], limits: Limits) -> bool:
+async def _passes(source: str, test: Mapping[str, Any], limits: SandboxLimits) -> bool:
     sandbox = await shared_sandbox()
     if "stdout" in test:
         execution = await sandbox.run(source, stdin=str(test["stdin"]).encode(), limits=limits)

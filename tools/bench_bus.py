@@ -39,12 +39,12 @@ from nats.js.api import AckPolicy, ConsumerConfig, RetentionPolicy, StorageType,
 
 from areal_async.bus import Bus, Delivery, EmbeddedBroker, Role, Sweep, credentials_path, declare, open_bus
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, encode_message
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.payloads import Placed, fetch
+from areal_async.trainer.batch.payloads import BatchSlot, fetch
 
 WORKFLOW = "bench"
 GROUP_SIZE = 16
@@ -134,7 +134,7 @@ async def for_each(items: list[T], publish: Callable[[T], Awaitable[None]]) -> N
             tasks.start_soon(work)
 
 
-async def publish_ours(node: Bus, receipts: Receipts, groups: list[Group]) -> None:
+async def publish_ours(node: Bus, receipts: PublishLog, groups: list[Group]) -> None:
     """Store groups as a node does."""
     backpressure = Backpressure()
 
@@ -195,13 +195,13 @@ async def settle_ours(trainer: Bus, sweep: Sweep, consumer: str, num_groups: int
     assert not (await trainer.stream_state(trainer.names.trajectories_stream)).num_messages
 
 
-def _placed(deliveries: list[Delivery]) -> list[Placed]:
-    placed: list[Placed] = []
+def _placed(deliveries: list[Delivery]) -> list[BatchSlot]:
+    placed: list[BatchSlot] = []
     for delivery in deliveries:
         message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.num_bytes)
         for slot in message.slots:
             placed.append(
-                Placed(
+                BatchSlot(
                     position=len(placed),
                     group_id=message.group_id,
                     workflow=message.workflow,
@@ -320,7 +320,7 @@ class Bench:
             stack.push_async_callback(broker.aclose)
             await declare(await connect(stack, settings, broker.url, Role.OPERATOR), settings)
             self._node = await connect(stack, settings, broker.url, Role.NODE)
-            self._receipts = Receipts(directory, "bench")
+            self._receipts = PublishLog(directory, "bench")
             self._raw_subject = f"areal.{settings.names.run}.raw.bench"
             self._raw = await connect_raw(stack, settings, broker.url)
             await declare_raw(self._raw, settings, self._raw_subject)

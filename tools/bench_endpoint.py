@@ -20,11 +20,11 @@ import anyio
 import uvloop
 
 from areal_async.config.settings import SamplingSettings
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.types import Turn, VersionSpan
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.user_code.loop_watchdog import LoopWatch
@@ -45,16 +45,16 @@ class PacedModel:
 
     def __init__(self, output_ids: list[int]) -> None:
         self._output_ids = output_ids
-        self._server = Server("s0")
+        self._server = ServerHandle("s0")
 
     async def generate(
         self,
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         ids = self._output_ids
         for start in range(0, len(ids), EVENT_TOKENS):
             await asyncio.sleep(EVENT_S)
@@ -79,7 +79,7 @@ async def serve(num_trajectories: int, num_turns: int) -> None:
     watch = LoopWatch()
     spare_pauses()
     async with AsyncExitStack() as stack:
-        endpoint = await stack.enter_async_context(Endpoint())
+        endpoint = await stack.enter_async_context(AgentEndpoint())
         policies = [
             ServedPolicy(PacedModel(output_ids), codec, SamplingSettings(), name=f"t{number}", endpoint=endpoint)
             for number in range(num_trajectories)

@@ -29,7 +29,7 @@ from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.runner import load_runner
 from areal_async.inference.embedded.engine.scheduler import Scheduler
-from areal_async.inference.embedded.engine.sequence import Piece, Sequence
+from areal_async.inference.embedded.engine.sequence import Piece, RunningSequence
 from areal_async.process.host import free_port
 
 _START_DEADLINE_S = 120.0
@@ -130,13 +130,13 @@ def _in_process_contender(path: str, prompts: list[list[int]], args: argparse.Na
     runner = load_runner(options, Path(path))
     scheduler = Scheduler(runner, weight_version="0-0", max_running_requests=256, max_prefill_tokens=8192)
 
-    def ignore(sequence: Sequence, piece: Piece) -> None:
+    def ignore(sequence: RunningSequence, piece: Piece) -> None:
         pass
 
     def run() -> None:
         for index, prompt in enumerate(prompts):
             scheduler.submit(
-                Sequence(
+                RunningSequence(
                     rid=str(index),
                     prompt_ids=tuple(prompt),
                     params=SamplingParams(ignore_eos=True),

@@ -35,7 +35,7 @@ import uvloop
 from areal_async.config.settings import InferenceSettings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
 from areal_async.process.gc_pauses import spare_pauses
 
@@ -191,7 +191,7 @@ async def plain_httpx(url: str, max_streams: int) -> AsyncIterator[Send]:
 @asynccontextmanager
 async def ours(url: str, max_streams: int, control: list[ServerApi] | None = None) -> AsyncIterator[Send]:
     """The client of this project, with its pool."""
-    pool = Pool(["s0"], deadline_s=DEADLINE_S)
+    pool = ServerPool(["s0"], deadline_s=DEADLINE_S)
     pool.admit(pool.servers["s0"], url=url, version="1-7")
     async with InferenceClient(pool, InferenceSettings(), max_streams=max_streams) as client:
         if control is not None:

@@ -29,7 +29,7 @@ from areal_async.config.settings import InferenceSettings, ModelSettings, RunSet
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import server_command
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import ServerProcess
 from areal_async.inference.swap import swap
 from areal_async.process.gc_pauses import spare_pauses
@@ -45,7 +45,7 @@ SWAP_DEADLINE_S: Final = 60.0
 class Bench:
     """One server under constant load, and the swaps."""
 
-    def __init__(self, client: InferenceClient, server: Server, arguments: argparse.Namespace) -> None:
+    def __init__(self, client: InferenceClient, server: ServerHandle, arguments: argparse.Namespace) -> None:
         self._client = client
         self._server = server
         self._arguments = arguments
@@ -87,7 +87,7 @@ class Bench:
 
 
 @asynccontextmanager
-async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[tuple[InferenceClient, Server]]:
+async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[tuple[InferenceClient, ServerHandle]]:
     """Start the server that the arguments name, and a client of it."""
     inference = InferenceSettings(
         backend="embedded" if arguments.python is None else "sglang",
@@ -99,7 +99,7 @@ async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[
         run=RunSettings(seed=1), model=ModelSettings(path=arguments.model, dtype="float32"), inference=inference
     )
     process = ServerProcess(server_command(settings, server_id="s0", index=0), log_path=folder / "server.log")
-    pool = Pool(["s0"], deadline_s=START_DEADLINE_S)
+    pool = ServerPool(["s0"], deadline_s=START_DEADLINE_S)
     async with InferenceClient(pool, inference, max_streams=2 * arguments.streams) as client:
         try:
             await process.start(ServerApi(client.administration, ""), deadline_s=START_DEADLINE_S)

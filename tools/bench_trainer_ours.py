@@ -19,7 +19,7 @@ from torch.nn.utils import clip_grad_norm_
 from areal_async.algorithms.objective import ScoredTokens
 from areal_async.algorithms.presets import policy_objective
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, RolloutSettings, Settings, TrainerSettings
-from areal_async.trainer.engine.model import Policy
+from areal_async.trainer.engine.model import PolicyModel
 from areal_async.trainer.engine.optimizer import make_optimizer
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.policy import FsdpEngine
@@ -106,7 +106,7 @@ def with_behaviour(rows: Sequence[TrainRow], logprobs: Sequence[Tensor]) -> list
     return [replace(row, behave_logprobs=one.numpy()) for row, one in zip(rows, logprobs, strict=True)]
 
 
-class DensePolicy(Policy):
+class DensePolicy(PolicyModel):
     """The policy on rows of one length, as a batch of [B, L], padded behind a mask or not padded at all."""
 
     lengths: Sequence[int] = ()

@@ -37,10 +37,10 @@ from areal_async.bus import Bus, Delivery
 from areal_async.config.metrics import TO_FILES
 from areal_async.config.settings import InferenceSettings, MetricsSettings, RunSettings, SamplingSettings, Settings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.types import Prompt, Ticket
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.runner import run_ticket
 from areal_async.telemetry.exporters.traces import recording
@@ -163,10 +163,10 @@ async def run_ours(url: str, codec: TextCodec, figures: Figures, arguments: argp
         assert [result.text for result in act.results] == ["5"] * (arguments.turns - 1)
         return 1.0
 
-    pool = Pool(["s0"], deadline_s=60.0)
+    pool = ServerPool(["s0"], deadline_s=60.0)
     pool.admit(pool.servers["s0"], url=url, version=VERSION)
     async with InferenceClient(pool, InferenceSettings(), max_streams=arguments.trajectories) as client:
-        place = Workplace(
+        place = NodeContext(
             settings=settings, bus=cast(Bus, Broker(settings)), node_id="0", generator=client, codec=codec,
             workflows={"w": workflow},
         )  # fmt: skip

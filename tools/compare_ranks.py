@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, Settings, TrainerSettings
 from areal_async.process.host import LOOPBACK, free_port
-from areal_async.trainer.engine.checkpoint import Trained, tensors_of
+from areal_async.trainer.engine.checkpoint import TrainState, tensors_of
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
@@ -284,7 +284,7 @@ def _prefix(role: str) -> str:
     return f"{role}." if role else ""
 
 
-def _state(trained: Mapping[str, Trained]) -> Arrays:
+def _state(trained: Mapping[str, TrainState]) -> Arrays:
     """Return ``<kind>/<parameter>`` of everything that a checkpoint would hold, as far as this rank has it."""
     state: Arrays = {}
     for role, one in trained.items():
@@ -294,7 +294,7 @@ def _state(trained: Mapping[str, Trained]) -> Arrays:
     return state
 
 
-def _recorder(trained: Trained, prefix: str, step: int, results: Arrays) -> Any:
+def _recorder(trained: TrainState, prefix: str, step: int, results: Arrays) -> Any:
     def keep(*_: Any) -> None:
         for name, parameter in trained.model.named_parameters():
             if parameter.grad is not None:

@@ -29,7 +29,14 @@ from areal_async.inference.http import decode_answer as decode_server_answer
 from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
 from areal_async.monitor.tail import decode_object
 from areal_async.protocol import run_state, types, wire
-from areal_async.protocol.publish_log import STAMP_HEADER, Receipt, ReceivedSlot, Stamp, decode_stamp, encode_stamp
+from areal_async.protocol.publish_log import (
+    STAMP_HEADER,
+    ProducerSequence,
+    Receipt,
+    ReceivedSlot,
+    decode_stamp,
+    encode_stamp,
+)
 from areal_async.protocol.types import NOT_SAMPLED, CutKind, OutcomeKind, SlotStatus, Version
 from areal_async.rollout.rewards.process import decode_answer as decode_reward_answer
 from areal_async.rollout.rewards.process import decode_length
@@ -244,7 +251,7 @@ DECODERS: tuple[Decoder, ...] = (
     decoder(
         "producer's stamp",
         lambda data: decode_stamp({STAMP_HEADER: data.decode(errors="surrogateescape")}),
-        encode_stamp(Stamp(producer="n0.1", number=3, num_acknowledged=2)).encode(),
+        encode_stamp(ProducerSequence(producer="n0.1", number=3, num_acknowledged=2)).encode(),
     ),
     # core messages and the broker's answers
     decoder("report", partial(wire.decode_json, kind=dict[str, Any], what="report"), _REPORT),

@@ -7,10 +7,10 @@ import anyio
 
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.audit.reconciliation import IN_TRAINING, SlotFate
-from areal_async.doctor.audit.report import Kind
+from areal_async.doctor.audit.report import ViolationKind
 from areal_async.launch.run_directory import RunDirectory
 
-COUNTED = (Kind.LOST, Kind.TWICE, Kind.OVER_AGE)
+COUNTED = (ViolationKind.LOST, ViolationKind.TWICE, ViolationKind.OVER_AGE)
 NOT_DROPPED = (
     "acknowledged",
     "in the broker",
@@ -69,8 +69,8 @@ def summed(diagnosis: Diagnosis) -> Accounts:
         trained=diagnosis.slots.get(SlotFate.TRAINED, 0),
         stored=diagnosis.slots.get(SlotFate.STORED, 0) + diagnosis.slots.get(IN_TRAINING, 0),
         dropped=Counter({fate: count for fate, count in diagnosis.slots.items() if fate not in NOT_DROPPED}),
-        lost=ids[Kind.LOST],
-        twice=ids[Kind.TWICE],
-        over_age=ids[Kind.OVER_AGE],
+        lost=ids[ViolationKind.LOST],
+        twice=ids[ViolationKind.TWICE],
+        over_age=ids[ViolationKind.OVER_AGE],
         broken=[f"{one.kind} {one.id}: {one.text}" for one in findings if one.kind not in COUNTED],
     )

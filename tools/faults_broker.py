@@ -12,7 +12,7 @@ import numpy as np
 
 from areal_async.bus import Bus, EmbeddedBroker, Role, credentials_for, declare, open_bus, take_trainer_consumer
 from areal_async.config.settings import BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.protocol.publish_log import Receipts, read_receipts
+from areal_async.protocol.publish_log import PublishLog, read_receipts
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Ticket, Trajectory, Version
 from areal_async.protocol.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
 from areal_async.rollout.publish import Backpressure, Outbox
@@ -119,7 +119,7 @@ async def _publish_and_fetch(settings: Settings) -> Accounts:
     try:
         async with as_role(Role.OPERATOR) as bus:
             await declare(bus, settings)
-        receipts = Receipts(settings.run_directory, "0")
+        receipts = PublishLog(settings.run_directory, "0")
         async with as_role(Role.NODE) as bus, anyio.create_task_group() as publishing:
             for index in range(NUM_LARGE):
                 publishing.start_soon(_publish_large, bus, receipts, index)
@@ -129,7 +129,7 @@ async def _publish_and_fetch(settings: Settings) -> Accounts:
         await broker.aclose()
 
 
-async def _publish_large(bus: Bus, receipts: Receipts, index: int) -> None:
+async def _publish_large(bus: Bus, receipts: PublishLog, index: int) -> None:
     ticket = Ticket(group_id=f"0-{index}-0", workflow="w", row={}, group_size=1, version="1-0")
     outbox = Outbox(
         bus, bus.names, ticket, producer="0.large", num_expected=1, linger_s=0.0, backpressure=Backpressure(),

@@ -39,7 +39,7 @@ from areal_async.protocol.types import Credit, Cut, Sequence, Slot, SlotStatus, 
 from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import OpenGroup
-from areal_async.trainer.batch.limits import Limits
+from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.payloads import build_rows, place
 from areal_async.trainer.batch.step import (
     AgreedBatch,
@@ -50,12 +50,12 @@ from areal_async.trainer.batch.step import (
     batch_metrics,
     metrics_line,
 )
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.step_calls import StepCalls, Trained
+from areal_async.trainer.step_calls import StepCalls, StepReport
 
 MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
@@ -279,10 +279,10 @@ class Course:
             }
         )
         self._engines = Engines.for_run(self.settings, ranks)
-        lanes = Lanes.for_run(self.settings, ranks, EngineThread())
+        lanes = EngineThreads.for_run(self.settings, ranks, EngineThread())
         self._calls = StepCalls(self.settings, engines=self._engines, lanes=lanes)
         self._target = Target(vocab_size=self._engines.vocab_size)
-        self._limits = Limits(self.settings, vocab_size=self._engines.vocab_size)
+        self._limits = TrainingLimits(self.settings, vocab_size=self._engines.vocab_size)
         self._directory = directory
 
     def run(self, *, seed: int, first: int, count: int) -> Score:
@@ -363,8 +363,8 @@ class Course:
             raise ArithmeticError(f"got {', '.join(f'{name}={line[name]}' for name in bad)}")
         score.num_accepted += len(trajectories)
 
-    def _run_calls(self, rows: Seq[TrainRow], batch: AgreedBatch) -> Trained:
-        done: list[Trained] = []
+    def _run_calls(self, rows: Seq[TrainRow], batch: AgreedBatch) -> StepReport:
+        done: list[StepReport] = []
 
         async def run() -> None:  # a result would be printed by the loop's runner, into an error that nobody sees
             done.append(await self._calls.run(rows, batch, step=STEP, settings=self.settings))

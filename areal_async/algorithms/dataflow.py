@@ -21,7 +21,7 @@ BEFORE = "_before_"
 """Stands in the name of a value that another call changes (``Graph.having``)."""
 
 
-class Kind(StrEnum):
+class CallKind(StrEnum):
     """What a call does with a model."""
 
     GENERATE = "generate"
@@ -35,11 +35,11 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class FunctionCall:
     """One node of the graph."""
 
     name: str
-    kind: Kind
+    kind: CallKind
     role: str = ""
     """Of the model that is called (``actor``, ``critic``, ...); empty for ``compute`` alone."""
     inputs: tuple[str, ...] = ()
@@ -50,7 +50,7 @@ class Call:
 class Graph:
     """The calls of one step. ``checked`` gives one that can be executed."""
 
-    calls: tuple[Call, ...]
+    calls: tuple[FunctionCall, ...]
     given: tuple[str, ...] = ()
     """Values that are there before the first call."""
     results: tuple[str, ...] = ()
@@ -78,7 +78,7 @@ class Graph:
         taken = {name for call in left for name in call.inputs} | set(self.results)
         return replace(self, calls=left, given=tuple(name for name in (*self.given, *made) if name in taken))
 
-    def having(self, call: Call) -> Self:
+    def having(self, call: FunctionCall) -> Self:
         """Return the graph with one more call.
 
         One that takes and makes the same value comes between whoever made it and whoever takes it: the former's
@@ -119,9 +119,9 @@ class Graph:
 
     def _check_roles(self, roles: Collection[str]) -> None:
         for call in self.calls:
-            if call.kind is Kind.COMPUTE and call.role:
+            if call.kind is CallKind.COMPUTE and call.role:
                 raise UserError(f"graph: call {call.name} computes and names the model {call.role}, need none")
-            if call.kind is not Kind.COMPUTE and call.role not in roles:
+            if call.kind is not CallKind.COMPUTE and call.role not in roles:
                 have = ", ".join(sorted(roles)) or "none"
                 raise UserError(
                     f"graph: call {call.name} ({call.kind.value}) got the model {call.role or 'of no name'}, need one "
@@ -145,8 +145,8 @@ class Graph:
             if name not in takers:
                 raise UserError(f"graph: {maker} makes {name}, which nobody takes; take it or leave it out")
 
-    def _sorted(self) -> list[Call]:
-        left, have, done = list(self.calls), set(self.given), list[Call]()
+    def _sorted(self) -> list[FunctionCall]:
+        left, have, done = list(self.calls), set(self.given), list[FunctionCall]()
         while left:
             ready = next((call for call in left if have.issuperset(call.inputs)), None)
             if ready is None:
@@ -163,11 +163,13 @@ def plain_name(name: str) -> str:
     return name.partition(BEFORE)[0]
 
 
-Work = Callable[[Call, dict[str, Any]], Awaitable[Mapping[str, Any]]]
+Work = Callable[[FunctionCall, dict[str, Any]], Awaitable[Mapping[str, Any]]]
 """Does a call: its inputs by name -> its outputs by name."""
 
 
-async def execute(graph: Graph, work: Work, given: Mapping[str, Any], *, lane: Callable[[Call], str]) -> dict[str, Any]:
+async def execute(
+    graph: Graph, work: Work, given: Mapping[str, Any], *, lane: Callable[[FunctionCall], str]
+) -> dict[str, Any]:
     """Run the calls of a checked graph and return its results by name.
 
     Calls of one lane run one after another, in the graph's order; those of different lanes run together as soon as
@@ -179,11 +181,11 @@ async def execute(graph: Graph, work: Work, given: Mapping[str, Any], *, lane: C
     """
     values = {name: given[name] for name in graph.given}
     made = {name: anyio.Event() for call in graph.calls for name in call.outputs}
-    lanes: dict[str, list[Call]] = {}
+    lanes: dict[str, list[FunctionCall]] = {}
     for call in graph.calls:
         lanes.setdefault(lane(call), []).append(call)
 
-    async def run_lane(calls: Sequence[Call]) -> None:
+    async def run_lane(calls: Sequence[FunctionCall]) -> None:
         for call in calls:
             for name in call.inputs:
                 if name in made:
@@ -212,7 +214,7 @@ def _by_maker(names: Sequence[str], makers: Mapping[str, str]) -> dict[str, list
     return made
 
 
-def _without_followers(calls: Sequence[Call]) -> list[Call]:
+def _without_followers(calls: Sequence[FunctionCall]) -> list[FunctionCall]:
     """Leave out, of calls that cannot run, those that only wait for the ring and are no part of it."""
     ring = list(calls)
     while True:

@@ -4,7 +4,7 @@ The first two calls run before the trainer's own: ``generate`` on the nodes, who
 ``batch`` where the ranks agree on what they train. The trainer does the rest, in this graph's order.
 """
 
-from areal_async.algorithms.dataflow import Call, Graph, Kind
+from areal_async.algorithms.dataflow import CallKind, FunctionCall, Graph
 from areal_async.algorithms.user_calls import read_call
 from areal_async.config.algorithm import AlgorithmSettings
 from areal_async.config.settings import Settings
@@ -26,22 +26,22 @@ def step_graph(settings: Settings) -> Graph:
     # Rewards that still change, or that a critic's values come off, are no advantages yet.
     credit = "outcomes" if has_critic or has_kl_reward else "advantages"
     calls = [
-        Call(
+        FunctionCall(
             name="generate",
-            kind=Kind.GENERATE,
+            kind=CallKind.GENERATE,
             role="actor",
             inputs=("prompts",),
             outputs=("trajectories", "rewards"),
         ),
-        Call(name="batch", kind=Kind.COMPUTE, inputs=("trajectories", "rewards"), outputs=("rows", credit)),
+        FunctionCall(name="batch", kind=CallKind.COMPUTE, inputs=("trajectories", "rewards"), outputs=("rows", credit)),
         *_inference(settings),
     ]
     results = ["actor_stats"]
     if has_kl_reward:
         calls.append(
-            Call(
+            FunctionCall(
                 name="kl_penalty",
-                kind=Kind.COMPUTE,
+                kind=CallKind.COMPUTE,
                 inputs=("rows", "start_logprobs", "reference_logprobs"),
                 outputs=("penalties", "kl_mean"),
             )
@@ -50,17 +50,17 @@ def step_graph(settings: Settings) -> Graph:
     penalties = ("penalties",) * has_kl_reward
     if has_critic:
         calls.append(
-            Call(
+            FunctionCall(
                 name="gae",
-                kind=Kind.COMPUTE,
+                kind=CallKind.COMPUTE,
                 inputs=("rows", "outcomes", "values", *penalties),
                 outputs=("advantages", "returns", "value_quality"),
             )
         )
         calls.append(
-            Call(
+            FunctionCall(
                 name="train_critic",
-                kind=Kind.TRAIN,
+                kind=CallKind.TRAIN,
                 role="critic",
                 inputs=("rows", "values", "returns"),
                 outputs=("critic_stats",),
@@ -69,17 +69,17 @@ def step_graph(settings: Settings) -> Graph:
         results += ["critic_stats", "value_quality"]
     elif has_kl_reward:
         calls.append(
-            Call(
+            FunctionCall(
                 name="penalised_advantages",
-                kind=Kind.COMPUTE,
+                kind=CallKind.COMPUTE,
                 inputs=("rows", "outcomes", "penalties"),
                 outputs=("advantages",),
             )
         )
     calls.append(
-        Call(
+        FunctionCall(
             name="train_actor",
-            kind=Kind.TRAIN,
+            kind=CallKind.TRAIN,
             role="actor",
             inputs=("rows", "advantages", *_columns(settings)),
             outputs=("actor_stats",),
@@ -104,7 +104,7 @@ def roles(algorithm: AlgorithmSettings) -> tuple[str, ...]:
     return ("actor", *algorithm.needs_models)
 
 
-def _inference(settings: Settings) -> list[Call]:
+def _inference(settings: Settings) -> list[FunctionCall]:
     """Return the forward passes over the batch by the weights that the step starts from."""
     algorithm = settings.algorithm
     wanted = [
@@ -113,7 +113,7 @@ def _inference(settings: Settings) -> list[Call]:
         ("values", "critic", "critic" in algorithm.needs_models),
     ]
     return [
-        Call(name=name, kind=Kind.INFERENCE, role=role, inputs=("rows",), outputs=(name,))
+        FunctionCall(name=name, kind=CallKind.INFERENCE, role=role, inputs=("rows",), outputs=(name,))
         for name, role, is_wanted in wanted
         if is_wanted
     ]

@@ -13,12 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from areal_async.algorithms.dataflow import Call, Kind
+from areal_async.algorithms.dataflow import CallKind, FunctionCall
 from areal_async.errors import UserError
 from areal_async.user_files import import_file, mistakes_in
 
 
-def read_call(spec: str) -> Call:
+def read_call(spec: str) -> FunctionCall:
     """Return the call that ``FILE.py:name`` makes, by reading the file alone.
 
     Raises:
@@ -39,7 +39,7 @@ def read_call(spec: str) -> Call:
     if parameters.vararg or parameters.kwarg or parameters.kwonlyargs:
         raise UserError(f"algorithm.calls: {spec} takes more than named values, need a parameter for each it takes")
     taken = tuple(one.arg for one in (*parameters.posonlyargs, *parameters.args))
-    return Call(name=f"{path.stem}_{name}", kind=Kind.COMPUTE, inputs=taken, outputs=(name,))
+    return FunctionCall(name=f"{path.stem}_{name}", kind=CallKind.COMPUTE, inputs=taken, outputs=(name,))
 
 
 def load_function(spec: str) -> Callable[..., Any]:

@@ -19,9 +19,9 @@ from areal_async.bus.log import Message
 from areal_async.bus.permissions import Role
 from areal_async.bus.server import EmbeddedBroker
 from areal_async.bus.service import (
-    Endpoint,
     Report,
     Schema,
+    ServiceEndpoint,
     ask_service,
     gather_reports,
     hearing_reports,
@@ -37,7 +37,7 @@ __all__ = [
     "Connection",
     "Delivery",
     "EmbeddedBroker",
-    "Endpoint",
+    "ServiceEndpoint",
     "HeldError",
     "Inbox",
     "Message",

@@ -83,7 +83,7 @@ class Retry:
             raise BusError(f"{self._what}: no success within {self._deadline_s:g} s; last seen: {self.last_seen}")
 
 
-class Api:
+class JetStreamApi:
     """JetStream's requests over one connection."""
 
     def __init__(self, connection: Connection, operation_deadline_s: float) -> None:

@@ -103,7 +103,7 @@ class Connection:
         self._is_closing = False
         self._last_error: Exception | None = None
         self._denied: set[tuple[str, str]] = set()
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, PendingRequest] = {}
         self._num_calls = 0
         self._inbox = ""
 
@@ -154,10 +154,10 @@ class Connection:
             return await call.receive()
         raise ConnectionLostError(f"request to {subject}: no answer from {self.url} within {deadline_s:g} s")
 
-    def call(self, subject: str) -> "Call":
+    def call(self, subject: str) -> "PendingRequest":
         """Return a request that may have many answers, as a context manager."""
         self._num_calls += 1
-        return Call(self, subject, f"{self._inbox}.{self._num_calls}")
+        return PendingRequest(self, subject, f"{self._inbox}.{self._num_calls}")
 
     async def publish(
         self, subject: str, payload: bytes = b"", *, reply: str = "", headers: Mapping[str, str] | None = None
@@ -305,7 +305,7 @@ class Connection:
         self._fail_calls(ConnectionLostError, "the connection was closed")
 
 
-class Call:
+class PendingRequest:
     """A request in flight: its answers in order, or the failure that ended it."""
 
     def __init__(self, connection: Connection, subject: str, reply: str) -> None:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import msgspec
 import structlog
 
-from areal_async.bus.api import Api
+from areal_async.bus.api import JetStreamApi
 from areal_async.bus.connection import ConnectionLostError
 from areal_async.errors import StreamFullError, WireError
 from areal_async.protocol import wire
@@ -33,7 +33,7 @@ MAX_LETTERS = 10_000
 log = structlog.get_logger()
 
 
-class Stored(Protocol):
+class StreamMessage(Protocol):
     """A message of a stream, read or delivered."""
 
     @property
@@ -53,14 +53,14 @@ class Stored(Protocol):
 class DeadLetters:
     """What one process could not read."""
 
-    def __init__(self, api: Api, names: Names) -> None:
+    def __init__(self, api: JetStreamApi, names: Names) -> None:
         self._api = api
         self._names = names
         self.num_buried = 0
         """Only grows."""
         self._stored_bytes = 0
 
-    async def bury(self, message: Stored, reason: str) -> None:
+    async def bury(self, message: StreamMessage, reason: str) -> None:
         """Store a dead letter.
 
         Raises:
@@ -91,7 +91,7 @@ class DeadLetters:
         log.warning("message.buried", stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
 
 
-def decode(message: Stored, kind: type[R]) -> R:
+def decode(message: StreamMessage, kind: type[R]) -> R:
     """Return the record in a message.
 
     Raises:

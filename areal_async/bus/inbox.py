@@ -13,7 +13,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, TRY_DEADLINE_S, Api, ApiError
+from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, TRY_DEADLINE_S, ApiError, JetStreamApi
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Listener, Received
 from areal_async.errors import ConsumerGoneError
 
@@ -121,7 +121,7 @@ class Delivery:
 class Inbox:
     """Deliveries of one consumer, to one process. An async context manager."""
 
-    def __init__(self, api: Api, stream: str, consumer: str) -> None:
+    def __init__(self, api: JetStreamApi, stream: str, consumer: str) -> None:
         self._api = api
         self._consumer = f"{stream}.{consumer}"
         self._subject = f"$JS.API.CONSUMER.MSG.NEXT.{self._consumer}"

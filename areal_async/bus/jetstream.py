@@ -16,7 +16,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus.api import Api
+from areal_async.bus.api import JetStreamApi
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.inbox import Delivery, Inbox, settle
@@ -89,7 +89,7 @@ class Bus:
         self.connection = connection
         self.names = names
         self.role = connection.role
-        self.api = Api(connection, operation_deadline_s)
+        self.api = JetStreamApi(connection, operation_deadline_s)
         self._reader = LogReader(self.api)
         self._bells = Bells(self.api)
         self._dead_letters = DeadLetters(self.api, names)

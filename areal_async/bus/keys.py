@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 from uuid import uuid4
 
-from areal_async.bus.api import WRONG_LAST_SEQUENCE, Api, ApiError
+from areal_async.bus.api import WRONG_LAST_SEQUENCE, ApiError, JetStreamApi
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
 from areal_async.errors import ConflictError, WireError
@@ -42,7 +42,9 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 class Keys:
     """The buckets of one run."""
 
-    def __init__(self, api: Api, reader: LogReader, bells: Bells, dead_letters: DeadLetters, names: Names) -> None:
+    def __init__(
+        self, api: JetStreamApi, reader: LogReader, bells: Bells, dead_letters: DeadLetters, names: Names
+    ) -> None:
         self._api = api
         self._names = names
         self._reader = reader
@@ -217,7 +219,7 @@ class Watch(AsyncIterator[R], Generic[R]):
 
 
 async def publish_after(
-    api: Api, reader: LogReader, stream: str, subject: str, data: bytes, msg_id: str, last_sequence: int,
+    api: JetStreamApi, reader: LogReader, stream: str, subject: str, data: bytes, msg_id: str, last_sequence: int,
     headers: dict[str, str] | None = None,
 ) -> tuple[int, bool]:  # fmt: skip
     """Store a message provided that the newest one of its subject is at ``last_sequence``.

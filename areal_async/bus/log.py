@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import anyio
 import msgspec
 
-from areal_async.bus.api import TRY_DEADLINE_S, Api
+from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi
 from areal_async.bus.client import FORWARDED
 from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Listener, Received
 from areal_async.errors import BusError
@@ -68,7 +68,7 @@ class Bell:
 class Bells:
     """The bells of one bus."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: JetStreamApi) -> None:
         self._api = api
         self._bells: dict[str, Bell] = {}
         self._listeners: list[Listener] = []
@@ -112,7 +112,7 @@ class Attention:
 class LogReader:
     """Direct gets."""
 
-    def __init__(self, api: Api) -> None:
+    def __init__(self, api: JetStreamApi) -> None:
         self._api = api
 
     async def get_message(self, stream: str, sequence: int) -> Message | None:

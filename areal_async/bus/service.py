@@ -69,7 +69,7 @@ class _Statistics(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Endpoint:
+class ServiceEndpoint:
     """A subject where a service takes requests."""
 
     name: str
@@ -89,7 +89,7 @@ async def serving(
     report: Callable[[], Report],
     kind: str | None = None,
     instance: str = "0",
-    endpoints: Sequence[Endpoint] = (),
+    endpoints: Sequence[ServiceEndpoint] = (),
 ) -> AsyncIterator[None]:
     """Answer as this role's service while the block runs, through restarts of the broker.
 
@@ -117,7 +117,7 @@ async def serving(
 
     kind = kind or bus.role
     subject = bus.names.status(kind, instance)
-    own = Endpoint(
+    own = ServiceEndpoint(
         name="status",
         subject=subject,
         description="what this process does now",
@@ -306,7 +306,7 @@ class _LoopLag:
         self._next = loop.call_later(BEAT_S, self._beat, loop, loop.time() + BEAT_S)
 
 
-def _handler(endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
+def _handler(endpoint: ServiceEndpoint) -> Callable[[Request], Awaitable[None]]:
     async def handle(request: Request) -> None:
         if not _is_asked(request):  # whoever sent it there chose where an answer would go
             log.warning("request.not_believed", subject=request.subject)

@@ -24,7 +24,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus.api import TRY_DEADLINE_S, Api, decode_answer
+from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi, decode_answer
 from areal_async.bus.inbox import Delivery, settle
 from areal_async.errors import BusError
 
@@ -36,7 +36,7 @@ MAX_HELD = 1024
 log = structlog.get_logger()
 
 
-class Stored(NamedTuple):
+class StoredSequences(NamedTuple):
     """Which sequences a stream holds: all from the first to the last but the deleted ones."""
 
     first: int
@@ -45,7 +45,7 @@ class Stored(NamedTuple):
     deleted: frozenset[int]
 
 
-def settled_prefix(stored: Stored, settled: Container[int]) -> int:
+def settled_prefix(stored: StoredSequences, settled: Container[int]) -> int:
     """Return the newest settled message that nothing unsettled is stored before; 0 when the oldest is unsettled."""
     newest = 0
     for sequence in range(stored.first, stored.last + 1):
@@ -68,7 +68,7 @@ def must_ack(num_held: int, *, has_room: bool) -> bool:
 class Sweep:
     """The settled messages of one consumer that are still stored."""
 
-    def __init__(self, api: Api, stream: str, is_newest: Callable[[], Awaitable[bool]]) -> None:
+    def __init__(self, api: JetStreamApi, stream: str, is_newest: Callable[[], Awaitable[bool]]) -> None:
         self._api = api
         self._stream = stream
         self._is_newest = is_newest
@@ -127,12 +127,12 @@ class Sweep:
             return False
         return True
 
-    async def _list(self, settled: Container[int]) -> Stored:
+    async def _list(self, settled: Container[int]) -> StoredSequences:
         """Ask what the stream holds, as far as it matters: what was deleted only where the first message is settled."""
         state = (await self._ask("INFO", {}))["state"]
         if state.get("num_deleted") and state["first_seq"] in settled:
             state = (await self._ask("INFO", {"deleted_details": True}))["state"]
-        return Stored(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
+        return StoredSequences(state["first_seq"], state["last_seq"], frozenset(state.get("deleted") or ()))
 
     async def _ask(self, verb: str, body: dict[str, Any]) -> dict[str, Any]:
         """Ask once: a second try would go over another connection.

@@ -22,7 +22,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import find_run
-from areal_async.monitor.register import DeadLetter, read_register
+from areal_async.monitor.register import DeadGroup, read_register
 from areal_async.process.plain_text import escaped
 from areal_async.process.stdio import say
 from areal_async.protocol.run_state import RunState
@@ -68,13 +68,13 @@ async def readmit(bus: Bus, settings: Settings, groups: Sequence[str] | None) ->
     return chosen
 
 
-def show(letters: Sequence[DeadLetter], *, is_json: bool) -> None:
+def show(letters: Sequence[DeadGroup], *, is_json: bool) -> None:
     """Print them for machines or for people."""
     if is_json:
         for letter in letters:
             say(json.dumps(letter._asdict()))
         return
-    table = Table(*DeadLetter._fields)
+    table = Table(*DeadGroup._fields)
     for letter in letters:
         table.add_row(*(Text(escaped(str(value))) for value in letter._replace(when=_local(letter.when))))
     console = Console(highlight=False)

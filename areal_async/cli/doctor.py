@@ -21,7 +21,7 @@ from areal_async.algorithms.graphs import step_graph
 from areal_async.cli import preflight
 from areal_async.config.sources import load_settings
 from areal_async.doctor import Diagnosis, examine
-from areal_async.doctor.audit.report import Ruling, Verdict
+from areal_async.doctor.audit.report import PromiseVerdict, Ruling
 from areal_async.errors import BusError, UserError
 from areal_async.launch.run import NotLiveError, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
@@ -29,7 +29,7 @@ from areal_async.process.stdio import say
 
 MAX_SHOWN = 20
 """Findings printed per promise; ``--json`` has them all."""
-STYLES = {Verdict.PROVED: "green", Verdict.REFUTED: "bold red", Verdict.UNDECIDED: "yellow"}
+STYLES = {PromiseVerdict.PROVED: "green", PromiseVerdict.REFUTED: "bold red", PromiseVerdict.UNDECIDED: "yellow"}
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from areal_async.cli.checks import check_groups
 from areal_async.cli.run import choose_config, load_run_settings
-from areal_async.doctor.preflight import Finding, Level, look_ahead
+from areal_async.doctor.preflight import Level, PreflightFinding, look_ahead
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
 
@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     console = Console(highlight=False, soft_wrap=True)
 
-    async def look() -> list[Finding]:
+    async def look() -> list[PreflightFinding]:
         findings = []
         async for finding in look_ahead(settings):
             findings.append(finding)
@@ -54,13 +54,13 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
 
 
-def _show(finding: Finding, console: Console) -> None:
+def _show(finding: PreflightFinding, console: Console) -> None:
     console.print(Text.assemble(MARKS[finding.level], " ", (finding.check, "bold"), f": {finding.saw}"))
     if finding.cure:
         console.print(Text(f"        -> {finding.cure}"))
 
 
-def _sum_up(findings: Sequence[Finding], config: Path) -> None:
+def _sum_up(findings: Sequence[PreflightFinding], config: Path) -> None:
     counts = {level: sum(finding.level is level for finding in findings) for level in Level}
     verdict = "cure the errors first" if counts[Level.ERROR] else "the run may start"
     say(f"{config}: {_count(counts[Level.ERROR], 'error')}, {_count(counts[Level.WARNING], 'warning')}; {verdict}")

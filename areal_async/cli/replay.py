@@ -26,7 +26,7 @@ from areal_async.telemetry import log
 from areal_async.trainer.output.archive_reader import read_lines, whole_steps
 
 if TYPE_CHECKING:
-    from areal_async.trainer.replay import Difference
+    from areal_async.trainer.replay import StepDifference
 
 SUFFIX = "-replay"
 IRRELEVANT = (
@@ -135,7 +135,7 @@ def rate_changes(recorded: Sequence[Mapping[str, Any]], replayed: Sequence[Mappi
     return []
 
 
-def judge(differences: Sequence["Difference"], changed: Sequence[str]) -> int:
+def judge(differences: Sequence["StepDifference"], changed: Sequence[str]) -> int:
     """Tell the largest difference; return 1 where nothing was changed and it is too large."""
     from areal_async.trainer.replay import TOLERANCE
 

@@ -17,7 +17,7 @@ from areal_async.config.resumed import differences, refuse_kept
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Assignment, Sources, absolute, resolve
 from areal_async.errors import UserError
-from areal_async.launch.run_directory import RunDirectory, Said
+from areal_async.launch.run_directory import RunDirectory, SettingsSources
 
 PLACE = ("run.name", "run.directory")
 """By these a run is found."""
@@ -36,9 +36,9 @@ class Request:
     """``FILE.py``, with a name perhaps."""
 
     @property
-    def said(self) -> Said:
+    def said(self) -> SettingsSources:
         """What its sources say, to be told from what they will say next time."""
-        return Said(
+        return SettingsSources(
             config=str(self.config.absolute()) if self.config is not None else "",
             file={one.name: absolute(one, Settings).value for one in self.sources.file},
             environment={one.name: one.value for one in self.sources.environment},
@@ -52,7 +52,7 @@ class Resumed:
     settings: Settings
     named: frozenset[str]
     """The settings that the request speaks of, be it as they were."""
-    said: Said
+    said: SettingsSources
     notices: tuple[str, ...]
     """What the settings file says now that the run keeps as it was."""
 
@@ -88,7 +88,7 @@ def resume(directory: RunDirectory, run: RunSettings, request: Request) -> Resum
     return Resumed(
         settings=settings,
         named=named,
-        said=Said(config=kept.config, file=kept.file, environment=said.environment),
+        said=SettingsSources(config=kept.config, file=kept.file, environment=said.environment),
         notices=notices,
     )
 
@@ -103,7 +103,7 @@ def _news(assignments: Sequence[Assignment], before: dict[str, Any]) -> list[Ass
     return [one for one in assignments if one.name not in before or before[one.name] != one.value]
 
 
-def _leaves(said: Said) -> list[Assignment]:
+def _leaves(said: SettingsSources) -> list[Assignment]:
     """Return what the settings file gives to each single setting."""
     sections = [
         Assignment(parts=(name,), value=value, rank=1, origin=f"in {said.config}") for name, value in said.file.items()

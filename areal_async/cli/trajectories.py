@@ -40,7 +40,7 @@ from areal_async.monitor.trajectory_sources import ask, ask_untrained, find_reco
 from areal_async.process.stdio import say
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Trajectory
-from areal_async.trainer.output.archive_reader import Recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
 PIPE_WIDTH = 200
 """Columns of a table that no terminal bounds."""
@@ -175,7 +175,7 @@ def show(directory: RunDirectory, name: str, *, with_tokens: bool, is_json: bool
         UserError: there is none of that name.
     """
     entry = next((one for one in archived(directory.path) if one.id == name), None)
-    recorded: Recorded | None = None
+    recorded: ArchivedTrajectory | None = None
     if entry is not None:
         recorded = find_recorded(directory, [entry])[entry.id]
         trajectory = recorded.trajectory

@@ -14,7 +14,7 @@ from areal_async.errors import leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.external_servers import Facts, visited_servers
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.group import for_one_sibling
 from areal_async.rollout.named_policies import with_policies
@@ -68,7 +68,7 @@ async def opened_trial(
             _compare_tokenizers(settings.model.path, facts, tell)
         async with (
             InferenceClient(pool, settings.inference, max_streams=max_streams, vocab_size=codec.vocab_size) as client,
-            Endpoint(settings.endpoint) as endpoint,
+            AgentEndpoint(settings.endpoint) as endpoint,
             serve_frozen(used, node_id=TRIAL, log_directory=logs, max_streams=max_streams) as frozen,
             given_per_node(
                 {task.name: plain}, deadline_s=settings.rollout.setup_deadline_s, waiter=TRIAL, tell=tell

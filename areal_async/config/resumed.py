@@ -22,7 +22,7 @@ MAX_VALUE = 100
 """Characters of a value that is told."""
 
 
-class Difference(NamedTuple):
+class SettingDifference(NamedTuple):
     """A setting that is otherwise; of one that is not there at all, None."""
 
     name: str
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
         return f"{self.name} was {self.before!r:.{MAX_VALUE}}, is {self.after!r:.{MAX_VALUE}}"
 
 
-def differences(before: Settings, now: Settings) -> list[Difference]:
+def differences(before: Settings, now: Settings) -> list[SettingDifference]:
     """Return every setting that differs, in the order of the file, but for those that say nothing of the run.
 
     Two spellings of a path are of one file, and do not differ.
@@ -85,11 +85,11 @@ def _why_bound(before: Settings, now: Settings, name: str) -> str:
     return ""
 
 
-def _differences(before: Any, now: Any, name: str) -> Iterator[Difference]:
+def _differences(before: Any, now: Any, name: str) -> Iterator[SettingDifference]:
     inner = _items(before), _items(now)
     if inner[0] is None or inner[1] is None or not (inner[0] or inner[1]):
         if before != now:
-            yield Difference(name, before, now)
+            yield SettingDifference(name, before, now)
         return
     for key in dict.fromkeys([*inner[0], *inner[1]]):
         yield from _differences(inner[0].get(key), inner[1].get(key), f"{name}.{key}" if name else str(key))

@@ -14,7 +14,7 @@ from itertools import chain
 import msgspec
 
 from areal_async.controller.accounts import RUN_ENDED, Accounts, Readmission
-from areal_async.controller.curriculum import MAX_LOOKED_AT, Choice, Curriculum
+from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, PromptChoice
 from areal_async.controller.sampler import MixedSampler, Sampler
 from areal_async.protocol.types import Admitted, GroupId, Mix, Outcome, OutcomeKind, Version, WeightsVersion
 
@@ -116,11 +116,11 @@ def _mixes(admitted: Admitted, sampler: Sampler, mixing: Mixing | None) -> list[
     return sampler.remixed(admitted.mixes, mixing.weights, now=now, start=max(now, mixing.earliest))
 
 
-def _choose(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None, count: int) -> Choice:
+def _choose(admitted: Admitted, sampler: Sampler, curriculum: Curriculum | None, count: int) -> PromptChoice:
     if curriculum is not None:
         return curriculum.choose(admitted, count)
     groups = [sampler.group_at(admitted.num_fresh + offset, admitted.mixes) for offset in range(count)]
-    return Choice(groups=groups, num_looked_at=count, known=admitted.known)
+    return PromptChoice(groups=groups, num_looked_at=count, known=admitted.known)
 
 
 def has_ended(accounts: Accounts, newest: WeightsVersion | None, *, last_step: int) -> bool:

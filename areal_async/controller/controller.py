@@ -30,12 +30,12 @@ from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.admission import Admission, has_ended, left_over, missing_for_admission, next_admission
 from areal_async.controller.curriculum import Visits
 from areal_async.controller.evaluation import Evaluator, newest_due_step
-from areal_async.controller.failure_detector import Absence
-from areal_async.controller.no_step_alarm import Drought
+from areal_async.controller.failure_detector import FailureDetector
+from areal_async.controller.no_step_alarm import NoStepAlarm
 from areal_async.controller.order import Order
 from areal_async.controller.reports import AwakeClock, Reports
 from areal_async.controller.rights import check_permissions
-from areal_async.controller.steering import Steering
+from areal_async.controller.steering import RunSteering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, UserError, WireError
@@ -66,7 +66,7 @@ class Controller:
         evaluator: Evaluator | None,
         *,
         accounts: Accounts,
-        absence: Absence | None = None,
+        absence: FailureDetector | None = None,
         report_s: float = METRICS_INTERVAL_S,
     ) -> None:
         """``report_s``: how often it says where the books stand."""
@@ -75,7 +75,7 @@ class Controller:
         self._tasks = tasks
         self._evaluator = evaluator
         self._accounts = accounts
-        self._drought = Drought(accounts)
+        self._drought = NoStepAlarm(accounts)
         self._visits = Visits()
         self._order = Order(settings, tasks, self._visits, record=accounts.admitted)
         self._admitted_revision = 0
@@ -84,9 +84,9 @@ class Controller:
         self._may_admit = evaluator is None
         self._newest: WeightsVersion | None = None
         self._reports = Reports()
-        self._absence = absence or Absence()
+        self._absence = absence or FailureDetector()
         self._report_s = report_s
-        self._steering = Steering(
+        self._steering = RunSteering(
             bus, settings, evaluate=self.ask_evaluation, check=lambda setting: self._order.check_change(setting)
         )
         self._evaluation_asked: Version | None = None

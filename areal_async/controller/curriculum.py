@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from areal_async.config.settings import CurriculumSettings, Settings
-from areal_async.controller.sampler import Pool, Sampler
+from areal_async.controller.sampler import RowPool, Sampler
 from areal_async.protocol.types import Admitted, Cut, CutKind, GroupId, Mix, Outcome, mean
 
 MIN_STRETCH = 64
@@ -53,7 +53,7 @@ class Visits:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class PromptChoice:
     """Prompts to be admitted next."""
 
     groups: list[GroupId]
@@ -87,7 +87,7 @@ class Curriculum:
         self._num_read = 0
         """Visits that ``_rates`` takes in."""
 
-    def choose(self, admitted: Admitted, count: int) -> Choice:
+    def choose(self, admitted: Admitted, count: int) -> PromptChoice:
         """Return up to ``count`` prompts from where the record stands.
 
         A stretch that begins ends the choice, as what is known by now must be on record before it decides anything.
@@ -104,7 +104,7 @@ class Curriculum:
             if self._admits(group, number, pool, stretch, known):
                 groups.append(group)
             position += 1
-        return Choice(groups=groups, num_looked_at=position - admitted.num_fresh, known=known)
+        return PromptChoice(groups=groups, num_looked_at=position - admitted.num_fresh, known=known)
 
     def first_groups(
         self, num_positions: int, known: Mapping[str, int], mixes: Sequence[Mix] = ()
@@ -118,15 +118,15 @@ class Curriculum:
             if self._admits(group, number, pool, stretch, known):
                 yield group
 
-    def _pool_of(self, group: GroupId) -> tuple[int, Pool]:
+    def _pool_of(self, group: GroupId) -> tuple[int, RowPool]:
         return next((number, pool) for number, pool in enumerate(self._sampler.pools) if pool.holds(group.index))
 
-    def _stretch(self, number: int, pool: Pool, group: GroupId) -> str:
+    def _stretch(self, number: int, pool: RowPool, group: GroupId) -> str:
         """Name the stretch that a prompt is visited in; the first, of which nothing is known, has no name."""
         stretch = group.epoch // math.ceil(self._min_stretch / pool.num_rows)
         return f"{number}-{stretch}" if stretch else ""
 
-    def _admits(self, group: GroupId, number: int, pool: Pool, stretch: str, known: Mapping[str, int]) -> bool:
+    def _admits(self, group: GroupId, number: int, pool: RowPool, stretch: str, known: Mapping[str, int]) -> bool:
         if not stretch:
             return True
         if self._dull.get(number, ("",))[0] != stretch:
@@ -137,7 +137,7 @@ class Curriculum:
         digest = blake2b(f"{self._seed}.{group.epoch}.{group.index}".encode(), digest_size=7).digest()
         return int.from_bytes(digest) < self._settings.keep * 2**56
 
-    def _dull_rows(self, pool: Pool, num_visits: int) -> Set[int]:
+    def _dull_rows(self, pool: RowPool, num_visits: int) -> Set[int]:
         self._read_visits(num_visits)
         low, high = self._settings.unsolved, self._settings.solved
         return {index for index, rate in self._rates.items() if pool.holds(index) and not low < rate < high}

@@ -13,7 +13,7 @@ DEAF_S = 3.0
 """Nothing has passed where the controller was not heard by itself for this long; it speaks every second."""
 
 
-class Absence:
+class FailureDetector:
     """What was heard of every node, by a clock that runs while the controller can hear."""
 
     def __init__(self, *, lost_s: float = LOST_S, deaf_s: float = DEAF_S) -> None:

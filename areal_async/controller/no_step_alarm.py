@@ -15,7 +15,7 @@ MAX_REASON = 200
 """Characters of the last group's reason, which may quote what a user's function said."""
 
 
-class Drought:
+class NoStepAlarm:
     """The alarm of one run."""
 
     def __init__(self, accounts: Accounts) -> None:

@@ -3,7 +3,7 @@
 from areal_async.config.settings import Settings
 from areal_async.controller.admission import ADMISSION_BATCH, Mixing, first_free
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Visits, curriculum_of
-from areal_async.controller.sampler import MixedSampler, Share, sampler_of, whole_weights
+from areal_async.controller.sampler import MixedSampler, TaskShare, sampler_of, whole_weights
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
 from areal_async.protocol.types import Admitted, GroupId
@@ -48,7 +48,7 @@ class Order:
                 "rows of all have one order in common; start another one"
             )
 
-    def _shares(self, settings: Settings) -> list[Share]:
+    def _shares(self, settings: Settings) -> list[TaskShare]:
         ratios = {task.name: task.ratio for task in settings.tasks}
         rows = zip(self._tasks.names, self._tasks.num_rows, strict=True)
-        return [Share(count, ratios.get(name, 1.0)) for name, count in rows]
+        return [TaskShare(count, ratios.get(name, 1.0)) for name, count in rows]

@@ -23,7 +23,7 @@ MAX_PERIOD = 1 << 16
 """Turns after which their order repeats, at the most: shares are exact to one part in so many."""
 
 
-class Share(NamedTuple):
+class TaskShare(NamedTuple):
     """What a task asks for."""
 
     num_rows: int
@@ -31,7 +31,7 @@ class Share(NamedTuple):
     """How often each of its rows is visited, compared with those of other tasks; 0 for not at all."""
 
 
-class Pool(NamedTuple):
+class RowPool(NamedTuple):
     """Rows that have their epochs together."""
 
     first_index: int
@@ -50,9 +50,9 @@ class Sampler:
         self._seed = seed
 
     @property
-    def pools(self) -> Sequence[Pool]:
+    def pools(self) -> Sequence[RowPool]:
         """All rows, in the order of their indices."""
-        return (Pool(0, self.num_rows),)
+        return (RowPool(0, self.num_rows),)
 
     def group_at(self, position: int, mixes: Sequence[Mix] = ()) -> GroupId:
         """Return the first attempt at the prompt that is visited at ``position`` (from 0).
@@ -76,15 +76,15 @@ class Sampler:
 class MixedSampler(Sampler):
     """Several tasks with epochs of their own, which take turns in proportion to their shares."""
 
-    def __init__(self, shares: Sequence[Share], *, seed: int) -> None:
+    def __init__(self, shares: Sequence[TaskShare], *, seed: int) -> None:
         """``shares``: those of a run that has no mix on record."""
         super().__init__(sum(share.num_rows for share in shares), seed=seed)
         firsts = np.cumsum([0, *(share.num_rows for share in shares)]).tolist()
-        self._pools = [Pool(first, share.num_rows) for first, share in zip(firsts, shares, strict=False)]
+        self._pools = [RowPool(first, share.num_rows) for first, share in zip(firsts, shares, strict=False)]
         self._given = Mix(start=0, weights=whole_weights(shares), counts=[0] * len(shares))
 
     @property
-    def pools(self) -> Sequence[Pool]:
+    def pools(self) -> Sequence[RowPool]:
         return self._pools
 
     def group_at(self, position: int, mixes: Sequence[Mix] = ()) -> GroupId:
@@ -135,7 +135,7 @@ class MixedSampler(Sampler):
         return GroupId(epoch=epoch, index=index, attempt=0)
 
 
-def _is_among(group: GroupId, pool: Pool, seeds: tuple[int, ...], num_visits: int) -> bool:
+def _is_among(group: GroupId, pool: RowPool, seeds: tuple[int, ...], num_visits: int) -> bool:
     """Say whether a pool's first visits have a prompt in its epoch."""
     num_visited = num_visits - group.epoch * pool.num_rows
     if not 0 < num_visited < pool.num_rows:
@@ -143,7 +143,7 @@ def _is_among(group: GroupId, pool: Pool, seeds: tuple[int, ...], num_visits: in
     return int(_places(pool.num_rows, seeds)[group.index - pool.first_index]) < num_visited
 
 
-def sampler_of(shares: Sequence[Share], *, seed: int, admitted: Admitted | None = None) -> Sampler:
+def sampler_of(shares: Sequence[TaskShare], *, seed: int, admitted: Admitted | None = None) -> Sampler:
     """Return the order in which the tasks' rows are visited; each task must have a row.
 
     Args:
@@ -220,7 +220,7 @@ def _turns(weights: tuple[int, ...]) -> Turns:
     return Turns(weights)
 
 
-def whole_weights(shares: Sequence[Share]) -> list[int]:
+def whole_weights(shares: Sequence[TaskShare]) -> list[int]:
     """Return whole numbers in proportion to ratio times rows, as small as they can be, and ``MAX_PERIOD`` in all."""
     exact = [Fraction(str(share.ratio)) * share.num_rows for share in shares]
     common = math.lcm(*(one.denominator for one in exact))

@@ -10,7 +10,7 @@ import anyio.to_thread
 import msgspec
 import structlog
 
-from areal_async.bus import Bus, Endpoint, Report, Schema, json_object
+from areal_async.bus import Bus, Report, Schema, ServiceEndpoint, json_object
 from areal_async.config.change_record import record_change
 from areal_async.config.live import check_change, full_name, held_changes, live_names, value_of
 from areal_async.config.settings import Settings
@@ -29,7 +29,7 @@ ALL_CHANGES: Schema = {"type": "object", "additionalProperties": {"type": "numbe
 log = structlog.get_logger()
 
 
-class Steering:
+class RunSteering:
     """The controller's side of it."""
 
     def __init__(
@@ -49,7 +49,7 @@ class Steering:
         """As it was seen last."""
 
     @property
-    def endpoints(self) -> list[Endpoint]:
+    def endpoints(self) -> list[ServiceEndpoint]:
         """One per order."""
         orders = {
             "pause": ("admit nothing more; what was admitted is finished", self._pause),
@@ -77,9 +77,9 @@ class Steering:
         request: Schema,
         response: Schema,
         answer: Callable[[Report], Awaitable[Report]],
-    ) -> Endpoint:
+    ) -> ServiceEndpoint:
         subject = self._bus.names.control(name)
-        return Endpoint(
+        return ServiceEndpoint(
             name=name, subject=subject, description=description, request=request, response=response, answer=answer
         )
 

@@ -3,7 +3,7 @@
 from typing import Any, Protocol
 
 
-class Rows(Protocol):
+class RowSource(Protocol):
     """Rows by position, as a ``datasets.Dataset`` gives them."""
 
     def __len__(self) -> int: ...
@@ -13,7 +13,7 @@ class Rows(Protocol):
 class Tasks:
     """The rows of all tasks, in the order of the settings, and whose they are."""
 
-    def __init__(self, parts: list[tuple[str, Rows]]) -> None:
+    def __init__(self, parts: list[tuple[str, RowSource]]) -> None:
         """``parts``: workflow name and its rows."""
         self._parts = parts
 
@@ -44,7 +44,7 @@ class Tasks:
         """Return the workflow's name alone, without a look at the row."""
         return self._find(index)[0]
 
-    def _find(self, index: int) -> tuple[str, Rows, int]:
+    def _find(self, index: int) -> tuple[str, RowSource, int]:
         offset = index
         for workflow, rows in self._parts:
             if offset < len(rows):

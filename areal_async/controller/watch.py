@@ -22,7 +22,7 @@ STARTING = "starting"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class StallVerdict:
     """Who holds up the run."""
 
     culprit: str
@@ -39,7 +39,7 @@ def silence_after(watchdog_s: float) -> float:
     return max(MIN_SILENCE_S, min(MAX_SILENCE_S, watchdog_s / 2))
 
 
-def explain(processes: Mapping[str, Heard], *, now_s: float, silence_s: float) -> Verdict:
+def explain(processes: Mapping[str, Heard], *, now_s: float, silence_s: float) -> StallVerdict:
     """Name the culprit, from what each process said last and when."""
     return _Walk(processes, now_s=now_s, silence_s=silence_s).run()
 
@@ -74,7 +74,7 @@ class _Walk:
         self._chain: list[str] = []
         self._quiet_s = 0.0
 
-    def run(self) -> Verdict:
+    def run(self) -> StallVerdict:
         trainer = self._processes.get(TRAINER)
         entity = CONTROLLER if trainer is not None and trainer.state == FINISHED else TRAINER
         texts: list[str] = []
@@ -90,7 +90,7 @@ class _Walk:
                 found = self._step(entity)
         start = self._chain[0] if self._chain else entity
         road = " ".join([start, ", which ".join(texts)]) if texts else start
-        return Verdict(found.culprit, self._chain, f"{road}, {found.why}", found.is_starting)
+        return StallVerdict(found.culprit, self._chain, f"{road}, {found.why}", found.is_starting)
 
     def _step(self, entity: str) -> _Link | _End:
         """Go one on from here."""

@@ -32,7 +32,7 @@ class Used(NamedTuple):
     """Of rows to evaluate, how many are taken at most. Those may be named otherwise when the run goes on."""
 
 
-class _Recorded(msgspec.Struct, frozen=True):
+class _RowsDigest(msgspec.Struct, frozen=True):
     num_rows: int
     sha256: str
     source: dict[str, Any]
@@ -73,33 +73,33 @@ def digest_of(rows: Any) -> str:
     return digest.hexdigest()
 
 
-def _record(used: Used) -> _Recorded:
+def _record(used: Used) -> _RowsDigest:
     source = used.source.model_dump(mode="json")
-    return _Recorded(len(used.rows), digest_of(used.rows), source, used.limit)
+    return _RowsDigest(len(used.rows), digest_of(used.rows), source, used.limit)
 
 
-def _is_same_choice(one: _Recorded, other: _Recorded) -> bool:
+def _is_same_choice(one: _RowsDigest, other: _RowsDigest) -> bool:
     return (one.source, one.limit) == (other.source, other.limit)
 
 
-def _described(record: _Recorded) -> str:
+def _described(record: _RowsDigest) -> str:
     return f"{record.num_rows} rows with SHA-256 {record.sha256[:SHOWN]}"
 
 
-def _read(file: Path) -> dict[str, _Recorded]:
+def _read(file: Path) -> dict[str, _RowsDigest]:
     """Return what is recorded; nothing of a run that was begun before rows were, but for digests of functions."""
     if not file.is_file():
         return {}
     try:
-        found = msgspec.json.decode(file.read_bytes(), type=dict[str, _Recorded | str])
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, _RowsDigest | str])
     except (OSError, msgspec.DecodeError) as exc:
         raise UserError(
             f"{file}: cannot be read: {exc}; remove it, and the rows of now are taken for those of the start"
         ) from exc
-    return {setting: one for setting, one in found.items() if isinstance(one, _Recorded)}
+    return {setting: one for setting, one in found.items() if isinstance(one, _RowsDigest)}
 
 
-def _write(file: Path, records: dict[str, _Recorded]) -> None:
+def _write(file: Path, records: dict[str, _RowsDigest]) -> None:
     temporary = file.with_suffix(".tmp")
     with temporary.open("wb") as written:
         written.write(msgspec.json.format(msgspec.json.encode(records)))

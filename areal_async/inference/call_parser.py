@@ -16,7 +16,7 @@ from areal_async.errors import GenerationError, UserError
 from areal_async.inference.commands import choose_backend
 from areal_async.inference.faults import RefusalFault, ServerFault
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.telemetry import wait_graph
 
 MAX_TRIES = 3
@@ -43,14 +43,14 @@ class FoundCalls(msgspec.Struct, frozen=True):
 class EngineCallParser:
     """Asks the servers of a pool."""
 
-    def __init__(self, pool: Pool, http: httpx.AsyncClient, *, name: str) -> None:
+    def __init__(self, pool: ServerPool, http: httpx.AsyncClient, *, name: str) -> None:
         """Take SGLang's name of the parser."""
         self._pool = pool
         self._http = http
         self._name = name
 
     async def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: ServerHandle | None = None
     ) -> FoundCalls:
         """Return the calls in a reply and the text beside them.
 
@@ -75,7 +75,7 @@ class EngineCallParser:
                 self._pool.cast_doubt(server, cause)
         raise GenerationError(f"tool calls: {MAX_TRIES} tries without an answer, the last one: {cause}")
 
-    async def _choose(self, preferred: Server | None) -> Server:
+    async def _choose(self, preferred: ServerHandle | None) -> ServerHandle:
         if preferred is not None and preferred.is_serviceable:
             return preferred
         server = await self._pool.choose()

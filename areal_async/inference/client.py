@@ -33,7 +33,7 @@ from areal_async.inference.http import (
     error_message,
     make_client,
 )
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.request import check_token_ids
 from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
 from areal_async.process.plain_text import escaped
@@ -58,7 +58,7 @@ class InferenceClient:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: ServerPool,
         settings: InferenceSettings,
         *,
         max_streams: int,
@@ -96,9 +96,9 @@ class InferenceClient:
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         """Return one whole completion, and the server that ended it (its cache holds the prefix).
 
         Args:
@@ -131,7 +131,7 @@ class InferenceClient:
                 f"within inference.total_deadline_s = {self._settings.total_deadline_s:g} s"
             )
 
-    async def _complete(self, completion: Completion, preferred: Server | None) -> tuple[Turn, Server]:
+    async def _complete(self, completion: Completion, preferred: ServerHandle | None) -> tuple[Turn, ServerHandle]:
         cost_tokens = len(completion.prompt_ids) + completion.num_tokens_left
         num_fruitless = 0
         cause = ""
@@ -163,7 +163,7 @@ class InferenceClient:
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_fruitless))
         raise GenerationError(f"generation: {num_fruitless} streams in a row gave no new token, the last one: {cause}")
 
-    async def _stream(self, server: Server, completion: Completion) -> None:
+    async def _stream(self, server: ServerHandle, completion: Completion) -> None:
         """Receive as much of the completion as one stream gives.
 
         Raises:
@@ -192,7 +192,7 @@ class InferenceClient:
             if not is_over:
                 await self._abort(server, request_id)
 
-    async def _receive(self, server: Server, body: bytes, completion: Completion, wait: Wait) -> None:
+    async def _receive(self, server: ServerHandle, body: bytes, completion: Completion, wait: Wait) -> None:
         splitter = EventSplitter()
         is_over = False
         now_s = asyncio.get_running_loop().time
@@ -232,7 +232,7 @@ class InferenceClient:
         if not is_over:
             raise ServerFault("the stream ended early")
 
-    def _take(self, server: Server, event: bytes, completion: Completion) -> bool:
+    def _take(self, server: ServerHandle, event: bytes, completion: Completion) -> bool:
         """Add one event; say whether it is the last."""
         chunk = decode_chunk(event)
         if chunk.error is not None or chunk.meta_info is None:
@@ -246,7 +246,7 @@ class InferenceClient:
             raise ServerFault(f"aborted with status {reason.status_code}: {escaped(reason.message or '')}")
         return reason is not None
 
-    async def _abort(self, server: Server, request_id: str) -> None:
+    async def _abort(self, server: ServerHandle, request_id: str) -> None:
         """Tell the server, as well as it can be done quickly, that nobody waits for this any more."""
         with anyio.move_on_after(ABORT_DEADLINE_S, shield=True):
             try:
@@ -256,7 +256,7 @@ class InferenceClient:
                 log.debug("stream.abort_failed", url=server.url, cause=str(exc))
 
 
-def _fit(completion: Completion, server: Server) -> None:
+def _fit(completion: Completion, server: ServerHandle) -> None:
     """Ask for no longer an answer than there is room for in the server's context.
 
     Raises:

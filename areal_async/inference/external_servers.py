@@ -18,7 +18,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.inference.commands import NO_VERSION, server_command
 from areal_async.inference.http import TRANSPORT_ERRORS, ServerApi, context_tokens_of, decode_answer, make_client
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
 from areal_async.protocol.fields import is_version
 
@@ -81,7 +81,7 @@ async def _get(client: httpx.AsyncClient, url: str, route: str) -> dict[str, obj
 @asynccontextmanager
 async def visited_servers(
     settings: Settings, urls: Sequence[str], *, log_path: Path
-) -> AsyncIterator[tuple[Pool, list[Facts]]]:
+) -> AsyncIterator[tuple[ServerPool, list[Facts]]]:
     """Yield a pool of the servers at ``urls``, and what each says of itself.
 
     Args:
@@ -91,7 +91,7 @@ async def visited_servers(
     Raises:
         UserError: one of them is not there or not to be used, or the one of ours cannot start.
     """
-    pool = Pool([], deadline_s=LOST_DEADLINE_S)
+    pool = ServerPool([], deadline_s=LOST_DEADLINE_S)
     own = None if urls else ServerProcess(server_command(settings, server_id=OWN_ID, index=0), log_path=log_path)
     try:
         async with make_client(max_connections=NUM_CONNECTIONS) as client, anyio.create_task_group() as tasks:
@@ -115,13 +115,13 @@ async def visited_servers(
             await own.stop()
 
 
-async def _fence_at_end(pool: Pool, server: Server, process: ServerProcess) -> None:
+async def _fence_at_end(pool: ServerPool, server: ServerHandle, process: ServerProcess) -> None:
     """Send nothing more to a server whose process has ended; whoever waits for it is told its last words."""
     pool.fence(server, await process.wait_ended())
     log.warning("server.failed", server_id=server.id, reason=server.fence)
 
 
-async def _clear_doubts(pool: Pool, server: Server, api: ServerApi) -> None:
+async def _clear_doubts(pool: ServerPool, server: ServerHandle, api: ServerApi) -> None:
     """Go on using a server that failed a request, whenever it says that it is well."""
     while True:
         await server.doubted.wait()

@@ -17,9 +17,9 @@ from areal_async.config.settings import Settings
 from areal_async.inference.commands import choose_backend, has_sha256, server_command
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import make_client
-from areal_async.inference.pool import Pool, Server
-from areal_async.inference.supervisor import Supervisor
-from areal_async.inference.updates import Surroundings, Target
+from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.inference.supervisor import ServerSupervisor
+from areal_async.inference.updates import FleetContext, Target
 from areal_async.inference.verify import Verifier
 
 LEFT = "left"
@@ -41,7 +41,7 @@ class Fleet:
         *,
         node_id: str,
         log_directory: Path,
-        publish: Callable[[Server], Awaitable[None]],
+        publish: Callable[[ServerHandle], Awaitable[None]],
         frozen: str = "",
         first_gpu: int = 0,
     ) -> None:
@@ -57,9 +57,9 @@ class Fleet:
         self._frozen = frozen
         self._first_gpu = first_gpu
         self._log_directory = log_directory
-        self.pool = Pool([], deadline_s=settings.inference.start_deadline_s)
+        self.pool = ServerPool([], deadline_s=settings.inference.start_deadline_s)
         self.target = Target()
-        self._around = Surroundings(
+        self._around = FleetContext(
             settings=settings.inference,
             pool=self.pool,
             verifier=Verifier(has_sha256=has_sha256(settings)),
@@ -106,7 +106,7 @@ class Fleet:
         # What follows the last dash is no part of the node's id.
         server_id = f"{self._node_id}-{self._frozen}_{index}" if self._frozen else f"{self._node_id}-{index}"
         server = self.pool.add(server_id, num_ranks=self._settings.inference.tensor_parallel)
-        supervisor = Supervisor(
+        supervisor = ServerSupervisor(
             server,
             server_command(self._settings, server_id=server_id, index=index, first_gpu=self._first_gpu),
             self._around,
@@ -123,7 +123,7 @@ class Fleet:
         del self._members[index]
         self._changed.set()
 
-    async def _dismiss(self, server: Server, supervisor: Supervisor) -> None:
+    async def _dismiss(self, server: ServerHandle, supervisor: ServerSupervisor) -> None:
         """Take leave of a server that is not wanted any more, and see its requests off."""
         await self._around.fence(server, LEFT)
         self.pool.remove(server, LEFT)

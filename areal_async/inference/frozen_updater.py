@@ -8,20 +8,20 @@ import anyio
 from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.inference.swap import check_version
-from areal_async.inference.updates import Surroundings
+from areal_async.inference.updates import FleetContext
 from areal_async.protocol.types import WeightsVersion
 
 AS_STARTED = WeightsVersion(version=NO_VERSION)
 
 
-class Keeper:
+class FrozenUpdater:
     """One process of such a server, from its start to its end; in the place of an ``Updater``."""
 
     is_updating = False
 
-    def __init__(self, server: Server, api: ServerApi, around: Surroundings) -> None:
+    def __init__(self, server: ServerHandle, api: ServerApi, around: FleetContext) -> None:
         self._server = server
         self._api = api
         self._around = around

@@ -23,7 +23,7 @@ STARTING = "starting"
 
 
 @dataclass(eq=False, slots=True)
-class Server:
+class ServerHandle:
     """One inference server as the node knows it."""
 
     id: str
@@ -83,18 +83,18 @@ class Server:
 
 @dataclass(eq=False, slots=True)
 class _Waiter:
-    preferred: Server | None
+    preferred: ServerHandle | None
     cost_tokens: int
-    server: Server | None = None
+    server: ServerHandle | None = None
     """The one it has a place on, once ``called``."""
     called: anyio.Event = field(default_factory=anyio.Event)
 
 
-class Pool:
+class ServerPool:
     """All servers of one node."""
 
     def __init__(self, server_ids: list[str], *, deadline_s: float) -> None:
-        self.servers = {server_id: Server(server_id) for server_id in server_ids}
+        self.servers = {server_id: ServerHandle(server_id) for server_id in server_ids}
         self._deadline_s = deadline_s
         self._num_tokens_of_gone = 0
         self._changed = anyio.Event()
@@ -106,7 +106,7 @@ class Pool:
         return len(self._waiters)
 
     @property
-    def hindrance(self) -> Server | None:
+    def hindrance(self) -> ServerHandle | None:
         """One of the servers while none of them is serviceable; None when one is, or there is none."""
         is_held_up = not any(one.is_serviceable for one in self.servers.values())
         return next(iter(self.servers.values()), None) if is_held_up else None
@@ -116,29 +116,29 @@ class Pool:
         """By all servers there ever were: only grows."""
         return self._num_tokens_of_gone + sum(one.num_generated_tokens for one in self.servers.values())
 
-    def add(self, server_id: str, *, num_ranks: int = 1) -> Server:
+    def add(self, server_id: str, *, num_ranks: int = 1) -> ServerHandle:
         """Take in one more server, fenced until it is admitted."""
         assert server_id not in self.servers
-        server = self.servers[server_id] = Server(server_id, num_ranks=num_ranks)
+        server = self.servers[server_id] = ServerHandle(server_id, num_ranks=num_ranks)
         return server
 
-    def remove(self, server: Server, reason: str) -> None:
+    def remove(self, server: ServerHandle, reason: str) -> None:
         """Forget a server. Whoever still has a place on it gives it back as ever."""
         del self.servers[server.id]
         self._num_tokens_of_gone += server.num_generated_tokens
         self.fence(server, reason)
 
-    def admit(self, server: Server, *, url: str, version: str) -> None:
+    def admit(self, server: ServerHandle, *, url: str, version: str) -> None:
         """Send requests to this server: it holds ``version``, verified."""
         server.url, server.version, server.fence, server.doubt, server.unreadable = url, version, "", "", ""
         server.is_held = False
         self._notify()
 
-    def hold(self, server: Server) -> None:
+    def hold(self, server: ServerHandle) -> None:
         """Keep new requests back, until the server is admitted with another version."""
         server.is_held = True
 
-    def fence(self, server: Server, reason: str) -> None:
+    def fence(self, server: ServerHandle, reason: str) -> None:
         """Send nothing more to this server, until it is admitted again."""
         server.fence, server.doubt, server.version = reason, "", ""
         if reason != STARTING:
@@ -146,24 +146,24 @@ class Pool:
         server.is_held = False
         self._notify()
 
-    def cast_doubt(self, server: Server, reason: str) -> None:
+    def cast_doubt(self, server: ServerHandle, reason: str) -> None:
         """Report a failed request: nothing more goes there until the supervisor has looked."""
         if server.is_serviceable:
             server.doubt = reason
             server.doubted.set()
 
-    def clear_doubt(self, server: Server) -> None:
+    def clear_doubt(self, server: ServerHandle) -> None:
         """Go on using a server that was doubted and is well."""
         server.doubt = ""
         server.doubted = anyio.Event()
         self._notify()
 
-    def set_limit(self, server: Server, limit: int) -> None:
+    def set_limit(self, server: ServerHandle, limit: int) -> None:
         """Send this server at most ``limit`` requests at once; those it has beyond that run to their end."""
         server.limit = limit
         self._call_waiters()
 
-    async def choose(self, preferred: Server | None = None, *, cost_tokens: int = 0) -> Server:
+    async def choose(self, preferred: ServerHandle | None = None, *, cost_tokens: int = 0) -> ServerHandle:
         """Take a place on the preferred server while it has one, else on the least loaded; wait while there is none.
 
         Give the place back with ``release``.
@@ -187,7 +187,7 @@ class Pool:
             server = waiter.server
         return server
 
-    def release(self, server: Server, *, cost_tokens: int = 0) -> None:
+    def release(self, server: ServerHandle, *, cost_tokens: int = 0) -> None:
         """Give a place back, with the ``cost_tokens`` it was taken for."""
         server.num_requests -= 1
         server.outstanding_tokens -= cost_tokens
@@ -201,7 +201,7 @@ class Pool:
         while not any(server.is_serviceable for server in self.servers.values()):
             await self._changed.wait()
 
-    async def wait_empty(self, server: Server) -> None:
+    async def wait_empty(self, server: ServerHandle) -> None:
         """Wait until a fenced server has no request left."""
         while server.num_requests:
             await self._changed.wait()
@@ -223,12 +223,12 @@ class Pool:
                 waiter.server = None
             raise
 
-    def _name_one(self, preferred: Server | None) -> str:
+    def _name_one(self, preferred: ServerHandle | None) -> str:
         """Name the server that a request waits for most."""
         named = preferred or min(self.servers.values(), key=lambda one: one.outstanding_tokens, default=None)
         return named.id if named is not None else "of this node"
 
-    def _take(self, preferred: Server | None, cost_tokens: int) -> Server | None:
+    def _take(self, preferred: ServerHandle | None, cost_tokens: int) -> ServerHandle | None:
         server = preferred
         if server is None or not server.has_place:
             candidates = (one for one in self.servers.values() if one.has_place)

@@ -23,7 +23,7 @@ from areal_async.inference.client import (
 )
 from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import JSON, TRANSPORT_ERRORS, make_client
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.telemetry import wait_graph
 
 log = structlog.get_logger()
@@ -32,7 +32,7 @@ log = structlog.get_logger()
 class ScoringClient:
     """Scores prompts on the servers of a pool. An async context manager that owns the connections."""
 
-    def __init__(self, pool: Pool, settings: InferenceSettings, *, max_requests: int, vocab_size: int) -> None:
+    def __init__(self, pool: ServerPool, settings: InferenceSettings, *, max_requests: int, vocab_size: int) -> None:
         self.pool = pool
         self._settings = settings
         self._vocab_size = vocab_size
@@ -76,7 +76,7 @@ class ScoringClient:
                 raise GenerationError(f"score: {num_tries} requests in a row were not answered, the last one: {cause}")
             await anyio.sleep(min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2**num_tries))
 
-    async def _ask(self, server: Server, prompt_ids: list[int]) -> float:
+    async def _ask(self, server: ServerHandle, prompt_ids: list[int]) -> float:
         """Return the score, from one server.
 
         Raises:

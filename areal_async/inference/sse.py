@@ -56,7 +56,7 @@ class FinishReason(msgspec.Struct, gc=False):
         return self.type == "abort" and 400 <= (self.status_code or 0) < 500
 
 
-class Span(msgspec.Struct, gc=False):
+class TokenSpan(msgspec.Struct, gc=False):
     """Output tokens ``[start, end)`` of this request, and the version that made them."""
 
     version: str
@@ -68,7 +68,7 @@ class MetaInfo(msgspec.Struct, gc=False):
     """What SGLang tells about a request beside its tokens."""
 
     weight_version: str = ""
-    weight_versions: list[Span] | None = None
+    weight_versions: list[TokenSpan] | None = None
     finish_reason: FinishReason | None = None
     completion_tokens: int | None = None
     """Output tokens of this request so far, in all events together."""

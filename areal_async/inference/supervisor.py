@@ -16,11 +16,11 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.inference.commands import ServerCommand
 from areal_async.inference.concurrency import ConcurrencyLimit
 from areal_async.inference.faults import ServerFault
-from areal_async.inference.frozen_updater import Keeper
+from areal_async.inference.frozen_updater import FrozenUpdater
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import STARTING, Server
+from areal_async.inference.pool import STARTING, ServerHandle
 from areal_async.inference.servers import HEALTH_DEADLINE_S, ServerProcess
-from areal_async.inference.updates import Surroundings, Updater
+from areal_async.inference.updates import FleetContext, Updater
 
 HEALTH_INTERVAL_S = 5.0
 RECHECK_S = 1.0
@@ -38,14 +38,14 @@ DYING_S = 2.0
 log = structlog.get_logger()
 
 
-class Supervisor:
+class ServerSupervisor:
     """The one task that starts, watches, fences and restarts a server. Whoever runs it stops the server afterwards."""
 
     def __init__(
         self,
-        server: Server,
+        server: ServerHandle,
         command: ServerCommand,
-        around: Surroundings,
+        around: FleetContext,
         *,
         administration: httpx.AsyncClient,
         log_path: Path,
@@ -93,9 +93,9 @@ class Supervisor:
         """End the server's process, if there is one."""
         await self._process.stop()
 
-    def _new_updater(self) -> Updater | Keeper:
+    def _new_updater(self) -> Updater | FrozenUpdater:
         if self._around.is_frozen:
-            return Keeper(self._server, self.api, self._around)
+            return FrozenUpdater(self._server, self.api, self._around)
         return Updater(self._server, self.api, self._around, past_groups=self._past_groups)
 
     async def _run_process(self) -> str:

@@ -19,7 +19,7 @@ from areal_async.config.settings import InferenceSettings
 from areal_async.errors import UserError
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.servers import HEALTH_DEADLINE_S
 from areal_async.inference.swap import Staging, SwapTimes, abandon, restore, swap, swap_by_broadcast
 from areal_async.inference.verify import Verifier
@@ -56,13 +56,13 @@ class Target:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class FleetContext:
     """What the servers of one node have in common."""
 
     settings: InferenceSettings
-    pool: Pool
+    pool: ServerPool
     verifier: Verifier
-    publish: Callable[[Server], Awaitable[None]]
+    publish: Callable[[ServerHandle], Awaitable[None]]
     """Called with each change of a server's state, after it."""
     target: Target = field(default_factory=Target)
     takes_adapters: bool = True
@@ -71,7 +71,7 @@ class Surroundings:
     """The servers keep the weights that they start with; nothing is announced to them."""
     staging: Staging = field(default_factory=Staging)
 
-    async def fence(self, server: Server, reason: str) -> None:
+    async def fence(self, server: ServerHandle, reason: str) -> None:
         """Send nothing more to a server, and say so."""
         self.pool.fence(server, reason)
         await self.publish(server)
@@ -88,7 +88,7 @@ class _Times(NamedTuple):
 class Updater:
     """The updates of one server process, from its start to its end."""
 
-    def __init__(self, server: Server, api: ServerApi, around: Surroundings, *, past_groups: set[str]) -> None:
+    def __init__(self, server: ServerHandle, api: ServerApi, around: FleetContext, *, past_groups: set[str]) -> None:
         """Take in ``past_groups`` the groups that this server's earlier processes had joined; it is added to."""
         self._server = server
         self._api = api

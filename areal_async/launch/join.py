@@ -29,7 +29,7 @@ from areal_async.launch.heartbeat_lock import BEAT_S, NUM_MISSED, held, next_wor
 from areal_async.launch.plan import FIRST_NODE, node_crew
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.launch.supervisor import Notify, RunEnd, Supervisor
+from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
 from areal_async.process.host import visible_gpus
 from areal_async.protocol.run_state import Control, CrewState, Holder, RunState, SharedSettings
 from areal_async.protocol.subjects import CONTROL, LAUNCHER, RUN_STATE, SETTINGS, TOKEN, Names
@@ -258,7 +258,7 @@ class _Guest:
             return None
         return self._end_of_run(end)
 
-    def _supervisor(self, settings: Settings, directory: RunDirectory, bus: Bus) -> Supervisor:
+    def _supervisor(self, settings: Settings, directory: RunDirectory, bus: Bus) -> RunSupervisor:
         frozen = settings.frozen_policies.values()
         num_gpus = settings.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
         gpus, _ = share_gpus(visible_gpus(), num_inference=num_gpus, num_trainer=0)
@@ -268,7 +268,7 @@ class _Guest:
             state, _ = await bus.get(RUN_STATE, RunState)
             return self._failure_in(state)
 
-        return Supervisor(
+        return RunSupervisor(
             [crew], backend=self._backend, notify=self._notify, read_failure=read_failure, stopping=STOPPING
         )
 

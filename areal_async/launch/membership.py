@@ -47,7 +47,7 @@ class _Known:
     """When it was heard last, where hearing is all that is known of it; else None."""
 
 
-class Presence:
+class Membership:
     """What is known of every crew. Pure: it is told what happens and when, and returns what there is to tell."""
 
     def __init__(self) -> None:
@@ -107,11 +107,11 @@ class Presence:
 
 
 class PresenceKeeper:
-    """Tells what ``Presence`` finds."""
+    """Tells what ``Membership`` finds."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._presence = Presence()
+        self._presence = Membership()
         self._reasons: dict[str, str] = {}
         self._clock_s = time.monotonic()
 

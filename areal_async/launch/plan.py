@@ -10,7 +10,7 @@ from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.blockages import excuse_for
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.launch.supervisor import Crew
+from areal_async.launch.supervisor import ProcessGroup
 from areal_async.process.host import LOOPBACK, free_port
 
 FIRST_NODE = "0"
@@ -29,7 +29,7 @@ rank grew by 4.3 kB a step, and by nothing with a single one. Tensors are too la
 
 def plan_crews(
     settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...], hosts: Sequence[str] = (LOOPBACK,)
-) -> list[Crew]:
+) -> list[ProcessGroup]:
     """Return the crews of a run, in the order in which they are to be stopped.
 
     One host has everything. Of several, the first has the trainer and the controller, and each other one a node.
@@ -60,7 +60,7 @@ def plan_crews(
         return directory.checkpointed_step
 
     return [
-        Crew(
+        ProcessGroup(
             name="trainer",
             make_specs=trainer_specs,
             max_restarts=settings.trainer.max_restarts,
@@ -73,7 +73,7 @@ def plan_crews(
             node_crew(settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done)
             for index, (host, node_gpus) in enumerate(places, int(FIRST_NODE))
         ),
-        Crew(
+        ProcessGroup(
             name="controller",
             make_specs=lambda: [role_spec(directory, "controller", "controller", num_threads=1, gpus=())],
             max_restarts=ROLE_MAX_RESTARTS,
@@ -93,12 +93,12 @@ def node_crew(
     gpus: Sequence[str] | None,
     host: str | None = None,
     work_done: Callable[[], int] | None = None,
-) -> Crew:
+) -> ProcessGroup:
     """Return the crew of one node, which reads its settings and the broker's address from ``directory``."""
     name = f"node-{node_id}"
     num_threads = settings.inference.num_threads
     spec = role_spec(directory, name, "node", "--node-id", node_id, num_threads=num_threads, gpus=gpus, host=host)
-    return Crew(
+    return ProcessGroup(
         name=name,
         make_specs=lambda: [spec],
         max_restarts=ROLE_MAX_RESTARTS,

@@ -37,7 +37,7 @@ from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
-from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, Supervisor
+from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, RunSupervisor
 from areal_async.process.host import LOOPBACK, visible_gpus
 from areal_async.protocol.run_state import RunState, SharedSettings
 from areal_async.protocol.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
@@ -112,7 +112,7 @@ async def launch(
             return now.reason if now is not None and now.state == "failed" else None
 
         presence = PresenceKeeper(bus)
-        supervisor = Supervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
+        supervisor = RunSupervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
         stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
         end: RunEnd | None = None
         failure: BaseException | None = None

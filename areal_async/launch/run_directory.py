@@ -34,7 +34,7 @@ class LiveError(HeldError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class SettingsSources:
     """What the sources of a run's settings said, besides the command line."""
 
     config: str = ""
@@ -217,11 +217,11 @@ class RunDirectory:
         """
         return load_settings(self.config, use_environment=False)
 
-    def write_said(self, said: Said) -> None:
+    def write_said(self, said: SettingsSources) -> None:
         """Leave what the sources say, for the next start."""
         _write(self.sources, yaml.safe_dump(asdict(said), sort_keys=False, allow_unicode=True))
 
-    def read_said(self) -> Said | None:
+    def read_said(self) -> SettingsSources | None:
         """Return what the sources said at the start before; None where that is not known.
 
         Raises:
@@ -230,7 +230,7 @@ class RunDirectory:
         if not self.sources.exists():
             return None
         try:
-            return Said(**yaml.safe_load(self.sources.read_text(encoding="utf-8")))
+            return SettingsSources(**yaml.safe_load(self.sources.read_text(encoding="utf-8")))
         except (OSError, TypeError, *NOT_YAML) as exc:
             raise UserError(f"{self.sources}: cannot be read: {exc}; remove it") from exc
 

@@ -33,7 +33,7 @@ log = structlog.get_logger()
 
 
 class Crews(Protocol):
-    """What is asked of a ``Supervisor``."""
+    """What is asked of a ``RunSupervisor``."""
 
     def ask_stacks(self) -> None: ...
     def num_starts(self, name: str) -> int: ...

@@ -13,11 +13,11 @@ import anyio.to_thread
 from areal_async.bus import Bus
 from areal_async.config.change_record import record_change
 from areal_async.config.live import held_changes, settings_now, value_of
-from areal_async.config.resumed import Difference, differences, without
+from areal_async.config.resumed import SettingDifference, differences, without
 from areal_async.config.settings import Settings
 from areal_async.controller.sampler import is_without_mix
 from areal_async.errors import BusError, UserError
-from areal_async.launch.run_directory import RunDirectory, Said
+from areal_async.launch.run_directory import RunDirectory, SettingsSources
 from areal_async.launch.supervisor import Notify
 from areal_async.protocol.events import SettingChanged
 from areal_async.protocol.journal import Journal
@@ -41,7 +41,7 @@ class Start:
     """Forget what the bus holds of an earlier run of this name."""
     named: frozenset[str] = frozenset()
     """Settings that it speaks of, be it as they were."""
-    said: Said | None = None
+    said: SettingsSources | None = None
     """What the other sources of its settings say."""
 
 
@@ -86,11 +86,11 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
         await bus.tell(event)
 
 
-def _is_ratio(one: Difference) -> bool:
+def _is_ratio(one: SettingDifference) -> bool:
     return one.name.startswith("tasks.") and one.name.endswith(".ratio")
 
 
-async def _check(bus: Bus, settings: Settings, one: Difference) -> None:
+async def _check(bus: Bus, settings: Settings, one: SettingDifference) -> None:
     """Hold what is changed against what the run has recorded.
 
     Raises:

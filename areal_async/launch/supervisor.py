@@ -65,7 +65,7 @@ class RunEnd(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Crew:
+class ProcessGroup:
     """Processes that are started, restarted and stopped together."""
 
     name: str
@@ -90,7 +90,7 @@ class Crew:
 class _Member:
     """A crew at work."""
 
-    crew: Crew
+    crew: ProcessGroup
     processes: list[Process] = field(default_factory=list)
     ended: anyio.Event = field(default_factory=anyio.Event)
     deaths: deque[float] = field(default_factory=deque)
@@ -137,12 +137,12 @@ class _Member:
             self.processes[0].terminate()
 
 
-class Supervisor:
+class RunSupervisor:
     """Runs crews until the run ends. One use each."""
 
     def __init__(
         self,
-        crews: Sequence[Crew],
+        crews: Sequence[ProcessGroup],
         *,
         backend: Backend,
         notify: Notify,

@@ -28,7 +28,7 @@ from areal_async.monitor.view import (
     step_text,
     trained_tokens_per_s,
 )
-from areal_async.process.stdio import Voice, say
+from areal_async.process.stdio import LossyStdout, say
 
 REFRESH_S = 0.5
 NUM_RECENT_STEPS = 10
@@ -107,7 +107,7 @@ class LiveDisplay:
 
 def choose_display(view: RunView, *, is_plain: bool) -> Display:
     """Return the live panel where stdout is a terminal and it is wanted."""
-    console = Console(file=cast("IO[str]", Voice(sys.stdout)))
+    console = Console(file=cast("IO[str]", LossyStdout(sys.stdout)))
     return PlainDisplay(view) if is_plain or not console.is_terminal else LiveDisplay(view, console)
 
 

@@ -11,12 +11,12 @@ from rich.console import Group, RenderableType
 from rich.rule import Rule
 from rich.text import Text
 
-from areal_async.monitor.token_text import Decoder, visible
-from areal_async.monitor.token_views import Kind, TokenView, token_views
+from areal_async.monitor.token_text import Detokenizer, visible
+from areal_async.monitor.token_views import TokenKind, TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry
 from areal_async.monitor.transcript import GIVEN, Barred, legend, shade, token_table
 from areal_async.protocol.types import Trajectory
-from areal_async.trainer.output.archive_reader import Recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
 MASKED = "dim strike"
 BOUNDARY = "bold blue"
@@ -25,9 +25,9 @@ BOUNDARY = "bold blue"
 def draw(
     entry: Entry,
     trajectory: Trajectory,
-    decoder: Decoder,
+    decoder: Detokenizer,
     *,
-    recorded: Recorded | None = None,
+    recorded: ArchivedTrajectory | None = None,
     with_tokens: bool = False,
 ) -> RenderableType:
     """Return the whole of one trajectory.
@@ -54,7 +54,7 @@ def draw(
 
 
 def _blocks(views: list[TokenView]) -> Iterator[RenderableType]:
-    for is_sampled, block in itertools.groupby(views, key=lambda view: view.kind is not Kind.GIVEN):
+    for is_sampled, block in itertools.groupby(views, key=lambda view: view.kind is not TokenKind.GIVEN):
         text = Text()
         for view in block:
             if view.begins_version:
@@ -64,9 +64,9 @@ def _blocks(views: list[TokenView]) -> Iterator[RenderableType]:
 
 
 def _style(view: TokenView) -> str:
-    if view.kind is Kind.GIVEN:
+    if view.kind is TokenKind.GIVEN:
         return GIVEN
-    return MASKED if view.kind is Kind.MASKED else shade(view.logprob)
+    return MASKED if view.kind is TokenKind.MASKED else shade(view.logprob)
 
 
 def _own_legend() -> Text:
@@ -92,7 +92,7 @@ def _numbers(entry: Entry) -> str:
     return ", ".join(parts)
 
 
-def _credits(trajectory: Trajectory, recorded: Recorded | None) -> Iterator[RenderableType]:
+def _credits(trajectory: Trajectory, recorded: ArchivedTrajectory | None) -> Iterator[RenderableType]:
     """Yield what each reply was worth, where the workflow says it reply by reply."""
     credits = trajectory.slot.credits
     advantages = recorded.advantages if recorded is not None else (None,) * len(credits)

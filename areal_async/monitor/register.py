@@ -17,7 +17,7 @@ WAITING = "to be tried again"
 AGAIN = "tried again"
 
 
-class DeadLetter(NamedTuple):
+class DeadGroup(NamedTuple):
     """A group that ended ``dead``."""
 
     group: str
@@ -51,7 +51,7 @@ class Register:
                 self._dead.setdefault(entry.group_id, (entry, stored_at))
 
     @property
-    def letters(self) -> list[DeadLetter]:
+    def letters(self) -> list[DeadGroup]:
         """Every group that ended dead, in the order of the log."""
         due = {item.group_id for item in self.accounts.due_readmissions}
         known = {item.group_id for item in self.accounts.readmissions}
@@ -60,7 +60,7 @@ class Register:
             group = GroupId.parse(group_id)
             following = group.next_attempt
             letters.append(
-                DeadLetter(
+                DeadGroup(
                     group=group_id,
                     prompt=group.index,
                     workflow=outcome.workflow,

@@ -11,13 +11,13 @@ _PICTURES = 0x2400
 """Unicode's pictures of the control characters stand here, in their order."""
 
 
-class Decoder(Protocol):
+class Detokenizer(Protocol):
     """What of a codec is needed."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
-def token_texts(decoder: Decoder, token_ids: Sequence[int], *, breaks: Collection[int] = ()) -> list[str]:
+def token_texts(decoder: Detokenizer, token_ids: Sequence[int], *, breaks: Collection[int] = ()) -> list[str]:
     """Return what each token adds to the text, special tokens too.
 
     A character that is spread over several tokens is the last one's.

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from enum import StrEnum
 from typing import NamedTuple
 
-from areal_async.monitor.token_text import Decoder, token_texts
+from areal_async.monitor.token_text import Detokenizer, token_texts
 from areal_async.protocol.types import NOT_SAMPLED, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 
 
-class Kind(StrEnum):
+class TokenKind(StrEnum):
     """What became of a token."""
 
     GIVEN = "given"
@@ -27,7 +27,7 @@ class TokenView(NamedTuple):
     """One token."""
 
     text: str
-    kind: Kind
+    kind: TokenKind
     logprob: float
     """The server's; 0 where it was given."""
     version: str
@@ -36,14 +36,16 @@ class TokenView(NamedTuple):
     """The first of a stretch that one version sampled."""
 
 
-class Numbers:
+class IdDetokenizer:
     """Stands in for a tokenizer that is not there: tokens are shown as their ids."""
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(f"<{token_id}>" for token_id in token_ids)
 
 
-def token_views(sequence: TokenSequence, decoder: Decoder, trained: Sequence[bool] | None = None) -> list[TokenView]:
+def token_views(
+    sequence: TokenSequence, decoder: Detokenizer, trained: Sequence[bool] | None = None
+) -> list[TokenView]:
     """Return a view of every token.
 
     Args:
@@ -58,7 +60,7 @@ def token_views(sequence: TokenSequence, decoder: Decoder, trained: Sequence[boo
         packed = int(sequence.versions[place])
         version = "" if packed == NOT_SAMPLED else str(Version.unpack(packed))
         is_trained = sampled[place] and (trained is None or trained[place])
-        kind = Kind.TRAINED if is_trained else Kind.MASKED if sampled[place] else Kind.GIVEN
+        kind = TokenKind.TRAINED if is_trained else TokenKind.MASKED if sampled[place] else TokenKind.GIVEN
         begins = bool(version) and version != before
         views.append(TokenView(text, kind, float(sequence.logprobs[place]), version, begins))
         before = version

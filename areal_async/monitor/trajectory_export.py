@@ -8,11 +8,11 @@ from typing import Any
 
 from areal_async.monitor.output import replacing
 from areal_async.monitor.text import json_text
-from areal_async.monitor.token_text import Decoder
+from areal_async.monitor.token_text import Detokenizer
 from areal_async.monitor.trajectory_list import Entry
 from areal_async.monitor.transcript import version_text
 from areal_async.protocol.types import Trajectory
-from areal_async.trainer.output.archive_reader import Recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
 SUFFIXES = (".jsonl", ".parquet", ".csv")
 TEXTS = ("prompt", "answer")
@@ -22,8 +22,8 @@ TEXTS = ("prompt", "answer")
 def export(
     path: Path,
     entries: Sequence[Entry],
-    recorded: Mapping[str, Recorded],
-    decoder: Decoder,
+    recorded: Mapping[str, ArchivedTrajectory],
+    decoder: Detokenizer,
     *,
     stored: Mapping[str, Trajectory] = MappingProxyType({}),
 ) -> int:
@@ -50,7 +50,7 @@ def export(
     return len(entries)
 
 
-def _texts(trajectory: Trajectory | None, decoder: Decoder) -> tuple[str, str]:
+def _texts(trajectory: Trajectory | None, decoder: Detokenizer) -> tuple[str, str]:
     """Return prompt and answer; those of several sequences one below the other, nothing without tokens."""
     parts = []
     for sequence in trajectory.sequences if trajectory is not None else ():
@@ -61,7 +61,7 @@ def _texts(trajectory: Trajectory | None, decoder: Decoder) -> tuple[str, str]:
 
 
 def describe(
-    entry: Entry, recorded: Recorded | None, trajectory: Trajectory | None, decoder: Decoder
+    entry: Entry, recorded: ArchivedTrajectory | None, trajectory: Trajectory | None, decoder: Detokenizer
 ) -> dict[str, Any]:
     """Return everything about one trajectory. Token lists have one entry per token, None for a version nobody sampled.
 

@@ -18,7 +18,7 @@ from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.protocol.types import Cut, DeadLetter, Outcome, OutcomeKind, Slot, SlotStatus, Trajectory, Version
 from areal_async.protocol.wire import decode, decode_headers, decode_trajectory
-from areal_async.trainer.output.archive_reader import Recorded, archive_files, read_recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 
 TRAINED, STORED, LEFT = "trained", "stored", "left"
 
@@ -125,7 +125,7 @@ def archived(run_directory: Path, *, steps: tuple[int, int] | None = None) -> It
         yield from map(entry_of, recorded)
 
 
-def entry_of(recorded: Recorded) -> Entry:
+def entry_of(recorded: ArchivedTrajectory) -> Entry:
     """Return the line of a trained trajectory."""
     step, info = recorded.made.step, recorded.trajectory.info
     return _of_slot(

@@ -10,10 +10,10 @@ from areal_async.bus import Bus
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.monitor.token_text import Decoder
-from areal_async.monitor.token_views import Numbers
+from areal_async.monitor.token_text import Detokenizer
+from areal_async.monitor.token_views import IdDetokenizer
 from areal_async.monitor.trajectory_list import TRAINED, Entry, untrained
-from areal_async.trainer.output.archive_reader import Recorded, archive_files, read_recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def ask(
     return None
 
 
-def find_recorded(directory: RunDirectory, entries: Sequence[Entry]) -> dict[str, Recorded]:
+def find_recorded(directory: RunDirectory, entries: Sequence[Entry]) -> dict[str, ArchivedTrajectory]:
     """Read the trained ones of some entries with their tokens, by id; each step is read once."""
     wanted = {entry.id for entry in entries if entry.state == TRAINED}
     steps = {entry.step for entry in entries if entry.state == TRAINED}
@@ -61,7 +61,7 @@ def find_recorded(directory: RunDirectory, entries: Sequence[Entry]) -> dict[str
     return found
 
 
-def load_decoder(directory: RunDirectory) -> Decoder:
+def load_decoder(directory: RunDirectory) -> Detokenizer:
     """Return the run's tokenizer; numbers, with a note on stderr, where there is none to be read."""
     # Imported here: it takes seconds.
     from areal_async.rollout.policy.text import load_codec
@@ -71,4 +71,4 @@ def load_decoder(directory: RunDirectory) -> Decoder:
         return load_codec(str(final) if final.is_dir() else directory.read_settings().model.path)
     except UserError as exc:
         sys.stderr.write(f"tokens are shown by their ids: {exc}\n")
-        return Numbers()
+        return IdDetokenizer()

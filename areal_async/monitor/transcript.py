@@ -15,7 +15,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from areal_async.monitor.token_text import Decoder, token_texts, visible
+from areal_async.monitor.token_text import Detokenizer, token_texts, visible
 from areal_async.protocol.fields import OWN_INFO
 from areal_async.protocol.types import NOT_SAMPLED, Sequence, SlotStatus, Version
 from areal_async.rollout.trial import Attempt, TimedTurn
@@ -31,7 +31,7 @@ LEAST_TOLD_S = 0.005
 """Less is written as 0.00 and would only take room."""
 
 
-class Span(NamedTuple):
+class TextSpan(NamedTuple):
     """Neighbouring tokens ``[start, end)`` of one kind."""
 
     start: int
@@ -63,7 +63,7 @@ def legend() -> RenderableType:
     )
 
 
-def spans_of(sequence: Sequence, turns: Iterable[TimedTurn], *, taken: set[int]) -> list[Span]:
+def spans_of(sequence: Sequence, turns: Iterable[TimedTurn], *, taken: set[int]) -> list[TextSpan]:
     """Part a sequence into what was given and what each turn said.
 
     Args:
@@ -77,15 +77,15 @@ def spans_of(sequence: Sequence, turns: Iterable[TimedTurn], *, taken: set[int])
         if number not in taken and is_here and bool(sequence.loss_mask[start:end].all()):
             said[start] = (end, number)
             taken.add(number)
-    spans: list[Span] = []
+    spans: list[TextSpan] = []
     position = 0
     for start, (end, number) in sorted(said.items()):
         if start > position:
-            spans.append(Span(position, start, is_sampled=False, turn=None))
-        spans.append(Span(start, end, is_sampled=True, turn=number))
+            spans.append(TextSpan(position, start, is_sampled=False, turn=None))
+        spans.append(TextSpan(start, end, is_sampled=True, turn=number))
         position = end
     if position < len(ids):
-        spans.append(Span(position, len(ids), is_sampled=False, turn=None))
+        spans.append(TextSpan(position, len(ids), is_sampled=False, turn=None))
     return spans
 
 
@@ -93,7 +93,7 @@ def spans_of(sequence: Sequence, turns: Iterable[TimedTurn], *, taken: set[int])
 class Transcript:
     """Draws attempts, one after the other."""
 
-    decoder: Decoder
+    decoder: Detokenizer
     with_tokens: bool = False
     """A table of every token below each conversation."""
 
@@ -118,7 +118,7 @@ class Transcript:
         parts += _failure(attempt)
         return Group(*parts, Text())
 
-    def _conversation(self, attempt: Attempt, sequence: Sequence, spans: list[Span]) -> Iterator[RenderableType]:
+    def _conversation(self, attempt: Attempt, sequence: Sequence, spans: list[TextSpan]) -> Iterator[RenderableType]:
         texts = self._texts(sequence, spans)
         for span in spans:
             if span.turn is not None:
@@ -132,10 +132,10 @@ class Transcript:
                 block.append(visible(texts[position]), style)
             yield Barred(block, is_sampled=span.is_sampled)
 
-    def _texts(self, sequence: Sequence, spans: list[Span]) -> list[str]:
+    def _texts(self, sequence: Sequence, spans: list[TextSpan]) -> list[str]:
         return token_texts(self.decoder, sequence.token_ids.tolist(), breaks={span.start for span in spans})
 
-    def _shown_before(self, attempt: Attempt, sequence: Sequence, span: Span) -> str | None:
+    def _shown_before(self, attempt: Attempt, sequence: Sequence, span: TextSpan) -> str | None:
         """Say where the beginning of a conversation was shown already."""
         if span.start:
             return None

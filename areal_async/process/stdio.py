@@ -30,7 +30,7 @@ def say(line: str) -> None:
     _write(sys.stdout, escaped(line) + "\n")
 
 
-class Voice(io.TextIOBase):
+class LossyStdout(io.TextIOBase):
     """A stream that is stdout, for who draws on it: as with ``say``, writing never fails."""
 
     def __init__(self, stream: TextIO) -> None:

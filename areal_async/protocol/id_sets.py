@@ -16,7 +16,7 @@ _EPOCH = 10**9
 """More than any index that ``_PARTS`` takes, so that no two prompts have one number, and 10**18 is within 64 bits."""
 
 
-class Numbers(AbstractSet[int]):
+class NumberSet(AbstractSet[int]):
     """A set of 64-bit numbers, iterated over in their order."""
 
     __slots__ = ("_first", "_last", "_num")
@@ -54,9 +54,9 @@ class Numbers(AbstractSet[int]):
         """What it takes: 16 bytes for each."""
         return len(self._first)
 
-    def copy(self) -> "Numbers":
+    def copy(self) -> "NumberSet":
         """Return another set of the same numbers."""
-        made = Numbers()
+        made = NumberSet()
         made._first, made._last, made._num = self._first[:], self._last[:], self._num
         return made
 
@@ -80,7 +80,7 @@ class GroupIds(AbstractSet[str]):
     __slots__ = ("_by_attempt", "_others")
 
     def __init__(self, group_ids: Iterable[str] = ()) -> None:
-        self._by_attempt: dict[str, Numbers] = {}
+        self._by_attempt: dict[str, NumberSet] = {}
         """Attempt -> epoch and index, as one number."""
         self._others: set[str] = set()
         """Texts that no numbers stand for."""
@@ -99,7 +99,7 @@ class GroupIds(AbstractSet[str]):
         epoch, index, attempt = parts.groups()
         prompts = self._by_attempt.get(attempt)
         if prompts is None:
-            prompts = self._by_attempt[attempt] = Numbers()
+            prompts = self._by_attempt[attempt] = NumberSet()
         prompts.add(int(epoch) * _EPOCH + int(index))
 
     def update(self, group_ids: Iterable[str]) -> None:

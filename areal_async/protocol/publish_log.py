@@ -1,8 +1,8 @@
 """What a producer of trajectories knows to be stored, kept apart from the broker: so that a loss there shows.
 
-A producer is one node process. It numbers its messages 1, 2, 3, ... and each message tells its number and how
-far that producer's are all acknowledged (``Stamp``). After each acknowledgement it adds one line to its own file
-in the run directory, ``produced/<producer>.jsonl`` (``Receipt``). The line is written before the ticket is acked,
+A producer is one node process. It numbers its messages 1, 2, 3, ... and each message tells its number and how far
+that producer's are all acknowledged (``ProducerSequence``). After each acknowledgement it adds one line to its own
+file in the run directory, ``produced/<producer>.jsonl`` (``Receipt``). The line is written before the ticket is acked,
 and survives the end of the process, however it ends.
 """
 
@@ -27,7 +27,7 @@ STAMP_HEADER = "Areal-Producer"
 log = structlog.get_logger()
 
 
-class Stamp(Record, frozen=True, kw_only=True):
+class ProducerSequence(Record, frozen=True, kw_only=True):
     """A header of every trajectory message: who sent it, and its place among what that producer sent."""
 
     producer: str
@@ -54,7 +54,7 @@ class Receipt(Record, frozen=True, kw_only=True):
     slots: list[ReceivedSlot]
 
 
-class Receipts:
+class PublishLog:
     """One producer's counter and its file. Made once per process."""
 
     def __init__(self, directory: Path, node_id: str) -> None:
@@ -66,13 +66,15 @@ class Receipts:
         self._num_made = 0
         self._unacknowledged: set[int] = set()
 
-    def stamp(self) -> Stamp:
+    def stamp(self) -> ProducerSequence:
         """Number one more message, which is about to be sent."""
         self._num_made += 1
         self._unacknowledged.add(self._num_made)
-        return Stamp(producer=self.producer, number=self._num_made, num_acknowledged=min(self._unacknowledged) - 1)
+        return ProducerSequence(
+            producer=self.producer, number=self._num_made, num_acknowledged=min(self._unacknowledged) - 1
+        )
 
-    def acknowledge(self, stamp: Stamp, *, group_id: str, slots: Sequence[Slot]) -> None:
+    def acknowledge(self, stamp: ProducerSequence, *, group_id: str, slots: Sequence[Slot]) -> None:
         """Note that the broker has stored the message with these slots, whose checksums are filled in.
 
         A file that cannot be written is told of once and never holds up a rollout: the stamps still count.
@@ -107,12 +109,12 @@ class Produced(NamedTuple):
     """Lines that cannot be read; one that its writer's death cut short is none of them."""
 
 
-def encode_stamp(stamp: Stamp) -> str:
+def encode_stamp(stamp: ProducerSequence) -> str:
     """Return the header's value."""
     return msgspec.json.encode(stamp).decode("ascii")
 
 
-def decode_stamp(headers: Mapping[str, str]) -> Stamp | None:
+def decode_stamp(headers: Mapping[str, str]) -> ProducerSequence | None:
     """Read a message's stamp; None when it has none.
 
     Raises:
@@ -120,7 +122,7 @@ def decode_stamp(headers: Mapping[str, str]) -> Stamp | None:
     """
     text = headers.get(STAMP_HEADER)
     try:
-        return None if text is None else decode_json(text, Stamp, what=f"header {STAMP_HEADER}")
+        return None if text is None else decode_json(text, ProducerSequence, what=f"header {STAMP_HEADER}")
     except UnicodeEncodeError as exc:  # what is no UTF-8 arrives as surrogates
         raise WireError(f"header {STAMP_HEADER}: cannot decode: {exc}") from exc
 

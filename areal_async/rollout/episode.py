@@ -12,7 +12,7 @@ from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.protocol.types import Prompt, Trajectory
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.rewards.reply_rewards import Scores
-from areal_async.rollout.slots import Ending, Place, fill_slot, scores_of
+from areal_async.rollout.slots import Ending, SlotSpec, fill_slot, scores_of
 from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.rollout.user_code.task_scope import RanPast, run_owned
 
@@ -61,7 +61,7 @@ async def call_workflow(
 
 
 async def run_episode(
-    workflow: Workflow, prompt: Prompt, policy: RecordingPolicy, place: Place, *, deadline_s: float
+    workflow: Workflow, prompt: Prompt, policy: RecordingPolicy, place: SlotSpec, *, deadline_s: float
 ) -> Trajectory:
     """Run one sibling and return what fills its slot."""
     started = time.monotonic()

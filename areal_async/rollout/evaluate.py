@@ -9,7 +9,7 @@ from areal_async.protocol.types import EvalResult, EvalTicket, Prompt
 from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.episode import call_workflow
 from areal_async.rollout.group import for_one_sibling
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.runner import returned_unless_done, run_heartbeats
 from areal_async.rollout.slots import version_range
 from areal_async.rollout.user_code.boundary import text_of
@@ -20,13 +20,13 @@ from areal_async.telemetry import spans, wait_graph
 log = structlog.get_logger()
 
 
-async def run_eval_ticket(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None:
+async def run_eval_ticket(place: NodeContext, ticket: EvalTicket, delivery: Delivery) -> None:
     """Answer one held-out prompt, store the result and acknowledge the ticket."""
     with spans.leased_row(ticket, delivery, node_id=place.node_id):
         await _run(place, ticket, delivery)
 
 
-async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None:
+async def _run(place: NodeContext, ticket: EvalTicket, delivery: Delivery) -> None:
     async with returned_unless_done(delivery):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(run_heartbeats, delivery, place.settings.ticket_heartbeat_s)
@@ -42,7 +42,7 @@ async def _run(place: Workplace, ticket: EvalTicket, delivery: Delivery) -> None
         await delivery.ack()
 
 
-async def _answer(place: Workplace, ticket: EvalTicket) -> EvalResult:
+async def _answer(place: NodeContext, ticket: EvalTicket) -> EvalResult:
     rollout = place.settings.rollout_of(ticket.workflow)
     policy = place.policy(place.settings.eval_sampling_of(ticket.workflow), name=f"eval.{ticket.answer}")
     reward, error = 0.0, ""

@@ -18,7 +18,7 @@ from areal_async.config.settings import PolicySettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import choose_backend
 from areal_async.inference.fleet import Fleet
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.inference.score_bias import needs_bias, write_with_bias
 from areal_async.inference.scoring import ScoringClient
 from areal_async.process.hub import local_model
@@ -103,5 +103,5 @@ def _with_bias(settings: Settings, directory: Path) -> Settings:
     return settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(directory)})})
 
 
-async def _note(server: Server) -> None:
+async def _note(server: ServerHandle) -> None:
     log.info("frozen.state", server_id=server.id, fence=server.fence)

@@ -17,7 +17,7 @@ from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.episode import call_user_code
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.rewards.number import check_awaited
-from areal_async.rollout.slots import MAX_REASON_CHARACTERS, Ending, Place, failed_trajectory, fill_slot, scores_of
+from areal_async.rollout.slots import MAX_REASON_CHARACTERS, Ending, SlotSpec, failed_trajectory, fill_slot, scores_of
 from areal_async.rollout.user_code.boundary import attributed_to, shown
 
 MIN_REASON_CHARACTERS = 60
@@ -27,7 +27,7 @@ async def run_group_episode(
     workflow: GroupWorkflow,
     prompt: Prompt,
     policies: Sequence[ServedPolicy],
-    places: Sequence[Place],
+    places: Sequence[SlotSpec],
     *,
     deadline_s: float,
     max_bytes: int,

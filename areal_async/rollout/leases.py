@@ -9,12 +9,12 @@ import anyio.abc
 from areal_async.bus import Delivery
 from areal_async.config.live import settings_now
 from areal_async.config.settings import Settings
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import EvalTicket, Ticket
 from areal_async.rollout.evaluate import run_eval_ticket
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.recovery import RowKey, row_key
 from areal_async.rollout.runner import returned_unless_done, run_ticket
 from areal_async.rollout.settled import SettledGroups
@@ -35,7 +35,7 @@ class Leases:
     """A node's two loops that take tickets."""
 
     def __init__(
-        self, place: Workplace, pool: Pool, draining: anyio.Event, *, ended_rows: Set[RowKey] = frozenset()
+        self, place: NodeContext, pool: ServerPool, draining: anyio.Event, *, ended_rows: Set[RowKey] = frozenset()
     ) -> None:
         """``ended_rows``: of evaluations, which have their result already."""
         self._place = place

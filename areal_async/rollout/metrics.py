@@ -9,8 +9,8 @@ import anyio
 import msgspec
 
 from areal_async.bus import serving
-from areal_async.inference.pool import Pool, Server
-from areal_async.rollout.node_context import Workplace
+from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.user_code.loop_watchdog import LoopWatch
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
@@ -30,16 +30,16 @@ class Pace:
     """How fast each server was in the last seconds; told every second what they have done in all."""
 
     def __init__(self) -> None:
-        self._noted: deque[tuple[float, dict[Server, _Counters]]] = deque(maxlen=NUM_INTERVALS + 1)
+        self._noted: deque[tuple[float, dict[ServerHandle, _Counters]]] = deque(maxlen=NUM_INTERVALS + 1)
 
-    def note(self, servers: Iterable[Server], *, now_s: float) -> None:
+    def note(self, servers: Iterable[ServerHandle], *, now_s: float) -> None:
         """Take in what the servers have done until now."""
         counters = {
             one: _Counters(one.num_generated_tokens, one.num_first_tokens, one.first_token_total_s) for one in servers
         }
         self._noted.append((now_s, counters))
 
-    def of(self, server: Server) -> dict[str, float | None]:
+    def of(self, server: ServerHandle) -> dict[str, float | None]:
         """Return its tokens per second over the last second, and its mean time to a first token over the last ten.
 
         The latter is None while no stream has begun.
@@ -56,7 +56,7 @@ class Pace:
         }
 
 
-async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> None:
+async def run_metrics(place: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
     tokens_per_s = 0.0
 
@@ -79,7 +79,7 @@ async def run_metrics(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace
             await place.bus.emit(place.bus.names.metrics("node", place.node_id), msgspec.json.encode(report()))
 
 
-def node_report(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> dict[str, Any]:
+def node_report(place: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> dict[str, Any]:
     """Return the state of the node as it is now."""
     counts = place.counts
     return {
@@ -103,7 +103,7 @@ def node_report(place: Workplace, pool: Pool, watch: LoopWatch, pace: Pace) -> d
     }
 
 
-def server_reports(place: Workplace, pool: Pool, pace: Pace) -> dict[str, dict[str, Any]]:
+def server_reports(place: NodeContext, pool: ServerPool, pace: Pace) -> dict[str, dict[str, Any]]:
     """Return what each server of the node does now, by its id."""
     return {
         server.id: {
@@ -125,7 +125,7 @@ def server_reports(place: Workplace, pool: Pool, pace: Pace) -> dict[str, dict[s
     }
 
 
-def _waits_for(place: Workplace, pool: Pool) -> str:
+def _waits_for(place: NodeContext, pool: ServerPool) -> str:
     """Name what holds the node up, the most telling first; empty when nothing does."""
     servers = [server for one in _pools(place, pool).values() for server in one.servers.values()]
     fenced = [f"server {server.id} ({server.fence})" for server in servers if server.fence]
@@ -139,10 +139,10 @@ def _waits_for(place: Workplace, pool: Pool) -> str:
     return "tickets" if not place.counts.num_groups_running else "its workflows and rewards"
 
 
-def _pools(place: Workplace, pool: Pool) -> dict[str, Pool]:
+def _pools(place: NodeContext, pool: ServerPool) -> dict[str, ServerPool]:
     """Return the pool of each policy's servers by its name; that of the trained one by none."""
     return {"": pool, **{name: model.pool for name, model in place.frozen.items()}}
 
 
-def _num_generated_tokens(place: Workplace, pool: Pool) -> int:
+def _num_generated_tokens(place: NodeContext, pool: ServerPool) -> int:
     return sum(one.num_generated_tokens for one in _pools(place, pool).values())

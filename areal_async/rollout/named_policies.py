@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 from areal_async.api import Message, Policy, RewardModel, Workflow
 from areal_async.config.settings import PolicySettings, SamplingSettings, Settings
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import Prompt
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import is_long, run_beside
 from areal_async.rollout.policy.policy import Generator
-from areal_async.rollout.policy.text import Room, TextCodec
+from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.user_code.task_scope import in_nobodys_name
 
 
@@ -32,7 +32,7 @@ class FrozenModel:
 
     generator: Generator
     codec: TextCodec
-    pool: Pool
+    pool: ServerPool
 
 
 class Scorer(Protocol):
@@ -47,7 +47,7 @@ class FrozenReward:
 
     scorer: Scorer
     codec: TextCodec
-    pool: Pool
+    pool: ServerPool
 
     async def score(self, messages: Sequence[Message]) -> float:
         """Score a whole conversation, rendered by the reward model's own chat template."""
@@ -63,7 +63,7 @@ class FrozenReward:
         text = self.codec.render(messages, for_reply=False)
         rooms = [server.context_tokens for server in self.pool.servers.values()]
         if known := [tokens for tokens in rooms if tokens is not None]:
-            Room(max(known), "inference.context_length or the reward model's").check_length(text)
+            ContextRoom(max(known), "inference.context_length or the reward model's").check_length(text)
         return self.codec.encode(text)
 
 

@@ -18,16 +18,16 @@ from areal_async.config.settings import Settings
 from areal_async.errors import ConflictError, StreamFullError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import LEFT, Fleet
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.process.gc_pauses import spare_pauses
 from areal_async.protocol.run_state import FleetSize, ServerState
 from areal_async.protocol.types import WeightsVersion
 from areal_async.protocol.wire import MAX_REASON_CHARACTERS
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.leases import MAX_EVALUATIONS, Leases
 from areal_async.rollout.metrics import Pace, run_metrics, server_reports
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.recovery import RowKey, make_amends
 from areal_async.rollout.server_events import server_event
@@ -118,7 +118,7 @@ class _Node:
                     serve_frozen(
                         settings, node_id=self._node_id, log_directory=self._log_directory, max_streams=max_streams
                     ) as frozen,
-                    Endpoint(settings.endpoint) as endpoint,
+                    AgentEndpoint(settings.endpoint) as endpoint,
                     given_per_node(
                         workflows,
                         deadline_s=settings.rollout.setup_deadline_s,
@@ -126,7 +126,7 @@ class _Node:
                         tell=lambda told: log.warning("per_node.left", cause=told),
                     ) as given,
                 ):
-                    place = Workplace(
+                    place = NodeContext(
                         settings=settings,
                         bus=self._bus,
                         node_id=self._node_id,
@@ -155,7 +155,7 @@ class _Node:
             await self._sign_off()
         log.info("node.ended", node_id=self._node_id)
 
-    async def _run_leases(self, place: Workplace, ended_rows: set[RowKey], grace_s: float) -> None:
+    async def _run_leases(self, place: NodeContext, ended_rows: set[RowKey], grace_s: float) -> None:
         """Work until drained: groups that do not end within the grace are cancelled and their tickets given back."""
         leases = Leases(place, self._fleet.pool, self._draining, ended_rows=ended_rows)
 
@@ -219,7 +219,7 @@ class _Node:
                         log.warning("server.claimed", server_id=server.id, version=server.version)
             await anyio.sleep(POLL_S)
 
-    def _state(self, server: Server) -> ServerState:
+    def _state(self, server: ServerHandle) -> ServerState:
         return ServerState(
             server_id=server.id,
             node_id=self._node_id,
@@ -233,7 +233,7 @@ class _Node:
             unreadable=server.unreadable[:MAX_REASON_CHARACTERS],
         )
 
-    async def _publish_state(self, server: Server) -> None:
+    async def _publish_state(self, server: ServerHandle) -> None:
         """Write what a server runs, after it runs it; the controller's accounts rest on that order.
 
         A new server's key waits for room among those of all nodes.

@@ -9,9 +9,9 @@ from areal_async.api import GroupWorkflow, Workflow
 from areal_async.bus import Bus
 from areal_async.config.settings import SamplingSettings, Settings
 from areal_async.errors import UserError
-from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.publish_log import PublishLog
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward, with_policies
 from areal_async.rollout.policy.policy import CallParser, Generator
 from areal_async.rollout.policy.text import TextCodec
@@ -35,7 +35,7 @@ class Counts:
 
 
 @dataclass(kw_only=True)
-class Workplace:
+class NodeContext:
     """What every ticket of a node works with."""
 
     settings: Settings
@@ -46,7 +46,7 @@ class Workplace:
     workflows: Mapping[str, Workflow | GroupWorkflow]
     frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
     """By the names of their policies."""
-    endpoint: Endpoint = field(default_factory=Endpoint)
+    endpoint: AgentEndpoint = field(default_factory=AgentEndpoint)
     """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""
     call_parser: CallParser | None = None
     """The servers' own parser of tool calls, where it is to be used."""
@@ -54,14 +54,14 @@ class Workplace:
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
     """Bounds the payloads on their way here: after a crash every ticket comes again at once."""
-    receipts: Receipts = field(init=False)
+    receipts: PublishLog = field(init=False)
     now: Settings = field(init=False)
     """With what operators have changed. Training groups begin with it; evaluations stay with ``settings``, as their
     numbers are compared over the whole run."""
 
     def __post_init__(self) -> None:
         self.now = self.settings
-        self.receipts = Receipts(self.settings.run_directory, self.node_id)
+        self.receipts = PublishLog(self.settings.run_directory, self.node_id)
 
     def policy(self, sampling: SamplingSettings, *, name: str) -> ServedPolicy:
         """Return a new trajectory's policy."""

@@ -16,7 +16,7 @@ import structlog
 from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import StreamFullError
 from areal_async.process.failpoints import reach
-from areal_async.protocol.publish_log import STAMP_HEADER, Receipts, Stamp, encode_stamp
+from areal_async.protocol.publish_log import STAMP_HEADER, ProducerSequence, PublishLog, encode_stamp
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Slot, Ticket, Trajectory
 from areal_async.protocol.wire import encode_message, max_encoded_bytes
@@ -35,7 +35,7 @@ SLOT_HEADER_BYTES = 512
 log = structlog.get_logger()
 
 
-class Publisher(Protocol):
+class TrajectoryPublisher(Protocol):
     """What an outbox needs of the bus."""
 
     async def publish(
@@ -85,7 +85,7 @@ class _Frozen(NamedTuple):
     payload: bytes
     headers: Mapping[str, str]
     msg_id: str
-    stamp: Stamp
+    stamp: ProducerSequence
     slots: list[Slot]
 
 
@@ -94,7 +94,7 @@ class Outbox:
 
     def __init__(
         self,
-        bus: Publisher,
+        bus: TrajectoryPublisher,
         names: Names,
         ticket: Ticket,
         *,
@@ -102,7 +102,7 @@ class Outbox:
         num_expected: int,
         linger_s: float,
         backpressure: Backpressure,
-        receipts: Receipts,
+        receipts: PublishLog,
         max_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """``max_bytes``: slots that are ready together travel together up to this size."""

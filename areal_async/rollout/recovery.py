@@ -10,7 +10,7 @@ import structlog
 
 from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMessage, Ticket
 from areal_async.rollout.duties import missing_siblings
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.runner import stored_messages
 from areal_async.rollout.settled import SettledGroups
@@ -28,7 +28,7 @@ def row_key(ticket: EvalTicket) -> RowKey:
     return ticket.answer, ticket.attempt
 
 
-async def make_amends(place: Workplace, file: BlockageFile) -> set[RowKey]:
+async def make_amends(place: NodeContext, file: BlockageFile) -> set[RowKey]:
     """Store what became of the work that held up this node's loop in its earlier life.
 
     consumes:     the file that it left
@@ -52,7 +52,7 @@ async def make_amends(place: Workplace, file: BlockageFile) -> set[RowKey]:
     return ended
 
 
-async def _store_slots(place: Workplace, blockage: Blockage, ticket: Ticket) -> None:
+async def _store_slots(place: NodeContext, blockage: Blockage, ticket: Ticket) -> None:
     if (await SettledGroups(place.bus).among([ticket]))[0]:
         return
     siblings = _to_fail(ticket, await stored_messages(place, ticket), blockage)
@@ -99,7 +99,7 @@ def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) ->
     return reasons
 
 
-async def _publish_result(place: Workplace, blockage: Blockage, ticket: EvalTicket) -> None:
+async def _publish_result(place: NodeContext, blockage: Blockage, ticket: EvalTicket) -> None:
     result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason, sample=ticket.sample)
     msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
     await place.bus.publish_patiently(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)

@@ -24,9 +24,9 @@ from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.group import run_group_episode
-from areal_async.rollout.node_context import Counts, Workplace
+from areal_async.rollout.node_context import Counts, NodeContext
 from areal_async.rollout.publish import Outbox
-from areal_async.rollout.slots import Place
+from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.user_code.loop_block_report import Work
 from areal_async.rollout.user_code.task_scope import working_on
 from areal_async.telemetry import spans, wait_graph
@@ -59,7 +59,7 @@ async def returned_unless_done(*deliveries: Delivery) -> AsyncIterator[None]:
                     await delivery.nak(RETURN_DELAY_S)
 
 
-async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> None:
+async def run_ticket(place: NodeContext, ticket: Ticket, delivery: Delivery) -> None:
     """Run the siblings that are missing and acknowledge the ticket.
 
     consumes:     a leased ticket whose group is not settled
@@ -83,7 +83,7 @@ async def run_ticket(place: Workplace, ticket: Ticket, delivery: Delivery) -> No
             reach("node.after_ack")
 
 
-async def stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessage]:
+async def stored_messages(place: NodeContext, ticket: Ticket) -> list[StoredMessage]:
     """Return what is stored of a ticket's group."""
     names = place.bus.names
     subject = names.trajectories(ticket.workflow, ticket.group_id)
@@ -99,7 +99,7 @@ async def stored_messages(place: Workplace, ticket: Ticket) -> list[StoredMessag
     return stored
 
 
-async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -> None:
+async def _run_siblings(place: NodeContext, ticket: Ticket, siblings: list[int]) -> None:
     settings = place.now  # of one moment for all siblings: what is compared is sampled alike
     rollout = settings.rollout_of(ticket.workflow)
     workflow = place.workflow(ticket.workflow, settings)
@@ -116,8 +116,8 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         max_bytes=rollout.max_payload_bytes if is_group_workflow(workflow) else MESSAGE_BYTES,
     )
 
-    def slot(sibling: int) -> Place:
-        return Place(
+    def slot(sibling: int) -> SlotSpec:
+        return SlotSpec(
             workflow=ticket.workflow,
             sibling=sibling,
             sample_uid=f"{ticket.group_id}.{sibling}.{producer}",
@@ -129,7 +129,7 @@ async def _run_siblings(place: Workplace, ticket: Ticket, siblings: list[int]) -
         )
 
     @contextmanager
-    def running(slots: Sequence[Place]) -> Iterator[list[ServedPolicy]]:
+    def running(slots: Sequence[SlotSpec]) -> Iterator[list[ServedPolicy]]:
         """Make a policy for each of these siblings, which one call of the workflow fills."""
         first = slots[0]
         name = wait_graph.slot(ticket.group_id, first.sibling)

@@ -21,7 +21,7 @@ MAX_REASON_CHARACTERS = 1000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class SlotSpec:
     """The slot that is to be filled, and what fits it."""
 
     workflow: str
@@ -56,7 +56,7 @@ def scores_of(returned: object, policy: RecordingPolicy, name: str) -> Scores:
     return scores
 
 
-def fill_slot(policy: RecordingPolicy, ending: Ending, place: Place, *, duration_s: float) -> Trajectory:
+def fill_slot(policy: RecordingPolicy, ending: Ending, place: SlotSpec, *, duration_s: float) -> Trajectory:
     """Return what is stored of one sibling."""
     status, reward, reason = SlotStatus.SCORED, 0.0, ""
     sequences: list[Sequence] = []

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.policy import Generator
 from areal_async.telemetry.wait_graph import Ended
@@ -14,7 +14,7 @@ Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class TimedCall:
     """One call of the model, by the monotonic clock."""
 
     since_s: float
@@ -34,16 +34,16 @@ class TimedGenerator:
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
-        self.calls: list[Call] = []
+        self.calls: list[TimedCall] = []
 
     async def generate(
         self,
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         since_s = time.monotonic()
         first_s: float | None = None
         turn: Turn | None = None
@@ -60,7 +60,7 @@ class TimedGenerator:
             )
             return turn, server
         finally:
-            self.calls.append(Call(since_s=since_s, first_s=first_s, until_s=time.monotonic(), turn=turn))
+            self.calls.append(TimedCall(since_s=since_s, first_s=first_s, until_s=time.monotonic(), turn=turn))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +74,7 @@ class Times:
     """In ``@reward`` functions, waiting for a worker included; others are the workflow's own time."""
 
     @classmethod
-    def of(cls, *, total_s: float, calls: Iterable[Call], waits: Iterable[Ended]) -> "Times":
+    def of(cls, *, total_s: float, calls: Iterable[TimedCall], waits: Iterable[Ended]) -> "Times":
         """Add up."""
         ended = list(waits)
 

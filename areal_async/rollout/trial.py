@@ -18,15 +18,15 @@ from areal_async.config.settings import SamplingSettings, Settings
 from areal_async.protocol.types import GroupId, Prompt, Trajectory, Turn
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.group import run_group_episode
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import CallParser, Generator
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.slots import Place as Slot
-from areal_async.rollout.stopwatch import Call, TimedGenerator, Times
-from areal_async.rollout.user_code.source_location import Place, UserCode
+from areal_async.rollout.slots import SlotSpec
+from areal_async.rollout.stopwatch import TimedCall, TimedGenerator, Times
+from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
 from areal_async.telemetry import spans, wait_graph
 
 TRIAL = "trial"
@@ -53,7 +53,7 @@ class Attempt:
     sequences: list[TokenSequence]
     """The turns joined: what would be trained if it was scored."""
     times: Times
-    places: list[Place] = field(default_factory=list)
+    places: list[SourceLocation] = field(default_factory=list)
     """Where in the user's code it failed, outermost first; empty where that says nothing."""
 
 
@@ -68,7 +68,7 @@ class Trial:
         name: str,
         generator: Generator,
         codec: TextCodec,
-        endpoint: Endpoint,
+        endpoint: AgentEndpoint,
         call_parser: CallParser | None = None,
         user_code: UserCode,
         version: str,
@@ -160,7 +160,7 @@ class Trial:
         ]
 
     async def _trajectories(
-        self, noted: "_Noted", prompt: Prompt, policies: Sequence[ServedPolicy], slots: Sequence[Slot]
+        self, noted: "_Noted", prompt: Prompt, policies: Sequence[ServedPolicy], slots: Sequence[SlotSpec]
     ) -> list[Trajectory]:
         rollout = self._settings.rollout_of(self._name)
         if is_group_workflow(self._workflow):
@@ -176,9 +176,9 @@ class Trial:
         workflow = heeding(noted.run, policy, name=self._name)
         return [await run_episode(workflow, prompt, policy, slot, deadline_s=rollout.episode_deadline_s)]
 
-    def _slot(self, group_id: str, sibling: int) -> Slot:
+    def _slot(self, group_id: str, sibling: int) -> SlotSpec:
         rollout = self._settings.rollout_of(self._name)
-        return Slot(
+        return SlotSpec(
             workflow=self._name,
             sibling=sibling,
             sample_uid=f"{group_id}.{sibling}.{TRIAL}",
@@ -209,7 +209,7 @@ class _Noted:
         self.error = error
 
 
-def _timed(turns: Sequence[Turn], calls: Sequence[Call]) -> list[TimedTurn]:
+def _timed(turns: Sequence[Turn], calls: Sequence[TimedCall]) -> list[TimedTurn]:
     """Find each turn's call; a turn is the very object that its call returned."""
     by_turn = {id(call.turn): call for call in calls if call.turn is not None}
     timed = []

@@ -18,9 +18,9 @@ A verdict never comes from an exit status or from what a program prints about it
 the caller compares. ``Sandbox`` refuses to start where the walls do not hold: it tries them first.
 """
 
-from areal_async.sandbox.limits import End, Execution, Limits
+from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
 from areal_async.sandbox.sandbox import Sandbox
 from areal_async.sandbox.shared import shared_sandbox
 from areal_async.sandbox.tool import python
 
-__all__ = ["End", "Execution", "Limits", "Sandbox", "python", "shared_sandbox"]
+__all__ = ["End", "ProgramResult", "SandboxLimits", "Sandbox", "python", "shared_sandbox"]

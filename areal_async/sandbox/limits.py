@@ -7,7 +7,7 @@ MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Of one program and all it starts together, unless another is named."""
 
     wall_s: float = 10.0
@@ -42,7 +42,7 @@ class End(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Execution:
+class ProgramResult:
     """One program that has run."""
 
     end: End

@@ -8,10 +8,10 @@ import structlog
 
 from areal_async.errors import RewardError, UserError, leaves_of
 from areal_async.sandbox.escape_suite import ESCAPES
-from areal_async.sandbox.limits import End, Execution, Limits
-from areal_async.sandbox.worker import SandboxGone, Warm
+from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
+from areal_async.sandbox.worker import SandboxGone, SandboxWorker
 
-TRIAL = Limits(wall_s=5.0, cpu_s=2)
+TRIAL = SandboxLimits(wall_s=5.0, cpu_s=2)
 MAX_STARTS = 3
 
 log = structlog.get_logger()
@@ -20,10 +20,10 @@ log = structlog.get_logger()
 class Sandbox:
     """Runs programs, at most ``size`` at once; more wait for their turn."""
 
-    def __init__(self, *, size: int = 1, limits: Limits | None = None) -> None:
+    def __init__(self, *, size: int = 1, limits: SandboxLimits | None = None) -> None:
         """``limits``: of programs that are given none of their own."""
-        self._limits = limits or Limits()
-        self._free = [Warm() for _ in range(size)]
+        self._limits = limits or SandboxLimits()
+        self._free = [SandboxWorker() for _ in range(size)]
         self._all = list(self._free)
         self._turns = anyio.Semaphore(size)
 
@@ -50,7 +50,7 @@ class Sandbox:
     ) -> None:
         await self._stop()
 
-    async def run(self, source: str, *, stdin: bytes = b"", limits: Limits | None = None) -> Execution:
+    async def run(self, source: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> ProgramResult:
         """Run one program from its source, as ``__main__`` of a fresh Python.
 
         Raises:

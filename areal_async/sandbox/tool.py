@@ -10,10 +10,10 @@ That programs cannot be isolated on this machine is not the model's doing: it en
 
 from typing import Final
 
-from areal_async.sandbox.limits import End, Execution, Limits
+from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
 from areal_async.sandbox.shared import shared_sandbox
 
-LIMITS: Final = Limits(wall_s=5.0, cpu_s=5)
+LIMITS: Final = SandboxLimits(wall_s=5.0, cpu_s=5)
 MOST_CHARACTERS: Final = 4000
 """Of what comes back: a conversation has to hold it."""
 NOTHING_PRINTED: Final = "(it ended and printed nothing; print what you want to see)"
@@ -31,7 +31,7 @@ async def python(code: str) -> str:
     return _told(execution, LIMITS)
 
 
-def _told(execution: Execution, limits: Limits) -> str:
+def _told(execution: ProgramResult, limits: SandboxLimits) -> str:
     """Return the output, then the errors, then why it ended if that was not by itself."""
     parts = [_shortened(stream.decode(errors="replace").strip("\n")) for stream in (execution.stdout, execution.stderr)]
     match execution.end:

@@ -18,7 +18,7 @@ import structlog
 
 from areal_async.errors import UserError
 from areal_async.sandbox.control_group import ControlGroup, make_control_group
-from areal_async.sandbox.limits import End, Execution, Limits
+from areal_async.sandbox.limits import End, ProgramResult, SandboxLimits
 from areal_async.sandbox.seccomp import ARCHITECTURES, build_filter
 
 HERE = Path(__file__).parent
@@ -40,7 +40,7 @@ class SandboxGone(Exception):
     """The warm sandbox has ended, or does not answer: take another."""
 
 
-class Warm:
+class SandboxWorker:
     """A warm sandbox. Not for two programs at once."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Warm:
                 await self._group.remove()
             self._group = None
 
-    async def run(self, source: bytes, stdin: bytes, limits: Limits) -> Execution:
+    async def run(self, source: bytes, stdin: bytes, limits: SandboxLimits) -> ProgramResult:
         """Run one program.
 
         Raises:
@@ -135,7 +135,7 @@ class Warm:
                 os.close(file)
         (stdout, is_stdout_cut), (stderr, is_stderr_cut) = outputs
         end = End.OUT_OF_MEMORY if is_too_large else End.OUT_OF_TIME if answer["was_ended"] else End.ENDED
-        return Execution(
+        return ProgramResult(
             end=end,
             status=answer["status"] if end is End.ENDED else None,
             stdout=stdout,
@@ -144,7 +144,7 @@ class Warm:
             duration_s=answer["duration_s"],
         )
 
-    async def _converse(self, files: list[int], limits: Limits) -> tuple[dict[str, Any], bool]:
+    async def _converse(self, files: list[int], limits: SandboxLimits) -> tuple[dict[str, Any], bool]:
         is_too_large = False
         is_answered = False
         try:

@@ -49,13 +49,13 @@ from areal_async.protocol.types import (
     Version,
 )
 from areal_async.telemetry import tracing
-from areal_async.telemetry.tracing import CLIENT, CONSUMER, PRODUCER, Attributes, Place, Span, Value
+from areal_async.telemetry.tracing import CLIENT, CONSUMER, PRODUCER, Attributes, Span, SpanContext, Value
 
 NATS = "nats"
 FAILED = (OutcomeKind.FAILED, OutcomeKind.DEAD)
 
 
-class Stored(Protocol):
+class DeliveredMessage(Protocol):
     """A delivered message."""
 
     @property
@@ -87,7 +87,7 @@ def admitted(ticket: Ticket) -> Span:
 
 
 @contextmanager
-def leased(ticket: Ticket, delivery: Stored, *, node_id: str) -> Iterator[None]:
+def leased(ticket: Ticket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
     """Run a ticket's work for its lease, which it has waited for since it was stored."""
     of_group = _of_group(ticket.group_id, ticket.workflow)
     place = tracing.of_group(ticket.group_id)
@@ -97,7 +97,13 @@ def leased(ticket: Ticket, delivery: Stored, *, node_id: str) -> Iterator[None]:
 
 @contextmanager
 def _leased(
-    place: Place | None, workflow: str, delivery: Stored, about: Attributes, *, node_id: str, destination: str
+    place: SpanContext | None,
+    workflow: str,
+    delivery: DeliveredMessage,
+    about: Attributes,
+    *,
+    node_id: str,
+    destination: str,
 ) -> Iterator[None]:
     if place is None:
         yield
@@ -240,7 +246,7 @@ def published(ticket: Ticket, slots: Iterable[Slot], *, num_bytes: int) -> Span:
 
 
 @contextmanager
-def cut(entry: Cut, stored: Mapping[str, Mapping[int, Stored]]) -> Iterator[None]:
+def cut(entry: Cut, stored: Mapping[str, Mapping[int, DeliveredMessage]]) -> Iterator[None]:
     """Write a journal entry; of a cut, say of its groups how long they have waited for it.
 
     Args:
@@ -299,7 +305,7 @@ def asked(ticket: EvalTicket) -> Span:
 
 
 @contextmanager
-def leased_row(ticket: EvalTicket, delivery: Stored, *, node_id: str) -> Iterator[None]:
+def leased_row(ticket: EvalTicket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
     """As ``leased``."""
     place = tracing.of_row(ticket.eval_id, ticket.index)
     with _leased(place, ticket.workflow, delivery, _of_row(ticket), node_id=node_id, destination="eval"):
@@ -354,7 +360,7 @@ def published_result(ticket: EvalTicket) -> Span:
     )
 
 
-def received_result(result: EvalResult, delivery: Stored) -> None:
+def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
     """A row's result has come to who asked for it."""
     tracing.past(
         "await result",

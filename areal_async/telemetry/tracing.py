@@ -35,7 +35,7 @@ Value = str | int | float | bool | list[str]
 Attributes = Mapping[str, Value]
 
 
-class Place(NamedTuple):
+class SpanContext(NamedTuple):
     """Where a span stands: what others name as their parent, or link to."""
 
     trace_id: int
@@ -95,7 +95,14 @@ class RecordedSpan(Span):
     )  # fmt: skip
 
     def __init__(
-        self, name: str, place: Place, parent: Place | None, *, kind: str, attributes: Attributes, start_ns: int
+        self,
+        name: str,
+        place: SpanContext,
+        parent: SpanContext | None,
+        *,
+        kind: str,
+        attributes: Attributes,
+        start_ns: int,
     ) -> None:
         self.name = name
         self.place = place
@@ -105,7 +112,7 @@ class RecordedSpan(Span):
         self.start_ns = start_ns
         self.end_ns = 0
         self.happenings: list[Happening] = []
-        self.links: list[Place] = []
+        self.links: list[SpanContext] = []
         self.reason: str | None = None
         """How it ended badly: empty where texts are left out; None where it did not."""
         self._began_ns = time.monotonic_ns()
@@ -148,20 +155,20 @@ class RecordedSpan(Span):
             _recorder.record(self)
 
 
-class Recorder(Protocol):
+class SpanRecorder(Protocol):
     """Where spans go. Called on event loops and in threads: it may neither wait nor raise."""
 
     def record(self, span: RecordedSpan) -> None: ...
 
 
-_recorder: Recorder | None = None
+_recorder: SpanRecorder | None = None
 _run = ""
 _ratio = 1.0
 _has_texts = False
 _current: ContextVar[Span] = ContextVar("areal_async_span", default=NOTHING)
 
 
-def install(recorder: Recorder | None, *, run: str = "", ratio: float = 1.0, has_texts: bool = False) -> None:
+def install(recorder: SpanRecorder | None, *, run: str = "", ratio: float = 1.0, has_texts: bool = False) -> None:
     """Record from now on, or, given None, no more.
 
     Args:
@@ -178,24 +185,24 @@ def is_on() -> bool:
     return _recorder is not None
 
 
-def of_group(group_id: str) -> Place | None:
+def of_group(group_id: str) -> SpanContext | None:
     """Return the first span of a group's trace; None where it is not recorded."""
     return _chosen("group", group_id)
 
 
-def of_row(eval_id: str, index: int) -> Place | None:
+def of_row(eval_id: str, index: int) -> SpanContext | None:
     """Return the first span of the trace of a held-out row in one evaluation; None where it is not recorded."""
     return _chosen("eval", f"{eval_id}.{index}")
 
 
-def _chosen(kind: str, name: str) -> Place | None:
+def _chosen(kind: str, name: str) -> SpanContext | None:
     if _recorder is None:
         return None
     place = place_of(_run, kind, name)
     return place if is_chosen(place.trace_id, _ratio) else None
 
 
-def of_step(version: Version) -> Place | None:
+def of_step(version: Version) -> SpanContext | None:
     """Return the first span of the trace of the training step that makes ``version``; all of them are recorded.
 
     None for weights that no step has made.
@@ -203,10 +210,10 @@ def of_step(version: Version) -> Place | None:
     return None if _recorder is None or version.step == 0 else place_of(_run, "step", str(version))
 
 
-def place_of(run: str, kind: str, name: str) -> Place:
+def place_of(run: str, kind: str, name: str) -> SpanContext:
     """Derive the trace of something in a run, and the first span of it."""
     digest = hashlib.blake2b("\0".join((run, kind, name)).encode(), digest_size=24).digest()
-    return Place(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1)  # zero is no id
+    return SpanContext(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1)  # zero is no id
 
 
 def is_chosen(trace_id: int, ratio: float) -> bool:
@@ -214,7 +221,7 @@ def is_chosen(trace_id: int, ratio: float) -> bool:
     return trace_id % _HALF < round(ratio * _HALF)
 
 
-def current() -> Place | None:
+def current() -> SpanContext | None:
     """Return the span that this code runs for; None where it is not recorded, or there is none."""
     span = _current.get()
     return span.place if isinstance(span, RecordedSpan) else None
@@ -231,14 +238,14 @@ def current_span() -> Span:
     return _current.get()
 
 
-def span(name: str, parent: Place | None, *, kind: str = INTERNAL, attributes: Attributes) -> Span:
+def span(name: str, parent: SpanContext | None, *, kind: str = INTERNAL, attributes: Attributes) -> Span:
     """Return a span for a ``with`` block, which begins now; ``NOTHING`` where ``parent`` is not recorded."""
     if _recorder is None or parent is None:
         return NOTHING
     return RecordedSpan(name, _below(parent), parent, kind=kind, attributes=attributes, start_ns=time.time_ns())
 
 
-def first_span(name: str, place: Place | None, *, kind: str = INTERNAL, attributes: Attributes) -> Span:
+def first_span(name: str, place: SpanContext | None, *, kind: str = INTERNAL, attributes: Attributes) -> Span:
     """As ``span``, for the first one of a trace, which is at ``place``."""
     if _recorder is None or place is None:
         return NOTHING
@@ -247,13 +254,13 @@ def first_span(name: str, place: Place | None, *, kind: str = INTERNAL, attribut
 
 def past(
     name: str,
-    parent: Place | None,
+    parent: SpanContext | None,
     *,
     start_ns: int,
     end_ns: int | None = None,
     kind: str = INTERNAL,
     attributes: Attributes,
-    links: Iterable[Place] = (),
+    links: Iterable[SpanContext] = (),
     is_first: bool = False,
 ) -> Span:
     """Record a span that is over, since ``end_ns`` or now.
@@ -275,8 +282,8 @@ def quoted(key: str, text: str) -> Attributes:
     return {key: text[:MAX_REASON_CHARACTERS]} if _has_texts else {}
 
 
-def _below(parent: Place) -> Place:
-    return Place(parent.trace_id, random.getrandbits(64) or 1)
+def _below(parent: SpanContext) -> SpanContext:
+    return SpanContext(parent.trace_id, random.getrandbits(64) or 1)
 
 
 @contextmanager

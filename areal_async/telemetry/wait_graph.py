@@ -213,7 +213,7 @@ def keeping() -> Iterator[list[Ended]]:
         _kept.reset(token)
 
 
-class Standing:
+class PollingWaits:
     """The waits of somebody who looks again and again whether they are over: those that stay keep their age.
 
     They end with its ``with`` block at the latest.
@@ -222,7 +222,7 @@ class Standing:
     def __init__(self) -> None:
         self._mine: dict[tuple[str, str], Wait] = {}
 
-    def __enter__(self) -> "Standing":
+    def __enter__(self) -> "PollingWaits":
         return self
 
     def __exit__(self, *exc: object) -> None:

@@ -34,10 +34,10 @@ from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.payloads import SlotKey, place
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
-from areal_async.trainer.shares import Share, agree, train_share
+from areal_async.trainer.shares import RankShard, agree, train_share
 from areal_async.trainer.step_calls import StepCalls
 
 LENGTH = struct.Struct("<Q")
@@ -61,12 +61,12 @@ class Material(msgspec.Struct):
     """Of the others, by position."""
 
     @classmethod
-    def of(cls, part: Share, missing: Sequence[SlotKey], *, start: Version) -> Self:
+    def of(cls, part: RankShard, missing: Sequence[SlotKey], *, start: Version) -> Self:
         """Take a share that is the whole of a cut."""
         payloads = {position: encode_trajectory(one) for position, one in part.trajectories.items()}
         return cls(cut=part.cut, start=str(start), missing=list(missing), payloads=payloads)
 
-    def share(self) -> Share:
+    def share(self) -> RankShard:
         """Return what ``of`` was given."""
         slots = place(self.cut)
         trajectories = {}
@@ -74,7 +74,7 @@ class Material(msgspec.Struct):
             if (payload := self.payloads.get(placed.position)) is not None:
                 slot = msgspec.structs.replace(placed.item.slot, crc32=zlib.crc32(payload), index=0)
                 trajectories[placed.position] = decode_slot([memoryview(payload)], slot)
-        return Share(cut=self.cut, slots=slots, mine=slots, trajectories=trajectories, missing={})
+        return RankShard(cut=self.cut, slots=slots, mine=slots, trajectories=trajectories, missing={})
 
 
 class Alone:
@@ -144,7 +144,7 @@ def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
     part = material.share()
     with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
-        calls = StepCalls(settings, engines=engines, lanes=Lanes.for_run(settings, ranks, EngineThread()))
+        calls = StepCalls(settings, engines=engines, lanes=EngineThreads.for_run(settings, ranks, EngineThread()))
         while request := _read(requests):
             groups = msgspec.msgpack.decode(request, type=list[str])
             reason = anyio.run(functools.partial(_try, part, material, groups, calls, settings))
@@ -152,7 +152,7 @@ def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
             answers.flush()
 
 
-async def _try(part: Share, material: Material, groups: Sequence[str], calls: StepCalls, settings: Settings) -> str:
+async def _try(part: RankShard, material: Material, groups: Sequence[str], calls: StepCalls, settings: Settings) -> str:
     others = [placed.key for placed in part.slots if placed.group_id not in groups]
     batch = agree(part, [*material.missing, *others], settings)
     of_step = settings_of_step(settings, lr=part.cut.lr, numbers=part.cut.numbers)

@@ -4,7 +4,7 @@
                   unblocked by rank 0's feed
 ``run_steps``     consumes those; waits for them and for its peers; produces a weights version per step, an
                   archive file, and copies for a checkpoint when due, which is written meanwhile; unblocks the
-                  cutter (``Feed.allow``) and, through the announced weights, the servers and the controller
+                  cutter (``BatchFeed.allow``) and, through the announced weights, the servers and the controller
 
 The asyncio side waits, the engine's one thread computes. Collectives are called in the same order on every
 rank; which steps exist is decided by the journal alone.
@@ -33,9 +33,9 @@ from areal_async.protocol.types import Cut, CutKind, Metrics, OutcomeKind, Versi
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.alone import Alone, Material
 from areal_async.trainer.batch.culprits import find_culprits, said_by
-from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.ledger import Ledger
-from areal_async.trainer.batch.limits import Limits
+from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.outcome_recorder import fail_group
 from areal_async.trainer.batch.payloads import GONE, Check, SlotKey, fetch, place, share
 from areal_async.trainer.batch.reader import JournalReader
@@ -48,16 +48,16 @@ from areal_async.trainer.batch.step import (
     batch_metrics,
     metrics_line,
 )
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
-from areal_async.trainer.engine.threads import Beside
+from areal_async.trainer.engine.threads import BackgroundJob
 from areal_async.trainer.health import HISTORY_STEPS, Health
 from areal_async.trainer.output.archive import MetricsFile, write_archive
 from areal_async.trainer.output.archive_reader import find_archived
 from areal_async.trainer.output.checkpoint_retention import INTERVAL
 from areal_async.trainer.output.checkpointer import Checkpointer
-from areal_async.trainer.output.publisher import Publisher
-from areal_async.trainer.shares import Done, Share, ages_in, agree, train_share
+from areal_async.trainer.output.publisher import WeightsPublisher
+from areal_async.trainer.shares import Done, RankShard, ages_in, agree, train_share
 from areal_async.trainer.step_calls import StepCalls
 
 log = structlog.get_logger()
@@ -73,14 +73,14 @@ class Trainer:
         *,
         ranks: Ranks,
         engines: Engines,
-        lanes: Lanes,
-        publisher: Publisher,
-        archiving: Beside,
+        lanes: EngineThreads,
+        publisher: WeightsPublisher,
+        archiving: BackgroundJob,
         checkpointer: Checkpointer,
         bus: Bus,
         reader: JournalReader,
         number: int,
-        feed: Feed | None,
+        feed: BatchFeed | None,
     ) -> None:
         """``number`` is the lineage's; ``feed`` is rank 0's alone."""
         self._settings = settings
@@ -92,7 +92,7 @@ class Trainer:
         self._grid = engines.actor.grid
         self._thread = lanes.engine
         self._calls = StepCalls(settings, engines=engines, lanes=lanes)
-        self._limits = Limits(settings, vocab_size=engines.vocab_size)
+        self._limits = TrainingLimits(settings, vocab_size=engines.vocab_size)
         self._publisher = publisher
         self._archiving = archiving
         self._checkpointer = checkpointer
@@ -202,7 +202,7 @@ class Trainer:
 
     async def _train(self) -> None:
         """Train the cuts of this lineage, until its journal ends or a stop."""
-        send, receive = anyio.create_memory_object_stream[Share | None](0)
+        send, receive = anyio.create_memory_object_stream[RankShard | None](0)
         async with anyio.create_task_group() as loops:
             loops.start_soon(self._run_prefetch, send, self.step + 1)
             if self._feed is not None:
@@ -210,7 +210,7 @@ class Trainer:
                 loops.start_soon(self._feed.run_cutter, self.step + 1)
             await self._run_steps(receive)
 
-    async def _run_prefetch(self, send: MemoryObjectSendStream[Share | None], first_step: int) -> None:
+    async def _run_prefetch(self, send: MemoryObjectSendStream[RankShard | None], first_step: int) -> None:
         """Hand over what the journal says next: a batch, or None for a checkpoint before it."""
         async with send:
             step, is_checkpointed = first_step, False
@@ -222,7 +222,7 @@ class Trainer:
                     return  # stopped before this step
                 step += not is_checkpointed
 
-    async def _run_steps(self, receive: MemoryObjectReceiveStream[Share | None]) -> None:
+    async def _run_steps(self, receive: MemoryObjectReceiveStream[RankShard | None]) -> None:
         async with receive:
             while True:
                 self.state, since = "waiting", time.monotonic()
@@ -247,7 +247,7 @@ class Trainer:
                 if self._feed is not None:
                     self._feed.allow(self.step + 1)
 
-    async def _run_step(self, part: Share, missing: dict[SlotKey, str], *, waited_s: float) -> StepResult:
+    async def _run_step(self, part: RankShard, missing: dict[SlotKey, str], *, waited_s: float) -> StepResult:
         started = time.monotonic()
         step, settings = part.cut.step, self._settings
         self.state = f"training step {step}"
@@ -304,7 +304,7 @@ class Trainer:
             train_s=train_s,
         )
 
-    async def _train_batch(self, part: Share, batch: AgreedBatch) -> Done:
+    async def _train_batch(self, part: RankShard, batch: AgreedBatch) -> Done:
         """Train this rank's share of a batch. A collective."""
         step, cut = part.cut.step, part.cut
         self._of_step = settings_of_step(self._settings, lr=cut.lr, numbers=cut.numbers)
@@ -314,7 +314,7 @@ class Trainer:
             )
 
     async def _give_up_culprits(
-        self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, error: Exception
+        self, part: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, error: Exception
     ) -> None:
         """Record the groups that a step fails with, so that it is replayed without them; this process is to end.
 
@@ -345,7 +345,7 @@ class Trainer:
                 )
 
     async def _find_here(
-        self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+        self, part: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
     ) -> dict[str, str]:
         async def attempt(tried: Sequence[str]) -> str:
             others = [placed.key for placed in batch.slots if placed.group_id not in tried]
@@ -358,7 +358,7 @@ class Trainer:
         return await find_culprits(groups, why, attempt)
 
     async def _find_alone(
-        self, part: Share, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+        self, part: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
     ) -> dict[str, str]:
         """Look in a process of its own, where the whole cut is on one rank; no longer than half of what peers wait."""
         found: dict[str, str] = {}
@@ -421,7 +421,7 @@ class Trainer:
         """Return what a step of this lineage makes, or is to make."""
         return Version(self._number, step)
 
-    async def _fetch(self, cut: Cut, *, is_whole: bool = False) -> Share:
+    async def _fetch(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
         """Fetch this rank's share of a cut, or the whole of it."""
         slots = place(cut)
         mine = slots
@@ -438,9 +438,9 @@ class Trainer:
             spans.part_of_step(self._made(cut.step), "fetch", num_slots=len(mine)),
         ):
             trajectories, missing = await fetch(self._bus, mine, self._check_of(cut))
-        return Share(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
+        return RankShard(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
 
-    async def _fetch_again(self, cut: Cut, *, is_whole: bool = False) -> Share:
+    async def _fetch_again(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
         """Fetch what was trained before; what is not stored any more is taken from the archive.
 
         A checkpoint that was whole let its messages go, and turned out damaged later.

@@ -18,17 +18,17 @@ from areal_async.telemetry import log as logging
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.exporters.prometheus import exporting
 from areal_async.telemetry.exporters.traces import recording
-from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
-from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
 from areal_async.trainer.output.checkpointer import Checkpointer
-from areal_async.trainer.output.publisher import Publisher, sends_adapter
+from areal_async.trainer.output.publisher import WeightsPublisher, sends_adapter
 from areal_async.trainer.output.restoring import choose_checkpoint
 
 METRICS_INTERVAL_S = 1.0
@@ -90,21 +90,21 @@ async def _run_rank(
         reader = JournalReader(bus, lineage=begin.number, restored_step=restored_step)
         loops.start_soon(reader.run)
         await reader.read_through(begin.sequence)
-        feed = Feed(bus, settings, lineage, reader.journal) if lineage is not None else None
+        feed = BatchFeed(bus, settings, lineage, reader.journal) if lineage is not None else None
         thread = EngineThread()
         broadcaster = _broadcaster(settings, lineage, bus_url=bus_url, ranks=ranks)
-        publisher = Publisher(
+        publisher = WeightsPublisher(
             settings.inference,
             run_directory / "weights",
             engine=engines.actor,
             thread=thread,
-            beside=Beside(loops),
+            beside=BackgroundJob(loops),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster,
             sends_adapter=sends_adapter(settings),
         )
-        archiving = Beside(loops)
+        archiving = BackgroundJob(loops)
         checkpointer = Checkpointer(
             settings,
             run_directory,
@@ -113,7 +113,7 @@ async def _run_rank(
             thread=thread,
             writer=writer,
             archiving=archiving,
-            beside=Beside(loops),
+            beside=BackgroundJob(loops),
             lineage=lineage,
             feed=feed,
         )
@@ -122,7 +122,7 @@ async def _run_rank(
             run_directory,
             ranks=ranks,
             engines=engines,
-            lanes=Lanes.for_run(settings, ranks, thread),
+            lanes=EngineThreads.for_run(settings, ranks, thread),
             publisher=publisher,
             archiving=archiving,
             checkpointer=checkpointer,

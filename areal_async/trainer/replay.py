@@ -24,7 +24,7 @@ from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
 from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import CutSlot, Metrics, Version
-from areal_async.trainer.batch.payloads import Placed, build_rows, share
+from areal_async.trainer.batch.payloads import BatchSlot, build_rows, share
 from areal_async.trainer.batch.step import (
     ShareStats,
     StepResult,
@@ -33,11 +33,11 @@ from areal_async.trainer.batch.step import (
     batch_metrics,
     metrics_line,
 )
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import MetricsFile
-from areal_async.trainer.output.archive_reader import Bound, Line, Recorded, read_recorded, whole_steps
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, Bound, Line, read_recorded, whole_steps
 from areal_async.trainer.step_calls import StepCalls
 
 TOLERANCE = 1e-6
@@ -50,7 +50,7 @@ RANK_DEADLINE_S = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class StepDifference:
     """Between a replayed step and the recorded one."""
 
     step: int
@@ -67,7 +67,7 @@ class Difference:
         return abs(self.recorded - self.replayed) / scale
 
 
-def run_replay(settings: Settings, recorded: Path, *, num_steps: int, changed: Collection[str]) -> list[Difference]:
+def run_replay(settings: Settings, recorded: Path, *, num_steps: int, changed: Collection[str]) -> list[StepDifference]:
     """Replay the first steps of the run in ``recorded`` as one rank of however many the environment names.
 
     Rank 0 writes the run directory of ``settings`` and returns how its losses differ; the others return nothing.
@@ -82,7 +82,7 @@ def run_replay(settings: Settings, recorded: Path, *, num_steps: int, changed: C
     with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
         replay = Replay(settings, engines=engines, ranks=ranks, changed=changed)
-        differences: list[Difference] = []
+        differences: list[StepDifference] = []
         file = _begin(settings) if ranks.rank == 0 else None
 
         async def train() -> None:
@@ -98,11 +98,11 @@ def run_replay(settings: Settings, recorded: Path, *, num_steps: int, changed: C
         return differences
 
 
-def compare(recorded: Line, replayed: Metrics) -> Iterator[Difference]:
+def compare(recorded: Line, replayed: Metrics) -> Iterator[StepDifference]:
     """Yield how the losses of a step differ from the recorded ones."""
     for name in COMPARED:
         if name in recorded and name in replayed:
-            yield Difference(
+            yield StepDifference(
                 step=int(replayed["step"]),
                 name=name,
                 recorded=float(recorded[name]),
@@ -120,9 +120,9 @@ class Replay:
         self._changed = changed
         self._grid = engines.actor.grid
         self._thread = EngineThread()
-        self._calls = StepCalls(settings, engines=engines, lanes=Lanes.for_run(settings, ranks, self._thread))
+        self._calls = StepCalls(settings, engines=engines, lanes=EngineThreads.for_run(settings, ranks, self._thread))
 
-    async def step(self, recorded: Sequence[Recorded], made: Version) -> Metrics:
+    async def step(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Metrics:
         """Train the whole batch of the step that made version ``made``; return its metrics line. A collective.
 
         Args:
@@ -190,7 +190,7 @@ class Replay:
         )
         return metrics_line(result, weights_s=0.0, checkpoint_s=0.0, dropped_stale=0, failed=0)
 
-    def _refuse(self, recorded: Sequence[Recorded]) -> None:
+    def _refuse(self, recorded: Sequence[ArchivedTrajectory]) -> None:
         settings = self._settings
         parts = [part for one in recorded for part in one.trajectory.sequences]
         largest = max((int(np.max(part.token_ids)) for part in parts), default=0)
@@ -207,9 +207,9 @@ class Replay:
             )
 
 
-def place_recorded(recorded: Recorded) -> Placed:
+def place_recorded(recorded: ArchivedTrajectory) -> BatchSlot:
     """Return a recorded trajectory's place in its batch."""
-    return Placed(
+    return BatchSlot(
         position=recorded.position,
         group_id=recorded.group_id,
         workflow=recorded.workflow,

@@ -7,19 +7,19 @@ from areal_async.algorithms.advantages import advantage_rule
 from areal_async.config.settings import Settings
 from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import Cut, Trajectory, Version
-from areal_async.trainer.batch.payloads import AgeStats, Placed, SlotKey, build_rows
+from areal_async.trainer.batch.payloads import AgeStats, BatchSlot, SlotKey, build_rows
 from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch
-from areal_async.trainer.step_calls import StepCalls, Trained
+from areal_async.trainer.step_calls import StepCalls, StepReport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Share:
+class RankShard:
     """This rank's part of a cut, fetched."""
 
     cut: Cut
-    slots: list[Placed]
+    slots: list[BatchSlot]
     """Of the whole cut."""
-    mine: list[Placed]
+    mine: list[BatchSlot]
     trajectories: dict[int, Trajectory]
     missing: dict[SlotKey, str]
     """Those of ``mine`` that cannot be trained, each with why."""
@@ -29,14 +29,14 @@ class Share:
 class Done:
     """A batch, trained."""
 
-    slots: list[Placed]
+    slots: list[BatchSlot]
     """This rank's."""
     trajectories: dict[int, Trajectory]
     ages: AgeStats
-    trained: Trained
+    trained: StepReport
 
 
-def agree(part: Share, missing: Iterable[SlotKey], settings: Settings) -> AgreedBatch:
+def agree(part: RankShard, missing: Iterable[SlotKey], settings: Settings) -> AgreedBatch:
     """Return what every rank trains of a cut of which these slots are missing."""
     return agree_on_batch(
         part.slots,
@@ -54,7 +54,7 @@ def ages_in(cut: Cut, lineage: int) -> Callable[[Version], int]:
 
 
 async def train_share(
-    part: Share, batch: AgreedBatch, calls: StepCalls, *, start: Version, settings: Settings, of_step: Settings
+    part: RankShard, batch: AgreedBatch, calls: StepCalls, *, start: Version, settings: Settings, of_step: Settings
 ) -> Done:
     """Train a rank's share of a batch. A collective.
 

@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
-from areal_async.algorithms.dataflow import Call, execute, plain_name
+from areal_async.algorithms.dataflow import FunctionCall, execute, plain_name
 from areal_async.algorithms.graphs import ELSEWHERE, step_graph
 from areal_async.algorithms.user_calls import load_function, read_call
 from areal_async.config.settings import Settings
 from areal_async.telemetry import spans
 from areal_async.trainer.batch.advantages import critic_advantages, kl_penalties, penalised_advantages
 from areal_async.trainer.batch.step import AgreedBatch
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
 
@@ -23,7 +23,7 @@ Values = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class StepReport:
     """What the calls of a step report."""
 
     stats: StepStats
@@ -36,7 +36,7 @@ class Trained:
 class StepCalls:
     """The trainer's part of the graph, on one rank."""
 
-    def __init__(self, settings: Settings, *, engines: Engines, lanes: Lanes) -> None:
+    def __init__(self, settings: Settings, *, engines: Engines, lanes: EngineThreads) -> None:
         self._settings = settings
         self._engines = engines
         self._lanes = lanes
@@ -44,7 +44,7 @@ class StepCalls:
         self._gather = engines.actor.grid.data.gather_bytes
         self._rule = advantage_rule(settings)
         self._graph = step_graph(settings).rest(ELSEWHERE)
-        self._functions: dict[str, Callable[[_Step, Values], Values]] = {
+        self._functions: dict[str, Callable[[_RunningStep, Values], Values]] = {
             "start_logprobs": self._start_logprobs,
             "reference_logprobs": self._reference_logprobs,
             "values": self._values,
@@ -56,17 +56,17 @@ class StepCalls:
         }
         self._own = {read_call(spec).name: load_function(spec) for spec in settings.algorithm.calls}
 
-    async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> Trained:
+    async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> StepReport:
         """Make every call of one step. A collective: every rank makes those of a lane in the same order.
 
         Args:
             rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
             settings: that this step is trained with (``settings_of_step``).
         """
-        here = _Step(number=step, batch=batch, settings=settings)
+        here = _RunningStep(number=step, batch=batch, settings=settings)
         self._engines.change(settings)
 
-        async def work(call: Call, inputs: Values) -> Mapping[str, Any]:
+        async def work(call: FunctionCall, inputs: Values) -> Mapping[str, Any]:
             with spans.call_of_step(call.name, call.role):
                 return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
 
@@ -85,9 +85,9 @@ class StepCalls:
         others: dict[str, float] = {}
         if "critic_stats" in results:
             others = asdict(results["critic_stats"]) | msgspec.structs.asdict(results["value_quality"])
-        return Trained(stats=stats, others=others, rows=here.trained)
+        return StepReport(stats=stats, others=others, rows=here.trained)
 
-    def _call(self, call: Call, step: "_Step", inputs: Values) -> Values:
+    def _call(self, call: FunctionCall, step: "_RunningStep", inputs: Values) -> Values:
         own = self._own.get(call.name)
         if own is None:
             made = self._functions[call.name](step, inputs)
@@ -95,19 +95,19 @@ class StepCalls:
         # By place: what it takes may have been renamed, where it comes between a value's maker and takers.
         return {call.outputs[0]: own(*(inputs[name] for name in call.inputs))}
 
-    def _start_logprobs(self, step: "_Step", inputs: Values) -> Values:
+    def _start_logprobs(self, step: "_RunningStep", inputs: Values) -> Values:
         return {"start_logprobs": self._engines.actor.logprobs(inputs["rows"])}
 
-    def _reference_logprobs(self, step: "_Step", inputs: Values) -> Values:
+    def _reference_logprobs(self, step: "_RunningStep", inputs: Values) -> Values:
         assert self._engines.reference is not None
         logprobs = self._engines.ask("reference", inputs["rows"], self._engines.reference.logprobs)
         return {"reference_logprobs": logprobs}
 
-    def _values(self, step: "_Step", inputs: Values) -> Values:
+    def _values(self, step: "_RunningStep", inputs: Values) -> Values:
         assert self._engines.critic is not None
         return {"values": self._engines.ask("critic", inputs["rows"], self._engines.critic.values)}
 
-    def _kl_penalty(self, step: "_Step", inputs: Values) -> Values:
+    def _kl_penalty(self, step: "_RunningStep", inputs: Values) -> Values:
         algorithm = step.settings.algorithm
         penalties, mean = kl_penalties(
             inputs["rows"],
@@ -119,7 +119,7 @@ class StepCalls:
         )
         return {"penalties": penalties, "kl_mean": mean}
 
-    def _gae(self, step: "_Step", inputs: Values) -> Values:
+    def _gae(self, step: "_RunningStep", inputs: Values) -> Values:
         algorithm = self._settings.algorithm
         advantages, returns, quality = critic_advantages(
             inputs["rows"],
@@ -133,13 +133,13 @@ class StepCalls:
         )
         return {"advantages": advantages, "returns": returns, "value_quality": quality}
 
-    def _penalised_advantages(self, step: "_Step", inputs: Values) -> Values:
+    def _penalised_advantages(self, step: "_RunningStep", inputs: Values) -> Values:
         advantages = penalised_advantages(
             inputs["rows"], step.batch.slots, inputs["penalties"], rule=self._rule, gather=self._gather
         )
         return {"advantages": advantages}
 
-    def _train_actor(self, step: "_Step", inputs: Values) -> Values:
+    def _train_actor(self, step: "_RunningStep", inputs: Values) -> Values:
         columns = [name for name in (START, REFERENCE) if name in inputs]
         rows = with_columns(inputs["rows"], {name: inputs[name] for name in columns}, advantages=inputs["advantages"])
         stats = self._engines.actor.train_step(
@@ -148,7 +148,7 @@ class StepCalls:
         step.trained.extend(rows)
         return {"actor_stats": stats}
 
-    def _train_critic(self, step: "_Step", inputs: Values) -> Values:
+    def _train_critic(self, step: "_RunningStep", inputs: Values) -> Values:
         assert self._engines.critic is not None
         rows = with_columns(inputs["rows"], {VALUES: inputs["values"], RETURNS: inputs["returns"]})
         stats = self._engines.critic.train_step(
@@ -158,7 +158,7 @@ class StepCalls:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
+class _RunningStep:
     number: int
     batch: AgreedBatch
     settings: Settings

@@ -9,7 +9,7 @@ from areal_async.launch.blockages import excuse_for, run_blockages
 from areal_async.launch.process_group import Death
 from areal_async.protocol import wire
 from areal_async.protocol.types import EvalResult, EvalTicket, Outcome, OutcomeKind, Slot, Ticket
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.recovery import make_amends, row_key
 from areal_async.rollout.user_code.loop_block_report import (
     ENDED_BY_WATCH,
@@ -34,8 +34,8 @@ def file(settings: Settings) -> BlockageFile:
 
 
 @pytest.fixture
-async def place(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> Workplace:
-    return Workplace(
+async def place(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> NodeContext:
+    return NodeContext(
         settings=settings,
         bus=await open_role(Role.NODE),
         node_id="0",
@@ -63,7 +63,7 @@ async def stored(bus: Bus) -> list[Slot]:
 
 
 async def test_the_slot_that_held_up_the_loop_is_stored_as_failed_once(
-    place: Workplace, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: BlockageFile, open_role: OpenRole
 ) -> None:
     operator = await open_role(Role.OPERATOR)
     file.write(held_up_by(2))
@@ -79,7 +79,7 @@ async def test_the_slot_that_held_up_the_loop_is_stored_as_failed_once(
 
 
 async def test_the_second_sibling_that_does_so_takes_the_rest_of_its_group_along(
-    place: Workplace, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: BlockageFile, open_role: OpenRole
 ) -> None:
     for sibling in (2, 0):
         file.write(held_up_by(sibling))
@@ -97,7 +97,7 @@ async def test_the_second_sibling_that_does_so_takes_the_rest_of_its_group_along
 
 
 async def test_a_workflow_of_all_siblings_takes_its_group_along_the_second_time(
-    place: Workplace, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: BlockageFile, open_role: OpenRole
 ) -> None:
     for uid in ("first", "second"):
         file.write(held_up_by(0, uid))
@@ -108,7 +108,7 @@ async def test_a_workflow_of_all_siblings_takes_its_group_along_the_second_time(
 
 
 async def test_nothing_is_stored_for_a_group_that_is_settled(
-    place: Workplace, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: BlockageFile, open_role: OpenRole
 ) -> None:
     controller = await open_role(Role.CONTROLLER)
     outcome = Outcome(group_id="0-3-0", kind=OutcomeKind.ABANDONED, lineage=1)
@@ -122,7 +122,7 @@ async def test_nothing_is_stored_for_a_group_that_is_settled(
 
 
 async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_acknowledged(
-    place: Workplace, file: BlockageFile, open_role: OpenRole
+    place: NodeContext, file: BlockageFile, open_role: OpenRole
 ) -> None:
     work = Work(workflow="w", name="row 1-2.7", eval_ticket=ROW)
     file.write(Blockage(node_id="0", blocked_s=20.2, place=PLACE, work=work))
@@ -139,7 +139,7 @@ async def test_a_held_out_row_that_does_so_has_its_result_and_need_only_be_ackno
     assert "held up the event loop" in result.error
 
 
-async def test_without_a_culprit_there_is_nothing_to_store(place: Workplace, file: BlockageFile) -> None:
+async def test_without_a_culprit_there_is_nothing_to_store(place: NodeContext, file: BlockageFile) -> None:
     assert await make_amends(place, file) == set()
     file.write(Blockage(node_id="0", blocked_s=20.2, place=PLACE))
 

@@ -16,14 +16,14 @@ from areal_async.config.settings import BusSettings, RolloutSettings, RunSetting
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.controller import Controller
 from areal_async.controller.tasks import Tasks
-from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED
 from areal_async.protocol.types import Admitted, CutKind, Outcome, OutcomeKind, Ticket, WeightsVersion
 from areal_async.protocol.wire import decode
 from areal_async.rollout import publish
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import fetch, place
 from areal_async.trainer.batch.reader import JournalReader
@@ -56,7 +56,7 @@ class Nodes:
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
         self._bus = bus
-        self._receipts = Receipts(settings.run_directory, "a")
+        self._receipts = PublishLog(settings.run_directory, "a")
         self.backpressure = Backpressure()
         self.has_waited = False
 
@@ -90,7 +90,7 @@ class Nodes:
 class Training:
     """A trainer's rank 0, and a server that holds each version as soon as it is there."""
 
-    def __init__(self, bus: Bus, node: Bus, feed: Feed, reader: JournalReader) -> None:
+    def __init__(self, bus: Bus, node: Bus, feed: BatchFeed, reader: JournalReader) -> None:
         self._bus, self._node, self._feed, self._reader = bus, node, feed, reader
         self.trained: Counter[tuple[str, int]] = Counter()
 
@@ -127,7 +127,7 @@ async def running(open_role: OpenRole, settings: Settings) -> AsyncIterator[tupl
     journal = await lineage.read_log()
     sequence = await lineage.write_begin()
     reader = JournalReader(trainer, lineage=lineage.number, restored_step=0)
-    feed = Feed(trainer, settings, lineage, journal)
+    feed = BatchFeed(trainer, settings, lineage, journal)
     accounts = Accounts(max_groups_in_flight=settings.rollout.max_groups_in_flight)
     controller = Controller(bus, settings, Tasks([("w", [{}] * 100)]), None, accounts=accounts)
     nodes = Nodes(node, settings)

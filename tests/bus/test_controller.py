@@ -25,7 +25,7 @@ from areal_async.controller.accounts import Accounts
 from areal_async.controller.accuracy import interval_95
 from areal_async.controller.controller import Controller
 from areal_async.controller.evaluation import Evaluator
-from areal_async.controller.failure_detector import Absence
+from areal_async.controller.failure_detector import FailureDetector
 from areal_async.controller.sampler import Sampler
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import ConflictError, PipelineError, UserError
@@ -144,7 +144,7 @@ async def test_a_server_of_a_silent_node_is_disowned_and_that_of_a_speaking_one_
     open_role: OpenRole, settings: Settings, world: World
 ) -> None:
     names, lost_s = settings.names, 0.6
-    absence = Absence(lost_s=lost_s, deaf_s=lost_s / 4)  # no one pause of this process makes anybody silent
+    absence = FailureDetector(lost_s=lost_s, deaf_s=lost_s / 4)  # no one pause of this process makes anybody silent
     controller = _controller(await open_role(Role.CONTROLLER), settings, absence=absence, report_s=0.05)
     slow = ServerState(server_id="x-0", node_id="x", url="", version="1-0")
     gone = ServerState(server_id="g-0", node_id="g", url="", version="1-0")

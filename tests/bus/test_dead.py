@@ -18,7 +18,7 @@ from areal_async.controller.controller import Controller
 from areal_async.controller.tasks import Tasks
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory
-from areal_async.monitor.register import AGAIN, DEAD, WAITING, DeadLetter, read_register
+from areal_async.monitor.register import AGAIN, DEAD, WAITING, DeadGroup, read_register
 from areal_async.protocol.run_state import RunState, ServerState
 from areal_async.protocol.subjects import CHECKPOINT, LINEAGE, RUN_STATE
 from areal_async.protocol.types import (
@@ -69,7 +69,7 @@ async def begin(bus: Bus) -> None:
     await bus.put(bus.names.weights_key(), WeightsVersion(version="1-0", path="x"))
 
 
-async def letters(bus: Bus) -> list[DeadLetter]:
+async def letters(bus: Bus) -> list[DeadGroup]:
     return (await read_register(bus)).letters
 
 
@@ -196,7 +196,7 @@ def test_people_see_a_table_or_that_there_is_nothing(capsys: pytest.CaptureFixtu
     show([], is_json=False)
     assert capsys.readouterr().out == "no dead letters\n"
 
-    letter = DeadLetter("0-1-1", 1, "w", 2, "it [broke]", "2026-01-01T00:00:00.123456789Z", DEAD)
+    letter = DeadGroup("0-1-1", 1, "w", 2, "it [broke]", "2026-01-01T00:00:00.123456789Z", DEAD)
     show([letter], is_json=False)
 
     assert "it [broke]" in capsys.readouterr().out

@@ -23,9 +23,9 @@ from areal_async.config.settings import (
 )
 from areal_async.doctor import Diagnosis, examine
 from areal_async.doctor.audit import examination
-from areal_async.doctor.audit.report import Kind, Ruling, Verdict
+from areal_async.doctor.audit.report import PromiseVerdict, Ruling, ViolationKind
 from areal_async.errors import UserError
-from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.subjects import ADMITTED
 from areal_async.protocol.types import Admitted, Outcome, OutcomeKind
 from areal_async.protocol.wire import decode_headers
@@ -63,7 +63,7 @@ def settings_in(tmp_path: Path) -> Settings:
     )
 
 
-async def produce(bus: Bus, receipts: Receipts, group_id: str, *, siblings: tuple[int, ...] = (0, 1)) -> None:
+async def produce(bus: Bus, receipts: PublishLog, group_id: str, *, siblings: tuple[int, ...] = (0, 1)) -> None:
     """Store slots of a group in one message, as a node does."""
     outbox = Outbox(
         bus, bus.names, ticket(group_id, group_size=2), producer="n.ab", num_expected=len(siblings), linger_s=10.0,
@@ -74,7 +74,7 @@ async def produce(bus: Bus, receipts: Receipts, group_id: str, *, siblings: tupl
     await outbox.run()
 
 
-async def produce_singly(bus: Bus, receipts: Receipts, group_id: str) -> None:
+async def produce_singly(bus: Bus, receipts: PublishLog, group_id: str) -> None:
     """Store both slots, each in its own message."""
     for sibling in (0, 1):
         await produce(bus, receipts, group_id, siblings=(sibling,))
@@ -110,7 +110,7 @@ async def make_dead_run(settings: Settings) -> set[str]:
     try:
         async with operator_of(broker, settings) as bus:
             await declare(bus, settings)
-            receipts = Receipts(settings.run_directory, "n")
+            receipts = PublishLog(settings.run_directory, "n")
             for index in range(NUM_GROUPS):
                 await produce(bus, receipts, f"0-{index}-0")
             return await readable(bus)
@@ -141,7 +141,7 @@ def ruling(diagnosis: Diagnosis, promise: str) -> Ruling:
     return next(one for one in diagnosis.rulings if one.promise == promise)
 
 
-def ids(diagnosis: Diagnosis, promise: str, kind: Kind) -> list[str]:
+def ids(diagnosis: Diagnosis, promise: str, kind: ViolationKind) -> list[str]:
     return sorted(one.id for one in ruling(diagnosis, promise).findings if one.kind is kind)
 
 
@@ -158,7 +158,7 @@ async def test_a_stored_trajectory_that_vanishes_from_a_live_run_is_named(
     broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
 ) -> None:
     node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
-    receipts = Receipts(settings.run_directory, "n")
+    receipts = PublishLog(settings.run_directory, "n")
     for group_id in ("0-0-0", "0-1-0"):
         await produce_singly(node, receipts, group_id)
     before = await examine(settings, settings.run_directory, broker.url)
@@ -166,22 +166,22 @@ async def test_a_stored_trajectory_that_vanishes_from_a_live_run_is_named(
     await delete(operator, "0-1-0", sibling=1)
 
     assert before.is_live
-    assert ruling(before, "P1").verdict is Verdict.PROVED
+    assert ruling(before, "P1").verdict is PromiseVerdict.PROVED
     after = await examine(settings, settings.run_directory, broker.url)
-    assert ids(after, "P1", Kind.LOST) == ["0-1-0.1.a"]
+    assert ids(after, "P1", ViolationKind.LOST) == ["0-1-0.1.a"]
     assert after.slots["lost"] == 1
     assert not after.is_clean
 
 
 async def test_what_was_settled_may_vanish(broker: EmbeddedBroker, open_role: OpenRole, settings: Settings) -> None:
     node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
-    await produce(node, Receipts(settings.run_directory, "n"), "0-1-0")
+    await produce(node, PublishLog(settings.run_directory, "n"), "0-1-0")
     await operator.publish(operator.names.outcomes, Outcome(group_id="0-1-0", kind=OutcomeKind.STALE, lineage=1))
 
     await delete(operator, "0-1-0", sibling=0)
 
     diagnosis = await examine(settings, settings.run_directory, broker.url)
-    assert ruling(diagnosis, "P1").verdict is Verdict.PROVED
+    assert ruling(diagnosis, "P1").verdict is PromiseVerdict.PROVED
     assert diagnosis.slots["stale"] == 2
 
 
@@ -190,17 +190,17 @@ async def test_without_receipts_the_sibling_that_an_acked_ticket_promised_is_nam
 ) -> None:
     node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
     await operator.put(ADMITTED, Admitted(total=NUM_GROUPS, num_fresh=NUM_GROUPS))
-    elsewhere = Receipts(tmp_path / "another_host", "n")
+    elsewhere = PublishLog(tmp_path / "another_host", "n")
     for index in range(NUM_GROUPS):
         await produce_singly(node, elsewhere, f"0-{index}-0")
     before = await examine(settings, settings.run_directory, broker.url)
 
     await delete(operator, "0-3-0", sibling=0)
 
-    assert ruling(before, "P1").verdict is Verdict.UNDECIDED
+    assert ruling(before, "P1").verdict is PromiseVerdict.UNDECIDED
     assert any(elsewhere.producer in missing for missing in ruling(before, "P1").missing)
     after = await examine(settings, settings.run_directory, broker.url)
-    assert ids(after, "P1", Kind.LOST) == ["0-3-0.0"]
+    assert ids(after, "P1", ViolationKind.LOST) == ["0-3-0.0"]
 
 
 async def test_an_admitted_prompt_that_nothing_remembers_is_a_hole(
@@ -209,15 +209,15 @@ async def test_an_admitted_prompt_that_nothing_remembers_is_a_hole(
     node, operator = await open_role(Role.NODE), await open_role(Role.OPERATOR)
     controller = await open_role(Role.CONTROLLER)
     await operator.put(ADMITTED, Admitted(total=NUM_GROUPS, num_fresh=NUM_GROUPS))
-    receipts = Receipts(settings.run_directory, "n")
+    receipts = PublishLog(settings.run_directory, "n")
     await produce(node, receipts, "0-0-0")
     for index in range(2, NUM_GROUPS):
         await controller.publish(controller.names.tickets("w"), ticket(f"0-{index}-0", group_size=2))
 
     diagnosis = await examine(settings, settings.run_directory, broker.url)
 
-    assert ids(diagnosis, "P7", Kind.HOLE) == ["0-1-0"]
-    assert ruling(diagnosis, "P1").verdict is Verdict.PROVED
+    assert ids(diagnosis, "P7", ViolationKind.HOLE) == ["0-1-0"]
+    assert ruling(diagnosis, "P1").verdict is PromiseVerdict.PROVED
 
 
 def flip_a_payload(block: Path) -> None:
@@ -251,7 +251,7 @@ def truncate(block: Path) -> None:
 async def test_a_dead_run_whose_files_are_whole_has_lost_nothing(settings: Settings, stored: set[str]) -> None:
     healthy = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
 
-    assert ruling(healthy, "P1").verdict is Verdict.PROVED
+    assert ruling(healthy, "P1").verdict is PromiseVerdict.PROVED
     assert healthy.slots["in the broker"] == len(stored)
     assert not healthy.is_live
 
@@ -279,7 +279,7 @@ async def test_what_the_brokers_files_have_lost_is_counted_and_named_exactly(
     diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
 
     assert left < stored
-    assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored - left)
+    assert ids(diagnosis, "P1", ViolationKind.LOST) == sorted(stored - left)
     assert diagnosis.slots["lost"] == len(stored - left)
     assert digest(settings.run_directory) == before, "the run's own files were touched"
 
@@ -294,7 +294,7 @@ async def test_a_stream_that_the_broker_cannot_recover_is_left_out_and_all_in_it
 
     diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
 
-    assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored)
+    assert ids(diagnosis, "P1", ViolationKind.LOST) == sorted(stored)
     for stream in (settings.names.trajectories_stream, settings.names.dead_stream):
         assert any(stream in note and "cannot recover" in note for note in diagnosis.notes)
 
@@ -303,7 +303,7 @@ async def test_a_payload_that_differs_from_what_its_producer_noted_is_lost(
     broker: EmbeddedBroker, open_role: OpenRole, settings: Settings
 ) -> None:
     node = await open_role(Role.NODE)
-    receipts = Receipts(settings.run_directory, "n")
+    receipts = PublishLog(settings.run_directory, "n")
     await produce(node, receipts, "0-0-0")
     await produce(node, receipts, "0-1-0")
     path = next((settings.run_directory / "produced").iterdir())
@@ -312,7 +312,7 @@ async def test_a_payload_that_differs_from_what_its_producer_noted_is_lost(
 
     diagnosis = await examine(settings, settings.run_directory, broker.url)
 
-    assert ids(diagnosis, "P1", Kind.LOST) == ["0-0-0.0.a", "0-0-0.1.a"]
+    assert ids(diagnosis, "P1", ViolationKind.LOST) == ["0-0-0.0.a", "0-0-0.1.a"]
     assert "its producer noted" in ruling(diagnosis, "P1").findings[0].text
 
 
@@ -363,5 +363,5 @@ async def test_a_stream_whose_files_are_gone_is_told_of(settings: Settings, stor
 
     diagnosis = await examine(settings, settings.run_directory, "nats://127.0.0.1:1")
 
-    assert ids(diagnosis, "P1", Kind.LOST) == sorted(stored)
+    assert ids(diagnosis, "P1", ViolationKind.LOST) == sorted(stored)
     assert settings.names.trajectories_stream in diagnosis.notes[0]

@@ -25,7 +25,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.protocol.wire import decode
-from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import build_rows, fetch, place
 from areal_async.trainer.batch.reader import JournalReader
@@ -54,7 +54,7 @@ MESSAGE_BYTES = 640
 class Station:
     """A trainer's rank 0 without its engine."""
 
-    def __init__(self, bus: Bus, lineage: Lineage, feed: Feed, reader: JournalReader) -> None:
+    def __init__(self, bus: Bus, lineage: Lineage, feed: BatchFeed, reader: JournalReader) -> None:
         self.bus, self.lineage, self.feed, self.reader = bus, lineage, feed, reader
 
     async def cut(self, step: int) -> Cut:
@@ -87,7 +87,7 @@ async def running(
     restored = lineage.checkpoint
     restored_step = Version.parse(restored.version).step if restored else 0
     reader = JournalReader(bus, lineage=lineage.number, restored_step=restored_step)
-    feed = Feed(bus, settings, lineage, journal)
+    feed = BatchFeed(bus, settings, lineage, journal)
     feed.adopt(adopted)
     async with anyio.create_task_group() as loops:
         loops.start_soon(reader.run)

@@ -9,12 +9,12 @@ import pytest
 from areal_async.bus import EmbeddedBroker, Role, broker_config, take_trainer_consumer
 from areal_async.bus.log import BATCH_BYTES
 from areal_async.config.settings import MAX_PAYLOAD_BYTES, BusSettings, RolloutSettings, RunSettings, Settings
-from areal_async.protocol.publish_log import Receipts
+from areal_async.protocol.publish_log import PublishLog
 from areal_async.protocol.types import CutSlot, Ticket, Trajectory
 from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.node_context import READS_AT_ONCE
 from areal_async.rollout.publish import Backpressure, Outbox
-from areal_async.trainer.batch.payloads import FETCHES_AT_ONCE, Placed, SlotKey, fetch
+from areal_async.trainer.batch.payloads import FETCHES_AT_ONCE, BatchSlot, SlotKey, fetch
 from tests.brokers import OpenRole, fetch_all
 from tests.bus.stored import giant
 
@@ -42,7 +42,7 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
     ticket = Ticket(group_id="0-0-0", workflow="w", row={}, group_size=GROUP_SIZE, version="1-0")
     outbox = Outbox(
         node, node.names, ticket, producer="a", num_expected=GROUP_SIZE, linger_s=0.0, backpressure=Backpressure(),
-        receipts=Receipts(settings.run_directory, "a"),
+        receipts=PublishLog(settings.run_directory, "a"),
     )  # fmt: skip
     for sibling in range(GROUP_SIZE):
         outbox.put(giant(ticket.group_id, sibling, num_bytes=4 << 20))
@@ -51,7 +51,7 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
         deliveries = await fetch_all(inbox, GROUP_SIZE)
     stored = [decode_headers(one.headers, sequence=one.sequence, num_bytes=one.num_bytes) for one in deliveries]
     placed = [
-        Placed(position=slot.sibling, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=one.sequence))
+        BatchSlot(position=slot.sibling, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=one.sequence))
         for one in stored
         for slot in one.slots
     ]

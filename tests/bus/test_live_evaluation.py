@@ -7,7 +7,7 @@ import anyio
 import msgspec
 import pytest
 
-from areal_async.bus import EmbeddedBroker, Endpoint, Report, Role, json_object, serving
+from areal_async.bus import EmbeddedBroker, Report, Role, ServiceEndpoint, json_object, serving
 from areal_async.cli import evaluate
 from areal_async.cli.evaluate import Result, ask_live
 from areal_async.config.settings import Settings
@@ -51,7 +51,7 @@ async def test_an_evaluation_is_waited_for_over_restarts_of_the_controller_and_t
         asked.append(body.get("version", ""))
         return {"version": "1-7", "records": msgspec.to_builtins(records)}
 
-    endpoint = Endpoint(
+    endpoint = ServiceEndpoint(
         name="eval",
         subject=bus.names.control("eval"),
         description="",

@@ -27,7 +27,7 @@ from areal_async.config.settings import (
     TaskSettings,
 )
 from areal_async.errors import UserError
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol import wire
 from areal_async.protocol.run_state import DISOWNED, Change, Changes, FleetSize, ServerState
 from areal_async.protocol.subjects import CHANGES
@@ -45,7 +45,7 @@ from areal_async.protocol.types import (
 )
 from areal_async.rollout.leases import Leases
 from areal_async.rollout.node import run_node
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.loops import BOTH
 
@@ -379,12 +379,12 @@ async def test_what_was_changed_before_is_known_when_the_node_begins_to_lease(ru
     by_setting = {"rollout.sampling.temperature": Change(value=0.5, given=1.0)}
     await run.controller.put(CHANGES, Changes(by_setting=by_setting))
     unused: Any = None
-    place = Workplace(
+    place = NodeContext(
         settings=settings, bus=run.node, node_id="n0", generator=unused, codec=unused, workflows={}
     )  # fmt: skip
 
     async with anyio.create_task_group() as tasks:
-        await tasks.start(Leases(place, Pool(["s0"], deadline_s=1), anyio.Event()).run_changes)
+        await tasks.start(Leases(place, ServerPool(["s0"], deadline_s=1), anyio.Event()).run_changes)
         temperatures = [one.rollout.sampling.temperature for one in (place.settings, place.now)]
         tasks.cancel_scope.cancel()
 

@@ -6,7 +6,7 @@ from contextlib import ExitStack, asynccontextmanager
 import anyio
 import pytest
 
-from areal_async.bus import Bus, Endpoint, Report, Role, json_object, serving
+from areal_async.bus import Bus, Report, Role, ServiceEndpoint, json_object, serving
 from areal_async.cli import orders
 from areal_async.cli.orders import give
 from areal_async.config.settings import Settings
@@ -48,7 +48,7 @@ async def _stopped_controller(bus: Bus, launcher: ExitStack, *, is_end: bool) ->
         await anyio.sleep_forever()
         return {}
 
-    endpoint = Endpoint(
+    endpoint = ServiceEndpoint(
         name="pause",
         subject=bus.names.control("pause"),
         description="",

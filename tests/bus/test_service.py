@@ -16,9 +16,9 @@ from nats.aio.client import Client
 from areal_async.bus import (
     Bus,
     EmbeddedBroker,
-    Endpoint,
     Report,
     Role,
+    ServiceEndpoint,
     ask_service,
     gather_reports,
     hearing_reports,
@@ -28,7 +28,7 @@ from areal_async.bus import (
 from areal_async.bus.connection import ConnectionLostError, Received
 from areal_async.bus.permissions import SERVICES_INBOX
 from areal_async.config.settings import Settings
-from areal_async.controller.steering import Steering
+from areal_async.controller.steering import RunSteering
 from areal_async.errors import UserError
 from areal_async.protocol.run_state import Changes, Control
 from areal_async.protocol.subjects import CHANGES, CONTROL
@@ -171,19 +171,19 @@ async def test_a_service_answers_again_after_the_broker_was_killed(broker: Embed
 
 
 @pytest.fixture
-async def steered(open_role: OpenRole, settings: Settings) -> AsyncIterator[tuple[Bus, Steering]]:
+async def steered(open_role: OpenRole, settings: Settings) -> AsyncIterator[tuple[Bus, RunSteering]]:
     """An operator, and a controller's steering that takes its orders."""
     operator, controller = await open_role(Role.OPERATOR), await open_role(Role.CONTROLLER)
 
     async def evaluate(body: Report) -> Report:
         return body
 
-    steering = Steering(controller, settings, evaluate=evaluate)
+    steering = RunSteering(controller, settings, evaluate=evaluate)
     async with serving(controller, description="orders", report=dict, endpoints=steering.endpoints):
         yield operator, steering
 
 
-async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: tuple[Bus, Steering]) -> None:
+async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: tuple[Bus, RunSteering]) -> None:
     operator, _ = steered
     names = operator.names
 
@@ -205,7 +205,7 @@ async def test_orders_are_kept_under_the_key_and_told_with_who_and_why(steered: 
 
 
 async def test_a_plain_client_pauses_with_an_empty_request(
-    broker: EmbeddedBroker, steered: tuple[Bus, Steering]
+    broker: EmbeddedBroker, steered: tuple[Bus, RunSteering]
 ) -> None:
     operator, _ = steered
 
@@ -224,7 +224,7 @@ async def test_a_plain_client_pauses_with_an_empty_request(
      (json.dumps({"reason": "x" * 201}).encode(), "need a text of at most 200")],
 )  # fmt: skip
 async def test_an_order_that_is_none_is_refused_and_changes_nothing(
-    broker: EmbeddedBroker, steered: tuple[Bus, Steering], body: bytes, sentence: str
+    broker: EmbeddedBroker, steered: tuple[Bus, RunSteering], body: bytes, sentence: str
 ) -> None:
     operator, _ = steered
 
@@ -251,7 +251,7 @@ NONE_OF_THESE = [
 
 
 async def test_a_stranger_learns_from_info_what_to_ask_and_what_will_be_answered(
-    broker: EmbeddedBroker, steered: tuple[Bus, Steering]
+    broker: EmbeddedBroker, steered: tuple[Bus, RunSteering]
 ) -> None:
     """Each endpoint's schemas hold: what fits is answered, in the form that was promised; what does not is refused."""
     async with _plain_client(broker) as client:
@@ -275,7 +275,7 @@ async def test_a_stranger_learns_from_info_what_to_ask_and_what_will_be_answered
 
 
 async def test_requests_and_refusals_are_counted_as_the_specification_has_it(
-    broker: EmbeddedBroker, steered: tuple[Bus, Steering]
+    broker: EmbeddedBroker, steered: tuple[Bus, RunSteering]
 ) -> None:
     """Any tool that draws the statistics of NATS services draws ours (ADR-32)."""
     async with _plain_client(broker) as client:
@@ -294,7 +294,7 @@ async def test_requests_and_refusals_are_counted_as_the_specification_has_it(
     assert counted["resume"]["num_requests"] == 0
 
 
-async def test_two_operators_at_once_are_both_obeyed(steered: tuple[Bus, Steering]) -> None:
+async def test_two_operators_at_once_are_both_obeyed(steered: tuple[Bus, RunSteering]) -> None:
     operator, _ = steered
 
     async with anyio.create_task_group() as tasks:
@@ -316,7 +316,7 @@ async def test_an_order_that_nobody_takes_is_told_in_one_sentence(open_role: Ope
 
 
 async def test_a_change_of_a_setting_is_kept_with_who_and_why_and_told(
-    steered: tuple[Bus, Steering], settings: Settings
+    steered: tuple[Bus, RunSteering], settings: Settings
 ) -> None:
     operator, _ = steered
     names = operator.names
@@ -338,7 +338,9 @@ async def test_a_change_of_a_setting_is_kept_with_who_and_why_and_told(
     assert (kept.by_setting["trainer.lr"].value, kept.by_setting["trainer.lr"].reason) == (1e-6, "it collapsed")
 
 
-async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(steered: tuple[Bus, Steering]) -> None:
+async def test_two_operators_changes_are_both_kept_and_an_unsafe_one_is_refused(
+    steered: tuple[Bus, RunSteering],
+) -> None:
     operator, _ = steered
     subject = operator.names.control("set")
 
@@ -369,7 +371,7 @@ async def test_an_order_that_the_broker_sends_for_somebody_is_not_obeyed(open_ro
         obeyed.append(body)
         return {}
 
-    endpoint = Endpoint(
+    endpoint = ServiceEndpoint(
         name="set", subject=order, description="", request=json_object(), response=json_object(), answer=obey
     )
     await operator.publish(names.tickets("w"), forged)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from areal_async.bus.sweep import Stored
+from areal_async.bus.sweep import StoredSequences
 from areal_async.errors import BusError, ConflictError, ConsumerGoneError, StreamFullError
 from areal_async.protocol import wire
 from areal_async.protocol.events import Event
@@ -305,11 +305,11 @@ class ModelBus:
         consumer = self._broker.consumers.get(lineage)
         return consumer is None or bool(consumer.pending)
 
-    async def list_stored(self) -> Stored:
+    async def list_stored(self) -> StoredSequences:
         await effect()
         held, last = self._broker.trajectories.keys(), self._broker.num_stored
         first = min(held, default=last + 1)
-        return Stored(first, last, frozenset(range(first, last + 1)) - held)
+        return StoredSequences(first, last, frozenset(range(first, last + 1)) - held)
 
     async def purge(self, bound: int) -> bool:
         """Delete every trajectory message up to a sequence, whoever asks and whoever has seen them.

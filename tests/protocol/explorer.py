@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 
-from areal_async.trainer.batch.planner import Room
+from areal_async.trainer.batch.planner import StreamRoom
 from tests.protocol.oracle import Violation
 from tests.protocol.roles import NodeModel, Roles
 from tests.protocol.world import ARMED, Config, World, any_config
@@ -214,7 +214,7 @@ def describe(world: World) -> str:
     broker = world.broker
     trainers = [
         f"trainer {process.number}: step {process.state.step}, "
-        f"{process.state.cutter.decide(now=world.now, room=Room.AMPLE) if process.state.cutter else 'starting'}"
+        f"{process.state.cutter.decide(now=world.now, room=StreamRoom.AMPLE) if process.state.cutter else 'starting'}"
         for process in world.alive("trainer")
     ]
     controllers = [

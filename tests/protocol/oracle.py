@@ -250,7 +250,7 @@ class Oracle:
     # training
 
     def on_train(self, cut: Cut, *, start: Content, slots: Iterable[Any], step: int) -> None:
-        """A step is about to train these slots (``Placed``)."""
+        """A step is about to train these slots (``BatchSlot``)."""
         config = self._config
         trained = {(_group_of(uid), _sibling_of(uid)) for before in start for uid in before}
         groups: dict[str, set[int]] = {}

@@ -17,7 +17,7 @@ from areal_async.bus.sweep import settled_prefix
 from areal_async.controller import admission
 from areal_async.controller.accounts import Accounts, Readmission
 from areal_async.controller.curriculum import Curriculum
-from areal_async.controller.sampler import MixedSampler, Pool, Sampler
+from areal_async.controller.sampler import MixedSampler, RowPool, Sampler
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.subjects import ADMITTED, CHECKPOINT, LINEAGE
 from areal_async.protocol.types import (
@@ -36,9 +36,9 @@ from areal_async.protocol.types import (
 )
 from areal_async.trainer.batch import planner
 from areal_async.trainer.batch.cut import CutPlan, OpenGroup, SpanAge, plan_cut
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.planner import Cutter
+from areal_async.trainer.batch.planner import BatchPlanner
 from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
 from tests.protocol.roles import ControllerModel, NodeModel
 from tests.protocol.trainer import ModelLedger, TrainerModel
@@ -58,7 +58,7 @@ def _planted(name: str) -> Callable[[Plant], Plant]:
 
 @_planted("messages are acked before their group's outcome is stored")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Fates, "release", lambda self, group_ids: self.inventory.release(group_ids))
+    patch.setattr(GroupOutcomes, "release", lambda self, group_ids: self.inventory.release(group_ids))
 
 
 @_planted("a trainer purges without asking whether a newer one has begun")
@@ -153,13 +153,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("failed attempts are not counted")
 def _(patch: pytest.MonkeyPatch) -> None:
-    right = Fates._untrained
+    right = GroupOutcomes._untrained
 
-    def untrained(self: Fates[Any], group_id: str, kind: OutcomeKind, **rest: Any) -> Outcome:
+    def untrained(self: GroupOutcomes[Any], group_id: str, kind: OutcomeKind, **rest: Any) -> Outcome:
         outcome = right(self, group_id, kind, **rest)
         return msgspec.structs.replace(outcome, kind=kind, num_failed_attempts=0)
 
-    patch.setattr(Fates, "_untrained", untrained)
+    patch.setattr(GroupOutcomes, "_untrained", untrained)
 
 
 @_planted("a second producer's slot fills another sibling's place")
@@ -224,24 +224,24 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("the groups of inherited cuts can be cut again")
 def _(patch: pytest.MonkeyPatch) -> None:
-    right = Fates.hold
+    right = GroupOutcomes.hold
 
-    def hold(self: Fates[Any], cut: Cut) -> None:
+    def hold(self: GroupOutcomes[Any], cut: Cut) -> None:
         if cut.lineage == self.lineage:
             right(self, cut)
 
-    patch.setattr(Fates, "hold", hold)
+    patch.setattr(GroupOutcomes, "hold", hold)
 
 
 @_planted("ages ignore that lineages have parted")
 def _(patch: pytest.MonkeyPatch) -> None:
-    right = Cutter._age
+    right = BatchPlanner._age
 
-    def age(self: Cutter, branches: Mapping[str, int]) -> SpanAge:
+    def age(self: BatchPlanner, branches: Mapping[str, int]) -> SpanAge:
         ignorant = right(self, {})
         return lambda first, last: max(0, ignorant(first, last))  # below 0 another guard would be the one that finds it
 
-    patch.setattr(Cutter, "_age", age)
+    patch.setattr(BatchPlanner, "_age", age)
 
 
 @_planted("the cursor of admissions is written without comparing")
@@ -312,7 +312,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 def _(patch: pytest.MonkeyPatch) -> None:
     right = Curriculum._admits
 
-    def admits(self: Curriculum, group: GroupId, number: int, pool: Pool, stretch: str, known: Any) -> bool:
+    def admits(self: Curriculum, group: GroupId, number: int, pool: RowPool, stretch: str, known: Any) -> bool:
         self._dull.clear()
         return right(self, group, number, pool, stretch, dict.fromkeys(known, len(self._visits)))
 

@@ -1,7 +1,7 @@
 """The processes of the model: the order of effects that production's loops have, over production's own rules.
 
-What is decided is decided by ``Accounts``, ``next_admission``, ``Cutter``, ``Fates``, ``Inventory``, ``Journal``,
-``Lineage`` and ``duties``, the very ones that run in production. Here they are only carried out.
+What is decided is decided by ``Accounts``, ``next_admission``, ``BatchPlanner``, ``GroupOutcomes``, ``Inventory``,
+``Journal``, ``Lineage`` and ``duties``, the very ones that run in production. Here they are only carried out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import Admission, Mixing, has_ended, left_over, next_admission
 from areal_async.controller.curriculum import Curriculum, Visits
-from areal_async.controller.sampler import Share, sampler_of
+from areal_async.controller.sampler import TaskShare, sampler_of
 from areal_async.errors import ConflictError, FencedError, StreamFullError
 from areal_async.protocol.journal import Journal, without_slots
 from areal_async.protocol.run_state import RunState, ServerState
@@ -75,7 +75,7 @@ class ControllerModel:
         config = self.world.config
         self.bus: ModelBus = self.process.bus
         self.accounts = Accounts(max_groups_in_flight=config.max_groups_in_flight)
-        self.sampler = sampler_of([Share(count) for count in config.rows_of_tasks], seed=1)
+        self.sampler = sampler_of([TaskShare(count) for count in config.rows_of_tasks], seed=1)
         self.first_free = 0
         self.visits = Visits()
         self.curriculum = None if config.keep is None else self.make_curriculum(config.keep)

@@ -20,11 +20,11 @@ from areal_async.protocol.types import (
     Version,
     WeightsVersion,
 )
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.inventory import Inventory
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.payloads import Placed, place
-from areal_async.trainer.batch.planner import Cutter, Room, Settle, Wait, Write
+from areal_async.trainer.batch.payloads import BatchSlot, place
+from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.step import part_usable
 from tests.protocol.broker import NAMES, effect, idle
 
@@ -55,7 +55,7 @@ class TrainerModel:
     trained: dict[int, list[str]] = field(default_factory=dict)
     wants_stop: bool = False
     num_read: int = 0
-    cutter: Cutter | None = None
+    cutter: BatchPlanner | None = None
     caught_up: set[str] = field(default_factory=set)
     held: dict[int, StoredMessage] = field(default_factory=dict)
     """Settled, and still stored as far as it knows."""
@@ -73,10 +73,10 @@ class TrainerModel:
                 break
         config = self.world.config
         self.inventory: Inventory[StoredMessage] = Inventory()
-        self.fates = Fates(
+        self.fates = GroupOutcomes(
             self.inventory, lineage=self.number, max_attempts=config.max_attempts, recorded=self.journal.settled
         )
-        self.cutter = Cutter(config.cut_rules, self.fates, branches=self.journal.branches)
+        self.cutter = BatchPlanner(config.cut_rules, self.fates, branches=self.journal.branches)
         self.cutter.is_stopping = self.wants_stop
         self.without_end = self.journal.without_end()
         self.fates.take(self.without_end)
@@ -177,7 +177,7 @@ class TrainerModel:
     def _has_ended(self) -> bool:
         return self.journal.is_ended and self.journal.lineage == self.number
 
-    async def _run_step(self, cut: Cut, slots: list[Placed], missing: list[tuple[str, int]]) -> None:
+    async def _run_step(self, cut: Cut, slots: list[BatchSlot], missing: list[tuple[str, int]]) -> None:
         config = self.world.config
         assert self.cutter is not None
         if config.max_staleness > 0:
@@ -193,7 +193,7 @@ class TrainerModel:
         self.trained = {**self.trained, cut.step: sorted({placed.group_id for placed in used})}
         self.world.oracle.on_weights(Version(self.number, self.step), self.content)
 
-    async def _fetch(self, cut: Cut) -> tuple[list[Placed], list[tuple[str, int]]]:
+    async def _fetch(self, cut: Cut) -> tuple[list[BatchSlot], list[tuple[str, int]]]:
         await effect()
         stored = {slot.sample_uid for message in self.world.broker.trajectories.values() for slot in message.slots}
         slots = place(cut)
@@ -276,7 +276,7 @@ class TrainerModel:
         left = [group.group_id for group in self.without_end]
         await self._settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
         while not cutter.has_ended:
-            if self._room is not Room.AMPLE:
+            if self._room is not StreamRoom.AMPLE:
                 await self._remove([], has_room=False)
             match cutter.decide(now=self.world.now, room=self._room):
                 case Settle(group_ids, kind, reason):
@@ -288,7 +288,7 @@ class TrainerModel:
                         self.world.oracle.on_cut(entry, others)
                     await self.lineage.write_cut(entry)
                     cutter.note_written(entry)
-                case Wait():
+                case RetryLater():
                     await idle()
 
     async def _disown(self, *, after_step: int) -> None:
@@ -298,11 +298,11 @@ class TrainerModel:
             await self._settle(groups, OutcomeKind.ABANDONED, reason="could not be replayed", step=step)
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> StreamRoom:
         stored, limit = self.inventory.stored_bytes + len(self.held), self.world.config.max_messages
         if stored + 1 > limit:
-            return Room.NONE
-        return Room.SCARCE if stored >= SCARCE_SHARE * limit else Room.AMPLE
+            return StreamRoom.NONE
+        return StreamRoom.SCARCE if stored >= SCARCE_SHARE * limit else StreamRoom.AMPLE
 
     # Settlement
 

@@ -7,7 +7,7 @@ import pytest
 from areal_async.errors import GenerationError
 from areal_async.inference.call_parser import EngineCallParser, FoundCalls
 from areal_async.inference.http import make_client
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.rollout.tools.parse import WrittenCall, read_found
 from areal_async.rollout.tools.schema import describe_tool
 from tests.sglang.conftest import SglangServer
@@ -31,7 +31,7 @@ def add(a: int, b: int) -> int:
 
 
 async def found(server: Server, name: str, text: str) -> FoundCalls:
-    pool = Pool(["s0"], deadline_s=60)
+    pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=str(server.http.base_url).rstrip("/"), version="0-0")
     async with make_client(max_connections=2) as http:
         return await EngineCallParser(pool, http, name=name).find(text, [describe_tool(add).schema])

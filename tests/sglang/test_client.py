@@ -16,7 +16,7 @@ from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, Pool
+from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerPool
 from areal_async.inference.swap import swap
 from areal_async.protocol.types import Turn, WeightsVersion
 from tests.sglang.scoring import assert_scored_by, assert_whole
@@ -36,7 +36,7 @@ def anyio_backend() -> Any:
 
 @asynccontextmanager
 async def client_of(*servers: Server) -> AsyncIterator[InferenceClient]:
-    pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=60)
+    pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=60)
     for known, server in zip(pool.servers.values(), servers, strict=True):
         pool.admit(known, url=str(server.http.base_url).rstrip("/"), version="0-0")
     async with InferenceClient(pool, InferenceSettings(), max_streams=16) as client:

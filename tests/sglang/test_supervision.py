@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from areal_async.config.settings import InferenceSettings, ModelSettings, Settings
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import Fleet
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.inference.weight_group import GLOO, WeightGroup, describe, flatten
 from areal_async.protocol.types import Turn, UpdateGroup, WeightsVersion
 from tests.sglang.conftest import find_sglang
@@ -64,7 +64,7 @@ class Yard:
         self.fleet = Fleet(settings, node_id="n0", log_directory=folder / "logs", publish=self._publish)
         self.client = InferenceClient(self.fleet.pool, settings.inference, max_streams=64, vocab_size=VOCAB_SIZE)
 
-    async def _publish(self, server: Server) -> None:
+    async def _publish(self, server: ServerHandle) -> None:
         self.states.append(State(server.id, server.version, server.fence))
         self._changed.set()
         self._changed = anyio.Event()
@@ -91,7 +91,7 @@ class Yard:
         await self.until(lambda: bool(found()))
         return found()[0]
 
-    async def until_all_hold(self, version: str) -> list[Server]:
+    async def until_all_hold(self, version: str) -> list[ServerHandle]:
         """Wait until exactly the wanted servers serve this version."""
         pool = self.fleet.pool
         await self.until(lambda: all(one.version == version and one.is_serviceable for one in pool.servers.values()))

@@ -29,9 +29,9 @@ from areal_async.protocol.types import (
     Version,
     mean,
 )
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.inventory import Inventory
-from areal_async.trainer.batch.planner import CutRules, Cutter, Room, Settle, Wait, Write
+from areal_async.trainer.batch.planner import BatchPlanner, CutRules, RetryLater, Settle, StreamRoom, Write
 
 NUM_PROMPTS = 5000
 GROUP_SIZE = 2
@@ -54,12 +54,12 @@ class World:
         self._accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=1, step=0), sequence=1)
         self._sampler = Sampler(NUM_PROMPTS, seed=seed)
         self._inventory: Inventory[int] = Inventory()
-        self._fates = Fates(self._inventory, lineage=1, max_attempts=3, recorded=[])
+        self._fates = GroupOutcomes(self._inventory, lineage=1, max_attempts=3, recorded=[])
         rules = CutRules(
             last_step=NUM_STEPS, seed=seed, batch_groups=BATCH_GROUPS, min_group_size=1, max_staleness=MAX_STALENESS,
             when_stale=when_stale, group_deadline_s=1e9,
         )  # fmt: skip
-        self._cutter = Cutter(rules, self._fates, branches={})
+        self._cutter = BatchPlanner(rules, self._fates, branches={})
         self._events: list[tuple[float, int, str, Ticket | None, int]] = []
         self._num_events = 0
         self._now = 0.0
@@ -136,7 +136,7 @@ class World:
             self._accounts.admitted = admission.record
 
     def _decide(self) -> None:
-        while not isinstance(decision := self._cutter.decide(now=self._now, room=Room.AMPLE), Wait):
+        while not isinstance(decision := self._cutter.decide(now=self._now, room=StreamRoom.AMPLE), RetryLater):
             match decision:
                 case Settle(group_ids, kind, reason):
                     outcomes = self._fates.of_untrained(group_ids, kind, reason=reason, step=self._cutter.step)

@@ -12,15 +12,15 @@ import msgspec
 
 from areal_async.controller.admission import first_groups
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
-from areal_async.controller.sampler import Pool
-from areal_async.doctor.audit.reconciliation import OPEN, TRAINED, Books
-from areal_async.doctor.audit.report import Finding, Kind, Ruling, rule
+from areal_async.controller.sampler import RowPool
+from areal_async.doctor.audit.reconciliation import OPEN, TRAINED, Reconciliation
+from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, rule
 from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
 
 FAILURES = (OutcomeKind.FAILED, OutcomeKind.DEAD)
 
 
-def admitted_groups(books: Books) -> list[GroupId]:
+def admitted_groups(books: Reconciliation) -> list[GroupId]:
     """Return every group that the admission record counts: the sampler's first ones, and the re-admitted."""
     rules, admitted = books.evidence.rules, books.evidence.admitted
     again = [item.group_id for item in books.accounts.readmissions[: admitted.num_readmitted]]
@@ -31,7 +31,7 @@ def admitted_groups(books: Books) -> list[GroupId]:
     return sorted({group for group in map(GroupId.parse, known) if group.attempt == 0} | set(again))
 
 
-def rule_covered(books: Books, admitted: list[GroupId]) -> Ruling:
+def rule_covered(books: Reconciliation, admitted: list[GroupId]) -> Ruling:
     """Judge P7."""
     evidence, record = books.evidence, books.evidence.admitted
     findings = [
@@ -43,13 +43,13 @@ def rule_covered(books: Books, admitted: list[GroupId]) -> Ruling:
     ]
     if len(books.accounts.readmissions) < record.num_readmitted:
         text = f"the record counts {record.num_readmitted} re-admissions, the log {len(books.accounts.readmissions)}"
-        findings.append(Finding(Kind.DISAGREES, "admitted", text))
+        findings.append(Violation(ViolationKind.DISAGREES, "admitted", text))
     num_first = sum(group.attempt == 0 for group in admitted)
     if evidence.rules.num_rows and num_first != record.num_fresh - record.num_skipped:
         text = (
             f"the record counts {record.num_skipped} prompts passed over, the log gives {record.num_fresh - num_first}"
         )
-        findings.append(Finding(Kind.DISAGREES, "admitted", text))
+        findings.append(Violation(ViolationKind.DISAGREES, "admitted", text))
     missing = [] if evidence.rules.num_rows else [f"the data: {evidence.rules.why_no_rows}"]
     missing += evidence.absent_streams
     if not record.total:
@@ -61,7 +61,7 @@ def rule_covered(books: Books, admitted: list[GroupId]) -> Ruling:
     return rule("P7", "covered", sentence, findings=findings, missing=missing)
 
 
-def _curriculum(books: Books) -> Curriculum | None:
+def _curriculum(books: Reconciliation) -> Curriculum | None:
     """Return what passed prompts over, with all that the log says of their visits."""
     rules, visits = books.evidence.rules, Visits()
     if rules.curriculum is None:
@@ -71,18 +71,18 @@ def _curriculum(books: Books) -> Curriculum | None:
     return Curriculum(rules.curriculum, books.evidence.sampler, visits, seed=rules.seed)
 
 
-def _visits(books: Books, admitted: list[GroupId]) -> Iterator[str]:
+def _visits(books: Reconciliation, admitted: list[GroupId]) -> Iterator[str]:
     """Say how many prompts each epoch has admitted; each task's epochs where they are its own."""
     rules = books.evidence.rules
     pools = books.evidence.sampler.pools if rules.tasks else ()
-    for number, pool in enumerate(pools or [Pool(0, sys.maxsize)]):
+    for number, pool in enumerate(pools or [RowPool(0, sys.maxsize)]):
         epochs = Counter(group.epoch for group in admitted if group.attempt == 0 and pool.holds(group.index))
         visited = "; ".join(f"epoch {epoch}: {count} prompts" for epoch, count in sorted(epochs.items())) or "no prompt"
         task = f"task {number}: " if len(pools) > 1 else ""
         yield f"{task}{visited} of {pool.num_rows if pools else 'an unknown number'}"
 
 
-def _holes(books: Books, admitted: list[GroupId]) -> Iterator[Finding]:
+def _holes(books: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation]:
     """A group that was admitted is settled, in a cut, stored in part, or has its ticket: else it is forgotten."""
     evidence = books.evidence
     has_slots = {fate.group_id for fate in books.fates.values()}
@@ -90,14 +90,14 @@ def _holes(books: Books, admitted: list[GroupId]) -> Iterator[Finding]:
         if books.groups.get(group, OPEN) != OPEN:
             continue
         if group not in evidence.tickets and group not in has_slots:
-            yield Finding(
-                Kind.HOLE, group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome"
+            yield Violation(
+                ViolationKind.HOLE, group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome"
             )
         elif evidence.is_finished:
-            yield Finding(Kind.HOLE, group, "the run has finished, and its outcome is not recorded")
+            yield Violation(ViolationKind.HOLE, group, "the run has finished, and its outcome is not recorded")
 
 
-def _strangers(books: Books) -> Iterator[Finding]:
+def _strangers(books: Reconciliation) -> Iterator[Violation]:
     """No group but the sampler's next ones and those that an outcome re-admits."""
     rules, last = books.evidence.rules, books.evidence.admitted_last
     due = {item.group_id for item in books.accounts.readmissions}
@@ -108,14 +108,16 @@ def _strangers(books: Books) -> Iterator[Finding]:
         due |= set(first_groups(further, books.evidence.sampler, _curriculum(books)))
     for group in sorted(map(GroupId.parse, books.groups)):
         if group.attempt and group not in due:
-            yield Finding(
-                Kind.OUT_OF_TURN, str(group), "admitted again, though no outcome of the attempt before it asks for that"
+            yield Violation(
+                ViolationKind.OUT_OF_TURN,
+                str(group),
+                "admitted again, though no outcome of the attempt before it asks for that",
             )
         elif rules.num_rows and group not in due:
-            yield Finding(Kind.OUT_OF_TURN, str(group), "admitted, though its turn has not come")
+            yield Violation(ViolationKind.OUT_OF_TURN, str(group), "admitted, though its turn has not come")
 
 
-def _repeats(books: Books) -> Iterator[Finding]:
+def _repeats(books: Reconciliation) -> Iterator[Violation]:
     """One attempt at the most is trained."""
     trained: dict[tuple[int, int], list[str]] = defaultdict(list)
     for group_id, fate in books.groups.items():
@@ -124,12 +126,14 @@ def _repeats(books: Books) -> Iterator[Finding]:
             trained[group.epoch, group.index].append(group_id)
     for groups in trained.values():
         if len(groups) > 1:
-            yield Finding(
-                Kind.TWICE, min(groups), f"several attempts at one prompt were trained: {', '.join(sorted(groups))}"
+            yield Violation(
+                ViolationKind.TWICE,
+                min(groups),
+                f"several attempts at one prompt were trained: {', '.join(sorted(groups))}",
             )
 
 
-def _failures(books: Books) -> Iterator[Finding]:
+def _failures(books: Reconciliation) -> Iterator[Violation]:
     """Failed attempts are counted per prompt, and the last one that is allowed is recorded dead."""
     limit = books.evidence.rules.max_attempts
     failed: Counter[tuple[int, int]] = Counter()
@@ -139,24 +143,28 @@ def _failures(books: Books) -> Iterator[Finding]:
             failed[group.epoch, group.index] += 1
         if outcome.kind is OutcomeKind.FAILED and outcome.num_failed_attempts >= limit:
             text = f"failed {outcome.num_failed_attempts} times and not recorded dead, need at most {limit} attempts"
-            yield Finding(Kind.ATTEMPTS, outcome.group_id, text)
+            yield Violation(ViolationKind.ATTEMPTS, outcome.group_id, text)
         if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
             text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
-            yield Finding(Kind.ATTEMPTS, outcome.group_id, text)
+            yield Violation(ViolationKind.ATTEMPTS, outcome.group_id, text)
     again = Counter((group.epoch, group.index) for group in books.accounts.again_after_death)
     for prompt, count in sorted(failed.items()):
         allowed = limit * (1 + again[prompt])
         if count > allowed:
             epoch, index = prompt
-            yield Finding(Kind.ATTEMPTS, f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
+            yield Violation(
+                ViolationKind.ATTEMPTS, f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}"
+            )
 
 
-def _dead(books: Books) -> Iterator[Finding]:
+def _dead(books: Reconciliation) -> Iterator[Violation]:
     letters: dict[str, Outcome] = {letter.group_id: letter for letter in books.evidence.dead_letters}
     for outcome in books.journal.outcomes.values():
         if outcome.kind is OutcomeKind.DEAD:
             letter = letters.get(outcome.group_id)
             if letter is None:
-                yield Finding(Kind.NO_LETTER, outcome.group_id, "recorded dead, and not in the dead-letter stream")
+                yield Violation(
+                    ViolationKind.NO_LETTER, outcome.group_id, "recorded dead, and not in the dead-letter stream"
+                )
             elif not letter.reason:
-                yield Finding(Kind.NO_LETTER, outcome.group_id, "in the dead-letter stream without a reason")
+                yield Violation(ViolationKind.NO_LETTER, outcome.group_id, "in the dead-letter stream without a reason")

@@ -6,20 +6,22 @@ P2: in the surviving lineage, once. Pure.
 from collections import defaultdict
 from collections.abc import Iterator
 
-from areal_async.doctor.audit.reconciliation import OPEN, Books
-from areal_async.doctor.audit.report import Finding, Kind, Ruling, rule
+from areal_async.doctor.audit.reconciliation import OPEN, Reconciliation
+from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, rule
 from areal_async.protocol.types import GroupId, OutcomeKind
 
 
-def rule_durable(books: Books, admitted: list[GroupId]) -> Ruling:
+def rule_durable(books: Reconciliation, admitted: list[GroupId]) -> Ruling:
     """Judge P1.
 
     Args:
         admitted: every group whose ticket was published before the tickets were read.
     """
-    findings = [Finding(Kind.LOST, uid, fate.reason) for uid, fate in books.lost().items()]
+    findings = [Violation(ViolationKind.LOST, uid, fate.reason) for uid, fate in books.lost().items()]
     findings += _missing_siblings(books, admitted)
-    findings += [Finding(Kind.DAMAGED, one.version, one.reason) for one in books.evidence.damaged_checkpoints]
+    findings += [
+        Violation(ViolationKind.DAMAGED, one.version, one.reason) for one in books.evidence.damaged_checkpoints
+    ]
     num_received = len(books.received)
     num_used = sum(uid not in books.received for uid in books.fates)
     sentence = f"{num_received} trajectories acknowledged to {len(books.evidence.produced)} producers"
@@ -29,7 +31,7 @@ def rule_durable(books: Books, admitted: list[GroupId]) -> Ruling:
     return rule("P1", "durable", sentence, findings=findings, missing=missing)
 
 
-def _missing_siblings(books: Books, admitted: list[GroupId]) -> list[Finding]:
+def _missing_siblings(books: Reconciliation, admitted: list[GroupId]) -> list[Violation]:
     """A ticket is acked when every slot is stored: what an open group without a ticket lacks is lost.
 
     This asks for no receipt, so it also speaks of producers on other hosts. A group without a trace of any slot is
@@ -40,8 +42,8 @@ def _missing_siblings(books: Books, admitted: list[GroupId]) -> list[Finding]:
         if fate.kind not in (OutcomeKind.DUPLICATE, OutcomeKind.LATE):
             seen[fate.group_id].add(fate.sibling)
     return [
-        Finding(
-            Kind.LOST,
+        Violation(
+            ViolationKind.LOST,
             f"{group_id}.{sibling}",
             "its ticket was acked, so it was stored; it is neither stored nor settled",
         )
@@ -52,7 +54,7 @@ def _missing_siblings(books: Books, admitted: list[GroupId]) -> list[Finding]:
     ]
 
 
-def _unknown_producers(books: Books) -> Iterator[str]:
+def _unknown_producers(books: Reconciliation) -> Iterator[str]:
     """Yield what keeps the receipts from being the whole list."""
     evidence = books.evidence
     acknowledged: dict[str, int] = defaultdict(int)
@@ -74,7 +76,7 @@ def _unknown_producers(books: Books) -> Iterator[str]:
             yield f"{produced.num_damaged} receipts of {producer}: their lines are damaged"
 
 
-def rule_once(books: Books) -> Ruling:
+def rule_once(books: Reconciliation) -> Ruling:
     """Judge P2: archive, ledger and journal name each slot once, and agree with one another."""
     findings = [*_doubles(books), *_disagreements(books)]
     evidence = books.evidence
@@ -90,13 +92,13 @@ def rule_once(books: Books) -> Ruling:
     return rule("P2", "once", sentence, findings=findings, missing=missing)
 
 
-def _doubles(books: Books) -> Iterator[Finding]:
+def _doubles(books: Reconciliation) -> Iterator[Violation]:
     by_slot: dict[str, list[int]] = defaultdict(list)
     for slot in books.evidence.archive:
         by_slot[slot.name].append(slot.step)
     for name, steps in sorted(by_slot.items()):
         if len(steps) > 1:
-            yield Finding(Kind.TWICE, name, f"archived as trained in steps {_listed(steps)}")
+            yield Violation(ViolationKind.TWICE, name, f"archived as trained in steps {_listed(steps)}")
     lists = {
         "cut": {step: [group.group_id for group in cut.groups] for step, cut in books.journal.cuts.items()},
         "in the ledger": _ledger(books),
@@ -108,10 +110,10 @@ def _doubles(books: Books) -> Iterator[Finding]:
                 by_group[group_id].append(step)
         for group_id, steps in sorted(by_group.items()):
             if len(steps) > 1:
-                yield Finding(Kind.TWICE, group_id, f"{what} for steps {_listed(steps)}")
+                yield Violation(ViolationKind.TWICE, group_id, f"{what} for steps {_listed(steps)}")
 
 
-def _disagreements(books: Books) -> Iterator[Finding]:
+def _disagreements(books: Reconciliation) -> Iterator[Violation]:
     """Ledger and archive hold the same groups in each step, and none that the journal does not know of."""
     ledger = _ledger(books)
     for step in sorted(ledger.keys() | books.steps.keys()):
@@ -122,23 +124,27 @@ def _disagreements(books: Books) -> Iterator[Finding]:
         if step in books.steps:
             for group_id in sorted(archived ^ in_ledger):
                 place, other = ("archive", "ledger") if group_id in archived else ("ledger", "archive")
-                yield Finding(Kind.DISAGREES, group_id, f"step {step}: in the {place} and not in the {other}")
+                yield Violation(
+                    ViolationKind.DISAGREES, group_id, f"step {step}: in the {place} and not in the {other}"
+                )
         for group_id in sorted((archived | in_ledger) - in_cut):
-            yield Finding(Kind.DISAGREES, group_id, f"step {step}: trained, and not in the journal's cut")
+            yield Violation(ViolationKind.DISAGREES, group_id, f"step {step}: trained, and not in the journal's cut")
         if step <= books.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
             for group_id in sorted(archived | in_ledger):
                 outcome = books.journal.outcomes.get(group_id)
                 if outcome is not None and outcome.kind is not OutcomeKind.TRAINED:
-                    yield Finding(Kind.DISAGREES, group_id, f"step {step}: trained, and recorded {outcome.kind}")
+                    yield Violation(
+                        ViolationKind.DISAGREES, group_id, f"step {step}: trained, and recorded {outcome.kind}"
+                    )
     for line in books.evidence.metrics:
         number, count = line.get("step"), line.get("num_trajectories")
         rows = books.steps.get(number, []) if isinstance(number, int) else []
         if rows and count != len(rows):
             text = f"metrics say {count} trajectories, the archive has {len(rows)}"
-            yield Finding(Kind.DISAGREES, f"step {number}", text)
+            yield Violation(ViolationKind.DISAGREES, f"step {number}", text)
 
 
-def _ledger(books: Books) -> dict[int, list[str]]:
+def _ledger(books: Reconciliation) -> dict[int, list[str]]:
     ledger = books.evidence.ledger
     return {int(step): groups for step, groups in ledger.trained.items()} if ledger else {}
 

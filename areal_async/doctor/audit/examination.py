@@ -15,9 +15,9 @@ from areal_async.data.rows import load_rows
 from areal_async.doctor.audit.coverage import admitted_groups, rule_covered
 from areal_async.doctor.audit.durable import rule_durable, rule_once
 from areal_async.doctor.audit.gather import gather
-from areal_async.doctor.audit.reconciliation import Books
-from areal_async.doctor.audit.report import Diagnosis, Kind, num_ids
-from areal_async.doctor.audit.run_record import Baseline, Evidence, Rules, TaskRules
+from areal_async.doctor.audit.reconciliation import Reconciliation
+from areal_async.doctor.audit.report import Diagnosis, ViolationKind, num_ids
+from areal_async.doctor.audit.run_record import Baseline, Rules, RunRecord, TaskRules
 from areal_async.doctor.audit.tokens import rule_fresh, rule_versioned, rule_whole
 from areal_async.errors import UserError
 
@@ -40,9 +40,9 @@ async def examine(settings: Settings, run_directory: Path, bus_url: str) -> Diag
     return diagnose(settings.run.name, evidence)
 
 
-def diagnose(run: str, evidence: Evidence) -> Diagnosis:
+def diagnose(run: str, evidence: RunRecord) -> Diagnosis:
     """Judge the evidence. Pure."""
-    books = Books(evidence)
+    books = Reconciliation(evidence)
     admitted = admitted_groups(books)
     rulings = [
         rule_durable(books, admitted),
@@ -63,13 +63,13 @@ def diagnose(run: str, evidence: Evidence) -> Diagnosis:
             "admitted": evidence.admitted.total,
             "settled": len(books.journal.outcomes),
             **books.num_groups_by_fate(),
-            **num_ids(rulings, Kind.HOLE),
+            **num_ids(rulings, ViolationKind.HOLE),
         },
         slots={
             "acknowledged": len(books.received),
             "in the broker": len(books.stored),
             **books.num_slots_by_fate(),
-            **num_ids(rulings, Kind.LOST, Kind.TWICE, Kind.OVER_AGE),
+            **num_ids(rulings, ViolationKind.LOST, ViolationKind.TWICE, ViolationKind.OVER_AGE),
         },
         notes=notes,
         rulings=rulings,

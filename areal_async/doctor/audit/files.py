@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_async.doctor.audit.run_record import ArchivedSlot, Ledger
+from areal_async.doctor.audit.run_record import ArchivedSlot, TrainedGroups
 from areal_async.doctor.audit.versions import Array, Columns, count_versions, find_faults
 from areal_async.errors import WireError
 from areal_async.process.atomic_folders import LEDGER, versions_in
@@ -91,12 +91,14 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def read_ledger(directory: Path) -> tuple[Ledger | None, list[str]]:
+def read_ledger(directory: Path) -> tuple[TrainedGroups | None, list[str]]:
     """Return the ledger of the newest checkpoint that has one that can be read, and why newer ones cannot."""
     unreadable: list[str] = []
     for version in reversed(versions_in(directory)):
         try:
-            return decode_json((directory / str(version) / LEDGER).read_bytes(), Ledger, what="ledger"), unreadable
+            return decode_json(
+                (directory / str(version) / LEDGER).read_bytes(), TrainedGroups, what="ledger"
+            ), unreadable
         except (OSError, WireError) as exc:
             unreadable.append(f"checkpoint {version}: {exc}")
     return None, unreadable

@@ -14,7 +14,7 @@ import anyio.to_thread
 from areal_async.bus import Bus, Message
 from areal_async.bus.api import STREAM_NOT_FOUND, ApiError
 from areal_async.doctor.audit.files import read_archive, read_ledger, read_metrics
-from areal_async.doctor.audit.run_record import Evidence, Rules, StoredSlot
+from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import Columns, find_faults
 from areal_async.errors import WireError
 from areal_async.protocol.publish_log import Receipt, decode_stamp, read_receipts
@@ -27,9 +27,9 @@ from areal_async.trainer.engine.digests import find_damage, set_aside_in
 R = TypeVar("R", bound=Record)
 
 
-async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) -> Evidence:
+async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) -> RunRecord:
     """Read all that there is."""
-    evidence = Evidence(rules=rules, is_live=is_live)
+    evidence = RunRecord(rules=rules, is_live=is_live)
     reader = _Reader(bus, evidence)
     evidence.produced = read_receipts(run_directory)
     await reader.check_streams()
@@ -54,7 +54,7 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
 class _Reader:
     """Fills the evidence from the broker."""
 
-    def __init__(self, bus: Bus, evidence: Evidence) -> None:
+    def __init__(self, bus: Bus, evidence: RunRecord) -> None:
         self._bus = bus
         self._evidence = evidence
         self._absent: set[str] = set()

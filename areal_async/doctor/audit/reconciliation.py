@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from areal_async.controller.accounts import RUN_ENDED, Accounts
-from areal_async.doctor.audit.run_record import ArchivedSlot, Evidence, StoredSlot
+from areal_async.doctor.audit.run_record import ArchivedSlot, RunRecord, StoredSlot
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, CutSlot, Outcome, OutcomeKind, Version
 
@@ -58,10 +58,10 @@ class WholeJournal(Journal):
 
 
 @dataclass(slots=True)
-class Books:
+class Reconciliation:
     """Everything that several promises ask for."""
 
-    evidence: Evidence
+    evidence: RunRecord
     journal: WholeJournal = field(init=False)
     accounts: Accounts = field(init=False)
     checkpoint_step: int = field(init=False)

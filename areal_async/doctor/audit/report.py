@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 
-class Verdict(StrEnum):
+class PromiseVerdict(StrEnum):
     """What the evidence says of a promise."""
 
     PROVED = "proved"
@@ -15,7 +15,7 @@ class Verdict(StrEnum):
     UNDECIDED = "not decidable"
 
 
-class Kind(StrEnum):
+class ViolationKind(StrEnum):
     """How a promise is broken."""
 
     LOST = "lost"
@@ -31,10 +31,10 @@ class Kind(StrEnum):
     DAMAGED = "damaged"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Violation(msgspec.Struct, frozen=True):
     """One thing that breaks a promise."""
 
-    kind: Kind
+    kind: ViolationKind
     id: str
     """Of the trajectory, slot, group or step."""
     text: str
@@ -46,11 +46,11 @@ class Ruling(msgspec.Struct, frozen=True, kw_only=True):
     promise: str
     """``P1``."""
     title: str
-    verdict: Verdict
+    verdict: PromiseVerdict
     sentence: str
     """What was looked at, in figures."""
     num_findings: int
-    findings: list[Finding]
+    findings: list[Violation]
     missing: list[str]
     """What the evidence lacks for a proof."""
 
@@ -72,7 +72,7 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_clean(self) -> bool:
         """Whether nothing is refuted."""
-        return all(ruling.verdict is not Verdict.REFUTED for ruling in self.rulings)
+        return all(ruling.verdict is not PromiseVerdict.REFUTED for ruling in self.rulings)
 
     def as_json(self) -> Mapping[str, Any]:
         """Return it as plain data."""
@@ -81,10 +81,10 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rule(
-    promise: str, title: str, sentence: str, *, findings: Sequence[Finding], missing: Sequence[str] = ()
+    promise: str, title: str, sentence: str, *, findings: Sequence[Violation], missing: Sequence[str] = ()
 ) -> Ruling:
     """Judge: one finding refutes; without any, one thing that is missing leaves it open."""
-    verdict = Verdict.REFUTED if findings else Verdict.UNDECIDED if missing else Verdict.PROVED
+    verdict = PromiseVerdict.REFUTED if findings else PromiseVerdict.UNDECIDED if missing else PromiseVerdict.PROVED
     return Ruling(
         promise=promise,
         title=title,
@@ -96,7 +96,7 @@ def rule(
     )
 
 
-def num_ids(rulings: Sequence[Ruling], *kinds: Kind) -> dict[str, int]:
+def num_ids(rulings: Sequence[Ruling], *kinds: ViolationKind) -> dict[str, int]:
     """Count the ids with findings of these kinds, by kind."""
     ids = {kind: {one.id for ruling in rulings for one in ruling.findings if one.kind is kind} for kind in kinds}
     return {kind.value: len(found) for kind, found in ids.items()}

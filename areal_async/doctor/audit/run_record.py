@@ -7,9 +7,9 @@ import msgspec
 
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.config.settings import CurriculumSettings
-from areal_async.controller.sampler import Sampler, Share, sampler_of
+from areal_async.controller.sampler import Sampler, TaskShare, sampler_of
 from areal_async.protocol.fields import GroupIdText, StepText, VersionText
-from areal_async.protocol.publish_log import Produced, Stamp
+from areal_async.protocol.publish_log import Produced, ProducerSequence
 from areal_async.protocol.types import Admitted, Credit, Cut, GroupId, Outcome, SlotStatus
 from areal_async.trainer.engine.digests import Damage
 
@@ -120,7 +120,7 @@ class ArchivedSlot:
         return f"{self.group_id}.{self.sibling}"
 
 
-class Ledger(msgspec.Struct, frozen=True):
+class TrainedGroups(msgspec.Struct, frozen=True):
     """What the newest checkpoint says that its weights were trained on."""
 
     version: VersionText
@@ -129,7 +129,7 @@ class Ledger(msgspec.Struct, frozen=True):
 
 
 @dataclass(kw_only=True, slots=True)
-class Evidence:
+class RunRecord:
     """All of it. Sequence numbers are not part of it: they can be reused after corruption."""
 
     rules: Rules
@@ -143,7 +143,7 @@ class Evidence:
     tickets: set[str] = field(default_factory=set)
     """Groups whose ticket is not acked yet."""
     stored: list[StoredSlot] = field(default_factory=list)
-    stamps: list[Stamp] = field(default_factory=list)
+    stamps: list[ProducerSequence] = field(default_factory=list)
     """Of the stored messages."""
     unreadable_messages: list[str] = field(default_factory=list)
     """Stored, but their headers cannot be read."""
@@ -157,7 +157,7 @@ class Evidence:
     archive: list[ArchivedSlot] = field(default_factory=list)
     """Without what an abandoned lineage trained."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
-    ledger: Ledger | None = None
+    ledger: TrainedGroups | None = None
     """None before the first checkpoint."""
     absent_streams: list[str] = field(default_factory=list)
     """Streams that the broker does not have, or not any more."""
@@ -171,5 +171,5 @@ class Evidence:
     @property
     def sampler(self) -> Sampler:
         """In what order prompts were admitted, given the mixes of the record; there must be rows."""
-        shares = [Share(task.num_rows, task.ratio) for task in self.rules.tasks]
+        shares = [TaskShare(task.num_rows, task.ratio) for task in self.rules.tasks]
         return sampler_of(shares, seed=self.rules.seed, admitted=self.admitted_last)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from areal_async.algorithms.advantages import AdvantageRule, Sibling
 from areal_async.algorithms.credit import reply_advantages
-from areal_async.doctor.audit.reconciliation import Books
-from areal_async.doctor.audit.report import Finding, Kind, Ruling, rule
+from areal_async.doctor.audit.reconciliation import Reconciliation
+from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, rule
 from areal_async.doctor.audit.run_record import ArchivedSlot
 from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import Version
@@ -20,9 +20,9 @@ WHITE_TOLERANCE = 1e-2
 """Of the mean and variance of a step's advantages."""
 
 
-def rule_fresh(books: Books) -> Ruling:
+def rule_fresh(books: Reconciliation) -> Ruling:
     """Judge P3: the age of every trained token, by the lineage rules, against the bound that its step was cut under."""
-    findings: list[Finding] = []
+    findings: list[Violation] = []
     num_tokens = num_masked = oldest = 0
     for slot in books.evidence.archive:
         bound, masks_stale, branches = _bound(books, slot.step)
@@ -30,31 +30,35 @@ def rule_fresh(books: Books) -> Ruling:
             version = Version.unpack(packed)
             what = f"step {slot.step}: {count} tokens of version {version}"
             if version.lineage > slot.lineage:
-                findings.append(Finding(Kind.OVER_AGE, slot.name, f"{what}, of a newer lineage than the step's"))
+                findings.append(
+                    Violation(ViolationKind.OVER_AGE, slot.name, f"{what}, of a newer lineage than the step's")
+                )
                 continue
             age = age_at(step=slot.step, version=version, lineage=slot.lineage, branches=branches)
             if age < 0:
-                findings.append(Finding(Kind.OVER_AGE, slot.name, f"{what}, which was made only later"))
+                findings.append(Violation(ViolationKind.OVER_AGE, slot.name, f"{what}, which was made only later"))
             elif age <= bound:
                 num_tokens += count
                 oldest = max(oldest, age)
             elif masks_stale:
                 num_masked += count
             else:
-                findings.append(Finding(Kind.OVER_AGE, slot.name, f"{what} have age {age}, need at most {bound}"))
+                findings.append(
+                    Violation(ViolationKind.OVER_AGE, slot.name, f"{what} have age {age}, need at most {bound}")
+                )
     for line in books.evidence.metrics:
         step = int(line.get("step", 0))
         bound, _, _ = _bound(books, step)
         if line.get("staleness_max", 0) > bound:
             text = f"metrics say that a token of age {line['staleness_max']} was trained, need at most {bound}"
-            findings.append(Finding(Kind.OVER_AGE, f"step {step}", text))
+            findings.append(Violation(ViolationKind.OVER_AGE, f"step {step}", text))
     sentence = f"{num_tokens} trained tokens, the oldest of age {oldest}"
     if num_masked:
         sentence += f", {num_masked} older ones masked"
     return rule("P3", "fresh", sentence, findings=findings, missing=_unarchived(books))
 
 
-def _bound(books: Books, step: int) -> tuple[int, bool, dict[int, int]]:
+def _bound(books: Reconciliation, step: int) -> tuple[int, bool, dict[int, int]]:
     cut = books.journal.cuts.get(step)
     branches = {int(lineage): shared for lineage, shared in (cut.branches if cut else books.journal.branches).items()}
     if cut is None:
@@ -62,9 +66,9 @@ def _bound(books: Books, step: int) -> tuple[int, bool, dict[int, int]]:
     return cut.max_staleness, cut.masks_stale, branches
 
 
-def rule_whole(books: Books) -> Ruling:
+def rule_whole(books: Reconciliation) -> Ruling:
     """Judge P4: each group is trained with its own siblings alone, enough of them, and their own baseline."""
-    findings: list[Finding] = []
+    findings: list[Violation] = []
     num_groups = 0
     for step, slots in books.steps.items():
         groups: dict[str, list[ArchivedSlot]] = defaultdict(list)
@@ -83,13 +87,15 @@ def rule_whole(books: Books) -> Ruling:
     return rule("P4", "whole", sentence, findings=findings, missing=missing)
 
 
-def _group_faults(books: Books, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Finding]:
+def _group_faults(
+    books: Reconciliation, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]
+) -> Iterator[Violation]:
     rules = books.evidence.rules
     for group_id, siblings in groups.items():
         if len(siblings) < rules.of(group_id).min_group_size:
             need = rules.of(group_id).min_group_size
             text = f"step {step}: trained with {len(siblings)} siblings, need at least {need}"
-            yield Finding(Kind.NOT_WHOLE, group_id, text)
+            yield Violation(ViolationKind.NOT_WHOLE, group_id, text)
     if not rules.advantages.made_by:
         yield from _advantage_faults(step, groups, rules.advantages.rule)
     elif rules.advantages.centred_in == "group":
@@ -98,7 +104,9 @@ def _group_faults(books: Books, step: int, groups: Mapping[str, Sequence[Archive
         yield from _whiteness_faults(step, [slot for siblings in groups.values() for slot in siblings])
 
 
-def _advantage_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]], how: AdvantageRule) -> Iterator[Finding]:
+def _advantage_faults(
+    step: int, groups: Mapping[str, Sequence[ArchivedSlot]], how: AdvantageRule
+) -> Iterator[Violation]:
     """Compute the advantages anew, from the rewards of the siblings that were trained."""
     outcomes = [
         [Sibling(reward=slot.reward, num_tokens=slot.num_sampled, credits=slot.credits) for slot in siblings]
@@ -109,19 +117,19 @@ def _advantage_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]], h
             for got, value in zip(slot.advantages, values, strict=True):
                 if not math.isclose(got, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
                     text = f"step {step}: trained with advantage {got:.6g}, the rewards give {value:.6g}"
-                    yield Finding(Kind.NOT_WHOLE, slot.name, text)
+                    yield Violation(ViolationKind.NOT_WHOLE, slot.name, text)
 
 
-def _sum_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Finding]:
+def _sum_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Violation]:
     """Hold each group's advantages against a baseline of its own: whatever came off the rewards, they sum to 0."""
     for group_id, siblings in groups.items():
         total = sum(slot.advantage for slot in siblings)
         if not abs(total) <= SUM_TOLERANCE * max(1.0, *(abs(slot.advantage) for slot in siblings)):
             text = f"step {step}: advantages of its siblings add up to {total:.6g}, need 0"
-            yield Finding(Kind.NOT_WHOLE, group_id, text)
+            yield Violation(ViolationKind.NOT_WHOLE, group_id, text)
 
 
-def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Finding]:
+def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Violation]:
     """Hold the advantages of a step's tokens against mean 0 and variance 1; all of them 0 is as good."""
     parts = [slot.by_token for slot in slots if slot.by_token is not None]
     count = sum(number for _, _, number in parts)
@@ -132,37 +140,41 @@ def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Find
     # A spread near 0 is divided by a little more than itself.
     if abs(mean) > WHITE_TOLERANCE or not (variance == 0 or 0.5 <= variance <= 1.0 + WHITE_TOLERANCE):
         text = f"tokens' advantages have mean {mean:.6g} and variance {variance:.6g}, need 0 and 1"
-        yield Finding(Kind.NOT_WHOLE, f"step {step}", text)
+        yield Violation(ViolationKind.NOT_WHOLE, f"step {step}", text)
 
 
-def _reward_faults(books: Books, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Finding]:
+def _reward_faults(books: Reconciliation, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Violation]:
     """Hold the archive against the cut, which was journalled before the step ran."""
     in_cut = books.cut_slots(step)
     for slot in slots if in_cut else ():
         item = in_cut.get((slot.group_id, slot.sample_uid))
         if item is None:
-            yield Finding(
-                Kind.NOT_WHOLE,
+            yield Violation(
+                ViolationKind.NOT_WHOLE,
                 slot.name,
                 f"step {step}: trained {slot.sample_uid}, which its cut does not name in this group",
             )
         elif tuple(item.slot.credits) != slot.credits:
-            yield Finding(Kind.NOT_WHOLE, slot.name, f"step {step}: archived with other credits than it was cut with")
+            yield Violation(
+                ViolationKind.NOT_WHOLE, slot.name, f"step {step}: archived with other credits than it was cut with"
+            )
         elif item.slot.reward != slot.reward:
             text = f"step {step}: archived with reward {slot.reward:.6g}, cut with {item.slot.reward:.6g}"
-            yield Finding(Kind.NOT_WHOLE, slot.name, text)
+            yield Violation(ViolationKind.NOT_WHOLE, slot.name, text)
 
 
-def rule_versioned(books: Books) -> Ruling:
+def rule_versioned(books: Reconciliation) -> Ruling:
     """Judge P5: every sampled token, trained or stored, carries a version, and no other token does."""
     evidence = books.evidence
     findings = [
-        Finding(Kind.UNVERSIONED, slot.name, f"step {slot.step}: {fault}")
+        Violation(ViolationKind.UNVERSIONED, slot.name, f"step {slot.step}: {fault}")
         for slot in evidence.archive
         for fault in slot.token_faults
     ]
     findings += [
-        Finding(Kind.UNVERSIONED, slot.sample_uid, fault) for slot in evidence.stored for fault in slot.token_faults
+        Violation(ViolationKind.UNVERSIONED, slot.sample_uid, fault)
+        for slot in evidence.stored
+        for fault in slot.token_faults
     ]
     for step, slots in books.steps.items():
         in_cut = books.cut_slots(step)
@@ -170,13 +182,13 @@ def rule_versioned(books: Books) -> Ruling:
             item = in_cut.get((slot.group_id, slot.sample_uid))
             if item is not None and item.slot.num_output_tokens != slot.num_sampled:
                 counts = f"{slot.num_sampled} tokens are archived as sampled, {item.slot.num_output_tokens} were"
-                findings.append(Finding(Kind.UNVERSIONED, slot.name, f"step {step}: {counts}"))
+                findings.append(Violation(ViolationKind.UNVERSIONED, slot.name, f"step {step}: {counts}"))
     num_tokens = sum(slot.num_sampled for slot in evidence.archive)
     sentence = f"{num_tokens} sampled tokens in the archive, and those of {len(evidence.stored)} stored trajectories"
     return rule("P5", "versioned", sentence, findings=findings, missing=_unarchived(books))
 
 
-def _unarchived(books: Books) -> list[str]:
+def _unarchived(books: Reconciliation) -> list[str]:
     """A checkpoint waits for the archive; what was trained since may not be archived yet, or never."""
     trained = set(map(int, books.evidence.ledger.trained)) if books.evidence.ledger else set()
     missing = [f"the archive of step {step}" for step in sorted(trained - books.steps.keys())]

@@ -10,7 +10,7 @@ import anyio.to_thread
 from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.broker import check_broker
 from areal_async.doctor.preflight.exports import check_traces, check_trackers
-from areal_async.doctor.preflight.findings import Finding, Level, guarded, of_mistake
+from areal_async.doctor.preflight.findings import Level, PreflightFinding, guarded, of_mistake
 from areal_async.doctor.preflight.host import check_clock, check_disk, check_limits, check_ports, check_processes
 from areal_async.doctor.preflight.inputs import check_data, check_models, check_template, check_workflows
 from areal_async.doctor.preflight.lengths import check_lengths
@@ -21,10 +21,10 @@ from areal_async.doctor.preflight.software import check_server_program, check_ve
 from areal_async.errors import UserError
 from areal_async.launch.backends import BACKENDS
 
-__all__ = ["Finding", "Level", "look_ahead"]
+__all__ = ["PreflightFinding", "Level", "look_ahead"]
 
 
-async def look_ahead(settings: Settings) -> AsyncIterator[Finding]:
+async def look_ahead(settings: Settings) -> AsyncIterator[PreflightFinding]:
     """Yield what is found, in the order in which a run would meet it."""
     machine = look_at_machine()
     for finding in guarded("versions", lambda: check_versions(settings)):

@@ -13,7 +13,7 @@ from areal_async.bus import Role, credentials_for, open_bus
 from areal_async.bus.api import ApiError
 from areal_async.bus.streams import reserved_bytes
 from areal_async.config.settings import MAX_PAYLOAD_BYTES, Settings
-from areal_async.doctor.preflight.findings import Finding, error, gigabytes, good, of_mistake, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, of_mistake, warning
 from areal_async.errors import BusError, UserError
 
 MONITOR_PORT = 8222
@@ -23,7 +23,7 @@ CLOCK_TOLERANCE_S = 5.0
 """The broker counts leases by its own clock; ours only dates records."""
 
 
-async def check_broker(settings: Settings) -> list[Finding]:
+async def check_broker(settings: Settings) -> list[PreflightFinding]:
     """Look at an external broker as the run's operator will; the embedded one is our own."""
     if settings.bus.url == "embedded":
         return [good("broker", "embedded: it syncs every message before it acknowledges it (sync_interval: always)")]
@@ -49,14 +49,14 @@ async def check_broker(settings: Settings) -> list[Finding]:
     return findings + await _durability(settings)
 
 
-def _payload(limit: int) -> Finding:
+def _payload(limit: int) -> PreflightFinding:
     saw = f"messages up to {gigabytes(limit)}, a run sends up to {gigabytes(MAX_PAYLOAD_BYTES)}"
     if limit < MAX_PAYLOAD_BYTES:
         return error("broker's payload", saw, f"set max_payload: {MAX_PAYLOAD_BYTES} at the broker")
     return good("broker's payload", saw)
 
 
-def _room(account: dict[str, Any], settings: Settings) -> Finding:
+def _room(account: dict[str, Any], settings: Settings) -> PreflightFinding:
     limit, used = account.get("limits", {}).get("max_storage", -1), account.get("storage", 0)
     wanted = reserved_bytes(settings)
     if limit < 0:
@@ -69,7 +69,7 @@ def _room(account: dict[str, Any], settings: Settings) -> Finding:
     return good("broker's storage", saw)
 
 
-async def _durability(settings: Settings) -> list[Finding]:
+async def _durability(settings: Settings) -> list[PreflightFinding]:
     """Read the monitoring page: nothing else tells how a broker syncs."""
     page = settings.bus.monitor_url or f"http://{urlsplit(settings.bus.url).hostname}:{MONITOR_PORT}"
     try:
@@ -93,7 +93,7 @@ def _read_varz(url: str) -> dict[str, Any]:
     return told
 
 
-def judge_varz(told: dict[str, Any], *, now: datetime) -> list[Finding]:
+def judge_varz(told: dict[str, Any], *, now: datetime) -> list[PreflightFinding]:
     """Say what the broker's own page means for the run."""
     config = told.get("jetstream", {}).get("config") or {}
     if config.get("sync_always"):

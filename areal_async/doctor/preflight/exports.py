@@ -7,14 +7,14 @@ from urllib.parse import urlsplit
 
 from areal_async.config.metrics import TO_FILES
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import Finding, error, good, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, good, warning
 from areal_async.telemetry.exporters.traces import check_installed
 
 CONNECT_DEADLINE_S = 2.0
 PORTS = {"http": 80, "https": 443}
 
 
-def check_traces(settings: Settings) -> Iterator[Finding]:
+def check_traces(settings: Settings) -> Iterator[PreflightFinding]:
     """Look for the packages, and for somebody who listens."""
     where = settings.metrics.traces
     if where is None:
@@ -34,7 +34,7 @@ def check_traces(settings: Settings) -> Iterator[Finding]:
         yield good("traces", f"a collector listens at {where}")
 
 
-def check_trackers(settings: Settings) -> Iterator[Finding]:
+def check_trackers(settings: Settings) -> Iterator[PreflightFinding]:
     """Look for the package of a tracker that is asked for."""
     project = settings.metrics.wandb_project
     if project is not None and importlib.util.find_spec("wandb") is None:

@@ -18,7 +18,7 @@ class Level(StrEnum):
     """It will not start, or not last."""
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
+class PreflightFinding(msgspec.Struct, frozen=True, kw_only=True):
     """One thing that was looked at."""
 
     check: str
@@ -29,22 +29,22 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
     """What to do; empty where nothing is to be done."""
 
 
-def good(check: str, saw: str) -> Finding:
+def good(check: str, saw: str) -> PreflightFinding:
     """Return a finding that asks for nothing."""
-    return Finding(check=check, level=Level.GOOD, saw=saw)
+    return PreflightFinding(check=check, level=Level.GOOD, saw=saw)
 
 
-def warning(check: str, saw: str, cure: str) -> Finding:
+def warning(check: str, saw: str, cure: str) -> PreflightFinding:
     """Return one that should be looked at."""
-    return Finding(check=check, level=Level.WARNING, saw=saw, cure=cure)
+    return PreflightFinding(check=check, level=Level.WARNING, saw=saw, cure=cure)
 
 
-def error(check: str, saw: str, cure: str) -> Finding:
+def error(check: str, saw: str, cure: str) -> PreflightFinding:
     """Return one that is to be cured first."""
-    return Finding(check=check, level=Level.ERROR, saw=saw, cure=cure)
+    return PreflightFinding(check=check, level=Level.ERROR, saw=saw, cure=cure)
 
 
-def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
+def guarded(check: str, look: Callable[[], Iterable[PreflightFinding]]) -> list[PreflightFinding]:
     """Return what ``look`` finds; a user's mistake that it raises is a finding too."""
     try:
         return list(look())
@@ -52,7 +52,7 @@ def guarded(check: str, look: Callable[[], Iterable[Finding]]) -> list[Finding]:
         return [of_mistake(check, mistake)]
 
 
-def of_mistake(check: str, mistake: UserError) -> Finding:
+def of_mistake(check: str, mistake: UserError) -> PreflightFinding:
     """Part an error's sentence: what is wrong, and after the semicolon what to do."""
     saw, _, cure = " ".join(str(mistake).split()).partition("; ")
     return error(check, saw, cure or "change that")

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import Finding, error, gigabytes, good, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, warning
 from areal_async.doctor.preflight.machine import Machine, free_disk_bytes
 from areal_async.doctor.preflight.memory import NUM_BYTES, STATE_BYTES, ModelSize
 from areal_async.launch.plan import plan_crews
@@ -19,7 +19,9 @@ NUM_WEIGHTS_KEPT = 3
 """Copies of the served weights on disk at once: two kept, and the one being written."""
 
 
-def check_processes(settings: Settings, machine: Machine, hosts: Sequence[str] = (LOOPBACK,)) -> Iterator[Finding]:
+def check_processes(
+    settings: Settings, machine: Machine, hosts: Sequence[str] = (LOOPBACK,)
+) -> Iterator[PreflightFinding]:
     """Share the GPUs as the launcher will, and count threads against cores.
 
     Args:
@@ -42,7 +44,7 @@ def check_processes(settings: Settings, machine: Machine, hosts: Sequence[str] =
         yield good("cores", saw)
 
 
-def check_ports(settings: Settings) -> Iterator[Finding]:
+def check_ports(settings: Settings) -> Iterator[PreflightFinding]:
     """Try the ports that the settings name."""
     for name in ("port", "http_port"):
         wanted = getattr(settings.bus, name)
@@ -53,7 +55,7 @@ def check_ports(settings: Settings) -> Iterator[Finding]:
         yield good("ports", "free ones are taken as they are needed")
 
 
-def check_disk(settings: Settings, sizes: Mapping[str, ModelSize]) -> Iterator[Finding]:
+def check_disk(settings: Settings, sizes: Mapping[str, ModelSize]) -> Iterator[PreflightFinding]:
     """Add up what the run may write at the same time."""
     free = free_disk_bytes(settings.run_directory)
     state = dict.fromkeys(("actor", "critic"), STATE_BYTES - 4)  # the gradient is not in it
@@ -78,7 +80,7 @@ def check_disk(settings: Settings, sizes: Mapping[str, ModelSize]) -> Iterator[F
         yield good("disk", saw)
 
 
-def check_limits(settings: Settings, machine: Machine) -> Iterator[Finding]:
+def check_limits(settings: Settings, machine: Machine) -> Iterator[PreflightFinding]:
     """Count the files that a node opens, and the memory that GPUs share."""
     need = FILES_PER_TRAJECTORY * settings.rollout.max_trajectories_per_node + OTHER_FILES
     saw = f"{machine.open_files:,} open files a process, a node wants {need:,}"
@@ -91,7 +93,7 @@ def check_limits(settings: Settings, machine: Machine) -> Iterator[Finding]:
         yield warning("shared memory", f"{gigabytes(shared)} in /dev/shm", "enlarge it (docker: --shm-size 8g)")
 
 
-def check_clock(machine: Machine) -> Iterator[Finding]:
+def check_clock(machine: Machine) -> Iterator[PreflightFinding]:
     """Ask whether anything keeps the clock right. The run itself counts no time by it; people and logs do."""
     if machine.is_clock_kept is False:
         yield warning("clock", "nothing keeps this host's clock right", "start a time service such as chrony")

@@ -5,7 +5,7 @@ from functools import partial
 
 from areal_async.config.settings import DatasetSettings, Settings
 from areal_async.data.rows import load_rows
-from areal_async.doctor.preflight.findings import Finding, error, good, guarded
+from areal_async.doctor.preflight.findings import PreflightFinding, error, good, guarded
 from areal_async.doctor.preflight.memory import ModelSize
 from areal_async.errors import WorkflowError
 from areal_async.process.hub import local_model
@@ -13,12 +13,12 @@ from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
 
 
-def check_models(settings: Settings) -> tuple[list[Finding], dict[str, ModelSize]]:
+def check_models(settings: Settings) -> tuple[list[PreflightFinding], dict[str, ModelSize]]:
     """Look at the model of each role; return its size where it could be read."""
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     sizes: dict[str, ModelSize] = {}
 
-    def look(role: str, path: str) -> Iterator[Finding]:
+    def look(role: str, path: str) -> Iterator[PreflightFinding]:
         size = ModelSize.read(local_model(path))
         if role in ("actor", "critic", "reference"):
             sizes[role] = size
@@ -38,7 +38,7 @@ def check_models(settings: Settings) -> tuple[list[Finding], dict[str, ModelSize
     return findings, sizes
 
 
-def check_template(settings: Settings) -> Iterator[Finding]:
+def check_template(settings: Settings) -> Iterator[PreflightFinding]:
     """Render one conversation with the model's own chat template, as every turn will be."""
     codec = load_codec(settings.model.path, settings.rollout.template)
     try:
@@ -49,7 +49,7 @@ def check_template(settings: Settings) -> Iterator[Finding]:
     yield good("chat template", f"writes a question of two words and a mark as {len(tokens)} tokens")
 
 
-def check_data(settings: Settings) -> Iterator[Finding]:
+def check_data(settings: Settings) -> Iterator[PreflightFinding]:
     """Load every data set and count its rows."""
     for task in settings.tasks:
         check = f"data of {task.name}"
@@ -59,7 +59,7 @@ def check_data(settings: Settings) -> Iterator[Finding]:
         yield from guarded(check, partial(_rows, check, dataset, limit))
 
 
-def check_workflows(settings: Settings) -> Iterator[Finding]:
+def check_workflows(settings: Settings) -> Iterator[PreflightFinding]:
     """Import every workflow as a node will."""
     taken: set[str] = set()
     for task in settings.tasks:
@@ -69,7 +69,7 @@ def check_workflows(settings: Settings) -> Iterator[Finding]:
     check_all_taken(settings.policies, taken)
 
 
-def _rows(check: str, dataset: DatasetSettings, limit: int | None = None) -> Iterator[Finding]:
+def _rows(check: str, dataset: DatasetSettings, limit: int | None = None) -> Iterator[PreflightFinding]:
     rows = load_rows(dataset, shows_progress=False)
     used = f", {min(limit, len(rows)):,} of them used" if limit is not None else ""
     yield good(check, f"{dataset.source}: {len(rows):,} rows with {', '.join(rows.column_names)}{used}")

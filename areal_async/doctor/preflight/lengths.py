@@ -18,12 +18,12 @@ import anyio.to_thread
 
 from areal_async.config.settings import Settings, TaskSettings
 from areal_async.data.rows import load_rows
-from areal_async.doctor.preflight.findings import Finding, error, good, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, good, warning
 from areal_async.errors import GenerationError, Reject, RolloutError, UserError
-from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, Pool, Server
+from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerHandle, ServerPool
 from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.episode import call_user_code
 from areal_async.rollout.group import for_one_sibling
 from areal_async.rollout.named_policies import FrozenModel, with_policies
@@ -62,17 +62,17 @@ class _Listener:
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         if self.heard is None:
             self.heard = len(prompt_ids), sampling_params["max_new_tokens"]
         raise GenerationError("generation: this is a look before a run, which has no server")
 
 
-async def check_lengths(settings: Settings, *, model_context: int) -> list[Finding]:
+async def check_lengths(settings: Settings, *, model_context: int) -> list[PreflightFinding]:
     """Look at every task. What cannot be loaded is told of by the checks of data, models and workflows."""
-    findings: list[Finding] = []
+    findings: list[PreflightFinding] = []
     try:
         codec = await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template)
     except UserError:
@@ -90,7 +90,7 @@ async def check_lengths(settings: Settings, *, model_context: int) -> list[Findi
     return findings
 
 
-def judge(check: str, lengths: Lengths, *, context: int, budget: int) -> Iterator[Finding]:
+def judge(check: str, lengths: Lengths, *, context: int, budget: int) -> Iterator[PreflightFinding]:
     """Hold what was asked for against the context of the servers and a packed row, both in tokens."""
     calls, num_looked_at = lengths.calls, len(lengths.calls) + lengths.reasons.total()
     sample = f"{num_looked_at:,} of {lengths.num_rows:,} rows looked at"
@@ -134,7 +134,7 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
     own = settings.model_copy(update={"rollout": settings.rollout_of(task.name)})
     taken = policies_taken(plain, settings.policies)
     mute = {
-        name: FrozenModel(generator=_Listener(), codec=codec, pool=Pool([], deadline_s=LOOK_DEADLINE_S))
+        name: FrozenModel(generator=_Listener(), codec=codec, pool=ServerPool([], deadline_s=LOOK_DEADLINE_S))
         for name in settings.frozen_policies
     }
     lengths = Lengths(num_rows=len(rows))
@@ -165,7 +165,7 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
         else:
             lengths.reasons[reason] += 1
 
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         with anyio.move_on_after(LOOK_DEADLINE_S):
             async with anyio.create_task_group() as looking:
                 for index in indices:

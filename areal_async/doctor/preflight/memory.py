@@ -14,7 +14,7 @@ import msgspec
 
 from areal_async.config.lora import LoraSettings
 from areal_async.config.settings import Settings, TrainerSettings
-from areal_async.doctor.preflight.findings import Finding, error, gigabytes, good, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, warning
 from areal_async.doctor.preflight.machine import Gpu, Machine
 from areal_async.errors import UserError
 
@@ -102,7 +102,7 @@ class ModelSize(msgspec.Struct, frozen=True, kw_only=True):
         return 2 * self.num_layers * self.kv_width * NUM_BYTES[dtype]
 
 
-def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSize]) -> Iterator[Finding]:
+def check_memory(settings: Settings, machine: Machine, sizes: dict[str, ModelSize]) -> Iterator[PreflightFinding]:
     """Hold the estimates against what the host has.
 
     Args:
@@ -127,7 +127,7 @@ def _rank_bytes(settings: Settings, sizes: dict[str, ModelSize], *, offloads: bo
     return total
 
 
-def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_bytes: int) -> Iterator[Finding]:
+def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_bytes: int) -> Iterator[PreflightFinding]:
     smallest = min(gpu.memory_bytes for gpu in gpus)
     yield _judge(
         "memory of a trainer rank",
@@ -158,7 +158,7 @@ def _on_gpus(settings: Settings, gpus: tuple[Gpu, ...], size: ModelSize, rank_by
         )
 
 
-def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes: int) -> Finding:
+def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes: int) -> PreflightFinding:
     served, dtype = settings.inference, settings.model.dtype
     num_tokens = settings.rollout.sampling.max_new_tokens * served.max_running_requests
     num_tokens = min(num_tokens, served.max_running_requests * (served.context_length or size.context or num_tokens))
@@ -175,7 +175,7 @@ def _on_host(settings: Settings, memory_bytes: int, size: ModelSize, rank_bytes:
     )
 
 
-def _judge(check: str, need: int, there: int, *, where: str, cure: str) -> Finding:
+def _judge(check: str, need: int, there: int, *, where: str, cure: str) -> PreflightFinding:
     saw = f"about {gigabytes(need)} of {gigabytes(there)} on {where}"
     if need > there:
         return error(check, saw, cure)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import anyio.to_thread
 
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import Finding, error, good, of_mistake
+from areal_async.doctor.preflight.findings import PreflightFinding, error, good, of_mistake
 from areal_async.errors import UserError
 from areal_async.launch.backend import Backend
 from areal_async.launch.reach import cure_for, is_loopback, place_of, refuse_loopback
@@ -18,7 +18,7 @@ from areal_async.process.host import check_address
 CHECK = "hosts"
 
 
-async def check_hosts(settings: Settings, backend: Backend) -> Finding:
+async def check_hosts(settings: Settings, backend: Backend) -> PreflightFinding:
     """Connect from each other host to where the broker is, or will be: there the embedded one is stood in for."""
     try:
         return await _look(settings, backend)
@@ -26,7 +26,7 @@ async def check_hosts(settings: Settings, backend: Backend) -> Finding:
         return of_mistake(CHECK, mistake)
 
 
-async def _look(settings: Settings, backend: Backend) -> Finding:
+async def _look(settings: Settings, backend: Backend) -> PreflightFinding:
     bus, others = settings.bus, backend.hosts[1:]
     is_ours = bus.url == EMBEDDED
     if is_ours:

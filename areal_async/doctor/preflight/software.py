@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal_async.bus.server import find_binary
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import Finding, error, good, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, good, warning
 from areal_async.inference.commands import choose_backend
 
 SHOWN = ("torch", "transformers", "datasets", "nats-py", "httpx", "uvloop")
@@ -18,7 +18,7 @@ MIN_SGLANG = (0, 5, 23)
 PROBE_DEADLINE_S = 60.0
 
 
-def check_versions(settings: Settings) -> Iterator[Finding]:
+def check_versions(settings: Settings) -> Iterator[PreflightFinding]:
     """Name the interpreter, the libraries and the broker's program."""
     names = ", ".join(f"{name} {metadata.version(name)}" for name in SHOWN)
     yield good(
@@ -28,7 +28,7 @@ def check_versions(settings: Settings) -> Iterator[Finding]:
         yield good("nats-server", str(find_binary()))
 
 
-def check_server_program(settings: Settings) -> Iterator[Finding]:
+def check_server_program(settings: Settings) -> Iterator[PreflightFinding]:
     """Ask the servers' interpreter for its SGLang, where that is what serves."""
     if choose_backend(settings) != "sglang":
         yield good("inference", "the embedded engine serves")

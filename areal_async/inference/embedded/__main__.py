@@ -107,13 +107,13 @@ async def serve(
         timeout_graceful_shutdown=_SHUTDOWN_GRACE_S,
     )
 
-    class Server(uvicorn.Server):
+    class EmbeddedServer(uvicorn.Server):
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             # Streams end with an abort instead of holding the shutdown up.
             service.abort_all()
             super().handle_exit(sig, frame)
 
-    server = Server(config)
+    server = EmbeddedServer(config)
     thread.start()
     log.info("server.started", host=options.host, port=bound.getsockname()[1], model_path=options.model_path)
     try:

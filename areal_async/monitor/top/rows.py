@@ -36,7 +36,7 @@ class Row(NamedTuple):
     style: str = ""
 
 
-class Rows(Generic[T]):
+class PaneRows(Generic[T]):
     """Rows of a pane in their order, each laid out when it is looked at: of thousands a screen shows forty."""
 
     def __init__(self, items: Sequence[T], lay_out: Callable[[T], Row]) -> None:
@@ -52,11 +52,11 @@ class Rows(Generic[T]):
     def __getitem__(self, part: slice) -> list[Row]:
         return [self._lay_out(item) for item in self._items[part]]
 
-    def having(self, text: str) -> "Rows[T]":
+    def having(self, text: str) -> "PaneRows[T]":
         """Return those with a text in them, whether its letters are large or small; for that all are laid out."""
         wanted = text.casefold()
         pairs = zip(self._items, self, strict=True)
-        return Rows([item for item, row in pairs if wanted in " ".join(row.cells).casefold()], self._lay_out)
+        return PaneRows([item for item, row in pairs if wanted in " ".join(row.cells).casefold()], self._lay_out)
 
 
 class Column(NamedTuple):
@@ -136,7 +136,7 @@ def _task(name: str, steps: Sequence[Line], *, share: float | None, ratio: float
     )
 
 
-def process_rows(members: Sequence[Member], sort: str) -> Rows[Member]:
+def process_rows(members: Sequence[Member], sort: str) -> PaneRows[Member]:
     """Return a row for each process; those that are missed first, unless sorted otherwise."""
     by_name = sorted(members, key=lambda one: (ROLE_ORDER.index(one.role), natural(one.instance)))
     keys: dict[str, Callable[[Member], Any]] = {
@@ -144,7 +144,7 @@ def process_rows(members: Sequence[Member], sort: str) -> Rows[Member]:
         "lag": lambda one: -one.loop_lag_s,
         "starts": lambda one: -one.num_starts,
     }
-    return Rows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _process_row)
+    return PaneRows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _process_row)
 
 
 def _process_row(member: Member) -> Row:
@@ -161,7 +161,7 @@ def _process_row(member: Member) -> Row:
     return Row(cells, "" if is_there else "red")
 
 
-def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> Rows[dict[str, Any]]:
+def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> PaneRows[dict[str, Any]]:
     """Return a row for each server; those that are fenced first, unless sorted otherwise."""
     by_name = sorted(servers, key=lambda one: natural(str(one["id"])))
     keys: dict[str, Callable[[dict[str, Any]], Any]] = {
@@ -170,7 +170,7 @@ def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> Rows[dict[str, 
         "tokens/s": lambda one: -number(one, "tokens_per_s"),
         "version": lambda one: _version(str(one["version"])),
     }
-    return Rows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _server_row)
+    return PaneRows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _server_row)
 
 
 def _server_row(server: dict[str, Any]) -> Row:
@@ -193,7 +193,7 @@ def _server_row(server: dict[str, Any]) -> Row:
     return Row(cells, "red" if server["is_fenced"] else "")
 
 
-def wait_rows(waits: Iterable[Told], sort: str) -> Rows[Told]:
+def wait_rows(waits: Iterable[Told], sort: str) -> PaneRows[Told]:
     """Return a row for each wait, of which is known who tells it; the one that is stuck the longest first."""
 
     def key(told: Told) -> Any:
@@ -203,7 +203,7 @@ def wait_rows(waits: Iterable[Told], sort: str) -> Rows[Told]:
             return natural(waiter)
         return -(record.age_s if sort == "age" else record.quiet_s), waiter
 
-    return Rows(sorted(waits, key=key), _wait_row)
+    return PaneRows(sorted(waits, key=key), _wait_row)
 
 
 def _wait_row(told: Told) -> Row:
@@ -212,7 +212,7 @@ def _wait_row(told: Told) -> Row:
     return Row((f"{one.quiet_s:.1f}", f"{one.age_s:.1f}", one.waiter or teller, f"{one.what} {one.on}{more}".strip()))
 
 
-def lease_rows(waits: Iterable[Told], sort: str) -> Rows[Told]:
+def lease_rows(waits: Iterable[Told], sort: str) -> PaneRows[Told]:
     """Return what each node's groups wait for: a group is leased by the node that tells of it."""
     leases = [(teller, one) for teller, one in waits if teller.startswith("node ") and one.waiter.startswith("group ")]
 
@@ -222,7 +222,7 @@ def lease_rows(waits: Iterable[Told], sort: str) -> Rows[Told]:
             return natural(node), -record.age_s
         return -(record.quiet_s if sort == "quiet" else record.age_s), node
 
-    return Rows(sorted(leases, key=key), _lease_row)
+    return PaneRows(sorted(leases, key=key), _lease_row)
 
 
 def _lease_row(told: Told) -> Row:
@@ -237,13 +237,13 @@ def _lease_row(told: Told) -> Row:
     return Row(cells)
 
 
-def task_rows(tasks: Sequence[Task], sort: str) -> Rows[Task]:
+def task_rows(tasks: Sequence[Task], sort: str) -> PaneRows[Task]:
     """Return a row for each task, as the settings have them, unless sorted otherwise."""
     keys: dict[str, Callable[[Task], Any]] = {
         "share": lambda one: -(one.share or 0.0),
         "reward": lambda one: (one.reward is None, one.reward),
     }
-    return Rows(sorted(tasks, key=keys[sort]) if sort in keys else tasks, _task_row)
+    return PaneRows(sorted(tasks, key=keys[sort]) if sort in keys else tasks, _task_row)
 
 
 def _task_row(task: Task) -> Row:
@@ -258,9 +258,9 @@ def _task_row(task: Task) -> Row:
     return Row(cells, "dim" if task.share == 0 else "")
 
 
-def event_rows(events: Iterable[Mapping[str, Any]]) -> Rows[Mapping[str, Any]]:
+def event_rows(events: Iterable[Mapping[str, Any]]) -> PaneRows[Mapping[str, Any]]:
     """Return a row for each event, in their order."""
-    return Rows(list(events), _event_row)
+    return PaneRows(list(events), _event_row)
 
 
 def _event_row(event: Mapping[str, Any]) -> Row:

@@ -22,8 +22,8 @@ from areal_async.monitor.top.rows import (
     TASK_COLUMNS,
     WAIT_COLUMNS,
     Column,
+    PaneRows,
     Row,
-    Rows,
     Told,
     event_rows,
     lease_rows,
@@ -88,7 +88,7 @@ class TopView:
     """Why nothing is known yet."""
     _heard_s: dict[tuple[str, str], float] = field(default_factory=dict)
     _scored: deque[tuple[float, float]] = field(default_factory=deque)
-    _sorted_waits: dict[str, Rows[Told]] = field(default_factory=dict)
+    _sorted_waits: dict[str, PaneRows[Told]] = field(default_factory=dict)
     """Pane and sort -> what is told, as of the newest answers: thousands of rows, drawn more often than told."""
 
     # being fed
@@ -214,12 +214,12 @@ class TopView:
         """Those of the pane."""
         return COLUMNS[self.pane_name]
 
-    def rows(self) -> Rows[Any]:
+    def rows(self) -> PaneRows[Any]:
         """Return the rows of the pane that pass the filter, sorted as is wanted."""
         rows = self._all_rows()
         return rows.having(self.filter) if self.filter else rows
 
-    def _all_rows(self) -> Rows[Any]:
+    def _all_rows(self) -> PaneRows[Any]:
         if self.status is None:
             return process_rows((), self.sort_name)
         match self.pane_name:
@@ -245,7 +245,7 @@ class TopView:
             of_nodes.update(servers if isinstance(servers, dict) else {})
         return [{**server, **of_nodes.get(server["id"], {})} for server in self.status.servers]
 
-    def _rows_of_waits(self) -> Rows[Told]:
+    def _rows_of_waits(self) -> PaneRows[Told]:
         name = f"{self.pane_name} {self.sort_name}"
         if name not in self._sorted_waits:
             rows_of = wait_rows if self.pane_name == "waits" else lease_rows

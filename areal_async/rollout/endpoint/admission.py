@@ -23,7 +23,7 @@ CONNECTIONS_PER_SESSION = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
+class AdmissionLimits:
     """How much at once, and how long."""
 
     max_running: int = 256
@@ -59,10 +59,10 @@ class Limits:
         return random.randint(max(1, self.retry_after_s // 2), self.retry_after_s * 3 // 2)
 
 
-class Room:
+class BodyBudget:
     """The bytes of long bodies that are held, and who waits to hold more: first come, first served, within a share."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: AdmissionLimits) -> None:
         assert limits.max_body_bytes <= limits.max_share_bytes <= limits.max_held_bytes
         self._limits = limits
         self._held: Counter[str] = Counter()
@@ -122,7 +122,7 @@ class Room:
                 turn.set_result(None)
 
 
-def announced_bytes(scope: Scope, limits: Limits) -> int:
+def announced_bytes(scope: Scope, limits: AdmissionLimits) -> int:
     """Return how long a request's body is going to be, at most.
 
     Raises:
@@ -137,7 +137,7 @@ def announced_bytes(scope: Scope, limits: Limits) -> int:
     return int(told)
 
 
-async def read_body(receive: Receive, limits: Limits) -> bytes | None:
+async def read_body(receive: Receive, limits: AdmissionLimits) -> bytes | None:
     """Return the body of a request; None where the client has left.
 
     Raises:
@@ -160,5 +160,5 @@ async def read_body(receive: Receive, limits: Limits) -> bytes | None:
     return None
 
 
-def _too_large(limits: Limits) -> Refusal:
+def _too_large(limits: AdmissionLimits) -> Refusal:
     return Refusal("too_large", f"request: got more than {limits.max_body_bytes >> 20} MiB")

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Call, Choice, Finish, Form, Refusal, RefusalKind, Said, named_event
+from areal_async.rollout.endpoint.calls import (
+    CompletionRequest,
+    Finish,
+    Form,
+    Refusal,
+    RefusalKind,
+    ReportedReply,
+    ToolChoice,
+    named_event,
+)
 from areal_async.rollout.endpoint.content import (
     AtLeastZero,
     Count,
@@ -71,12 +80,12 @@ class _Block(msgspec.Struct):
     caller: Hint = None
 
 
-class _Message(msgspec.Struct):
+class _MessagesMessage(msgspec.Struct):
     role: Literal["user", "assistant", "system"]
     content: str | list[_Block]
 
 
-class _Tool(msgspec.Struct):
+class _MessagesTool(msgspec.Struct):
     name: Name
     type: str | None = None
     description: str | None = None
@@ -86,34 +95,34 @@ class _Tool(msgspec.Struct):
     eager_input_streaming: Hint = None
 
 
-class _ToolChoice(msgspec.Struct):
+class _MessagesToolChoice(msgspec.Struct):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
 
 
-class _Format(msgspec.Struct):
+class _MessagesFormat(msgspec.Struct):
     schema: dict[str, Any]
     type: Literal["json_schema"] = "json_schema"
 
 
 class _OutputConfig(msgspec.Struct):
-    format: _Format | None = None
+    format: _MessagesFormat | None = None
     effort: Hint = None
 
 
-class _Request(Extras, kw_only=True):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
+class _MessagesRequest(Extras, kw_only=True):
+    messages: Annotated[list[_MessagesMessage], msgspec.Meta(min_length=1)]
     max_tokens: Count
     system: str | list[_ResultPart] | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: _ToolChoice | None = None
+    tools: list[_MessagesTool] | None = None
+    tool_choice: _MessagesToolChoice | None = None
     stop_sequences: list[StopString] | None = None
     stream: bool | None = None
     temperature: AtLeastZero | None = None
     top_p: Probability | None = None
     output_config: _OutputConfig | None = None
-    output_format: _Format | None = None
+    output_format: _MessagesFormat | None = None
     model: str = ""
     metadata: Hint = None
     service_tier: Hint = None
@@ -132,7 +141,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
     Raises:
         Refusal: it is malformed, or wants what cannot be had here.
     """
-    request = read(body, _Request, unsupported)
+    request = read(body, _MessagesRequest, unsupported)
     system = text_of(request.system, types=("text",), param="system")
     messages = [{"role": "system", "content": system}] if system else []
     for number, message in enumerate(request.messages):
@@ -143,7 +152,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
         "the last one is the assistant's, but no beginning can be put into the model's mouth here: end with the user's",
     )
     tools, choice = _tools(request)
-    call = Call(
+    call = CompletionRequest(
         messages=with_named_results(messages),
         tools=tools,
         sampling=sampling_of(
@@ -160,7 +169,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
     return MessagesExchange(call, request.model)
 
 
-def _form(request: _Request, choice: Choice) -> Form | None:
+def _form(request: _MessagesRequest, choice: ToolChoice) -> Form | None:
     config = request.output_config.format if request.output_config else None
     refuse_if(config is not None and request.output_format is not None, "output_format", "got output_config.format too")
     wanted = config or request.output_format
@@ -168,7 +177,7 @@ def _form(request: _Request, choice: Choice) -> Form | None:
     return form_of(request, choice, Form("json_schema", wanted.schema) if wanted else None, param)
 
 
-def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
+def _tools(request: _MessagesRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
     """Return what the model is told of, and what it may call of that."""
     tools = []
     for number, tool in enumerate(request.tools or ()):
@@ -179,15 +188,15 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
             f"got {tool.name!r:.80} of type {tool.type!r:.50}, need the client's own tool with an input_schema",
         )
         tools.append(function_tool(tool.name, tool.description, tool.input_schema))
-    wanted = request.tool_choice or _ToolChoice("auto")
+    wanted = request.tool_choice or _MessagesToolChoice("auto")
     if wanted.type == "none":
-        return [], Choice()
+        return [], ToolChoice()
     kind = {"auto": "auto", "any": "required", "tool": "one"}[wanted.type]
     names = [wanted.name] if wanted.name else []
     return tools, choice_of(kind, names, tools, is_single=bool(wanted.disable_parallel_tool_use))
 
 
-def _add(messages: list[dict[str, Any]], message: _Message, where: str) -> None:
+def _add(messages: list[dict[str, Any]], message: _MessagesMessage, where: str) -> None:
     """Append what one message of this API says, which may be several of OpenAI's."""
     if isinstance(message.content, str):
         messages.append({"role": message.role, "content": message.content})
@@ -232,11 +241,11 @@ def _add(messages: list[dict[str, Any]], message: _Message, where: str) -> None:
 class MessagesExchange:
     """One request and its answers."""
 
-    def __init__(self, call: Call, model: str) -> None:
+    def __init__(self, call: CompletionRequest, model: str) -> None:
         self.call = call
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
 
-    def answer(self, said: Sequence[Said]) -> dict[str, Any]:
+    def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``message``."""
         (one,) = said
         content: list[dict[str, Any]] = [{"type": "text", "text": one.content}] if one.content else []
@@ -246,7 +255,7 @@ class MessagesExchange:
     def writer(self) -> "MessagesWriter":
         return MessagesWriter(self._head)
 
-    def conclude(self, said: Sequence[Said]) -> None:
+    def conclude(self, said: Sequence[ReportedReply]) -> None:
         """There is nothing to go on from: every request brings its whole conversation."""
 
 
@@ -270,7 +279,7 @@ class MessagesWriter:
             start = self._start({"type": "text", "text": ""})
         return start + self._delta({"type": "text_delta", "text": text})
 
-    def end(self, index: int, said: Said, rest: str) -> bytes:
+    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
         events = self.piece(index, rest) if rest else b""
         if self._is_in_text:
             events += self._stop()
@@ -279,7 +288,7 @@ class MessagesWriter:
             events += self._delta({"type": "input_json_delta", "partial_json": _arguments(call)}) + self._stop()
         return events + named_event({"type": "message_delta", "delta": _end(said), "usage": _usage(said)})
 
-    def finish(self, said: Sequence[Said]) -> bytes:
+    def finish(self, said: Sequence[ReportedReply]) -> bytes:
         return named_event({"type": "message_stop"})
 
     def fail(self, refusal: Refusal) -> bytes:
@@ -316,11 +325,11 @@ def _arguments(call: dict[str, Any]) -> str:
     return arguments
 
 
-def _end(said: Said) -> dict[str, Any]:
+def _end(said: ReportedReply) -> dict[str, Any]:
     return {"stop_reason": _STOP_REASON[said.finish], "stop_sequence": said.stop_sequence}
 
 
-def _usage(said: Said) -> dict[str, Any]:
+def _usage(said: ReportedReply) -> dict[str, Any]:
     return {
         "input_tokens": said.num_prompt_tokens,
         "output_tokens": said.num_output_tokens,

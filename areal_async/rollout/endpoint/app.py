@@ -17,8 +17,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
-from areal_async.rollout.endpoint.admission import Limits, Room, announced_bytes, read_body
-from areal_async.rollout.endpoint.calls import Dialect, Exchange, Refusal, Unexpected
+from areal_async.rollout.endpoint.admission import AdmissionLimits, BodyBudget, announced_bytes, read_body
+from areal_async.rollout.endpoint.calls import ApiExchange, Dialect, Refusal, Unexpected
 from areal_async.rollout.endpoint.session import Session, ended, find_session
 from areal_async.rollout.policy.offload import run_beside
 from areal_async.rollout.user_code.boundary import attributed_to
@@ -30,30 +30,32 @@ _ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")
 log = structlog.get_logger()
 
 
-class Api(NamedTuple):
+class PostRoute(NamedTuple):
     """What answers a POST to one path."""
 
     dialect: Dialect
-    parse: Callable[[bytes, Session], Exchange]
+    parse: Callable[[bytes, Session], ApiExchange]
 
 
-_APIS: Mapping[str, Api] = {
-    "chat/completions": Api(openai_chat, lambda body, session: openai_chat.parse(body, session.unsupported)),
-    "responses": Api(
+_APIS: Mapping[str, PostRoute] = {
+    "chat/completions": PostRoute(openai_chat, lambda body, session: openai_chat.parse(body, session.unsupported)),
+    "responses": PostRoute(
         openai_responses, lambda body, session: openai_responses.parse(body, session.history, session.unsupported)
     ),
-    "messages": Api(anthropic_messages, lambda body, session: anthropic_messages.parse(body, session.unsupported)),
+    "messages": PostRoute(
+        anthropic_messages, lambda body, session: anthropic_messages.parse(body, session.unsupported)
+    ),
 }
 
 
 class App:
     """The application of a node's endpoint: ``/<session>/[v1/]<path>``."""
 
-    def __init__(self, sessions: Mapping[str, Session], limits: Limits) -> None:
+    def __init__(self, sessions: Mapping[str, Session], limits: AdmissionLimits) -> None:
         """Take the sessions by id; they come and go."""
         self._sessions = sessions
         self._limits = limits
-        self.room = Room(limits)
+        self.room = BodyBudget(limits)
         """For the bodies of requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -70,7 +72,7 @@ class App:
             dialect = api.dialect if api else _guess_dialect(scope)
             await _error(dialect, refusal, self._limits)(scope, receive, send)
 
-    async def _answer(self, api: Api | None, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, api: PostRoute | None, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         session = find_session(self._sessions, _split(scope["path"])[0], _key(scope))
         if path == "models" or path.startswith("models/"):
             _check_method(scope, "GET")
@@ -87,7 +89,14 @@ class _Answering:
     """One request that may be answered."""
 
     def __init__(
-        self, api: Api, session: Session, room: Room, limits: Limits, scope: Scope, receive: Receive, send: Send
+        self,
+        api: PostRoute,
+        session: Session,
+        room: BodyBudget,
+        limits: AdmissionLimits,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         self._api = api
         self._session = session
@@ -136,11 +145,11 @@ class _Answering:
                 del body  # what it says is in the exchange
                 await self._answer(exchange)
 
-    async def _parse(self, body: bytes) -> Exchange:
+    async def _parse(self, body: bytes) -> ApiExchange:
         parse = partial(self._api.parse, body, self._session)
         return await run_beside(parse) if len(body) > LONG_BODY_BYTES else parse()
 
-    async def _answer(self, exchange: Exchange) -> None:
+    async def _answer(self, exchange: ApiExchange) -> None:
         if not exchange.call.is_streamed:
             said = await self._session.answer(exchange)
             response = _json(exchange.answer(said))
@@ -204,7 +213,7 @@ def _json(value: Any) -> Response:
     return Response(msgspec.json.encode(value), media_type="application/json")
 
 
-def _error(dialect: Dialect, refusal: Refusal, limits: Limits) -> Response:
+def _error(dialect: Dialect, refusal: Refusal, limits: AdmissionLimits) -> Response:
     body = msgspec.json.encode(dialect.error(refusal))
     headers = {"x-should-retry": "true" if refusal.kind in ("busy", "too_slow") else "false"}
     if refusal.kind == "busy":

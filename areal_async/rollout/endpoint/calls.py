@@ -47,7 +47,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class ToolChoice:
     """Which calls an answer may have."""
 
     param: str = "tool_choice"
@@ -61,7 +61,7 @@ class Choice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
+class CompletionRequest:
     """What a request asks for. Messages and tools are written as OpenAI's chat API writes them."""
 
     messages: list[dict[str, Any]]
@@ -73,7 +73,7 @@ class Call:
     wants_logprobs: bool = False
     num_top_logprobs: int = 0
     """So many of the likeliest tokens at each position are told as well."""
-    choice: Choice = Choice()
+    choice: ToolChoice = ToolChoice()
     form: Form | None = None
 
     @property
@@ -95,7 +95,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class ReportedReply:
     """A recorded reply, as an agent is told it."""
 
     content: str
@@ -125,11 +125,11 @@ class Writer(Protocol):
         """Write a piece of the content of reply ``index``."""
         ...
 
-    def end(self, index: int, said: Said, rest: str) -> bytes:
+    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
         """Write what is left of reply ``index``: ``rest`` of its content, its calls, why it ended."""
         ...
 
-    def finish(self, said: Sequence[Said]) -> bytes:
+    def finish(self, said: Sequence[ReportedReply]) -> bytes:
         """Write the end of the answer, once every reply has ended."""
         ...
 
@@ -138,18 +138,18 @@ class Writer(Protocol):
         ...
 
 
-class Exchange(Protocol):
+class ApiExchange(Protocol):
     """One request, read, and the ways to answer it."""
 
-    call: Call
+    call: CompletionRequest
 
-    def answer(self, said: Sequence[Said]) -> Any:
+    def answer(self, said: Sequence[ReportedReply]) -> Any:
         """Return the JSON object that answers it whole."""
         ...
 
     def writer(self) -> Writer: ...
 
-    def conclude(self, said: Sequence[Said]) -> None:
+    def conclude(self, said: Sequence[ReportedReply]) -> None:
         """Note that it has been answered."""
         ...
 

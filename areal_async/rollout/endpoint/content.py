@@ -5,7 +5,7 @@ from typing import Annotated, Any, Protocol
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Choice, Refusal
+from areal_async.rollout.endpoint.calls import Refusal, ToolChoice
 
 Name = Annotated[str, msgspec.Meta(pattern=r"\A[A-Za-z0-9_-]{1,128}\Z")]
 StopString = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
@@ -88,7 +88,7 @@ def choice_of(
     *,
     is_single: bool,
     param: str = "tool_choice",
-) -> Choice:
+) -> ToolChoice:
     """Return which calls an answer may have.
 
     Args:
@@ -105,4 +105,4 @@ def choice_of(
     refuse_if(kind != "auto" and not tools, param, "got a call to be made without tools, need at least one tool")
     refuse_if(kind == "one" and not names, param, "got no name of a tool, need one")
     is_single = (is_single or kind == "one") and bool(tools)
-    return Choice(param=param, is_required=kind != "auto", names=tuple(names), is_single=is_single)
+    return ToolChoice(param=param, is_required=kind != "auto", names=tuple(names), is_single=is_single)

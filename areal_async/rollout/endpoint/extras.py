@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Choice, Form, FormKind
+from areal_async.rollout.endpoint.calls import Form, FormKind, ToolChoice
 from areal_async.rollout.endpoint.content import refuse_if
 from areal_async.rollout.policy.json_size import has_too_many_values
 
@@ -78,7 +78,7 @@ def sampling_of(extras: Extras, **own: Any) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if value is not None}
 
 
-def form_of(extras: Extras, choice: Choice, own: Form | None, param: str) -> Form | None:
+def form_of(extras: Extras, choice: ToolChoice, own: Form | None, param: str) -> Form | None:
     """Return what an answer has to look like; ``own`` is what the API's field ``param`` says of it.
 
     Raises:

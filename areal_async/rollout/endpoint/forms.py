@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_async.rollout.endpoint.calls import Call, Form, Refusal
+from areal_async.rollout.endpoint.calls import CompletionRequest, Form, Refusal
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG
 
 Format = dict[str, Any]
@@ -16,7 +16,7 @@ _NO_CALL = r"([^\s\[{`<][\s\S]*)?"
 _THOUGHT: Format = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": f"{THOUGHT_TAG}\n\n"}
 
 
-def grammar_of(call: Call, tool_format: str | None, *, is_thinking: bool) -> dict[str, Any]:
+def grammar_of(call: CompletionRequest, tool_format: str | None, *, is_thinking: bool) -> dict[str, Any]:
     """Return the grammar of the answer to a call, as ``policy.chat`` takes it; empty where it may say anything.
 
     Args:

@@ -12,7 +12,7 @@ from areal_async.rollout.tools.parse import OPEN_TAG, THOUGHT_TAG, ToolFormat
 _JSON_STARTS = ("{", "[", "```", "<|python_tag|>")
 
 
-class HeldText:
+class StreamHoldback:
     """The text of one reply. ``push`` its pieces, then ask for the ``rest``."""
 
     def __init__(self, *, tool_format: ToolFormat | None, stop: Sequence[str], holds_all: bool = False) -> None:

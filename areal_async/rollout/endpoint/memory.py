@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from areal_async.api import Message, Reply
-from areal_async.rollout.endpoint.calls import Said
+from areal_async.rollout.endpoint.calls import ReportedReply
 from areal_async.rollout.policy.json_size import has_too_many_values
 
 _KEY_BYTES = 16
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-class _Recorded(NamedTuple):
+class _RememberedReply(NamedTuple):
     before: bytes
     """The key of the conversation that it answered."""
     content: str
@@ -31,14 +31,14 @@ class Memory:
     """The replies of one trajectory, by what an agent was told of them."""
 
     def __init__(self) -> None:
-        self._recorded: dict[bytes, list[_Recorded]] = {}
+        self._recorded: dict[bytes, list[_RememberedReply]] = {}
 
-    def remember(self, messages: Sequence[Message], said: Said, reply: Reply) -> None:
+    def remember(self, messages: Sequence[Message], said: ReportedReply, reply: Reply) -> None:
         """Take in a reply to ``messages``, which are as the agent wrote them."""
         before = b""
         for message in messages:
             before = _key(before, message)
-        recorded = _Recorded(before, said.content, reply.message)
+        recorded = _RememberedReply(before, said.content, reply.message)
         self._recorded.setdefault(_key(b"", said.message), []).append(recorded)
 
     def recall(self, messages: Sequence[Message]) -> list[Message]:
@@ -53,7 +53,7 @@ class Memory:
     def _find(self, before: bytes, message: Message) -> Message | None:
         if message["role"] != "assistant":
             return None
-        best: _Recorded | None = None
+        best: _RememberedReply | None = None
         best_fit = (False, False)
         for recorded in self._recorded.get(_key(b"", message), ()):
             fit = (recorded.before == before, recorded.content == message["content"])

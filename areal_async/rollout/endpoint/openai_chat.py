@@ -12,14 +12,14 @@ import msgspec
 
 from areal_async.rollout.endpoint.calls import (
     MAX_REPLIES,
-    Call,
-    Choice,
+    CompletionRequest,
     Finish,
     Form,
     Refusal,
     RefusalKind,
-    Said,
+    ReportedReply,
     TokenLogprob,
+    ToolChoice,
     data_event,
 )
 from areal_async.rollout.endpoint.content import (
@@ -57,7 +57,7 @@ _CODE: dict[RefusalKind, str] = {
 }
 
 
-class _Part(msgspec.Struct):
+class _ChatPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -78,9 +78,9 @@ class _ToolCall(msgspec.Struct):
     index: Hint = None
 
 
-class _Message(msgspec.Struct):
+class _ChatMessage(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: str | list[_ChatPart] | None = None
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
@@ -100,7 +100,7 @@ class _FunctionSchema(msgspec.Struct):
     strict: Hint = None
 
 
-class _Tool(msgspec.Struct):
+class _ChatTool(msgspec.Struct):
     function: _FunctionSchema
     type: Literal["function"] = "function"
     cache_control: Hint = None
@@ -110,17 +110,17 @@ class _Named(msgspec.Struct):
     name: str
 
 
-class _ChoiceTool(msgspec.Struct):
+class _ChatChoiceTool(msgspec.Struct):
     function: _Named
     type: Literal["function"] = "function"
 
 
 class _AllowedTools(msgspec.Struct):
     mode: Literal["auto", "required"]
-    tools: list[_ChoiceTool]
+    tools: list[_ChatChoiceTool]
 
 
-class _ToolChoice(msgspec.Struct):
+class _ChatToolChoice(msgspec.Struct):
     type: Literal["function", "allowed_tools"]
     function: _Named | None = None
     allowed_tools: _AllowedTools | None = None
@@ -138,16 +138,16 @@ class _JsonSchema(msgspec.Struct):
     strict: Hint = None
 
 
-class _Format(msgspec.Struct):
+class _ChatFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema", "structural_tag"] = "text"
     json_schema: _JsonSchema | None = None
     format: dict[str, Any] | None = None
 
 
-class _Request(Extras, kw_only=True):
-    messages: Annotated[list[_Message], msgspec.Meta(min_length=1)]
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
+class _ChatRequest(Extras, kw_only=True):
+    messages: Annotated[list[_ChatMessage], msgspec.Meta(min_length=1)]
+    tools: list[_ChatTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ChatToolChoice | None = None
     parallel_tool_calls: bool | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_REPLIES)] | None = None
     stream: bool | None = None
@@ -159,7 +159,7 @@ class _Request(Extras, kw_only=True):
     stop: StopString | list[StopString] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
-    response_format: _Format | None = None
+    response_format: _ChatFormat | None = None
     model: str = ""
     user: Hint = None
     metadata: Hint = None
@@ -180,11 +180,11 @@ def parse(body: bytes, unsupported: Unsupported) -> "ChatExchange":
     Raises:
         Refusal: it is malformed, or wants what cannot be had here.
     """
-    request = read(body, _Request, unsupported)
+    request = read(body, _ChatRequest, unsupported)
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     tools, choice = _tools(request)
     refuse_if(bool(request.top_logprobs) and not request.logprobs, "top_logprobs", "need logprobs=true beside it")
-    call = Call(
+    call = CompletionRequest(
         messages=with_named_results(_messages(request.messages)),
         tools=tools,
         sampling=sampling_of(
@@ -205,7 +205,7 @@ def parse(body: bytes, unsupported: Unsupported) -> "ChatExchange":
     return ChatExchange(call, request.model, wants_usage=wants_usage)
 
 
-def _form(wanted: _Format | None) -> Form | None:
+def _form(wanted: _ChatFormat | None) -> Form | None:
     if wanted is None or wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -217,7 +217,7 @@ def _form(wanted: _Format | None) -> Form | None:
     return Form("structural_tag", {"type": "structural_tag", "format": wanted.format})
 
 
-def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
+def _tools(request: _ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
     """Return what the model is told of, and what it may call of that."""
     tools = [
         function_tool(tool.function.name, tool.function.description, tool.function.parameters)
@@ -226,7 +226,7 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
     is_single = request.parallel_tool_calls is False
     wanted = request.tool_choice
     if wanted == "none":
-        return [], Choice()
+        return [], ToolChoice()
     if wanted is None or isinstance(wanted, str):
         return tools, choice_of(wanted or "auto", (), tools, is_single=is_single)
     if wanted.type == "function":
@@ -240,14 +240,14 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
 
 def allowed_tools(
     tools: list[dict[str, Any]], mode: str, names: Sequence[str], *, is_single: bool
-) -> tuple[list[dict[str, Any]], Choice]:
+) -> tuple[list[dict[str, Any]], ToolChoice]:
     """Return the tools that are left of all, and what may be called of them: the model is not told of the others."""
     choice = choice_of(mode, names, tools, is_single=is_single)
     refuse_if(not names, "tool_choice", "got no tool that is allowed, need one at least; else take none")
     return [tool for tool in tools if tool["function"]["name"] in names], choice
 
 
-def _messages(written: Sequence[_Message]) -> list[dict[str, Any]]:
+def _messages(written: Sequence[_ChatMessage]) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     for number, one in enumerate(written):
         where = f"messages[{number}]"
@@ -271,12 +271,12 @@ def _messages(written: Sequence[_Message]) -> list[dict[str, Any]]:
 class ChatExchange:
     """One request and its answers."""
 
-    def __init__(self, call: Call, model: str, *, wants_usage: bool) -> None:
+    def __init__(self, call: CompletionRequest, model: str, *, wants_usage: bool) -> None:
         self.call = call
         self._wants_usage = wants_usage
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def answer(self, said: Sequence[Said]) -> dict[str, Any]:
+    def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``chat.completion``."""
         choices = [
             {
@@ -292,7 +292,7 @@ class ChatExchange:
     def writer(self) -> "ChatWriter":
         return ChatWriter(self._head, self.call.n, wants_usage=self._wants_usage)
 
-    def conclude(self, said: Sequence[Said]) -> None:
+    def conclude(self, said: Sequence[ReportedReply]) -> None:
         """There is nothing to go on from: every request brings its whole conversation."""
 
 
@@ -311,7 +311,7 @@ class ChatWriter:
     def piece(self, index: int, text: str) -> bytes:
         return self._chunk(index, {"content": text})
 
-    def end(self, index: int, said: Said, rest: str) -> bytes:
+    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
         events = self._chunk(index, {"content": rest}) if rest else b""
         for number, call in enumerate(said.tool_calls):
             function = call["function"]
@@ -323,7 +323,7 @@ class ChatWriter:
             events += self._chunk(index, {}, logprobs=_logprobs(said))
         return events + self._chunk(index, {}, finish_reason=_FINISH[said.finish])
 
-    def finish(self, said: Sequence[Said]) -> bytes:
+    def finish(self, said: Sequence[ReportedReply]) -> bytes:
         usage = data_event({**self._head, "choices": [], "usage": _usage(said)}) if self._wants_usage else b""
         return usage + b"data: [DONE]\n\n"
 
@@ -350,7 +350,7 @@ def error(refusal: Refusal) -> dict[str, Any]:
     return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}}
 
 
-def logprob_items(said: Said) -> list[dict[str, Any]]:
+def logprob_items(said: ReportedReply) -> list[dict[str, Any]]:
     """Return the logprobs of the sampled tokens, as both of OpenAI's APIs write them."""
     return [
         {**_logprob_item(one), "top_logprobs": [_logprob_item(top) for top in one.top]} for one in said.logprobs or ()
@@ -361,14 +361,14 @@ def _logprob_item(one: TokenLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode())}
 
 
-def _logprobs(said: Said) -> dict[str, Any] | None:
+def _logprobs(said: ReportedReply) -> dict[str, Any] | None:
     return None if said.logprobs is None else {"content": logprob_items(said), "refusal": None}
 
 
-def _content(said: Said) -> str | None:
+def _content(said: ReportedReply) -> str | None:
     return None if said.tool_calls and not said.content else said.content
 
 
-def _usage(said: Sequence[Said]) -> dict[str, Any]:
+def _usage(said: Sequence[ReportedReply]) -> dict[str, Any]:
     num_prompt, num_output = said[0].num_prompt_tokens, sum(one.num_output_tokens for one in said)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import Call, Choice, Form, Refusal, Said, named_event
+from areal_async.rollout.endpoint.calls import CompletionRequest, Form, Refusal, ReportedReply, ToolChoice, named_event
 from areal_async.rollout.endpoint.content import (
     AtLeastZero,
     Count,
@@ -41,7 +41,7 @@ History = dict[str, list[dict[str, Any]]]
 """Response id -> the conversation that it ended, without instructions, as the agent knows it."""
 
 
-class _Part(msgspec.Struct):
+class _ResponsesPart(msgspec.Struct):
     type: str
     text: str | None = None
     annotations: Hint = None
@@ -54,12 +54,12 @@ class _Part(msgspec.Struct):
 class _Item(msgspec.Struct):
     type: str = "message"
     role: str | None = None
-    content: str | list[_Part] | None = None
+    content: str | list[_ResponsesPart] | None = None
     id: str | None = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[_Part] | None = None
+    output: str | list[_ResponsesPart] | None = None
     status: Hint = None
     phase: Hint = None
     summary: Hint = None
@@ -67,7 +67,7 @@ class _Item(msgspec.Struct):
     parsed_arguments: Hint = None
 
 
-class _Tool(msgspec.Struct):
+class _ResponsesTool(msgspec.Struct):
     type: str
     name: Name | None = None
     description: str | None = None
@@ -75,19 +75,19 @@ class _Tool(msgspec.Struct):
     strict: Hint = None
 
 
-class _ChoiceTool(msgspec.Struct):
+class _ResponsesChoiceTool(msgspec.Struct):
     name: str
     type: Literal["function"] = "function"
 
 
-class _ToolChoice(msgspec.Struct):
+class _ResponsesToolChoice(msgspec.Struct):
     type: Literal["function", "allowed_tools"]
     name: str | None = None
     mode: Literal["auto", "required"] = "auto"
-    tools: list[_ChoiceTool] | None = None
+    tools: list[_ResponsesChoiceTool] | None = None
 
 
-class _Format(msgspec.Struct):
+class _ResponsesFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: dict[str, Any] | None = None
     name: Hint = None
@@ -96,16 +96,16 @@ class _Format(msgspec.Struct):
 
 
 class _Text(msgspec.Struct):
-    format: _Format | None = None
+    format: _ResponsesFormat | None = None
     verbosity: Hint = None
 
 
-class _Request(Extras, kw_only=True):
+class _ResponsesRequest(Extras, kw_only=True):
     input: str | list[_Item] = msgspec.field(default_factory=list)
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
+    tools: list[_ResponsesTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = None
     stream: bool | None = None
     temperature: AtLeastZero | None = None
@@ -153,7 +153,7 @@ def parse(body: bytes, history: History, unsupported: Unsupported) -> "Responses
     Raises:
         Refusal: it is malformed, goes on from no response of this trajectory, or wants what cannot be had here.
     """
-    request = read(body, _Request, unsupported)
+    request = read(body, _ResponsesRequest, unsupported)
     conversation = _before(request.previous_response_id, history)
     if isinstance(request.input, str):
         conversation.append({"role": "user", "content": request.input})
@@ -163,10 +163,10 @@ def parse(body: bytes, history: History, unsupported: Unsupported) -> "Responses
     refuse_if(not conversation, "input", "got nothing, need at least one message")
     instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
     tools, choice = _tools(request)
-    text_format = (request.text.format if request.text else None) or _Format()
+    text_format = (request.text.format if request.text else None) or _ResponsesFormat()
     wants_logprobs = _LOGPROBS in (request.include or ())
     refuse_if(bool(request.top_logprobs) and not wants_logprobs, "top_logprobs", f"need include=[{_LOGPROBS!r}] too")
-    call = Call(
+    call = CompletionRequest(
         messages=[*instructions, *conversation],
         tools=tools,
         sampling=sampling_of(
@@ -202,7 +202,7 @@ def _without_nulls(value: Any) -> Any:
     return {name: one for name, one in built.items() if one is not None} if isinstance(built, dict) else built
 
 
-def _form(wanted: _Format) -> Form | None:
+def _form(wanted: _ResponsesFormat) -> Form | None:
     if wanted.type == "text":
         return None
     if wanted.type == "json_object":
@@ -224,7 +224,7 @@ def _before(previous_id: str | None, history: History) -> list[dict[str, Any]]:
     return list(history[previous_id])
 
 
-def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
+def _tools(request: _ResponsesRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
     """Return what the model is told of, and what it may call of that."""
     tools = []
     for number, tool in enumerate(request.tools or ()):
@@ -234,7 +234,7 @@ def _tools(request: _Request) -> tuple[list[dict[str, Any]], Choice]:
     is_single = request.parallel_tool_calls is False
     wanted = request.tool_choice
     if wanted == "none":
-        return [], Choice()
+        return [], ToolChoice()
     if wanted is None or isinstance(wanted, str):
         return tools, choice_of(wanted or "auto", (), tools, is_single=is_single)
     if wanted.type == "function":
@@ -288,7 +288,9 @@ def _source(item: _Item) -> str | None:
 class ResponsesExchange:
     """One request and its answers."""
 
-    def __init__(self, call: Call, conversation: list[dict[str, Any]], about: _About, history: History) -> None:
+    def __init__(
+        self, call: CompletionRequest, conversation: list[dict[str, Any]], about: _About, history: History
+    ) -> None:
         self.call = call
         self._history = history
         self._conversation = conversation
@@ -297,7 +299,7 @@ class ResponsesExchange:
         self._id = f"resp_{self._number}"
         self._created_at = int(time.time())
 
-    def answer(self, said: Sequence[Said]) -> dict[str, Any]:
+    def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``response``."""
         (one,) = said
         is_cut = one.finish == "length"
@@ -311,7 +313,7 @@ class ResponsesExchange:
     def writer(self) -> "ResponsesWriter":
         return ResponsesWriter(self)
 
-    def conclude(self, said: Sequence[Said]) -> None:
+    def conclude(self, said: Sequence[ReportedReply]) -> None:
         """Remember the conversation that the next response may go on from."""
         if self._about.store:
             self._history[self._id] = [*self._conversation, said[0].message]
@@ -344,7 +346,7 @@ class ResponsesExchange:
             "usage": None,
         }
 
-    def items(self, said: Said) -> list[dict[str, Any]]:
+    def items(self, said: ReportedReply) -> list[dict[str, Any]]:
         """Return what was said as output items."""
         status = "incomplete" if said.finish == "length" else "completed"
         says_something = bool(said.content) or not said.tool_calls
@@ -387,7 +389,7 @@ class ResponsesWriter:
         start = b"" if self._is_in_text else self._open_text()
         return start + self._text_event("delta", delta=text, logprobs=[])
 
-    def end(self, index: int, said: Said, rest: str) -> bytes:
+    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
         items = self._exchange.items(said)
         events = self.piece(0, rest) if rest else b""
         if items[0]["type"] == "message":
@@ -399,7 +401,7 @@ class ResponsesWriter:
             events += self._close(items.pop(0))
         return events + b"".join(self._call(item) for item in items)
 
-    def finish(self, said: Sequence[Said]) -> bytes:
+    def finish(self, said: Sequence[ReportedReply]) -> bytes:
         response = self._exchange.answer(said)
         return self._event(f"response.{response['status']}", response=response)
 
@@ -442,12 +444,12 @@ class ResponsesWriter:
         return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
 
 
-def text_part(said: Said) -> dict[str, Any]:
+def text_part(said: ReportedReply) -> dict[str, Any]:
     """Return what was said as a part of a message."""
     return {"type": "output_text", "text": said.content, "annotations": [], "logprobs": logprob_items(said)}
 
 
-def _usage(said: Said) -> dict[str, Any]:
+def _usage(said: ReportedReply) -> dict[str, Any]:
     return {
         "input_tokens": said.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},

@@ -9,9 +9,9 @@ from areal_async.api import Policy, Rewards, Workflow
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull, RolloutError, WorkflowError
 from areal_async.protocol.types import Prompt
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.policy.policy import CallParser, Generator, Record, RecordingPolicy
+from areal_async.rollout.policy.policy import CallParser, Generator, RecordingPolicy, ReplyRecord
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.user_code.boundary import attributed_to
 
@@ -26,10 +26,10 @@ class ServedPolicy(RecordingPolicy):
         sampling: SamplingSettings,
         *,
         name: str,
-        endpoint: Endpoint,
+        endpoint: AgentEndpoint,
         call_parser: CallParser | None = None,
         role: str = "",
-        trajectory: Record | None = None,
+        trajectory: ReplyRecord | None = None,
         is_trained: bool = True,
     ) -> None:
         super().__init__(

@@ -144,7 +144,7 @@ def _strange(value: Any, kind: Any, where: str) -> Iterator[str]:
                 yield place
 
 
-class _Parts(NamedTuple):
+class _ValueParts(NamedTuple):
     """What is inside of a value of a kind."""
 
     items: Any
@@ -154,15 +154,15 @@ class _Parts(NamedTuple):
 
 
 @cache
-def _parts(kind: Any) -> _Parts:
+def _parts(kind: Any) -> _ValueParts:
     if get_origin(kind) is Annotated:
         return _parts(get_args(kind)[0])
     if get_origin(kind) in (Union, UnionType):
         parts = [_parts(one) for one in get_args(kind)]
         items = next((one.items for one in parts if one.items is not None), None)
-        return _Parts(items, next((one.fields for one in parts if one.fields is not None), None))
+        return _ValueParts(items, next((one.fields for one in parts if one.fields is not None), None))
     if get_origin(kind) is list:
-        return _Parts(get_args(kind)[0], None)
+        return _ValueParts(get_args(kind)[0], None)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _Parts(None, {field.encode_name: field.type for field in msgspec.structs.fields(kind)})
-    return _Parts(None, None)
+        return _ValueParts(None, {field.encode_name: field.type for field in msgspec.structs.fields(kind)})
+    return _ValueParts(None, None)

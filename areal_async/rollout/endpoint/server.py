@@ -14,7 +14,7 @@ import structlog
 from areal_async.config.endpoint import EndpointSettings
 from areal_async.process.host import LOOPBACK, check_address
 from areal_async.process.http_server import ConnectionLimits, GuestServer, serve_app
-from areal_async.rollout.endpoint.admission import Limits
+from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.app import App
 from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.endpoint.session import Session
@@ -27,13 +27,13 @@ SHUTDOWN_DEADLINE_S = 3.0
 log = structlog.get_logger()
 
 
-class Endpoint:
+class AgentEndpoint:
     """The sessions of a node and their server. An async context manager that ends both."""
 
-    def __init__(self, settings: EndpointSettings | None = None, *, limits: Limits | None = None) -> None:
+    def __init__(self, settings: EndpointSettings | None = None, *, limits: AdmissionLimits | None = None) -> None:
         """Take ``None`` for the settings as they are where nothing is said, and for this process's limits."""
         settings = settings or EndpointSettings()
-        self.limits = limits or Limits.of_process()
+        self.limits = limits or AdmissionLimits.of_process()
         self._host = settings.host
         self.unsupported = Unsupported(settings.on_unsupported)
         """What its agents ask for and cannot have."""

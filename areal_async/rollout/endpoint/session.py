@@ -19,10 +19,19 @@ import structlog
 from areal_async.api import Message, Reply, ReplyStream, ToolLike
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
 from areal_async.protocol.types import Turn
-from areal_async.rollout.endpoint.admission import Limits
-from areal_async.rollout.endpoint.calls import Call, Exchange, Finish, Refusal, RefusalKind, Said, TokenLogprob, Writer
+from areal_async.rollout.endpoint.admission import AdmissionLimits
+from areal_async.rollout.endpoint.calls import (
+    ApiExchange,
+    CompletionRequest,
+    Finish,
+    Refusal,
+    RefusalKind,
+    ReportedReply,
+    TokenLogprob,
+    Writer,
+)
 from areal_async.rollout.endpoint.forms import grammar_of
-from areal_async.rollout.endpoint.held_text import HeldText
+from areal_async.rollout.endpoint.held_text import StreamHoldback
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
@@ -37,7 +46,7 @@ _NOBODYS_KEY = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
 log = structlog.get_logger()
 
 
-class Recorder(Protocol):
+class ReplyRecorder(Protocol):
     """What a session needs of the policy."""
 
     @property
@@ -67,11 +76,11 @@ class Session:
 
     def __init__(
         self,
-        policy: Recorder,
+        policy: ReplyRecorder,
         codec: TextCodec,
         *,
         max_new_tokens: int,
-        limits: Limits | None = None,
+        limits: AdmissionLimits | None = None,
         unsupported: Unsupported | None = None,
     ) -> None:
         """Take the run's own bound on a reply: agents ask for less than it, or get it.
@@ -92,7 +101,7 @@ class Session:
         self._max_new_tokens = max_new_tokens
         self._memory = Memory()
         self._context = contextvars.copy_context()
-        limits = limits or Limits()
+        limits = limits or AdmissionLimits()
         self._max_admitted = limits.max_admitted
         self._tasks: set[asyncio.Task[None]] = set()
         self.running = asyncio.Semaphore(limits.max_running)
@@ -141,7 +150,7 @@ class Session:
             self.failure = WorkflowError(f"endpoint: refused a request of the agent: {refusal.message}")
             raise
 
-    async def answer(self, exchange: Exchange) -> list[Said]:
+    async def answer(self, exchange: ApiExchange) -> list[ReportedReply]:
         """Answer a request whole.
 
         Raises:
@@ -155,7 +164,7 @@ class Session:
             exchange.conclude(said)
             return said
 
-    async def stream(self, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+    async def stream(self, exchange: ApiExchange) -> AsyncGenerator[bytes, None]:
         """Answer a request as server-sent events. Nothing comes before something is said.
 
         Raises:
@@ -206,11 +215,11 @@ class Session:
             raise Refusal(_kind_of(exc), str(exc)) from exc
         self.failure = None
 
-    async def _recall(self, call: Call) -> list[Message]:
+    async def _recall(self, call: CompletionRequest) -> list[Message]:
         recall = partial(self._memory.recall, call.messages)
         return await run_beside(recall) if is_long(call.messages) else recall()
 
-    def _sampling(self, call: Call) -> dict[str, Any]:
+    def _sampling(self, call: CompletionRequest) -> dict[str, Any]:
         wanted = call.sampling.get("max_new_tokens", self._max_new_tokens)
         more = {"top_logprobs": call.num_top_logprobs} if call.num_top_logprobs else {}
         return {
@@ -225,23 +234,23 @@ class Session:
         """Whether the template has the model begin with a thought."""
         return is_in_thought(self._codec.render([{"role": "user", "content": "?"}]))
 
-    def _held_text(self, call: Call) -> HeldText:
+    def _held_text(self, call: CompletionRequest) -> StreamHoldback:
         holds_thought = call.form is not None and self._begins_thought
         if not call.tools:
-            return HeldText(tool_format=None, stop=call.stop, holds_all=holds_thought)
+            return StreamHoldback(tool_format=None, stop=call.stop, holds_all=holds_thought)
         tool_format = self._policy.tool_format
         is_blind = tool_format is None or (tool_format != "json" and not self._tags_are_seen)
         holds_all = holds_thought or is_blind
-        return HeldText(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
+        return StreamHoldback(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
-    def _take(self, call: Call, reply: Reply) -> Said:
+    def _take(self, call: CompletionRequest, reply: Reply) -> ReportedReply:
         """Return what the agent is told of a reply, and remember it."""
         turn = self._policy.turns[self._policy.reply_ids.index(reply.id)]
         said = self._said(call, reply, len(turn.prompt_ids))
         self._memory.remember(call.messages, said, reply)
         return said
 
-    def _said(self, call: Call, reply: Reply, num_prompt_tokens: int) -> Said:
+    def _said(self, call: CompletionRequest, reply: Reply, num_prompt_tokens: int) -> ReportedReply:
         content: str = reply.message["content"]
         tool_calls = reply.message.get("tool_calls", [])
         if call.form is not None and self._begins_thought:
@@ -253,7 +262,7 @@ class Session:
             at, stop_sequence = min(stops)
             content = content[:at]
             finish = finish if tool_calls else "stop_sequence"
-        return Said(
+        return ReportedReply(
             content=content,
             tool_calls=tool_calls,
             finish=finish,
@@ -275,23 +284,25 @@ class Session:
 class _Speaker:
     """Writes one reply while it is said."""
 
-    def __init__(self, index: int, stream: ReplyStream, held: HeldText) -> None:
+    def __init__(self, index: int, stream: ReplyStream, held: StreamHoldback) -> None:
         self._index = index
         self._stream = stream
         self._held = held
-        self._task: asyncio.Task[Said] | None = None
+        self._task: asyncio.Task[ReportedReply] | None = None
 
     @property
-    def said(self) -> Said:
+    def said(self) -> ReportedReply:
         """The whole of it, once it has ended."""
         assert self._task is not None
         return self._task.result()
 
-    def start(self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], Said]) -> None:
+    def start(
+        self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], ReportedReply]
+    ) -> None:
         """Put events into ``ready`` as they come, and itself at the end."""
         self._task = asyncio.create_task(self._say(writer, ready, take))
 
-        def end(task: "asyncio.Task[Said]") -> None:
+        def end(task: "asyncio.Task[ReportedReply]") -> None:
             if not task.cancelled():
                 task.exception()  # for ``check``, which is not asked any more where another reply failed before
             ready.put_nowait(self)
@@ -309,8 +320,8 @@ class _Speaker:
             self._task.cancel()
 
     async def _say(
-        self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], Said]
-    ) -> Said:
+        self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], ReportedReply]
+    ) -> ReportedReply:
         async with self._stream:
             async for piece in self._stream:
                 if told := self._held.push(piece):

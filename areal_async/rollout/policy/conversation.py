@@ -20,7 +20,7 @@ from areal_async.api import Message
 from areal_async.errors import WorkflowError
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.messages import are_same, checked_messages, is_same
-from areal_async.rollout.policy.text import Room, TextCodec
+from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.tools.parse import is_in_thought
 
 _MARK = "\ue0a7{}\ue0a8"
@@ -30,7 +30,7 @@ Schemas = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
+class RecordedReply:
     """A reply, and the conversation that it ended."""
 
     messages: list[Message]
@@ -64,7 +64,7 @@ class Recorded:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class RenderedPrompt:
     """Where the model answers."""
 
     messages: list[Message]
@@ -81,9 +81,11 @@ class Conversations:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._recorded: list[Recorded] = []
+        self._recorded: list[RecordedReply] = []
 
-    def open(self, messages: Sequence[Message], tools: Schemas = (), *, rooms: Sequence[Room] = ()) -> Opening:
+    def open(
+        self, messages: Sequence[Message], tools: Schemas = (), *, rooms: Sequence[ContextRoom] = ()
+    ) -> RenderedPrompt:
         """Return the prompt for a conversation.
 
         Raises:
@@ -106,14 +108,16 @@ class Conversations:
         is_break = (bool(replies) and not is_kept) or any(
             recorded.is_answered_otherwise(messages) for recorded in self._recorded if len(recorded.messages) > start
         )
-        return Opening([*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break, is_in_thought(text))
+        return RenderedPrompt(
+            [*seen, *deepcopy(messages[start:])], deepcopy(tools), prompt_ids, is_break, is_in_thought(text)
+        )
 
-    def record(self, opening: Opening, message: Message, turn: Turn) -> None:
+    def record(self, opening: RenderedPrompt, message: Message, turn: Turn) -> None:
         """Take in a reply, as its ``message`` is given to the workflow."""
         messages = [*opening.messages, deepcopy(message)]
-        self._recorded.append(Recorded(messages=messages, message=message, tools=opening.tools, turn=turn))
+        self._recorded.append(RecordedReply(messages=messages, message=message, tools=opening.tools, turn=turn))
 
-    def _base(self, messages: list[Message], tools: Schemas, text: str) -> tuple[Recorded | None, str]:
+    def _base(self, messages: list[Message], tools: Schemas, text: str) -> tuple[RecordedReply | None, str]:
         """Return the longest recorded conversation that goes on here, and the part of ``text`` it stands for."""
         candidates = [one for one in reversed(self._recorded) if len(one.messages) <= len(messages)]
         candidates.sort(
@@ -143,7 +147,7 @@ class Conversations:
             added = added[1:]  # the template writes the end of turn that the model has said already
         return turn.prompt_ids + said + added
 
-    def _replies(self, messages: list[Message], start: int) -> dict[int, Recorded]:
+    def _replies(self, messages: list[Message], start: int) -> dict[int, RecordedReply]:
         """Return the recorded replies among ``messages[start:]``, by position."""
         return {
             index: recorded
@@ -151,7 +155,7 @@ class Conversations:
             if messages[index].get("role") == "assistant" and (recorded := self._find(messages, index))
         }
 
-    def _find(self, messages: list[Message], index: int) -> Recorded | None:
+    def _find(self, messages: list[Message], index: int) -> RecordedReply | None:
         """Return the reply that stands at ``index``: the very object, else what was said there, else said anywhere."""
         found = [recorded for recorded in self._recorded if recorded.is_reply(messages[index])]
         return max(
@@ -161,14 +165,14 @@ class Conversations:
         )
 
     def _tokens(
-        self, messages: list[Message], tools: Schemas, text: str, body: str, replies: dict[int, Recorded]
+        self, messages: list[Message], tools: Schemas, text: str, body: str, replies: dict[int, RecordedReply]
     ) -> list[int]:
         """Tokenize what follows ``body``, with the recorded replies in it as they were said."""
         spliced = self._splice(messages, tools, body, replies) if replies else None
         return self._codec.encode(text[len(body) :]) if spliced is None else spliced
 
     def _splice(
-        self, messages: list[Message], tools: Schemas, body: str, replies: dict[int, Recorded]
+        self, messages: list[Message], tools: Schemas, body: str, replies: dict[int, RecordedReply]
     ) -> list[int] | None:
         """Find each reply's place by writing a mark there instead; None where the template lets no mark through."""
         marks = {index: _MARK.format(index) for index in replies}

@@ -13,7 +13,7 @@ import numpy as np
 from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, Sequence, Turn, Version
 
 
-class _Row:
+class _GrowingSequence:
     """One sequence while it grows."""
 
     def __init__(self) -> None:
@@ -67,11 +67,11 @@ def merge_turns(turns: list[Turn], credits: Mapping[int, int] | None = None) -> 
     Args:
         credits: place among ``turns`` -> number of its credit; None where one reward is for all of them.
     """
-    rows: list[_Row] = []
+    rows: list[_GrowingSequence] = []
     for place, turn in enumerate(turns):
         row = next((row for row in reversed(rows) if row.is_prefix_of(turn.prompt_ids)), None)
         if row is None:
-            row = _Row()
+            row = _GrowingSequence()
             rows.append(row)
         row.append(turn, NOT_CREDITED if credits is None else credits.get(place, NOT_CREDITED))
     return [row.sequence(has_credits=credits is not None) for row in rows]

@@ -18,14 +18,14 @@ from areal_async.config.policy import CallSampling
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull, WorkflowError
 from areal_async.inference.call_parser import FoundCalls
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
-from areal_async.rollout.policy.conversation import Conversations, Opening
+from areal_async.rollout.policy.conversation import Conversations, RenderedPrompt
 from areal_async.rollout.policy.messages import checked_messages, reply_message
 from areal_async.rollout.policy.offload import is_long, run_beside
 from areal_async.rollout.policy.sampling import sampling_params
 from areal_async.rollout.policy.stream import RecordingStream
-from areal_async.rollout.policy.text import Room, TextCodec
+from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found, split_thought
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.tools.schema import describe_tool
@@ -44,13 +44,13 @@ class Generator(Protocol):
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]: ...
+    ) -> tuple[Turn, ServerHandle]: ...
 
 
 @dataclass
-class Record:
+class ReplyRecord:
     """What policies have said in one trajectory."""
 
     turns: list[Turn] = field(default_factory=list)
@@ -70,7 +70,7 @@ class CallParser(Protocol):
     """What a policy needs of the servers' own parser of tool calls."""
 
     async def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: ServerHandle | None = None
     ) -> FoundCalls: ...
 
 
@@ -86,7 +86,7 @@ class RecordingPolicy:
         name: str,
         call_parser: CallParser | None = None,
         role: str = "",
-        trajectory: Record | None = None,
+        trajectory: ReplyRecord | None = None,
         is_trained: bool = True,
     ) -> None:
         """Take ``name`` as the beginning of its replies' ids.
@@ -103,9 +103,9 @@ class RecordingPolicy:
         self.sampling = sampling
         self._name = name
         self._role = role
-        self._trajectory = trajectory or Record()
-        self._own = self._trajectory if is_trained else Record()
-        self._server: Server | None = None
+        self._trajectory = trajectory or ReplyRecord()
+        self._own = self._trajectory if is_trained else ReplyRecord()
+        self._server: ServerHandle | None = None
         self._conversations = Conversations(codec)
         self._streams: list[RecordingStream] = []
         self._num_calls_written = 0
@@ -123,22 +123,22 @@ class RecordingPolicy:
 
     @property
     def num_breaks(self) -> int:
-        """As ``Record.num_breaks``."""
+        """As ``ReplyRecord.num_breaks``."""
         return self._own.num_breaks
 
     @property
     def num_tool_calls(self) -> int | None:
-        """As ``Record.num_tool_calls``."""
+        """As ``ReplyRecord.num_tool_calls``."""
         return self._own.num_tool_calls
 
     @property
     def num_tool_errors(self) -> int:
-        """As ``Record.num_tool_errors``."""
+        """As ``ReplyRecord.num_tool_errors``."""
         return self._own.num_tool_errors
 
     @property
     def max_sequence_tokens(self) -> int | None:
-        """As ``Record.max_sequence_tokens``."""
+        """As ``ReplyRecord.max_sequence_tokens``."""
         return self._own.max_sequence_tokens
 
     @max_sequence_tokens.setter
@@ -257,16 +257,16 @@ class RecordingPolicy:
         for stream in self._streams:
             stream.cancel()
 
-    async def _opening_of(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
+    async def _opening_of(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
         if not is_long(messages, tools):
             return self._open(messages, tools)
         work = partial(self._conversations.open, messages, self._schemas(tools), rooms=self._rooms())
         return self._noted(await run_beside(work))
 
-    def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Opening:
+    def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
         return self._noted(self._conversations.open(messages, self._schemas(tools), rooms=self._rooms()))
 
-    def _noted(self, opening: Opening) -> Opening:
+    def _noted(self, opening: RenderedPrompt) -> RenderedPrompt:
         self._own.num_breaks += opening.is_break
         return opening
 
@@ -285,12 +285,12 @@ class RecordingPolicy:
         work = partial(self._codec.encode, prompt, add_special_tokens=True)
         return await run_beside(work) if is_long(prompt) else work()
 
-    def _rooms(self) -> list[Room]:
+    def _rooms(self) -> list[ContextRoom]:
         """Return what is known of the room for a prompt: a trainer's packed row, and a server that was met."""
         row = self._own.max_sequence_tokens
-        rooms = [] if row is None else [Room(row, "trainer.token_budget")]
+        rooms = [] if row is None else [ContextRoom(row, "trainer.token_budget")]
         if self._server is not None and self._server.context_tokens is not None:
-            rooms.append(Room(self._server.context_tokens, "inference.context_length or the model's"))
+            rooms.append(ContextRoom(self._server.context_tokens, "inference.context_length or the model's"))
         return rooms
 
     async def _generate(self, prompt_ids: list[int], params: Mapping[str, Any], num_turns: int) -> list[Turn]:
@@ -327,7 +327,7 @@ class RecordingPolicy:
             raise ContextFull(len(prompt_ids), most, "trainer.token_budget")
         return {**params, "max_new_tokens": min(params["max_new_tokens"], most - len(prompt_ids))}
 
-    async def _parse(self, turn: Turn, opening: Opening | None) -> Parsed:
+    async def _parse(self, turn: Turn, opening: RenderedPrompt | None) -> Parsed:
         """Take a reply apart where the model was given tools."""
         if opening is None or not opening.tools:
             return Parsed(self._codec.decode(turn.output_ids), [])
@@ -339,7 +339,7 @@ class RecordingPolicy:
             found = await self._call_parser.find(said, opening.tools, preferred=self._server)
         return Parsed(thought + found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
 
-    def _record(self, turn: Turn, opening: Opening | None, parsed: Parsed) -> Reply:
+    def _record(self, turn: Turn, opening: RenderedPrompt | None, parsed: Parsed) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""
         self._check_open()
         if self._role:  # in place, before anybody else has it: who timed the call knows the turn by its identity

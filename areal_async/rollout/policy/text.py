@@ -26,7 +26,7 @@ CHARACTERS_PER_TOKEN = 16
 """More than any text has on average: prose has four or five, source code indented deeply eight."""
 
 
-class Room(NamedTuple):
+class ContextRoom(NamedTuple):
     """What a prompt has to fit into."""
 
     num_tokens: int

@@ -24,7 +24,7 @@ import msgspec
 
 from areal_async.errors import RewardError, UserError
 from areal_async.rollout.rewards.process import RewardProcess
-from areal_async.rollout.rewards.worker import Call
+from areal_async.rollout.rewards.worker import RewardCall
 from areal_async.telemetry import spans, wait_graph
 
 P = ParamSpec("P")
@@ -85,7 +85,7 @@ def _decorate(
     async def call(*args: Any, **kwargs: Any) -> float:
         try:
             request = msgspec.msgpack.encode(
-                Call(
+                RewardCall(
                     file=location,
                     module=function.__module__,
                     qualname=function.__qualname__,

@@ -27,7 +27,7 @@ FRAME = "<I"
 MAX_ANSWER_BYTES = 1 << 20
 
 
-class Call(msgspec.Struct, array_like=True):
+class RewardCall(msgspec.Struct, array_like=True):
     """One call of a function that stands at the top level of a file."""
 
     file: str
@@ -49,7 +49,7 @@ def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     size = struct.calcsize(FRAME)
     while len(head := requests.read(size)) == size:
         (length,) = struct.unpack(FRAME, head)
-        call = msgspec.msgpack.decode(requests.read(length), type=Call)
+        call = msgspec.msgpack.decode(requests.read(length), type=RewardCall)
         spared = set[int]()
         try:
             function = _find(call)
@@ -72,7 +72,7 @@ def _send(answers: BinaryIO, answer: Answer) -> None:
     answers.flush()
 
 
-def _find(call: Call) -> Callable[..., Any]:
+def _find(call: RewardCall) -> Callable[..., Any]:
     function: Any = _module(call)
     for name in call.qualname.split("."):
         function = getattr(function, name, None)
@@ -86,7 +86,7 @@ def _find(call: Call) -> Callable[..., Any]:
     return found
 
 
-def _module(call: Call) -> Any:
+def _module(call: RewardCall) -> Any:
     """Import by name where the name leads to the same file (relative imports then work), else by location."""
     if call.module in sys.modules or call.module == "__main__":
         spec = None if call.module == "__main__" else sys.modules[call.module].__spec__
@@ -104,7 +104,7 @@ def _module(call: Call) -> Any:
         return import_file(Path(call.file), what="worker")
 
 
-def _folder_of(call: Call) -> Path | None:
+def _folder_of(call: RewardCall) -> Path | None:
     """Return the folder from which a function's module was imported by name; ``None`` where it was not."""
     parts = call.module.split(".")
     place = Path(call.file).parent if Path(call.file).name == "__init__.py" else Path(call.file).with_suffix("")

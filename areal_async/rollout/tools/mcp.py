@@ -23,7 +23,7 @@ from anyio.lowlevel import RunVar
 from jsonschema import Draft202012Validator, SchemaError
 
 from areal_async.errors import ToolError, WorkflowError
-from areal_async.rollout.tools.mcp_connection import START_DEADLINE_S, Address, Connection
+from areal_async.rollout.tools.mcp_connection import START_DEADLINE_S, Address, McpConnection
 
 if TYPE_CHECKING:
     from mcp_types import CallToolResult, ContentBlock, Tool
@@ -41,7 +41,7 @@ class McpTool:
     schema: dict[str, Any]
     timeout_s: float | None
     _own_name: str
-    _connect: Callable[[], Awaitable[Connection]]
+    _connect: Callable[[], Awaitable[McpConnection]]
 
     async def call(self, arguments: Mapping[str, Any]) -> str:
         """Call it at the server; its answer as text.
@@ -82,11 +82,11 @@ async def mcp_tools(
         UserError: the SDK is not installed.
     """
     address = Address.of(server, env=env, cwd=cwd, start_deadline_s=start_deadline_s)
-    connection = Connection(address)
+    connection = McpConnection(address)
     try:
         await connection.opened()
 
-        async def connect() -> Connection:
+        async def connect() -> McpConnection:
             return connection
 
         yield [_tool(tool, address, connect, timeout_s) for tool in connection.tools]
@@ -120,14 +120,14 @@ class _Shared:
 
     def __init__(self, address: Address) -> None:
         self._address = address
-        self._connection: Connection | None = None
+        self._connection: McpConnection | None = None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> McpConnection:
         connection = self._connection
         if connection is None or connection.is_broken:
             if connection is not None:
                 connection.close()
-            connection = self._connection = Connection(self._address)
+            connection = self._connection = McpConnection(self._address)
         return await connection.opened()
 
 
@@ -144,7 +144,7 @@ def _shared_connections() -> dict[Address, _Shared]:
 
 
 def _tool(
-    tool: "Tool", address: Address, connect: Callable[[], Awaitable[Connection]], timeout_s: float | None
+    tool: "Tool", address: Address, connect: Callable[[], Awaitable[McpConnection]], timeout_s: float | None
 ) -> McpTool:
     """Describe a tool as the model is told of it.
 

@@ -75,7 +75,7 @@ class Address:
         return f"MCP server {self.url or ' '.join(self.command)!r:.200}"
 
 
-class Connection:
+class McpConnection:
     """One connection, from its making on: ``opened`` waits until it stands, ``call`` calls, ``close`` ends it."""
 
     def __init__(self, address: Address) -> None:

@@ -1,9 +1,9 @@
 """User code in tasks of its own: whatever it does there, its caller goes on, and nothing of it stays behind.
 
-A trajectory's workflow is one task, and what that starts (tasks, of those other tasks) is known by its ``Owner``, which
-travels with the context. So a workflow that cancels itself cancels nobody else, ``sys.exit`` in a task of its own ends
-that task and not the process, and what still runs when it has returned is cancelled, then ended, however it takes that.
-What it has ``shared`` with others is in a name of its own: as confined, and ended by nobody.
+A trajectory's workflow is one task, and what that starts (tasks, of those other tasks) is known by its ``TaskScope``,
+which travels with the context. So a workflow that cancels itself cancels nobody else, ``sys.exit`` in a task of its
+own ends that task and not the process, and what still runs when it has returned is cancelled, then ended, however it
+takes that. What it has ``shared`` with others is in a name of its own: as confined, and ended by nobody.
 
 Invariant: when ``run_owned`` is left, by return, error or cancellation, no task of its owner runs any more.
 """
@@ -31,7 +31,7 @@ MAX_NAMED = 5
 log = structlog.get_logger()
 
 
-class Owner:
+class TaskScope:
     """In whose name tasks run: one trajectory, or one answer to a held-out row."""
 
     __slots__ = ("is_over", "name", "tasks", "work")
@@ -54,17 +54,17 @@ class OwnError(WorkflowError):
     """User code was cancelled by itself, or raised what is no ``Exception``."""
 
 
-_owner: contextvars.ContextVar[Owner | None] = contextvars.ContextVar("areal_async_owner", default=None)
+_owner: contextvars.ContextVar[TaskScope | None] = contextvars.ContextVar("areal_async_owner", default=None)
 working_on: contextvars.ContextVar[object] = contextvars.ContextVar("areal_async_work", default=None)
 """What the next ``run_owned`` in this context is for, as whoever asks a task's owner wants it (``culprit``)."""
 
 
-class Confined(Coroutine[Any, Any, T]):
+class ScopedCoroutine(Coroutine[Any, Any, T]):
     """A coroutine that cannot end the process, and that can be ended though it swallows its cancellation."""
 
     __slots__ = ("_inner", "is_to_end", "owner")
 
-    def __init__(self, inner: Coroutine[Any, Any, T], owner: Owner) -> None:
+    def __init__(self, inner: Coroutine[Any, Any, T], owner: TaskScope) -> None:
         self._inner = inner
         self.owner = owner
         self.is_to_end = False
@@ -121,7 +121,7 @@ async def run_owned(work: Callable[[], Awaitable[T]], *, name: str, deadline_s: 
         OwnError: see there.
         Exception: what it raised.
     """
-    owner = Owner(name, working_on.get())
+    owner = TaskScope(name, working_on.get())
     context = contextvars.copy_context()
     context.run(_owner.set, owner)
     loop = _confining_loop()
@@ -153,7 +153,7 @@ async def run_within(work: Coroutine[Any, Any, T], *, name: str, deadline_s: flo
         Exception: what it raised.
     """
     if _owner.get() is None:
-        work = Confined(work, Owner(name))
+        work = ScopedCoroutine(work, TaskScope(name))
     task = asyncio.get_running_loop().create_task(work)
     try:
         await asyncio.wait([task], timeout=deadline_s)
@@ -184,14 +184,14 @@ def shared() -> Iterator[None]:
     with an error for whoever awaits it, as any other error of it does.
     """
     opener = _owner.get()
-    with _in_name_of(Owner(f"shared by {opener.name}" if opener else "shared")):
+    with _in_name_of(TaskScope(f"shared by {opener.name}" if opener else "shared")):
         yield
 
 
 def start_shared(work: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
     """Start what outlives every trajectory, and can no more end the process than they can."""
     loop = _confining_loop()
-    with _in_name_of(Owner(name)):
+    with _in_name_of(TaskScope(name)):
         return loop.create_task(work)
 
 
@@ -201,7 +201,7 @@ async def end_task(task: "asyncio.Task[Any]") -> None:
 
 
 @contextmanager
-def _in_name_of(owner: Owner) -> Iterator[None]:
+def _in_name_of(owner: TaskScope) -> Iterator[None]:
     token = _owner.set(owner)
     try:
         yield
@@ -218,7 +218,7 @@ def _confining_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _end(tasks: Collection["asyncio.Task[Any]"], owner: Owner | None = None) -> None:
+async def _end(tasks: Collection["asyncio.Task[Any]"], owner: TaskScope | None = None) -> None:
     """Cancel tasks, and those that join ``tasks`` meanwhile; end what does not heed that."""
     loop = asyncio.get_running_loop()
     asked: set[asyncio.Task[Any]] = set()
@@ -235,7 +235,7 @@ async def _end(tasks: Collection["asyncio.Task[Any]"], owner: Owner | None = Non
         ends_at_s = loop.time() + GRACE_S
         while (left := _left(tasks)) and (left_s := ends_at_s - loop.time()) > 0:
             for task in left:
-                if isinstance(coroutine := task.get_coro(), Confined):
+                if isinstance(coroutine := task.get_coro(), ScopedCoroutine):
                     coroutine.is_to_end = True
                 task.cancel()
             await asyncio.wait(left, timeout=left_s)
@@ -261,7 +261,7 @@ def make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]
     owner = _owner.get() if context is None else context.get(_owner)
     if owner is None or not asyncio.iscoroutine(coroutine):
         return asyncio.Task(coroutine, loop=loop, **options)
-    confined = Confined(coroutine, owner)
+    confined = ScopedCoroutine(coroutine, owner)
     confined.is_to_end = owner.is_over
     task = asyncio.Task(confined, loop=loop, **options)
     owner.tasks.add(task)
@@ -269,10 +269,10 @@ def make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]
     return task
 
 
-def owner_of(task: "asyncio.Task[Any]") -> Owner | None:
+def owner_of(task: "asyncio.Task[Any]") -> TaskScope | None:
     """Say in whose name a task runs. From any thread."""
     coroutine = task.get_coro()
-    return coroutine.owner if isinstance(coroutine, Confined) else None
+    return coroutine.owner if isinstance(coroutine, ScopedCoroutine) else None
 
 
 def _stop(stop: Callable[[], None]) -> None:
@@ -283,7 +283,7 @@ def _stop(stop: Callable[[], None]) -> None:
     stop()
 
 
-def _tell(owner: Owner) -> None:
+def _tell(owner: TaskScope) -> None:
     left = [task for task in owner.tasks if not task.done() and not task.cancelling()]  # the policy cancels its own
     if left:
         names = sorted({getattr(task.get_coro(), "__qualname__", repr(task)) for task in left})

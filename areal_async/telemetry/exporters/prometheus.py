@@ -26,7 +26,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import UserError, WireError
 from areal_async.process.http_server import serve_app
 from areal_async.protocol.wire import decode_json
-from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, Sample, samples
+from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, MetricSample, samples
 
 STOP_DEADLINE_S = 3.0
 HOST, PID, NAMESPACE = "__areal_host", "__areal_pid", "__areal_pid_namespace"
@@ -124,7 +124,7 @@ def _own_labels() -> dict[str, str]:
 class _Collector:
     """Makes metric families of what a process reports now."""
 
-    def __init__(self, read: Callable[[], Iterable[Sample]]) -> None:
+    def __init__(self, read: Callable[[], Iterable[MetricSample]]) -> None:
         self._read = read
 
     def collect(self) -> Iterable[Any]:
@@ -140,10 +140,10 @@ class _Collector:
         return families.values()
 
 
-def _disk(run_directory: Path) -> Iterable[Sample]:
+def _disk(run_directory: Path) -> Iterable[MetricSample]:
     usage = shutil.disk_usage(run_directory)
-    yield Sample("areal_disk_free_bytes", GAUGE, "Free space where the run directory is.", usage.free)
-    yield Sample("areal_disk_size_bytes", GAUGE, "Size of that file system.", usage.total)
+    yield MetricSample("areal_disk_free_bytes", GAUGE, "Free space where the run directory is.", usage.free)
+    yield MetricSample("areal_disk_size_bytes", GAUGE, "Size of that file system.", usage.total)
 
 
 def _listen(address: str) -> socket.socket:

@@ -12,7 +12,7 @@ from areal_async.protocol.types import Version
 GAUGE, COUNTER = "gauge", "counter"
 
 
-class Sample(NamedTuple):
+class MetricSample(NamedTuple):
     """One number."""
 
     name: str
@@ -125,7 +125,7 @@ NOT_EXPORTED = {"step", "weights_version"}
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
 
-def samples(role: str, report: Mapping[str, Any]) -> Iterator[Sample]:
+def samples(role: str, report: Mapping[str, Any]) -> Iterator[MetricSample]:
     """Yield the numbers of one report of a role (``controller``, ``node``, ``trainer``)."""
     match role:
         case "controller":
@@ -140,7 +140,7 @@ def samples(role: str, report: Mapping[str, Any]) -> Iterator[Sample]:
             yield from step_samples(report.get("last_step") or {})
 
 
-def step_samples(line: Mapping[str, Any]) -> Iterator[Sample]:
+def step_samples(line: Mapping[str, Any]) -> Iterator[MetricSample]:
     """Yield the numbers of a line of ``metrics.jsonl``; the second part of ``reward/<workflow>`` becomes a label."""
     for key, value in line.items():
         if key in NOT_EXPORTED or not _is_number(value):
@@ -148,12 +148,12 @@ def step_samples(line: Mapping[str, Any]) -> Iterator[Sample]:
         name, _, part = key.partition("/")
         if not part:
             text = STEP.get(key, f"{key} of the newest step.")
-            yield Sample(f"areal_step_{_with_unit(name)}", GAUGE, text, float(value))
+            yield MetricSample(f"areal_step_{_with_unit(name)}", GAUGE, text, float(value))
             continue
         by = LABELS.get(name, "key")
         text = f"{name} of the newest step, by {by}."
         whole = _with_unit(name.removesuffix(f"_at_{by}"))
-        yield Sample(f"areal_step_{whole}_by_{by}", GAUGE, text, float(value), {by: part})
+        yield MetricSample(f"areal_step_{whole}_by_{by}", GAUGE, text, float(value), {by: part})
 
 
 def _with_unit(name: str) -> str:
@@ -164,24 +164,24 @@ def _with_unit(name: str) -> str:
     return name.removeprefix("num_")
 
 
-def _server(server_id: str, server: Mapping[str, Any]) -> Iterator[Sample]:
+def _server(server_id: str, server: Mapping[str, Any]) -> Iterator[MetricSample]:
     labels = {"server": server_id, "policy": str(server.get("frozen") or "policy")}
     for one in _read(SERVER, server):
         yield one._replace(labels=labels)
     fence = str(server.get("fence") or "")
-    yield Sample("areal_server_fenced", GAUGE, "1 while a server is kept out of use.", float(bool(fence)), labels)
+    yield MetricSample("areal_server_fenced", GAUGE, "1 while a server is kept out of use.", float(bool(fence)), labels)
     try:
         version = Version.parse(str(server.get("version")))
     except ValueError:
         return
-    yield Sample("areal_server_weights_step", GAUGE, "Step of the weights it runs.", version.step, labels)
+    yield MetricSample("areal_server_weights_step", GAUGE, "Step of the weights it runs.", version.step, labels)
 
 
-def _read(fields: tuple[Field, ...], report: Mapping[str, Any]) -> Iterator[Sample]:
+def _read(fields: tuple[Field, ...], report: Mapping[str, Any]) -> Iterator[MetricSample]:
     for field in fields:
         value = report.get(field.key)
         if _is_number(value):
-            yield Sample(field.name, field.kind, field.help, float(value), field.labels)
+            yield MetricSample(field.name, field.kind, field.help, float(value), field.labels)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

@@ -27,7 +27,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.telemetry import tracing
 from areal_async.telemetry.exporters.trace_file import FileExporter, sendable
-from areal_async.telemetry.tracing import Attributes, Place, RecordedSpan, Value
+from areal_async.telemetry.tracing import Attributes, RecordedSpan, SpanContext, Value
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 ROUTE = "/v1/traces"
@@ -149,7 +149,7 @@ def resource_of(run: str, *, role: str, instance: str) -> dict[str, str | int]:
 
 
 class SpanOutbox:
-    """The queue and its thread: a ``tracing.Recorder``."""
+    """The queue and its thread: a ``tracing.SpanRecorder``."""
 
     def __init__(self, exporter: Exporter, *, where: str, max_spans: int = MAX_SPANS) -> None:
         self._exporter = exporter
@@ -267,7 +267,7 @@ def _all_sendable(attributes: Attributes) -> dict[str, Value]:
     return {key: sendable(value) if isinstance(value, str) else value for key, value in attributes.items()}
 
 
-def _context(place: Place, *, is_remote: bool) -> Any:
+def _context(place: SpanContext, *, is_remote: bool) -> Any:
     from opentelemetry.trace import SpanContext, TraceFlags
 
     return SpanContext(place.trace_id, place.span_id, is_remote, TraceFlags(TraceFlags.SAMPLED))

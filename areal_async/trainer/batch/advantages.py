@@ -19,7 +19,7 @@ from torch import Tensor
 from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule, Sibling, step_advantages
 from areal_async.algorithms.kl import kl_estimate, kl_rewards, last_token_rewards, sequence_kl
 from areal_async.algorithms.values import gae, reward_to_go
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.packing.rows import TrainRow
 
 Columns = list[NDArray[np.float32]]
@@ -177,7 +177,7 @@ def critic_advantages(
 
 def penalised_advantages(
     rows: Sequence[TrainRow],
-    slots: Sequence[Placed],
+    slots: Sequence[BatchSlot],
     penalties: Columns,
     *,
     rule: AdvantageRule,
@@ -212,9 +212,9 @@ def penalised_advantages(
     return [np.full(row.num_tokens, advantages[row.index], dtype=np.float32) for row in rows]
 
 
-def _by_position(slots: Sequence[Placed], taken: Mapping[int, float], rule: AdvantageRule) -> dict[int, float]:
+def _by_position(slots: Sequence[BatchSlot], taken: Mapping[int, float], rule: AdvantageRule) -> dict[int, float]:
     """Return what the rule makes of the outcomes, group by group, after ``taken`` came off them."""
-    groups: dict[str, list[Placed]] = defaultdict(list)
+    groups: dict[str, list[BatchSlot]] = defaultdict(list)
     for placed in slots:
         groups[placed.group_id].append(placed)
     outcomes = [

@@ -25,12 +25,12 @@ from areal_async.protocol.subjects import CHANGES
 from areal_async.protocol.types import Cut, GroupId, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.inventory import Inventory
-from areal_async.trainer.batch.limits import Limits
+from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.outcome_recorder import Settlement
-from areal_async.trainer.batch.planner import CutRules, Cutter, GroupRules, Room, Settle, Wait, Write
+from areal_async.trainer.batch.outcome_recorder import OutcomeRecorder
+from areal_async.trainer.batch.planner import BatchPlanner, CutRules, GroupRules, RetryLater, Settle, StreamRoom, Write
 
 INBOX_BATCH = 512
 SCARCE_SHARE = 0.8
@@ -41,8 +41,8 @@ DECISION_POLL_S = 1.0
 log = structlog.get_logger()
 
 
-class Feed:
-    """Keeps the inventory and carries out what its ``Cutter`` decides; ``settlement`` ends groups."""
+class BatchFeed:
+    """Keeps the inventory and carries out what its ``BatchPlanner`` decides; ``settlement`` ends groups."""
 
     def __init__(self, bus: Bus, settings: Settings, lineage: Lineage, journal: Journal) -> None:
         self._bus = bus
@@ -51,15 +51,15 @@ class Feed:
         """With what operators have changed."""
         self._lineage = lineage
         self._inventory: Inventory[Delivery] = Inventory()
-        self._fates = Fates(
+        self._fates = GroupOutcomes(
             self._inventory,
             lineage=lineage.number,
             max_attempts=settings.rollout.max_attempts,
             recorded=journal.settled,
         )
-        self._cutter = Cutter(_rules(settings), self._fates, branches=journal.branches)
-        self.settlement = Settlement(bus, self._fates, lineage)
-        self._limits = Limits(settings)
+        self._cutter = BatchPlanner(_rules(settings), self._fates, branches=journal.branches)
+        self.settlement = OutcomeRecorder(bus, self._fates, lineage)
+        self._limits = TrainingLimits(settings)
         self._without_end = journal.without_end()
         self._fates.take(self._without_end)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
@@ -99,11 +99,11 @@ class Feed:
         self._notify()
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> StreamRoom:
         rollout, stored_bytes = self._settings.rollout, self._inventory.stored_bytes + self.settlement.num_held_bytes
         if stored_bytes + self._settings.max_message_bytes > rollout.max_stream_bytes:
-            return Room.NONE
-        return Room.SCARCE if stored_bytes >= SCARCE_SHARE * rollout.max_stream_bytes else Room.AMPLE
+            return StreamRoom.NONE
+        return StreamRoom.SCARCE if stored_bytes >= SCARCE_SHARE * rollout.max_stream_bytes else StreamRoom.AMPLE
 
     @property
     def _is_catching_up(self) -> bool:
@@ -168,10 +168,10 @@ class Feed:
         self._cutter.step = first_step
         left = [group.group_id for group in self._without_end]
         await self.settlement.settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
-        with wait_graph.Standing() as waiting:
+        with wait_graph.PollingWaits() as waiting:
             while not self._cutter.has_ended:
                 changed = self._changed
-                if self._room is not Room.AMPLE:
+                if self._room is not StreamRoom.AMPLE:
                     await self.settlement.make_room()
                 match self._cutter.decide(now=time.monotonic(), room=self._room):
                     case Settle(group_ids, kind, reason):
@@ -188,7 +188,7 @@ class Feed:
                             num_groups=num_groups,
                             num_open=num_open,
                         )
-                    case Wait(what_for, on):
+                    case RetryLater(what_for, on):
                         self.waits_for = what_for
                         waiting.replace(wait_graph.cut(self._cutter.step), on or (wait_graph.TRAINER,))
                         with anyio.move_on_after(DECISION_POLL_S):

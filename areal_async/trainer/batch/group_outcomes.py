@@ -21,7 +21,7 @@ D = TypeVar("D")
 """A delivery: opaque here."""
 
 
-class Fates(Generic[D]):
+class GroupOutcomes(Generic[D]):
     """The outcomes of one lineage."""
 
     def __init__(self, inventory: Inventory[D], *, lineage: int, max_attempts: int, recorded: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from areal_async.protocol.id_sets import GroupIds, Numbers
+from areal_async.protocol.id_sets import GroupIds, NumberSet
 from areal_async.protocol.types import Outcome, OutcomeKind, SlotStatus, StoredMessage, Ticket, Version
 from areal_async.trainer.batch.cut import OpenGroup
 
@@ -32,7 +32,7 @@ class Inventory(Generic[D]):
     """Of the deliveries held."""
     is_caught_up: bool = False
     """Whatever was stored before this lineage began has come."""
-    _have_come: Numbers = field(default_factory=Numbers)
+    _have_come: NumberSet = field(default_factory=NumberSet)
     """Stream sequences. A broker that lost messages may use one again: so they only say what is not recorded twice."""
     _num_bytes: dict[int, int] = field(default_factory=dict)
     _num_known: int = 0

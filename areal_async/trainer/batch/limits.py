@@ -16,7 +16,7 @@ from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import Cut, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
 
 
-class Limits:
+class TrainingLimits:
     """What one run can train."""
 
     def __init__(self, settings: Settings, *, vocab_size: int | None = None) -> None:

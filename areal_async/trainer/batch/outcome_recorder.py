@@ -1,7 +1,7 @@
 """What becomes of groups, carried out: outcomes stored, and only then the messages they speak of removed.
 
-The rules are ``Fates``'. A trained group's messages stay until ``on_checkpoint``; every other end is recorded and
-its messages are removed at once, or soon (``bus.Sweep``): one that a crash leaves behind is removed by the next
+The rules are ``GroupOutcomes``'. A trained group's messages stay until ``on_checkpoint``; every other end is recorded
+and its messages are removed at once, or soon (``bus.Sweep``): one that a crash leaves behind is removed by the next
 lineage, which finds its outcome.
 """
 
@@ -16,17 +16,17 @@ from areal_async.process.failpoints import reach
 from areal_async.protocol.events import GroupDead
 from areal_async.protocol.types import Cut, Outcome, OutcomeKind, StoredMessage
 from areal_async.telemetry import spans
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.inventory import Inventory
 from areal_async.trainer.batch.lineage import Lineage
 
 log = structlog.get_logger()
 
 
-class Settlement:
+class OutcomeRecorder:
     """Records outcomes of one lineage and removes what they settle."""
 
-    def __init__(self, bus: Bus, fates: Fates[Delivery], lineage: Lineage) -> None:
+    def __init__(self, bus: Bus, fates: GroupOutcomes[Delivery], lineage: Lineage) -> None:
         self._bus = bus
         self._fates = fates
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
@@ -90,7 +90,7 @@ async def fail_group(bus: Bus, group_id: str, cut: Cut, *, reason: str, lineage:
 
     Its messages stay, as in a crash.
     """
-    fates: Fates[Delivery] = Fates(Inventory(), lineage=lineage, max_attempts=max_attempts, recorded=())
+    fates: GroupOutcomes[Delivery] = GroupOutcomes(Inventory(), lineage=lineage, max_attempts=max_attempts, recorded=())
     fates.hold(cut)
     for outcome in fates.of_untrained([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step):
         await store_outcome(bus, outcome)

@@ -37,7 +37,7 @@ Check = Callable[[Trajectory], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Placed:
+class BatchSlot:
     """A slot of the cut at its position in the whole batch."""
 
     position: int
@@ -68,24 +68,24 @@ class AgeStats(msgspec.Struct):
     """Trained tokens whose logprob is not of the model's own distribution (``Sequence.steered``)."""
 
 
-def place(cut: Cut) -> list[Placed]:
+def place(cut: Cut) -> list[BatchSlot]:
     """Number the slots of a cut: groups in their order, siblings within."""
     pairs = [(group, item) for group in cut.groups for item in group.slots]
     return [
-        Placed(position=position, group_id=group.group_id, workflow=group.workflow, item=item)
+        BatchSlot(position=position, group_id=group.group_id, workflow=group.workflow, item=item)
         for position, (group, item) in enumerate(pairs)
     ]
 
 
 def share(
-    slots: Sequence[Placed], *, rank: int, num_ranks: int, flops: DecoderFlops, num_minibatches: int = 1
-) -> list[Placed]:
+    slots: Sequence[BatchSlot], *, rank: int, num_ranks: int, flops: DecoderFlops, num_minibatches: int = 1
+) -> list[BatchSlot]:
     """Return this rank's slots, the same on every rank that asks.
 
     Each mini-batch is balanced over the ranks by itself, for they wait for each other in every update. A header knows
     no sequences: a trajectory of several counts as one of all their tokens, which overrates its attention.
     """
-    mine: list[Placed] = []
+    mine: list[BatchSlot] = []
     for turn in range(num_minibatches):
         members = [placed for placed in slots if placed.position % num_minibatches == turn]
         costs = [flops.forward(one.item.slot.num_tokens, one.item.slot.num_output_tokens) for one in members]
@@ -94,21 +94,21 @@ def share(
 
 
 async def fetch(
-    bus: Bus, slots: Sequence[Placed], check: Check = lambda _: None
+    bus: Bus, slots: Sequence[BatchSlot], check: Check = lambda _: None
 ) -> tuple[dict[int, Trajectory], dict[SlotKey, str]]:
     """Get and verify the payloads of some slots.
 
     Returns:
         Trajectories by position, and the slots whose payload is gone, damaged or refused by ``check``, each with why.
     """
-    by_message: dict[tuple[str, str, int], list[Placed]] = defaultdict(list)
+    by_message: dict[tuple[str, str, int], list[BatchSlot]] = defaultdict(list)
     for placed in slots:
         by_message[placed.group_id, placed.workflow, placed.item.sequence].append(placed)
     found: dict[int, Trajectory] = {}
     missing: dict[SlotKey, str] = {}
     limiter = anyio.CapacityLimiter(FETCHES_AT_ONCE)
 
-    async def fetch_message(sequence: int, wanted: list[Placed]) -> None:
+    async def fetch_message(sequence: int, wanted: list[BatchSlot]) -> None:
         async with limiter:
             message = await bus.get_message(bus.names.trajectories_stream, sequence)
             blobs = _split(message.data) if message else []
@@ -141,7 +141,7 @@ def _read(blobs: Sequence[memoryview], slot: Slot, check: Check) -> Trajectory |
     return trajectory
 
 
-async def _search(bus: Bus, placed: Placed, check: Check) -> Trajectory | str:
+async def _search(bus: Bus, placed: BatchSlot, check: Check) -> Trajectory | str:
     """Return the payload that a slot's subject holds, or why there is none to be trained."""
     why = GONE
     subject = bus.names.trajectories(placed.workflow, placed.group_id)

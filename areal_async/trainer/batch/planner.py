@@ -1,7 +1,7 @@
 """What a trainer's rank 0 does next about its journal: settle groups, cut a batch, wait, or end.
 
 Pure: decides over the inventory, carries out nothing. Whoever asks does as it is told, says so (``note_written``,
-``Fates.note_recorded``), and asks again.
+``GroupOutcomes.note_recorded``), and asks again.
 
 Invariant: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough.
 """
@@ -17,14 +17,14 @@ from areal_async.protocol.staleness import oldest_age_at
 from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Version
 from areal_async.telemetry import wait_graph
 from areal_async.trainer.batch.cut import CutPlan, OpenGroup, SpanAge, plan_cut
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 
 OVER_AGE = "older than max_staleness"
 MAX_NAMED = 3
 """Groups named when saying what is waited for."""
 
 
-class Room(IntEnum):
+class StreamRoom(IntEnum):
     """What is left of the stream of trajectories."""
 
     NONE = 0
@@ -84,7 +84,7 @@ class Write:
 
 
 @dataclass(frozen=True, slots=True)
-class Wait:
+class RetryLater:
     """Ask again when something has changed, or after a while."""
 
     what_for: str
@@ -92,13 +92,13 @@ class Wait:
     """Those who are waited for, as ``wait_graph`` names them; none for the trainer's own next step."""
 
 
-Decision = Settle | Write | Wait
+Decision = Settle | Write | RetryLater
 
 
-class Cutter:
+class BatchPlanner:
     """Decides, one step after another."""
 
-    def __init__(self, rules: CutRules, fates: Fates[Any], *, branches: Mapping[str, int]) -> None:
+    def __init__(self, rules: CutRules, fates: GroupOutcomes[Any], *, branches: Mapping[str, int]) -> None:
         """``branches``: where lineages parted, as the journal says."""
         self._rules = rules
         self._fates = fates
@@ -141,7 +141,7 @@ class Cutter:
             self._waiting_since.clear()
             self.step = entry.step + 1
 
-    def decide(self, *, now: float, room: Room) -> Decision:
+    def decide(self, *, now: float, room: StreamRoom) -> Decision:
         """Say what is to be done next.
 
         Args:
@@ -155,7 +155,7 @@ class Cutter:
         if self.is_stopping or self.step > rules.last_step:
             return Write(Cut(kind=CutKind.END, lineage=self._fates.lineage, step=self.step))
         if self.step > self._allowed_step:
-            return Wait(f"step {self._allowed_step} to be trained, before cutting step {self.step}")
+            return RetryLater(f"step {self._allowed_step} to be trained, before cutting step {self.step}")
         unfit = self._first_unfit()
         if unfit is not None:
             return unfit
@@ -168,11 +168,11 @@ class Cutter:
         )
         if plan.stale:
             return self._too_old(plan.stale)
-        if room is not Room.AMPLE and self._fates.unacked_cuts and self._asked_step < self.step:
+        if room is not StreamRoom.AMPLE and self._fates.unacked_cuts and self._asked_step < self.step:
             return Write(Cut(kind=CutKind.CHECKPOINT, lineage=self._fates.lineage, step=self.step - 1))
         if plan.is_ready:
             return Write(self._cut(plan))
-        made = None if room is Room.AMPLE else self._make_room(plan, room)
+        made = None if room is StreamRoom.AMPLE else self._make_room(plan, room)
         return made or self._overdue(plan, now) or self._wait(plan)
 
     # inside
@@ -237,28 +237,28 @@ class Cutter:
             branches=dict(self._branches),
         )
 
-    def _make_room(self, plan: CutPlan, room: Room) -> Decision | None:
+    def _make_room(self, plan: CutPlan, room: StreamRoom) -> Decision | None:
         """Free the stream at the least cost: by the checkpoint, a smaller batch, and only then finished work.
 
         A due group's producer may be among those that wait for room, so waiting for it can be for ever.
         """
         if self._fates.unacked_cuts:
-            return Wait(f"the checkpoint of step {self.step - 1}, which makes room in the stream")
+            return RetryLater(f"the checkpoint of step {self.step - 1}, which makes room in the stream")
         if plan.taken and not plan.waits_for:
             return Write(self._cut(plan))
         stored = [group for group in self._inventory.open.values() if group.slots]
-        if room is Room.SCARCE or not stored:
+        if room is StreamRoom.SCARCE or not stored:
             return None
         youngest = max(stored, key=lambda group: (not group.is_complete, group.order))
         kind = "complete" if youngest.is_complete else "incomplete"
         reason = f"the stream was full, and this was its youngest {kind} group"
         return Settle([youngest.group_id], OutcomeKind.ABANDONED, reason)
 
-    def _wait(self, plan: CutPlan) -> Wait:
+    def _wait(self, plan: CutPlan) -> RetryLater:
         incomplete = plan.waits_for or [group for group in self._inventory.open.values() if not group.is_complete]
         oldest = heapq.nsmallest(MAX_NAMED, incomplete, key=lambda group: group.order)
         on = tuple(wait_graph.group(group.group_id) for group in oldest)
-        return Wait(_describe(self.step, plan), on or (wait_graph.ADMISSION,))
+        return RetryLater(_describe(self.step, plan), on or (wait_graph.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
         deadlines = {group.group_id: self._rules.of(group).group_deadline_s for group in plan.waits_for}

@@ -16,7 +16,7 @@ from areal_async.algorithms.advantages import AdvantageRule, Sibling
 from areal_async.algorithms.credit import has_differing_replies, reply_advantages, sibling_of
 from areal_async.protocol.fields import OWN_INFO
 from areal_async.protocol.types import Metrics, Version
-from areal_async.trainer.batch.payloads import AgeStats, Placed, SlotKey
+from areal_async.trainer.batch.payloads import AgeStats, BatchSlot, SlotKey
 from areal_async.trainer.engine.stats import StepStats
 
 DIGITS = {"loss": 9, "value_loss": 9}
@@ -54,7 +54,7 @@ class Report(msgspec.Struct):
 class AgreedBatch:
     """The slots that every rank trains, and what fell out."""
 
-    slots: list[Placed]
+    slots: list[BatchSlot]
     advantages: dict[int, NDArray[np.float32]]
     """By position: of each credited reply of the slot, or the one of a slot without credits."""
     unusable: list[str]
@@ -70,19 +70,19 @@ class AgreedBatch:
 
 
 def part_usable(
-    slots: Sequence[Placed],
+    slots: Sequence[BatchSlot],
     missing: Iterable[SlotKey],
     *,
     min_group_size: int,
     min_group_sizes: Mapping[str, int] | None = None,
-) -> tuple[list[list[Placed]], list[str]]:
+) -> tuple[list[list[BatchSlot]], list[str]]:
     """Return the groups that train with the slots that are there, and the names of those left with too few.
 
     Args:
         min_group_sizes: workflow -> its own, where it is another.
     """
     gone = set(missing)
-    groups: dict[str, list[Placed]] = defaultdict(list)
+    groups: dict[str, list[BatchSlot]] = defaultdict(list)
     for placed in slots:
         siblings = groups[placed.group_id]
         if placed.key not in gone:
@@ -93,7 +93,7 @@ def part_usable(
 
 
 def agree_on_batch(
-    slots: Sequence[Placed],
+    slots: Sequence[BatchSlot],
     missing: Iterable[SlotKey],
     *,
     min_group_size: int,

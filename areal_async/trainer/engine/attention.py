@@ -83,7 +83,7 @@ class Documents:
         )
 
 
-class _Spread(torch.autograd.Function):
+class _ScatterToBatches(torch.autograd.Function):
     """Values of a row [T, ...] to the places of its batches [P, ...].
 
     Both directions are a plain selection: no gradient comes from a place that only fills up.
@@ -167,7 +167,7 @@ def packed_attention(
 
 
 def _spread(values_T: Tensor, documents: Documents) -> Tensor:
-    return cast(Tensor, _Spread.apply(values_T, documents))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _ScatterToBatches.apply(values_T, documents))  # type: ignore[no-untyped-call]
 
 
 def _collect(values_P: Tensor, documents: Documents) -> Tensor:

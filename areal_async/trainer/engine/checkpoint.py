@@ -38,7 +38,7 @@ def own_name(name: str) -> str:
     return name
 
 
-class Trained(NamedTuple):
+class TrainState(NamedTuple):
     """A model and its optimizer."""
 
     model: nn.Module
@@ -62,7 +62,7 @@ class CheckpointWriter:
         self._tensors: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
 
-    def stage(self, policy: Trained, others: Mapping[str, Trained]) -> None:
+    def stage(self, policy: TrainState, others: Mapping[str, TrainState]) -> None:
         """Copy what is trained to host memory; it may change when this returns. No collective.
 
         Args:
@@ -87,7 +87,7 @@ class CheckpointWriter:
         _write(self._tensors, directory, ledger=ledger, ranks=self._ranks, planner=StagedPlanner(self._copies))
 
 
-def save(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ledger: bytes, ranks: Ranks) -> None:
+def save(policy: TrainState, directory: Path, *, others: Mapping[str, TrainState], ledger: bytes, ranks: Ranks) -> None:
     """Write the checkpoint; when this returns, on any rank, it is whole and synced. A collective.
 
     Args:
@@ -99,7 +99,7 @@ def save(policy: Trained, directory: Path, *, others: Mapping[str, Trained], led
     _write(tensors_of(policy, others), directory, ledger=ledger, ranks=ranks, planner=None)
 
 
-def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ranks: Ranks) -> bytes:
+def load(policy: TrainState, directory: Path, *, others: Mapping[str, TrainState], ranks: Ranks) -> bytes:
     """Restore models and optimizers in place and return the ledger on every rank. A collective.
 
     Raises:
@@ -127,7 +127,7 @@ def load(policy: Trained, directory: Path, *, others: Mapping[str, Trained], ran
     return ledger.read_bytes()
 
 
-def tensors_of(policy: Trained, others: Mapping[str, Trained]) -> dict[str, Tensor]:
+def tensors_of(policy: TrainState, others: Mapping[str, TrainState]) -> dict[str, Tensor]:
     """Return every tensor that matters by its name in a checkpoint; loading writes into these very tensors.
 
     The policy's are ``<kind>.<parameter>``, those of the others ``<role>.<kind>.<parameter>``; kinds are
@@ -183,7 +183,7 @@ def _reasons(failed: Any) -> str:
     return "; ".join(sorted({f"{type(error).__name__}: {error}" for error, _ in failed.failures.values()}))
 
 
-def _named(trained: Trained, prefix: str) -> dict[str, Tensor]:
+def _named(trained: TrainState, prefix: str) -> dict[str, Tensor]:
     model, optimizer, whole_name = trained
     _fill(optimizer)
     tensors: dict[str, Tensor] = {}

@@ -16,13 +16,13 @@ from areal_async.algorithms.values import value_loss
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine import weights
-from areal_async.trainer.engine.checkpoint import Trained
+from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.model import DTYPES, Sharding, load_critic
-from areal_async.trainer.engine.parallel.dims import Grid
+from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.execution import Execution
 from areal_async.trainer.engine.parallel.pipeline import execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.sharded import Learner, PackedPasses
+from areal_async.trainer.engine.sharded import PackedPasses, TrainableModel
 from areal_async.trainer.engine.stats import Tally
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import RETURNS, VALUES, PackedRow, TrainRow
@@ -58,7 +58,7 @@ class CriticEngine:
         value_clip: float | None = None,
         num_minibatches: int = 1,
     ) -> None:
-        self.grid = Grid.of(ranks, trainer)
+        self.grid = ParallelDims.of(ranks, trainer)
         self._value_clip = value_clip
         self._critic = load_critic(
             local_model(model.path),
@@ -74,7 +74,7 @@ class CriticEngine:
             self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
         # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
-        self._learner = Learner(
+        self._learner = TrainableModel(
             self._critic,
             execution=self._execution,
             passes=self._passes,
@@ -152,9 +152,9 @@ class CriticEngine:
         self._learner.on_gradients = gather
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainState:
         """What a checkpoint holds of this engine. No collective."""
-        return Trained(self._critic.classifier, self._learner.optimizer)
+        return TrainState(self._critic.classifier, self._learner.optimizer)
 
     def _loss(self, _number: int, row: PackedRow, values_S: Tensor) -> LossTerms:
         return value_loss(

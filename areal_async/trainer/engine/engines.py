@@ -8,10 +8,10 @@ from typing import Self, TypeVar
 from torch import Tensor
 
 from areal_async.config.settings import Settings
-from areal_async.trainer.engine.checkpoint import CheckpointWriter, Trained
+from areal_async.trainer.engine.checkpoint import CheckpointWriter, TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.parallel.resharder import Ask, Exchange, hold_the_same
+from areal_async.trainer.engine.parallel.resharder import Ask, Resharder, hold_the_same
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.reference import BareActor, Reference, ReferenceEngine
 from areal_async.trainer.engine.threads import EngineThread
@@ -27,7 +27,7 @@ class Engines:
     actor: FsdpEngine
     critic: CriticEngine | None = None
     reference: Reference | None = None
-    exchanges: Mapping[str, Exchange] = field(default_factory=dict)
+    exchanges: Mapping[str, Resharder] = field(default_factory=dict)
     """By role: the way of the actor's rows to those models that other ranks hold rows for."""
 
     @classmethod
@@ -36,7 +36,7 @@ class Engines:
         wanted = settings.algorithm.needs_models
 
         def own_ranks() -> Ranks:
-            # On a GPU all engines share one thread (``Lanes``) and so one group.
+            # On a GPU all engines share one thread (``EngineThreads``) and so one group.
             return ranks.apart() if ranks.device.type == "cpu" else ranks
 
         actor = FsdpEngine.for_run(settings, ranks)
@@ -53,7 +53,7 @@ class Engines:
             critic=critic,
             reference=reference,
             exchanges={
-                role: Exchange(
+                role: Resharder(
                     source=actor.grid,
                     target=engine.grid,
                     flops=engine.flops,
@@ -99,7 +99,7 @@ class Engines:
         return self.actor.load_checkpoint(directory, others=self._others)
 
     @property
-    def _others(self) -> dict[str, Trained]:
+    def _others(self) -> dict[str, TrainState]:
         return {"critic": self.critic.trained} if self.critic is not None else {}
 
 
@@ -110,7 +110,7 @@ def shares_base(settings: Settings) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lanes:
+class EngineThreads:
     """The threads in which the calls of a step run: one per lane on a CPU, the engine's for all on a GPU.
 
     There one stream does the work of all models anyway, and NCCL wants the collectives of different groups in one

@@ -22,7 +22,7 @@ from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.trainer.engine.attention import attention_for, document_arguments, register_packed_attention
 from areal_async.trainer.engine.lora import adapt
-from areal_async.trainer.engine.parallel.dims import STAGE, Grid
+from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
 from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
 from areal_async.trainer.engine.parallel.tensor import divide_decoder, divided_scores, is_divided, num_local_words
 from areal_async.trainer.engine.weights import base_witnesses
@@ -53,7 +53,7 @@ class Sharding:
         return cls(reduce_dtype=DTYPES[trainer.reduce_dtype], cpu_offload=trainer.cpu_offload)
 
 
-class Policy(nn.Module):
+class PolicyModel(nn.Module):
     """The decoder and its head, run together so that they are one unit for sharding."""
 
     def __init__(self, causal_lm: nn.Module, *, base_sha256: Mapping[str, str] | None = None) -> None:
@@ -128,7 +128,7 @@ class Critic(nn.Module):
 
 def load_policy(
     folder: Path,
-    grid: Grid,
+    grid: ParallelDims,
     *,
     dtype: torch.dtype,
     activation_checkpointing: bool,
@@ -136,7 +136,7 @@ def load_policy(
     stages_per_rank: int = 1,
     sharding: Sharding = Sharding(),
     lora: LoraSettings | None = None,
-) -> Policy | StagedModel:
+) -> PolicyModel | StagedModel:
     """Load the model's weights in float32 and shard them over the ranks, layer by layer.
 
     Args:
@@ -164,13 +164,13 @@ def load_policy(
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
         sharding=sharding,
-        wrap=functools.partial(Policy, base_sha256=base_sha256),
+        wrap=functools.partial(PolicyModel, base_sha256=base_sha256),
     )
 
 
 def load_critic(
     folder: Path,
-    grid: Grid,
+    grid: ParallelDims,
     *,
     dtype: torch.dtype,
     activation_checkpointing: bool,
@@ -256,7 +256,7 @@ def _load(
 
 def _laid_out(
     decoder: Any,
-    grid: Grid,
+    grid: ParallelDims,
     *,
     dtype: torch.dtype,
     stages_per_rank: int,
@@ -282,7 +282,7 @@ def _shard(
     whole: nn.Module,
     decoder: Any,
     *,
-    grid: Grid,
+    grid: ParallelDims,
     dtype: torch.dtype,
     activation_checkpointing: bool,
     sharding: Sharding,

@@ -21,12 +21,12 @@ from areal_async.config.settings import ModelSettings, TrainerSettings
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.model import DTYPES, Sharding, load_critic
-from areal_async.trainer.engine.parallel.dims import Grid
+from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.execution import Execution
 from areal_async.trainer.engine.parallel.pipeline import execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
-from areal_async.trainer.engine.sharded import Learner, PackedPasses
+from areal_async.trainer.engine.sharded import PackedPasses, TrainableModel
 from areal_async.trainer.engine.stats import Tally
 from areal_async.trainer.packing.flops import decoder_flops
 from areal_async.trainer.packing.pack import Parts
@@ -83,7 +83,7 @@ class PairEngine:
     """A sequence classifier of one label sharded over the ranks (FSDP2), its optimizer and its loss."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self.grid = Grid.of(ranks, trainer)
+        self.grid = ParallelDims.of(ranks, trainer)
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
         self._critic = load_critic(
@@ -99,7 +99,7 @@ class PairEngine:
         self._passes = PairedPasses(
             self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
-        self._learner = Learner(
+        self._learner = TrainableModel(
             self._critic,
             execution=self._execution,
             passes=self._passes,

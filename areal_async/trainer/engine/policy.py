@@ -23,14 +23,14 @@ from areal_async.algorithms.presets import aggregation, policy_objective
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine import checkpoint, lora, weights
-from areal_async.trainer.engine.checkpoint import Trained
+from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.lora import AdapterState
-from areal_async.trainer.engine.model import DTYPES, Policy, Sharding, load_policy
-from areal_async.trainer.engine.parallel.dims import Grid
+from areal_async.trainer.engine.model import DTYPES, PolicyModel, Sharding, load_policy
+from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.execution import Execution, Loss
 from areal_async.trainer.engine.parallel.pipeline import execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.sharded import Learner, PackedPasses
+from areal_async.trainer.engine.sharded import PackedPasses, TrainableModel
 from areal_async.trainer.engine.stats import StepStats, Tally
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import REFERENCE, START, PackedRow, TrainRow
@@ -59,7 +59,7 @@ class FsdpEngine:
         self._path = model.path
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
-        self.grid = Grid.of(ranks, trainer)
+        self.grid = ParallelDims.of(ranks, trainer)
         self._objective = objective
         self._policy = load_policy(
             self._source,
@@ -71,14 +71,14 @@ class FsdpEngine:
             lora=trainer.lora,
         )
         self._lora = trainer.lora
-        self._base_sha256 = self._policy.base_sha256 if isinstance(self._policy, Policy) else {}
+        self._base_sha256 = self._policy.base_sha256 if isinstance(self._policy, PolicyModel) else {}
         self._adapters = AdapterState(self._policy.causal_lm, self._base_sha256) if self._lora.is_on else None
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
         self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)
         self._passes = PackedPasses(
             self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
-        self._learner = Learner(
+        self._learner = TrainableModel(
             self._policy,
             execution=self._execution,
             passes=self._passes,
@@ -210,11 +210,13 @@ class FsdpEngine:
         self._learner.on_gradients = gather
 
     @property
-    def trained(self) -> Trained:
+    def trained(self) -> TrainState:
         """What a checkpoint holds of this engine. No collective."""
-        return Trained(self._adapters or self._policy.causal_lm, self._learner.optimizer)
+        return TrainState(self._adapters or self._policy.causal_lm, self._learner.optimizer)
 
-    def save_checkpoint(self, directory: Path, ledger: bytes, *, others: Mapping[str, Trained] | None = None) -> None:
+    def save_checkpoint(
+        self, directory: Path, ledger: bytes, *, others: Mapping[str, TrainState] | None = None
+    ) -> None:
         """Write model, optimizer and ledger atomically. ``ledger`` counts on rank 0.
 
         Args:
@@ -222,7 +224,7 @@ class FsdpEngine:
         """
         checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self.grid.all)
 
-    def load_checkpoint(self, directory: Path, *, others: Mapping[str, Trained] | None = None) -> bytes:
+    def load_checkpoint(self, directory: Path, *, others: Mapping[str, TrainState] | None = None) -> bytes:
         """Restore models and optimizers, written by any number of ranks, and return the ledger on every rank."""
         ledger = checkpoint.load(self.trained, directory, others=others or {}, ranks=self.grid.all)
         if self._adapters is not None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine.model import DTYPES, Sharding, load_policy
-from areal_async.trainer.engine.parallel.dims import Grid
+from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.execution import Execution
 from areal_async.trainer.engine.parallel.pipeline import execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -55,7 +55,7 @@ class ReferenceEngine:
     """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self.grid = Grid.of(ranks, trainer)
+        self.grid = ParallelDims.of(ranks, trainer)
         self._policy = load_policy(
             local_model(model.path),
             self.grid,

@@ -20,7 +20,7 @@ from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation, TokenSha
 from areal_async.config.settings import TrainerSettings
 from areal_async.trainer.engine.gradient_groups import GROUPS, groups_of, num_layers
 from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
-from areal_async.trainer.engine.parallel.dims import STAGE, Grid
+from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
 from areal_async.trainer.engine.parallel.division import divide
 from areal_async.trainer.engine.parallel.execution import Execution, Loss
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -87,7 +87,7 @@ class PackedPasses:
         ]
 
 
-class Learner(Generic[T]):
+class TrainableModel(Generic[T]):
     """A model that is trained, and its optimizer. ``T``: what the model says of a row (``execution``)."""
 
     def __init__(
@@ -96,7 +96,7 @@ class Learner(Generic[T]):
         *,
         execution: Execution[T],
         passes: PackedPasses,
-        grid: Grid,
+        grid: ParallelDims,
         trainer: TrainerSettings,
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,

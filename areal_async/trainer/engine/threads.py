@@ -22,7 +22,7 @@ class EngineThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
-class Beside:
+class BackgroundJob:
     """One job at a time that goes on while its starter does something else. What it raises ends the task group."""
 
     def __init__(self, tasks: anyio.abc.TaskGroup) -> None:

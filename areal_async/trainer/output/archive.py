@@ -24,7 +24,7 @@ from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.errors import FencedError
 from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
 from areal_async.protocol.types import Sequence as TokenSequence
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.packing.rows import TrainRow
 
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
@@ -72,7 +72,7 @@ def write_archive(
     made: Version,
     cut: Cut,
     rank: int,
-    slots: Sequence[Placed],
+    slots: Sequence[BatchSlot],
     trajectories: Mapping[int, Trajectory],
     advantages: Mapping[int, NDArray[np.float32]],
     rows: Sequence[TrainRow],

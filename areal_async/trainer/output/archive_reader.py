@@ -32,7 +32,7 @@ class Bound:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Recorded:
+class ArchivedTrajectory:
     """One trained trajectory, or its header alone."""
 
     made: Version
@@ -122,13 +122,13 @@ def whole_steps(run_directory: Path) -> list[tuple[Line, list[Path]]]:
     return steps
 
 
-def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[Recorded]:
+def read_recorded(paths: Sequence[Path], *, with_tokens: bool = True) -> list[ArchivedTrajectory]:
     """Return what some files of one step hold, by position.
 
     Raises:
         UserError: a file cannot be read, or was written before all of this was archived.
     """
-    recorded: list[Recorded] = []
+    recorded: list[ArchivedTrajectory] = []
     for path in paths:
         try:
             schema = pq.read_schema(path)
@@ -164,7 +164,7 @@ def find_archived(run_directory: Path, step: int, uids: Collection[str]) -> dict
     return found
 
 
-def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
+def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]:
     scalars = [name for name in table.column_names if name not in ARRAYS]
     for index, row in enumerate(table.select(scalars).to_pylist()):
         credits = row.get("credits") or []
@@ -180,7 +180,7 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[Recorded]:
             num_truncated=row["num_truncated"],
             credits=[Credit(one["reward"], one["num_tokens"], one["role"]) for one in credits],
         )
-        yield Recorded(
+        yield ArchivedTrajectory(
             made=Version(row["lineage"], row["step"]),
             position=row["position"],
             group_id=row["group_id"],

@@ -19,13 +19,13 @@ from areal_async.config.settings import Settings
 from areal_async.process.failpoints import reach
 from areal_async.protocol.types import CheckpointRecord, Version
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.feed import Feed
+from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.digests import digest_of_sums
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.archive import abandon_archive
 from areal_async.trainer.output.checkpoint_retention import keep
 
@@ -44,10 +44,10 @@ class Checkpointer:
         engines: Engines,
         thread: EngineThread,
         writer: CheckpointWriter,
-        archiving: Beside,
-        beside: Beside,
+        archiving: BackgroundJob,
+        beside: BackgroundJob,
         lineage: Lineage | None,
-        feed: Feed | None,
+        feed: BatchFeed | None,
     ) -> None:
         """``lineage`` and ``feed`` are rank 0's alone.
 

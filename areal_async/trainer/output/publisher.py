@@ -31,7 +31,7 @@ from areal_async.protocol.types import ADAPTER, DISK, DISTRIBUTED, UpdateGroup, 
 from areal_async.telemetry import wait_graph
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.engine.weights import witnesses
 from areal_async.trainer.output.broadcast import Broadcaster
 
@@ -44,7 +44,7 @@ REPAIR_POLL_S = 2.0
 log = structlog.get_logger()
 
 
-class Publisher:
+class WeightsPublisher:
     """One rank's part in publishing versions."""
 
     def __init__(
@@ -54,7 +54,7 @@ class Publisher:
         *,
         engine: FsdpEngine,
         thread: EngineThread,
-        beside: Beside,
+        beside: BackgroundJob,
         bus: Bus,
         lineage: Lineage | None,
         broadcaster: Broadcaster | None,
@@ -166,7 +166,7 @@ class Publisher:
         started = time.monotonic()
         is_through = False
         try:
-            with wait_graph.Standing() as receivers:
+            with wait_graph.PollingWaits() as receivers:
                 async with anyio.create_task_group() as watch:
                     receivers.replace(
                         wait_graph.publication(str(version)), map(wait_graph.server, group.ranks), "the broadcast to"

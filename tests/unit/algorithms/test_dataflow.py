@@ -6,15 +6,15 @@ from typing import Any
 import anyio
 import pytest
 
-from areal_async.algorithms.dataflow import Call, Graph, Kind, execute
+from areal_async.algorithms.dataflow import CallKind, FunctionCall, Graph, execute
 from areal_async.errors import UserError
 
 ROLES = ("actor", "critic")
 
 
-def call(name: str, takes: str = "", makes: str = "", *, role: str = "") -> Call:
-    kind = Kind.INFERENCE if role else Kind.COMPUTE
-    return Call(name=name, kind=kind, role=role, inputs=tuple(takes.split()), outputs=tuple(makes.split()))
+def call(name: str, takes: str = "", makes: str = "", *, role: str = "") -> FunctionCall:
+    kind = CallKind.INFERENCE if role else CallKind.COMPUTE
+    return FunctionCall(name=name, kind=kind, role=role, inputs=tuple(takes.split()), outputs=tuple(makes.split()))
 
 
 PPO = Graph(
@@ -52,7 +52,7 @@ def test_calls_are_put_after_those_they_take_from() -> None:
         ),
     ],
 )
-def test_a_graph_that_cannot_run_is_one_sentence(calls: tuple[Call, ...], sentence: str) -> None:
+def test_a_graph_that_cannot_run_is_one_sentence(calls: tuple[FunctionCall, ...], sentence: str) -> None:
     graph = Graph(calls=calls, given=("rows",), results=("loss",))
 
     with pytest.raises(UserError, match=sentence):
@@ -60,7 +60,7 @@ def test_a_graph_that_cannot_run_is_one_sentence(calls: tuple[Call, ...], senten
 
 
 def test_a_call_that_computes_names_no_model() -> None:
-    wrong = Call(name="a", kind=Kind.COMPUTE, role="actor", outputs=("loss",))
+    wrong = FunctionCall(name="a", kind=CallKind.COMPUTE, role="actor", outputs=("loss",))
 
     with pytest.raises(UserError, match="call a computes and names the model actor"):
         Graph(calls=(wrong,), results=("loss",)).checked(ROLES)
@@ -92,7 +92,7 @@ def test_the_picture_has_every_call_and_every_value() -> None:
     assert "  train_critic --> value_loss_value([value_loss])" in picture
 
 
-async def _add_up(one: Call, inputs: dict[str, Any]) -> Mapping[str, Any]:
+async def _add_up(one: FunctionCall, inputs: dict[str, Any]) -> Mapping[str, Any]:
     return {name: f"{name}({','.join(f'{key}={value}' for key, value in inputs.items())})" for name in one.outputs}
 
 
@@ -113,7 +113,7 @@ async def test_independent_calls_run_together_and_those_of_a_lane_do_not() -> No
     running: set[str] = set()
     together: set[frozenset[str]] = set()
 
-    async def work(one: Call, inputs: dict[str, Any]) -> Mapping[str, Any]:
+    async def work(one: FunctionCall, inputs: dict[str, Any]) -> Mapping[str, Any]:
         running.add(one.name)
         await anyio.wait_all_tasks_blocked()
         together.add(frozenset(running))
@@ -132,7 +132,7 @@ async def test_independent_calls_run_together_and_those_of_a_lane_do_not() -> No
 
 @pytest.mark.anyio
 async def test_a_call_that_fails_ends_the_others() -> None:
-    async def work(one: Call, inputs: dict[str, Any]) -> Mapping[str, Any]:
+    async def work(one: FunctionCall, inputs: dict[str, Any]) -> Mapping[str, Any]:
         if one.name == "train_actor":
             raise UserError("no")
         if one.name == "train_critic":

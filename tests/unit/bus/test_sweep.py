@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.bus.sweep import FEW, MAX_HELD, Stored, must_ack, settled_prefix
+from areal_async.bus.sweep import FEW, MAX_HELD, StoredSequences, must_ack, settled_prefix
 
 
-def stored_of(sequences: set[int], *, last: int) -> Stored:
+def stored_of(sequences: set[int], *, last: int) -> StoredSequences:
     """What a broker says of a stream that has given out the sequences up to ``last`` and still stores these."""
     first = min(sequences, default=last + 1)
-    return Stored(first, last, frozenset(range(first, last + 1)) - sequences)
+    return StoredSequences(first, last, frozenset(range(first, last + 1)) - sequences)
 
 
 @given(st.sets(st.integers(1, 30)), st.sets(st.integers(1, 30)))

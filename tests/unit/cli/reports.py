@@ -4,8 +4,8 @@ import math
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_async.monitor.report.data import ReportData, Sample
-from areal_async.monitor.token_views import Kind, TokenView
+from areal_async.monitor.report.data import ReportData, ReportTrajectory
+from areal_async.monitor.token_views import TokenKind, TokenView
 from areal_async.monitor.trajectory_list import TRAINED, Entry
 
 STEPS = 130
@@ -55,10 +55,10 @@ def entry(reward: float, *, sibling: int = 0) -> Entry:
 def report(*, num_steps: int = STEPS, text: str = HOSTILE) -> ReportData:
     """Return what a report tells of so many steps."""
     views = [
-        TokenView(f"{text}\nask: " + "long " * 60, Kind.GIVEN, 0.0, "", False),
-        TokenView("sure", Kind.TRAINED, -0.01, "1-127", True),
-        TokenView("unlikely", Kind.TRAINED, -6.0, "1-129", True),
-        TokenView("stale" * 40, Kind.MASKED, -0.5, "1-129", False),
+        TokenView(f"{text}\nask: " + "long " * 60, TokenKind.GIVEN, 0.0, "", False),
+        TokenView("sure", TokenKind.TRAINED, -0.01, "1-127", True),
+        TokenView("unlikely", TokenKind.TRAINED, -6.0, "1-129", True),
+        TokenView("stale" * 40, TokenKind.MASKED, -0.5, "1-129", False),
     ]
     return ReportData(
         run="a-run-with-a-rather-long-name-of-48-characters--",
@@ -70,7 +70,7 @@ def report(*, num_steps: int = STEPS, text: str = HOSTILE) -> ReportData:
         ages={0: 100, 1: 200, 2: 700},
         aged_steps=(111, 130),
         samples=[
-            Sample(what, entry(place, sibling=place), [views])
+            ReportTrajectory(what, entry(place, sibling=place), [views])
             for place, what in enumerate(("lowest", "median", "highest"))
         ],
         fates=[("trained", 520), ("stale", 130), ("failed", 12), ("rejected", 3), ("abandoned", 2)],

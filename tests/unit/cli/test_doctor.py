@@ -9,12 +9,12 @@ from rich.console import Console
 
 from areal_async.cli.doctor import MAX_SHOWN, find_run, show
 from areal_async.cli.main import main
-from areal_async.doctor.audit.report import Diagnosis, Finding, Kind, rule
+from areal_async.doctor.audit.report import Diagnosis, Violation, ViolationKind, rule
 from areal_async.errors import UserError
 
 
 def diagnosis(*, num_lost: int) -> Diagnosis:
-    findings = [Finding(Kind.LOST, f"0-{index}-0.0.n", "gone") for index in range(num_lost)]
+    findings = [Violation(ViolationKind.LOST, f"0-{index}-0.0.n", "gone") for index in range(num_lost)]
     return Diagnosis(
         run="r",
         is_live=False,

@@ -7,7 +7,7 @@ import pytest
 from rich.cells import cell_len
 
 from areal_async.monitor.snapshot import MISSING, OK, Member, Status
-from areal_async.monitor.top.rows import Row, Rows
+from areal_async.monitor.top.rows import PaneRows, Row
 from areal_async.monitor.top.screen import HELP, KEYS, MIN_HEIGHT, MIN_WIDTH, draw
 from areal_async.monitor.top.terminal import keys_in
 from areal_async.monitor.top.view import KEPT_S, PANES, SORTS, TopView
@@ -153,7 +153,7 @@ def test_only_rows_that_are_looked_at_are_laid_out() -> None:
         laid_out.append(number)
         return Row((str(number),))
 
-    rows = Rows(range(10_000), lay_out)
+    rows = PaneRows(range(10_000), lay_out)
     assert len(rows) == 10_000
     assert [row.cells for row in rows[500:502]] == [("500",), ("501",)]
 

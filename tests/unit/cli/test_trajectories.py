@@ -18,7 +18,7 @@ from areal_async.config.settings import ModelSettings, RunSettings, Settings
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.recorded_text import MASKED, draw
 from areal_async.monitor.text import json_text
-from areal_async.monitor.token_views import Kind, Numbers, token_views
+from areal_async.monitor.token_views import IdDetokenizer, TokenKind, token_views
 from areal_async.monitor.trajectory_export import export
 from areal_async.monitor.trajectory_list import STORED, Entry, Filters, archived, entry_of, select
 from areal_async.monitor.transcript import GIVEN, shade
@@ -162,7 +162,7 @@ def test_what_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     lost = _untrained("0-8-0", "failed", error="")._replace(reward=math.nan, advantage=math.inf)
     path = tmp_path / "out.jsonl"
 
-    export(path, [lost], {}, Numbers())
+    export(path, [lost], {}, IdDetokenizer())
 
     (line,) = path.read_text().splitlines()
     read = json.loads(line, parse_constant=pytest.fail)
@@ -199,16 +199,16 @@ def test_a_token_is_given_trained_or_masked_and_marked_where_its_version_changes
     (recorded, *_) = read_recorded(list(tmp_path.glob("trajectories/*")))
     (sequence,) = recorded.trajectory.sequences
 
-    views = token_views(sequence, Numbers(), recorded.trained_mask(sequence))
-    drawn = draw(entry_of(recorded), recorded.trajectory, Numbers(), recorded=recorded)
+    views = token_views(sequence, IdDetokenizer(), recorded.trained_mask(sequence))
+    drawn = draw(entry_of(recorded), recorded.trajectory, IdDetokenizer(), recorded=recorded)
 
-    assert [view.kind for view in views] == [Kind.GIVEN] * 4 + [Kind.MASKED] * 4 + [Kind.TRAINED] * 4
+    assert [view.kind for view in views] == [TokenKind.GIVEN] * 4 + [TokenKind.MASKED] * 4 + [TokenKind.TRAINED] * 4
     assert [place for place, view in enumerate(views) if view.begins_version] == [PROMPT, PROMPT + 4]
     assert [view.version for view in views] == [""] * PROMPT + ["1-0"] * 4 + ["1-1"] * 4
     console = Console(file=io.StringIO(), width=200, force_terminal=True, color_system="256", highlight=False)
     texts = {view.text for view in views}
     drawn_tokens = [(one.text, str(one.style)) for one in console.render(drawn) if one.text in texts]
-    own = {Kind.GIVEN: GIVEN, Kind.MASKED: MASKED}
+    own = {TokenKind.GIVEN: GIVEN, TokenKind.MASKED: MASKED}
     assert drawn_tokens == [(view.text, own.get(view.kind) or shade(view.logprob)) for view in views]
     assert len(views) == LENGTH
     text = "".join(segment.text for segment in console.render(drawn))

@@ -14,7 +14,7 @@ from areal_async.controller.admission import (
     missing_for_admission,
     next_admission,
 )
-from areal_async.controller.sampler import MixedSampler, Sampler, Share
+from areal_async.controller.sampler import MixedSampler, Sampler, TaskShare
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import (
     Admitted,
@@ -98,7 +98,7 @@ def test_whatever_mix_is_wanted_and_whenever_the_controller_is_killed_all_that_h
     admissions: list[tuple[list[int], int, str]],
 ) -> None:
     """Each admission has so many credits; who follows a controller that is killed knows the record alone."""
-    sampler, accounts = MixedSampler([Share(30), Share(7)], seed=1), _accounts()
+    sampler, accounts = MixedSampler([TaskShare(30), TaskShare(7)], seed=1), _accounts()
     free, published = first_free(accounts.admitted, has_curriculum=False), set[GroupId]()
     for weights, num_credits, fate in admissions:
         before = accounts.admitted

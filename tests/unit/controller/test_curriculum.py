@@ -10,7 +10,7 @@ from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import left_over, next_admission
 from areal_async.controller.curriculum import MAX_LOOKED_AT, Curriculum, Visits
-from areal_async.controller.sampler import MixedSampler, Sampler, Share
+from areal_async.controller.sampler import MixedSampler, Sampler, TaskShare
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import (
     Admitted,
@@ -156,7 +156,7 @@ def test_whoever_decides_again_from_the_record_decides_the_same(
     admissions: list[tuple[int, int, bool]], is_mixed: bool
 ) -> None:
     """Each admission asks for so many, after so many more visits; some are made again after a crash, knowing more."""
-    sampler = MixedSampler([Share(30, 2.0), Share(40)], seed=1) if is_mixed else Sampler(70, seed=1)
+    sampler = MixedSampler([TaskShare(30, 2.0), TaskShare(40)], seed=1) if is_mixed else Sampler(70, seed=1)
     visits, record, made = Visits(), Admitted(), list[GroupId]()
     curriculum = Curriculum(SETTINGS, sampler, visits, seed=1)
     for count, num_visits, has_crashed in admissions:

@@ -5,7 +5,7 @@ import pytest
 from areal_async.config.health import HealthSettings
 from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.controller.accounts import Accounts
-from areal_async.controller.no_step_alarm import Drought
+from areal_async.controller.no_step_alarm import NoStepAlarm
 from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind
 
 SETTINGS = Settings(
@@ -19,7 +19,7 @@ class Log:
 
     def __init__(self) -> None:
         self.accounts = Accounts(max_groups_in_flight=4)
-        self.drought = Drought(self.accounts)
+        self.drought = NoStepAlarm(self.accounts)
         self.num_groups = 0
 
     def end(self, kind: OutcomeKind, reason: str) -> None:

@@ -13,7 +13,7 @@ from areal_async.controller.sampler import (
     MAX_PERIOD,
     MixedSampler,
     Sampler,
-    Share,
+    TaskShare,
     Turns,
     _permutation,
     sampler_of,
@@ -23,7 +23,9 @@ from areal_async.protocol.types import Admitted, GroupId, Mix
 
 MIX = Mix(start=0, weights=[3, 2], counts=[0, 0])
 SHARES = st.lists(
-    st.builds(Share, st.integers(1, 30), st.sampled_from((0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 7.0))), min_size=2, max_size=5
+    st.builds(TaskShare, st.integers(1, 30), st.sampled_from((0.25, 0.5, 1.0, 1.5, 2.0, 3.0, 7.0))),
+    min_size=2,
+    max_size=5,
 )
 
 
@@ -39,7 +41,7 @@ def test_an_epoch_visits_every_row_once(num_rows: int, epoch: int, seed: int) ->
 
 @given(SHARES, st.integers(0, 60), st.integers(0, 5))
 def test_the_first_positions_have_the_groups_that_they_visit_and_no_other(
-    shares: list[Share], num_positions: int, seed: int
+    shares: list[TaskShare], num_positions: int, seed: int
 ) -> None:
     for sampler in (Sampler(shares[0].num_rows, seed=seed), MixedSampler(shares, seed=seed)):
         visited = set(sampler.first_groups(num_positions))
@@ -72,7 +74,7 @@ def test_a_pool_is_visited_in_the_order_that_it_always_was() -> None:
 
 
 def test_tasks_of_equal_ratios_have_epochs_of_their_own_that_end_together() -> None:
-    mixed = sampler_of([Share(12, 2.0), Share(8, 2.0)], seed=3)
+    mixed = sampler_of([TaskShare(12, 2.0), TaskShare(8, 2.0)], seed=3)
 
     groups = [mixed.group_at(one) for one in range(40)]
 
@@ -81,7 +83,7 @@ def test_tasks_of_equal_ratios_have_epochs_of_their_own_that_end_together() -> N
 
 
 def test_a_run_of_before_keeps_the_one_order_of_its_tasks() -> None:
-    shares, one_order = [Share(12, 2.0), Share(8, 2.0)], Sampler(20, seed=3)
+    shares, one_order = [TaskShare(12, 2.0), TaskShare(8, 2.0)], Sampler(20, seed=3)
     before = sampler_of(shares, seed=3, admitted=Admitted(total=7, num_fresh=7))
     since = sampler_of(shares, seed=3, admitted=Admitted(total=7, num_fresh=7, mixes=[MIX]))
 
@@ -90,7 +92,7 @@ def test_a_run_of_before_keeps_the_one_order_of_its_tasks() -> None:
 
 
 @given(SHARES)
-def test_every_prefix_holds_each_task_within_one_of_its_share(shares: list[Share]) -> None:
+def test_every_prefix_holds_each_task_within_one_of_its_share(shares: list[TaskShare]) -> None:
     weights = whole_weights(shares)
     turns, total, counts = Turns(weights), sum(weights), Counter[int]()
 
@@ -103,7 +105,7 @@ def test_every_prefix_holds_each_task_within_one_of_its_share(shares: list[Share
 
 
 @given(SHARES, st.integers(0, 5))
-def test_each_prompt_of_each_task_is_visited_once_in_each_epoch_of_its_own(shares: list[Share], seed: int) -> None:
+def test_each_prompt_of_each_task_is_visited_once_in_each_epoch_of_its_own(shares: list[TaskShare], seed: int) -> None:
     sampler = MixedSampler(shares, seed=seed)
 
     groups = [sampler.group_at(position) for position in range(400)]
@@ -123,10 +125,10 @@ def _are_whole_epochs(sampler: Sampler, groups: list[GroupId]) -> None:
 
 
 def test_a_task_of_ratio_0_has_no_turn() -> None:
-    sampler = sampler_of([Share(3), Share(4, 0.0), Share(5, 2.0)], seed=1)
+    sampler = sampler_of([TaskShare(3), TaskShare(4, 0.0), TaskShare(5, 2.0)], seed=1)
 
     assert {sampler.group_at(one).index for one in range(60)} == {0, 1, 2, 7, 8, 9, 10, 11}
-    assert whole_weights([Share(3), Share(4, 0.0), Share(1_000_000, 1e6)]) == [1, 0, MAX_PERIOD - 1]
+    assert whole_weights([TaskShare(3), TaskShare(4, 0.0), TaskShare(1_000_000, 1e6)]) == [1, 0, MAX_PERIOD - 1]
 
 
 @given(
@@ -134,7 +136,7 @@ def test_a_task_of_ratio_0_has_no_turn() -> None:
     st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40), st.lists(st.integers(0, 5), min_size=5)), max_size=8),
 )
 def test_after_any_changes_of_the_mix_each_task_is_visited_in_epochs_and_has_its_share_of_every_mix(
-    shares: list[Share], changes: list[tuple[int, int, list[int]]]
+    shares: list[TaskShare], changes: list[tuple[int, int, list[int]]]
 ) -> None:
     """Each change is made after so many positions, for so many positions later."""
     sampler = MixedSampler(shares, seed=1)
@@ -162,7 +164,7 @@ def test_after_any_changes_of_the_mix_each_task_is_visited_in_epochs_and_has_its
 
 
 @given(SHARES, st.integers(0, 100_000))
-def test_another_mixed_sampler_goes_on_anywhere(shares: list[Share], start: int) -> None:
+def test_another_mixed_sampler_goes_on_anywhere(shares: list[TaskShare], start: int) -> None:
     first, other = MixedSampler(shares, seed=1), MixedSampler(shares, seed=1)
     for position in range(20):
         first.group_at(position)
@@ -171,11 +173,11 @@ def test_another_mixed_sampler_goes_on_anywhere(shares: list[Share], start: int)
 
 
 def test_shares_that_seldom_meet_are_rounded_so_that_their_order_repeats_soon() -> None:
-    weights = whole_weights([Share(7473, 0.333), Share(12_001, 1.7), Share(3, 0.001)])
+    weights = whole_weights([TaskShare(7473, 0.333), TaskShare(12_001, 1.7), TaskShare(3, 0.001)])
 
     assert sum(weights) <= MAX_PERIOD + 1
     assert math.isclose(weights[1] / weights[0], (12_001 * 1.7) / (7473 * 0.333), rel_tol=1e-3)
-    assert whole_weights([Share(1000, 3.0), Share(800, 1.0)]) == [15, 4]
+    assert whole_weights([TaskShare(1000, 3.0), TaskShare(800, 1.0)]) == [15, 4]
 
 
 def test_evaluations_are_due_at_the_first_the_last_and_every_few_steps() -> None:

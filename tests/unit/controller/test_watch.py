@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_async.controller.reports import AwakeClock, Heard, Reports
-from areal_async.controller.watch import Verdict, explain
+from areal_async.controller.watch import StallVerdict, explain
 from areal_async.launch.stalls import crew_of
 from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
 
@@ -20,7 +20,7 @@ def _heard(*edges: tuple[str, str, str, float], silent_s: float = 0.0, left_out:
     return Heard(heard_s=NOW_S - silent_s, waits=WaitReport(records=records, num_left_out=left_out), **more)
 
 
-def _explain(**processes: Heard) -> Verdict:
+def _explain(**processes: Heard) -> StallVerdict:
     named = {name.replace("_", " "): heard for name, heard in processes.items()}
     return explain({"controller": _heard(), **named}, now_s=NOW_S, silence_s=5.0)
 

@@ -4,7 +4,15 @@ from typing import Any
 
 from areal_async.algorithms.advantages import group_advantages
 from areal_async.controller.sampler import Sampler
-from areal_async.doctor.audit.run_record import ArchivedSlot, Baseline, Evidence, Ledger, Rules, StoredSlot, TaskRules
+from areal_async.doctor.audit.run_record import (
+    ArchivedSlot,
+    Baseline,
+    Rules,
+    RunRecord,
+    StoredSlot,
+    TaskRules,
+    TrainedGroups,
+)
 from areal_async.protocol.publish_log import Produced, Receipt, ReceivedSlot
 from areal_async.protocol.types import (
     Admitted,
@@ -72,13 +80,13 @@ def outcome(group_id: str, kind: OutcomeKind, **fields: Any) -> Outcome:
     return Outcome(group_id=group_id, kind=kind, lineage=1, **fields)
 
 
-def whole_run() -> Evidence:
+def whole_run() -> RunRecord:
     """A stopped run whose checkpoint holds both steps."""
     log: list[Cut | Outcome] = [Cut(kind=CutKind.BEGIN, lineage=1, step=0)]
     log += [cut(step, group_ids) for step, group_ids in STEPS.items()]
     log += [outcome(one, OutcomeKind.TRAINED, step=step) for step, groups in STEPS.items() for one in groups]
     admitted = Admitted(total=5, num_fresh=5)
-    return Evidence(
+    return RunRecord(
         rules=RULES,
         admitted=admitted,
         admitted_last=admitted,
@@ -88,5 +96,5 @@ def whole_run() -> Evidence:
         produced={"n.1": Produced([receipt(number, one) for number, one in enumerate(GROUPS, start=1)], 0)},
         archive=[archived(step, one, sib) for step, groups in STEPS.items() for one in groups for sib in (0, 1)],
         metrics=[{"step": step, "num_trajectories": 4, "staleness_max": 1} for step in STEPS],
-        ledger=Ledger(version="1-2", trained={str(step): list(groups) for step, groups in STEPS.items()}),
+        ledger=TrainedGroups(version="1-2", trained={str(step): list(groups) for step, groups in STEPS.items()}),
     )

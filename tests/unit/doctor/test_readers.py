@@ -8,7 +8,7 @@ import pytest
 from areal_async.doctor.audit.files import read_archive, read_ledger, read_metrics
 from areal_async.doctor.audit.versions import Columns, count_versions, find_faults
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.output.archive import write_archive
 from tests.unit.trainer.models import rows_as_trained
 
@@ -41,7 +41,7 @@ def test_every_row_of_the_archive_comes_back_with_its_own_tokens(tmp_path: Path)
         1: trajectory(1, [NOT_SAMPLED, NOT_SAMPLED, OLD]),
     }
     slots = [
-        Placed(position=position, group_id="0-1-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
+        BatchSlot(position=position, group_id="0-1-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
         for position, one in trajectories.items()
     ]
     write_archive(

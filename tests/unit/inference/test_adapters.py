@@ -23,8 +23,8 @@ from areal_async.inference.embedded.engine.weights import (
     swap_weights,
 )
 from areal_async.inference.http import ServerApi, make_client
-from areal_async.inference.pool import Pool
-from areal_async.inference.updates import Surroundings, Updater
+from areal_async.inference.pool import ServerPool
+from areal_async.inference.updates import FleetContext, Updater
 from areal_async.inference.verify import Verifier
 from areal_async.protocol.types import ADAPTER, WeightsVersion
 from tests.unit.inference.embedded_engine import Server, prompt_of, reference_logprobs
@@ -217,12 +217,12 @@ def test_requests_go_on_under_an_adapter_and_their_tokens_name_both_versions(
 
 @pytest.mark.anyio
 async def test_a_node_whose_servers_take_no_adapters_ends_and_says_what_to_set() -> None:
-    pool = Pool(["s0"], deadline_s=60)
+    pool = ServerPool(["s0"], deadline_s=60)
 
     async def publish(server: object) -> None:
         raise AssertionError("nothing changes")
 
-    around = Surroundings(
+    around = FleetContext(
         settings=InferenceSettings(),
         pool=pool,
         verifier=Verifier(has_sha256=True),

@@ -10,7 +10,7 @@ from areal_async.config.settings import InferenceSettings, Settings
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.call_parser import EngineCallParser, FoundCall, FoundCalls, check_tool_call_parser
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from tests.fakes.fake_sglang import FakeSglang
 
 pytestmark = pytest.mark.anyio
@@ -20,9 +20,9 @@ GOOD = {"normal_text": "I add.", "calls": [{"tool_index": 0, "name": "add", "par
 
 
 @asynccontextmanager
-async def parser_of(*servers: FakeSglang) -> AsyncIterator[tuple[EngineCallParser, Pool]]:
+async def parser_of(*servers: FakeSglang) -> AsyncIterator[tuple[EngineCallParser, ServerPool]]:
     async with AsyncExitStack() as stack:
-        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=60)
+        pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=60)
         for known, server in zip(pool.servers.values(), servers, strict=True):
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)

@@ -12,7 +12,7 @@ from areal_async.config.settings import InferenceSettings
 from areal_async.errors import ContextFull, GenerationError
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.http import context_tokens_of
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import VersionSpan
 from areal_async.telemetry import tracing
 from areal_async.telemetry.tracing import RecordedSpan
@@ -29,7 +29,7 @@ async def client_of(
     *servers: FakeSglang, pool_deadline_s: float = 5, vocab_size: int | None = None, **settings: Any
 ) -> AsyncIterator[InferenceClient]:
     async with AsyncExitStack() as stack:
-        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=pool_deadline_s)
+        pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=pool_deadline_s)
         for known, server in zip(pool.servers.values(), servers, strict=True):
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)

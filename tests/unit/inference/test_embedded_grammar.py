@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from areal_async.inference.embedded.engine.errors import RequestError
 from areal_async.inference.embedded.engine.grammar import MAX_KEPT, Grammar, Grammars
 from areal_async.inference.embedded.engine.protocol import SamplingParams
-from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.sequence import RunningSequence
 from areal_async.inference.embedded.engine.text import load_tokenizer
 from tests.unit.inference.embedded_engine import ALPHABET, EOS_ID, FIRST_BYTE_ID, VOCAB_SIZE
 
@@ -117,7 +117,7 @@ async def test_a_grammar_that_the_vocabulary_cannot_write_ends_its_answer_as_the
     assert logits.tolist() == [[-torch.inf, 0.0, -torch.inf]]
     grammar.accept(1)
     Grammar.mask(logits, [(0, grammar)])
-    sequence = Sequence(
+    sequence = RunningSequence(
         rid="r", prompt_ids=(1,), params=SamplingParams(), max_new_tokens=5, stop_token_ids=frozenset(),
         stop_strings=None, grammar=grammar, seed=0, stream_interval=1, emit=lambda sequence, piece: None,
     )  # fmt: skip

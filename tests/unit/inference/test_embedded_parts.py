@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
 from areal_async.inference.embedded.engine.protocol import SamplingParams, check_length, parse_body, parse_sampling
 from areal_async.inference.embedded.engine.sampling import SamplingRows, sample, uniforms
-from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.sequence import RunningSequence
 from areal_async.inference.embedded.engine.text import StopStrings, TextStream
 
 NUM_DRAWS = 20_000
@@ -198,8 +198,8 @@ def test_what_cannot_fit_the_context_is_refused(prompt: int, sampling: dict[str,
         check_length(prompt, parse_sampling(sampling), context_length=100)
 
 
-def sequence_of(num_output_tokens: int, changes: list[tuple[str, int]]) -> Sequence:
-    sequence = Sequence(
+def sequence_of(num_output_tokens: int, changes: list[tuple[str, int]]) -> RunningSequence:
+    sequence = RunningSequence(
         rid="r",
         prompt_ids=(1,),
         params=SamplingParams(),

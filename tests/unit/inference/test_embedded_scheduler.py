@@ -15,7 +15,7 @@ from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.runner import ModelRunner, load_runner
 from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
-from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.sequence import RunningSequence
 from areal_async.inference.embedded.engine.text import load_tokenizer
 from areal_async.inference.embedded.engine.weights import stage_weights
 from tests.unit.inference.embedded_engine import (
@@ -71,8 +71,8 @@ def scheduler(old_model: Path) -> Scheduler:
     return scheduler_of(load(old_model))
 
 
-def sequence_of(prompt: list[int], num_tokens: int, *, seed: int = 0, **sampling: Any) -> Sequence:
-    return Sequence(
+def sequence_of(prompt: list[int], num_tokens: int, *, seed: int = 0, **sampling: Any) -> RunningSequence:
+    return RunningSequence(
         rid=f"rid-{seed}-{len(prompt)}",
         prompt_ids=tuple(prompt),
         params=SamplingParams(**sampling),
@@ -91,7 +91,7 @@ def run(scheduler: Scheduler, steps: int | None = None) -> None:
         steps = None if steps is None else steps - 1
 
 
-def assert_scored_by(model: Path, sequence: Sequence, *, start: int = 0, end: int | None = None) -> None:
+def assert_scored_by(model: Path, sequence: RunningSequence, *, start: int = 0, end: int | None = None) -> None:
     expected = reference_logprobs(
         model, sequence.prompt_ids, sequence.output_ids, temperature=sequence.params.temperature
     )
@@ -171,7 +171,7 @@ def test_a_seed_gives_the_same_tokens_alone_in_company_and_after_a_retraction(
     """What a steered answer has said so far goes on to count."""
     grammars = Grammars(load_tokenizer(old_model), vocab_size=VOCAB_SIZE, eos_token_ids=frozenset({EOS_ID}))
 
-    def sequence() -> Sequence:
+    def sequence() -> RunningSequence:
         made = sequence_of(prompt_of(10), 20, seed=7, **steering)
         made.stop_token_ids = made.end_token_ids = frozenset({EOS_ID})
         if made.params.grammar:

@@ -17,7 +17,7 @@ from areal_async.config.settings import InferenceSettings, ModelSettings, Settin
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.fleet import Fleet
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.inference.supervisor import MAX_RESTARTS
 from areal_async.protocol.types import Turn, WeightsVersion
 
@@ -39,7 +39,7 @@ class Yard:
         self.fleet.target.announce(WeightsVersion(version="1-0", path="/w"))
         self.pool = self.fleet.pool
 
-    async def _publish(self, server: Server) -> None:
+    async def _publish(self, server: ServerHandle) -> None:
         self.states.setdefault(server.id, []).append(server.fence or server.version)
         self._changed.set()
         self._changed = anyio.Event()
@@ -53,7 +53,7 @@ class Yard:
         """Wait until the first server was started so often."""
         await self.until(lambda: self.states["n0-0"].count("starting") == num_starts)
 
-    async def serving(self, *server_ids: str) -> list[Server]:
+    async def serving(self, *server_ids: str) -> list[ServerHandle]:
         """Wait until exactly these serve."""
 
         def serves() -> bool:
@@ -81,7 +81,7 @@ async def yard_of(settings: Settings, directory: Path) -> AsyncIterator[tuple[Ya
                 tasks.cancel_scope.cancel()
 
 
-async def tell(server: Server, route: str) -> dict[str, Any]:
+async def tell(server: ServerHandle, route: str) -> dict[str, Any]:
     """Call a route of a fake; one that ends itself gives no answer."""
 
     def post() -> dict[str, Any]:
@@ -93,7 +93,7 @@ async def tell(server: Server, route: str) -> dict[str, Any]:
     return await anyio.to_thread.run_sync(post)
 
 
-async def kill(server: Server) -> None:
+async def kill(server: ServerHandle) -> None:
     with pytest.raises(OSError, match=r".*"):
         await tell(server, "/exit")
 
@@ -137,7 +137,7 @@ async def test_requests_of_a_server_that_leaves_go_on_elsewhere_from_what_was_re
         await yard.serving("n0-0", "n0-1")
         leaving = yard.pool.servers["n0-1"]
         await tell(leaving, "/hold")
-        answers: list[tuple[Turn, Server]] = []
+        answers: list[tuple[Turn, ServerHandle]] = []
 
         async def generate() -> None:
             answers.append(await client.generate([1], PARAMS, preferred=leaving))

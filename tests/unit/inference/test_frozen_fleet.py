@@ -15,7 +15,7 @@ from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.fleet import Fleet
 from areal_async.inference.http import ServerApi
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Turn, WeightsVersion
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +43,7 @@ class Yard:
             settings_of(model), node_id="n0", log_directory=directory, publish=self._publish, frozen="judge"
         )
 
-    async def _publish(self, server: Server) -> None:
+    async def _publish(self, server: ServerHandle) -> None:
         self.states.append(server.fence or server.version)
 
 
@@ -60,13 +60,13 @@ async def serving(model: Path, directory: Path) -> AsyncIterator[tuple[Yard, Inf
             tasks.cancel_scope.cancel()
 
 
-async def only_server(pool: Pool) -> Server:
+async def only_server(pool: ServerPool) -> ServerHandle:
     await pool.wait_serviceable()
     (server,) = pool.servers.values()
     return server
 
 
-def process_of(server: Server) -> int:
+def process_of(server: ServerHandle) -> int:
     """Return the process that listens where the server does."""
     port = server.url.rpartition(":")[2]
     for entry in Path("/proc").iterdir():

@@ -5,13 +5,13 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from areal_async.errors import GenerationError
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 
 pytestmark = pytest.mark.anyio
 
 
-def pool_of(*outstanding_tokens: int, deadline_s: float = 5.0) -> tuple[Pool, list[Server]]:
-    pool = Pool([f"s{index}" for index in range(len(outstanding_tokens))], deadline_s=deadline_s)
+def pool_of(*outstanding_tokens: int, deadline_s: float = 5.0) -> tuple[ServerPool, list[ServerHandle]]:
+    pool = ServerPool([f"s{index}" for index in range(len(outstanding_tokens))], deadline_s=deadline_s)
     servers = list(pool.servers.values())
     for server, tokens in zip(servers, outstanding_tokens, strict=True):
         pool.admit(server, url="http://x", version="1-0")
@@ -56,7 +56,7 @@ async def test_fenced_server_holds_no_version_until_it_is_admitted_again() -> No
 async def test_held_server_keeps_what_it_has_and_is_chosen_again_under_its_next_version() -> None:
     pool, (server,) = pool_of(0)
     pool.hold(server)
-    chosen: list[Server] = []
+    chosen: list[ServerHandle] = []
 
     async def choose() -> None:
         chosen.append(await pool.choose())
@@ -73,7 +73,7 @@ async def test_held_server_keeps_what_it_has_and_is_chosen_again_under_its_next_
 async def test_choice_waits_until_a_server_is_admitted() -> None:
     pool, (server,) = pool_of(0)
     pool.fence(server, "starting")
-    chosen: list[Server] = []
+    chosen: list[ServerHandle] = []
 
     async def choose() -> None:
         chosen.append(await pool.choose())
@@ -156,7 +156,7 @@ async def test_place_of_a_cancelled_wait_goes_to_the_next(is_called_first: bool)
     pool, (server,) = pool_of(0)
     pool.set_limit(server, 1)
     await pool.choose()
-    chosen: list[Server] = []
+    chosen: list[ServerHandle] = []
 
     async def cancelled() -> None:
         with scope:
@@ -192,7 +192,7 @@ async def test_called_one_whose_server_was_fenced_meanwhile_goes_elsewhere() -> 
     for server in servers:
         pool.set_limit(server, 1)
         await pool.choose(server)
-    chosen: list[Server] = []
+    chosen: list[ServerHandle] = []
 
     async def request() -> None:
         chosen.append(await pool.choose(servers[0]))
@@ -248,7 +248,7 @@ async def test_server_that_leaves_takes_nothing_more_and_its_requests_and_tokens
 
 
 async def test_choice_from_no_server_at_all_says_so_and_takes_one_that_joins() -> None:
-    pool = Pool([], deadline_s=0.01)
+    pool = ServerPool([], deadline_s=0.01)
     with pytest.raises(GenerationError, match=r"within 0\.01 s: the node has none"):
         await pool.choose()
 

@@ -17,7 +17,7 @@ from areal_async.errors import GenerationError, UserError
 from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import load_scoring_runner
 from areal_async.inference.fleet import Fleet
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.inference.scoring import ScoringClient
 from tests.fakes.fake_sglang import FakeSglang
 from tests.unit.inference.test_frozen_fleet import only_server, process_of
@@ -30,7 +30,7 @@ GOOD = {"embedding": [0.25], "meta_info": {}}
 @asynccontextmanager
 async def client_of(*servers: FakeSglang, **settings: Any) -> AsyncIterator[ScoringClient]:
     async with AsyncExitStack() as stack:
-        pool = Pool([f"s{index}" for index in range(len(servers))], deadline_s=60)
+        pool = ServerPool([f"s{index}" for index in range(len(servers))], deadline_s=60)
         for known, server in zip(pool.servers.values(), servers, strict=True):
             await stack.enter_async_context(server)
             pool.admit(known, url=server.url, version=server.version)
@@ -119,7 +119,7 @@ async def test_score_is_had_from_a_server_that_was_killed_and_came_back(models: 
         inference=InferenceSettings(backend="embedded", start_deadline_s=240, flags=("--is-embedding",)),
     )
 
-    async def publish(server: Server) -> None:
+    async def publish(server: ServerHandle) -> None:
         pass
 
     fleet = Fleet(settings, node_id="n0", log_directory=tmp_path, publish=publish, frozen="taste")

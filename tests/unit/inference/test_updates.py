@@ -11,8 +11,8 @@ from anyio import wait_all_tasks_blocked
 
 from areal_async.config.settings import InferenceSettings
 from areal_async.inference.http import ServerApi, make_client
-from areal_async.inference.pool import Pool, Server
-from areal_async.inference.updates import Surroundings, Updater
+from areal_async.inference.pool import ServerHandle, ServerPool
+from areal_async.inference.updates import FleetContext, Updater
 from areal_async.inference.verify import Verifier
 from areal_async.protocol.types import TensorSpec, UpdateGroup, WeightsVersion
 from tests.fakes.fake_sglang import FakeSglang
@@ -28,7 +28,7 @@ RECEIVE = "/update_weights_from_distributed"
 class Scene:
     """One fake server, the updater that looks after it, and what became public of it."""
 
-    def __init__(self, fake: FakeSglang, around: Surroundings, updater: Updater) -> None:
+    def __init__(self, fake: FakeSglang, around: FleetContext, updater: Updater) -> None:
         self.fake, self.around, self.updater = fake, around, updater
         (self.server,) = around.pool.servers.values()
         self.states: list[tuple[str, str]] = []
@@ -36,7 +36,7 @@ class Scene:
         self.given_up = anyio.Event()
         self._changed = anyio.Event()
 
-    async def publish(self, server: Server) -> None:
+    async def publish(self, server: ServerHandle) -> None:
         self.states.append((server.version, server.fence))
         self._changed.set()
         self._changed = anyio.Event()
@@ -60,9 +60,9 @@ class Scene:
 @asynccontextmanager
 async def scene_of(fake: FakeSglang, *, past_groups: frozenset[str] = frozenset()) -> AsyncIterator[Scene]:
     scenes: list[Scene] = []
-    around = Surroundings(
+    around = FleetContext(
         settings=InferenceSettings(transfer_deadline_s=0.5),
-        pool=Pool(["s0"], deadline_s=60),
+        pool=ServerPool(["s0"], deadline_s=60),
         verifier=Verifier(has_sha256=True),
         publish=lambda server: scenes[0].publish(server),
     )

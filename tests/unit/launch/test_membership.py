@@ -1,6 +1,6 @@
 """Whoever starts, dies, falls silent or comes back is told once, with the reason and for how long it was away."""
 
-from areal_async.launch.membership import DEAF_S, SILENT_S, Presence, crew_of_metrics
+from areal_async.launch.membership import DEAF_S, SILENT_S, Membership, crew_of_metrics
 from areal_async.launch.supervisor import CrewChange
 from areal_async.protocol.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted
 
@@ -10,7 +10,7 @@ def _kept(state: str, num_starts: int = 1, reason: str = "") -> CrewChange:
 
 
 def test_a_death_is_told_with_its_cause_and_the_return_when_its_successor_speaks() -> None:
-    presence = Presence()
+    presence = Membership()
     assert [type(one) for one in presence.change(_kept("running"), now_s=0)] == [RoleStarted]
     assert list(presence.hear("node-0", now_s=1)) == []
 
@@ -29,7 +29,7 @@ def test_a_death_is_told_with_its_cause_and_the_return_when_its_successor_speaks
 
 
 def test_a_node_that_joined_from_elsewhere_is_lost_by_its_silence_and_returns() -> None:
-    presence = Presence()
+    presence = Membership()
     change, started = presence.hear("node-far", now_s=0)
     assert isinstance(started, RoleStarted)
     assert (change.crew, change.state) == ("node-far", "running")  # type: ignore[union-attr]
@@ -48,14 +48,14 @@ def test_a_node_that_joined_from_elsewhere_is_lost_by_its_silence_and_returns() 
 
 
 def test_silence_of_all_is_the_brokers_and_nobody_is_lost_by_it() -> None:
-    presence = Presence()
+    presence = Membership()
     list(presence.hear("node-far", now_s=0))
 
     assert list(presence.look(now_s=SILENT_S + DEAF_S)) == []
 
 
 def test_a_node_that_says_farewell_has_left_and_is_not_lost() -> None:
-    presence = Presence()
+    presence = Membership()
     list(presence.hear("node-far", now_s=0))
     change, left = presence.leave("node-far")
     list(presence.hear("controller", now_s=9))
@@ -67,7 +67,7 @@ def test_a_node_that_says_farewell_has_left_and_is_not_lost() -> None:
 
 
 def test_what_the_launcher_keeps_is_never_lost_by_silence() -> None:
-    presence = Presence()
+    presence = Membership()
     list(presence.change(_kept("running"), now_s=0))
     list(presence.hear("controller", now_s=60))
 

@@ -13,7 +13,7 @@ from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
 from areal_async.launch.local import LocalBackend, LocalProcess
 from areal_async.launch.process_group import Death
-from areal_async.launch.supervisor import Crew, RunEnd, Supervisor
+from areal_async.launch.supervisor import ProcessGroup, RunEnd, RunSupervisor
 from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
@@ -53,12 +53,12 @@ class _Stage:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.crews: list[Crew] = []
+        self.crews: list[ProcessGroup] = []
         self.told: list[str] = []
         self.failure: str | None = None
         self.first_pause_s = 0.01
         self.backend = _WatchedBackend()
-        self.supervisors: list[Supervisor] = []
+        self.supervisors: list[RunSupervisor] = []
 
     def add(
         self,
@@ -84,7 +84,7 @@ class _Stage:
             ]
 
         self.crews.append(
-            Crew(
+            ProcessGroup(
                 name=name,
                 make_specs=make_specs,
                 max_restarts=max_restarts,
@@ -107,7 +107,7 @@ class _Stage:
         async def read_failure() -> str | None:
             return self.failure
 
-        supervisor = Supervisor(
+        supervisor = RunSupervisor(
             self.crews,
             backend=self.backend,
             notify=self.told.append,

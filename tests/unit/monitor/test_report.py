@@ -20,10 +20,10 @@ from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.output import replacing
 from areal_async.monitor.report.charts import Series, bars, line_chart, number, stacked_bars, step_ticks, ticks
-from areal_async.monitor.report.data import Sample, choose_samples, count_ages
+from areal_async.monitor.report.data import ReportTrajectory, choose_samples, count_ages
 from areal_async.monitor.report.page import render
 from areal_async.monitor.report.write import write_report
-from areal_async.monitor.token_views import Numbers
+from areal_async.monitor.token_views import IdDetokenizer
 from areal_async.trainer.output.archive_reader import read_recorded
 from tests.unit.cli.reports import HOSTILE, report
 from tests.unit.trainer.archives import archive_step, line, write_lines
@@ -84,7 +84,7 @@ def test_a_page_looks_at_its_file_only_when_it_is_watched_and_is_loaded_again_wh
 
 def test_a_page_of_ten_thousand_steps_with_long_samples_is_bounded() -> None:
     long = report(num_steps=10_000)
-    many = [Sample(one.what, one.entry, [one.sequences[0] * 5000] * 3) for one in long.samples]
+    many = [ReportTrajectory(one.what, one.entry, [one.sequences[0] * 5000] * 3) for one in long.samples]
 
     text = render(dataclasses.replace(long, samples=many))
 
@@ -195,7 +195,7 @@ def test_samples_are_the_lowest_the_middle_and_the_highest_each_of_another_group
         archive_step(tmp_path, step)
     recorded = [one for path in tmp_path.glob("trajectories/*") for one in read_recorded([path])]
 
-    samples = choose_samples(recorded, Numbers())
+    samples = choose_samples(recorded, IdDetokenizer())
 
     assert [one.what for one in samples] == ["lowest"] * 2 + ["median"] * 2 + ["highest"] * 2
     assert [one.entry.reward for one in samples] == [0, 0, 0, 0, 3, 3]

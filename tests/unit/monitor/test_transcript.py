@@ -18,7 +18,7 @@ from areal_async.protocol.types import Prompt, Slot, SlotStatus, Trajectory, Tur
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.stopwatch import Times
 from areal_async.rollout.trial import Attempt, TimedTurn
-from areal_async.rollout.user_code.source_location import Place
+from areal_async.rollout.user_code.source_location import SourceLocation
 from tests.unit.rollout.byte_model import END, codec
 
 
@@ -164,7 +164,7 @@ def test_two_replies_to_one_question_are_two_sequences_of_their_own_turns() -> N
 
 
 def test_a_failure_is_told_with_its_reason_and_places() -> None:
-    place = Place("workflows/w.py", 9, "w", 'prompt["x"]')
+    place = SourceLocation("workflows/w.py", 9, "w", 'prompt["x"]')
     text = plain(Transcript(Bytes()).draw(attempt(FIRST, status=SlotStatus.FAILED, places=[place])))
 
     assert "row 7 sibling 0: failed" in text
@@ -189,7 +189,7 @@ def test_legend_shows_every_shade() -> None:
 
 
 def test_json_holds_what_was_recorded() -> None:
-    one = attempt(FIRST, SECOND, places=[Place("w.py", 1, "w", "x")])
+    one = attempt(FIRST, SECOND, places=[SourceLocation("w.py", 1, "w", "x")])
 
     read = json.loads(attempt_json(one, codec()))
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.protocol.fields import is_group_id
-from areal_async.protocol.id_sets import GroupIds, Numbers
+from areal_async.protocol.id_sets import GroupIds, NumberSet
 
 NUMBERS = st.lists(st.integers(0, 12) | st.integers(-(2**63), 2**63 - 1), max_size=60)
 PART = st.integers(0, 12).map(str) | st.from_regex(r"[0-9]{1,9}", fullmatch=True)
@@ -18,7 +18,7 @@ ANY = st.lists(
 
 @given(NUMBERS, NUMBERS)
 def test_numbers_are_a_set(added: list[int], asked: list[int]) -> None:
-    numbers, plain = Numbers(), set[int]()
+    numbers, plain = NumberSet(), set[int]()
     for number in added:
         numbers.add(number)
         plain.add(number)
@@ -30,7 +30,7 @@ def test_numbers_are_a_set(added: list[int], asked: list[int]) -> None:
 
 @given(NUMBERS)
 def test_numbers_take_as_many_intervals_as_there_are_gaps(added: list[int]) -> None:
-    numbers = Numbers(added)
+    numbers = NumberSet(added)
 
     assert numbers.num_intervals == sum(one - 1 not in numbers for one in numbers)
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 
 from areal_async.errors import WireError
-from areal_async.protocol.publish_log import STAMP_HEADER, Receipts, decode_stamp, encode_stamp, read_receipts
+from areal_async.protocol.publish_log import STAMP_HEADER, PublishLog, decode_stamp, encode_stamp, read_receipts
 from areal_async.protocol.types import Slot, SlotStatus
 
 SLOT = Slot(sibling=3, sample_uid="0-1-0.3.n.ab", status=SlotStatus.SCORED, oldest="1-0", newest="1-0")
 
 
 def test_a_stamp_claims_only_the_unbroken_row_of_acknowledged_messages(tmp_path: Path) -> None:
-    receipts = Receipts(tmp_path, "n")
+    receipts = PublishLog(tmp_path, "n")
     first, second = receipts.stamp(), receipts.stamp()
 
     receipts.acknowledge(second, group_id="0-1-0", slots=[])
@@ -24,7 +24,7 @@ def test_a_stamp_claims_only_the_unbroken_row_of_acknowledged_messages(tmp_path:
 
 def test_two_processes_of_one_node_are_two_producers(tmp_path: Path) -> None:
     for _ in range(2):
-        receipts = Receipts(tmp_path, "n")
+        receipts = PublishLog(tmp_path, "n")
         receipts.acknowledge(receipts.stamp(), group_id="0-1-0", slots=[SLOT])
 
     produced = read_receipts(tmp_path)
@@ -34,7 +34,7 @@ def test_two_processes_of_one_node_are_two_producers(tmp_path: Path) -> None:
 
 
 def test_a_line_cut_short_by_a_kill_is_no_damage_and_a_garbled_one_is(tmp_path: Path) -> None:
-    receipts = Receipts(tmp_path, "n")
+    receipts = PublishLog(tmp_path, "n")
     for _ in range(2):
         receipts.acknowledge(receipts.stamp(), group_id="0-1-0", slots=[SLOT])
     path = next(tmp_path.rglob("*.jsonl"))
@@ -51,7 +51,7 @@ def test_a_line_cut_short_by_a_kill_is_no_damage_and_a_garbled_one_is(tmp_path: 
 
 def test_a_file_that_cannot_be_written_holds_up_nobody(tmp_path: Path) -> None:
     (tmp_path / "produced").write_text("in the way")
-    receipts = Receipts(tmp_path, "n")
+    receipts = PublishLog(tmp_path, "n")
 
     receipts.acknowledge(receipts.stamp(), group_id="0-1-0", slots=[SLOT])
 
@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_written_holds_up_nobody(tmp_path: Path) -> None:
 
 
 def test_stamp_survives_its_header(tmp_path: Path) -> None:
-    stamp = Receipts(tmp_path, "n").stamp()
+    stamp = PublishLog(tmp_path, "n").stamp()
 
     assert decode_stamp({STAMP_HEADER: encode_stamp(stamp)}) == stamp
     assert decode_stamp({}) is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.sandbox import Limits
+from areal_async.sandbox import SandboxLimits
 from rewards.code_tests import passes_all, program_in, share_passed
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +34,7 @@ async def test_a_right_program_passes_and_a_wrong_one_does_not() -> None:
 @pytest.mark.parametrize("end", ["1 / 0", "while True: pass", "print('x' * 100_000)"])
 async def test_a_program_that_is_right_and_does_not_come_to_its_end_does_not_pass(end: str) -> None:
     tests = [{"stdin": "", "stdout": "3\n" + "x" * 65_534 if "x" in end else "3"}]
-    assert await passes_all(f"print(3, flush=True)\n{end}", tests, limits=Limits(wall_s=1.0)) == 0.0
+    assert await passes_all(f"print(3, flush=True)\n{end}", tests, limits=SandboxLimits(wall_s=1.0)) == 0.0
 
 
 async def test_the_share_counts_each_test() -> None:
@@ -72,7 +72,7 @@ async def test_the_share_counts_each_test() -> None:
     ids=str,
 )
 async def test_no_program_passes_without_the_answer(program: str) -> None:
-    limits = Limits(wall_s=1.0, cpu_s=1)
+    limits = SandboxLimits(wall_s=1.0, cpu_s=1)
     assert await passes_all(program, ADD, limits=limits) == 0.0
 
 

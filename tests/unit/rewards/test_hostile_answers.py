@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from areal_async.errors import RewardError
-from areal_async.sandbox import Limits
+from areal_async.sandbox import SandboxLimits
 from rewards.answer_format import has_sections
 from rewards.code_tests import passes_all, program_in
 from rewards.countdown import target_reached
@@ -30,7 +30,7 @@ AWAITED: Final[dict[str, Callable[[str], Awaitable[float]]]] = {
     "a set": lambda text: final_number_matches(text, r"\{1, \sqrt{2}\}"),
     "a text": lambda text: text_matches(text, ["seven", "7"]),
     "shared words": lambda text: token_f1(text, "the seven hills", at_least=0.5),
-    "a program": lambda text: passes_all(text, [{"stdin": "", "stdout": "7"}], limits=Limits(wall_s=2.0)),
+    "a program": lambda text: passes_all(text, [{"stdin": "", "stdout": "7"}], limits=SandboxLimits(wall_s=2.0)),
     "a document": lambda text: json_matches(text, {"type": ["object", "array", "number"], "items": {"type": "array"}}),
 }
 PLAIN: Final[dict[str, Callable[[str], Any]]] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 import anyio.lowlevel
 
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn, VersionSpan
 from areal_async.rollout.policy.text import TextCodec
 
@@ -43,8 +43,8 @@ class ScriptedModel:
     def __init__(self, *answers: list[int], version: str = "1-0", finish_reason: str = "stop") -> None:
         self.answers = list(answers)
         self.calls: list[tuple[list[int], Mapping[str, Any]]] = []
-        self.preferred: list[Server | None] = []
-        self.server = Server("s0")
+        self.preferred: list[ServerHandle | None] = []
+        self.server = ServerHandle("s0")
         self.version = version
         self.finish_reason = finish_reason
 
@@ -53,9 +53,9 @@ class ScriptedModel:
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         self.calls.append((prompt_ids, sampling_params))
         self.preferred.append(preferred)
         output_ids = self.answers.pop(0)

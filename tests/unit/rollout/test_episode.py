@@ -17,7 +17,7 @@ from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
 from areal_async.protocol.wire import BYTES_PER_TOKEN
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy.policy import RecordingPolicy
-from areal_async.rollout.slots import Place
+from areal_async.rollout.slots import SlotSpec
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -37,7 +37,7 @@ async def play(
         workflow,
         Prompt(epoch=0, index=0, row={"question": "q"}),
         policy,
-        Place(
+        SlotSpec(
             workflow="w",
             sibling=3,
             sample_uid="uid",

@@ -11,7 +11,7 @@ from areal_async.errors import Reject, WorkflowError
 from areal_async.protocol.types import EvalTicket, Prompt
 from areal_async.protocol.wire import encode
 from areal_async.rollout.evaluate import _answer
-from areal_async.rollout.node_context import Workplace
+from areal_async.rollout.node_context import NodeContext
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +41,7 @@ async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, actio
             raise action
         return action
 
-    place = Workplace(
+    place = NodeContext(
         settings=settings,
         bus=cast(Bus, None),
         node_id="0",

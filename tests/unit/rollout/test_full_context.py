@@ -15,7 +15,7 @@ from areal_async.errors import ContextFull
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.external_servers import visited_servers
 from areal_async.protocol.types import Prompt, SlotStatus
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt, Trial
 from areal_async.rollout.user_code.source_location import UserCode
@@ -49,7 +49,7 @@ async def attempt_at(
     tokenizer.chat_template = TEMPLATE
     codec = TextCodec(tokenizer, stop_token_ids=[EOS_ID], vocab_size=VOCAB_SIZE)
     heard: list[Attempt] = []
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         trial = Trial(
             Settings(
                 rollout=RolloutSettings(sampling=SamplingSettings(max_new_tokens=300, ignore_eos=True)),

@@ -14,10 +14,10 @@ from areal_async.errors import RolloutError, WorkflowError
 from areal_async.protocol.types import Credit, SlotStatus, Trajectory
 from areal_async.protocol.types import Prompt as PromptRecord
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.group import fit_one_message, for_one_sibling, run_group_episode
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
-from areal_async.rollout.slots import Place, failed_trajectory
+from areal_async.rollout.slots import SlotSpec, failed_trajectory
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -28,7 +28,7 @@ SCORED, FAILED, REJECTED = SlotStatus.SCORED, SlotStatus.FAILED, SlotStatus.REJE
 def policies_of(count: int) -> list[ServedPolicy]:
     return [
         ServedPolicy(
-            ScriptedModel([97 + number] * 3), codec(), SamplingSettings(), name=str(number), endpoint=Endpoint()
+            ScriptedModel([97 + number] * 3), codec(), SamplingSettings(), name=str(number), endpoint=AgentEndpoint()
         )
         for number in range(count)
     ]
@@ -43,7 +43,7 @@ async def play(
     deadline_s: float = 60.0,
 ) -> list[Trajectory]:
     places = [
-        Place(
+        SlotSpec(
             workflow="w", sibling=number, sample_uid=str(number), ticket_version="1-0", max_bytes=1 << 20,
             max_sequence_tokens=100,
         )
@@ -152,7 +152,7 @@ async def test_a_denied_request_of_one_siblings_agent_fails_that_sibling() -> No
             return [WorkflowError("denied")] if self.reply_ids[:1] == ["1.1"] else []
 
     policies: list[ServedPolicy] = [
-        Denied(ScriptedModel([97]), codec(), SamplingSettings(), name=str(number), endpoint=Endpoint())
+        Denied(ScriptedModel([97]), codec(), SamplingSettings(), name=str(number), endpoint=AgentEndpoint())
         for number in range(3)
     ]
 

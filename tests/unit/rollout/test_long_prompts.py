@@ -10,7 +10,7 @@ import pytest
 
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.rollout.named_policies import FrozenReward
 from areal_async.rollout.policy.offload import NUM_THREADS, run_beside
 from areal_async.rollout.policy.policy import RecordingPolicy
@@ -113,7 +113,7 @@ class Counting:
 @pytest.mark.parametrize("text", [LONG, SHORT], ids=["long", "short"])
 async def test_long_conversation_is_tokenized_for_a_reward_model_beside_the_loop(text: str) -> None:
     tokenizer = WatchedTokenizer()
-    pool = Pool(["s0"], deadline_s=60.0)
+    pool = ServerPool(["s0"], deadline_s=60.0)
     model = FrozenReward(
         scorer=Counting(), codec=TextCodec(tokenizer, stop_token_ids=[END], vocab_size=END + 1), pool=pool
     )

@@ -17,7 +17,7 @@ from areal_async.process.host import free_port
 from areal_async.rollout.tools import mcp_connection
 from areal_async.rollout.tools.mcp import _tool as described
 from areal_async.rollout.tools.mcp import text_of
-from areal_async.rollout.tools.mcp_connection import Address, Connection
+from areal_async.rollout.tools.mcp_connection import Address, McpConnection
 from areal_async.rollout.tools.run import Toolbox
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -272,7 +272,7 @@ def test_name_that_models_do_not_write_is_written_otherwise() -> None:
     assert described(offered, Address(url="http://a/mcp"), never, None).name == "files_read_text"
 
 
-async def never() -> Connection:
+async def never() -> McpConnection:
     raise AssertionError
 
 

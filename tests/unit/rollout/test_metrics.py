@@ -1,11 +1,11 @@
 """What a node says of how fast its servers are: over the last seconds, and of each server alone."""
 
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.rollout.metrics import NUM_INTERVALS, Pace
 
 
 def test_tokens_are_told_over_the_last_second_and_first_tokens_over_the_last_ten() -> None:
-    first, second, pace = Server("0-0"), Server("0-1"), Pace()
+    first, second, pace = ServerHandle("0-0"), ServerHandle("0-1"), Pace()
     pace.note([first, second], now_s=0)
     first.num_generated_tokens, first.num_first_tokens, first.first_token_total_s = 100, 2, 0.5
     pace.note([first, second], now_s=1)
@@ -21,10 +21,10 @@ def test_tokens_are_told_over_the_last_second_and_first_tokens_over_the_last_ten
 
 
 def test_a_server_that_has_just_come_has_no_pace_and_one_of_the_same_name_begins_anew() -> None:
-    old, pace = Server("0-0"), Pace()
+    old, pace = ServerHandle("0-0"), Pace()
     old.num_generated_tokens = 500
     pace.note([old], now_s=0)
-    new = Server("0-0")
+    new = ServerHandle("0-0")
     assert pace.of(new) == {"tokens_per_s": 0.0, "first_token_mean_s": None}
 
     pace.note([new], now_s=1)

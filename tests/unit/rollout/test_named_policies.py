@@ -11,13 +11,13 @@ import pytest
 from areal_async.api import Policy, RewardModel, Rewards
 from areal_async.config.settings import PolicySettings, RolloutSettings, SamplingSettings, Settings
 from areal_async.errors import GenerationError, UserError
-from areal_async.inference.pool import Pool, Server
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling, with_policies
-from areal_async.rollout.slots import Place
+from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
@@ -59,17 +59,17 @@ class Table:
         self.policy = self.new_policy(SAMPLING)
 
     def new_policy(self, sampling: SamplingSettings) -> ServedPolicy:
-        return ServedPolicy(self.trained, codec(), sampling, name="uid", endpoint=Endpoint())
+        return ServedPolicy(self.trained, codec(), sampling, name="uid", endpoint=AgentEndpoint())
 
     async def play(self, workflow: Callable[..., Awaitable[Rewards]]) -> Trajectory:
-        model = FrozenModel(generator=self.frozen, codec=codec(), pool=Pool([], deadline_s=60.0))
-        taste = FrozenReward(scorer=self.taste, codec=codec(), pool=Pool([], deadline_s=60.0))
+        model = FrozenModel(generator=self.frozen, codec=codec(), pool=ServerPool([], deadline_s=60.0))
+        taste = FrozenReward(scorer=self.taste, codec=codec(), pool=ServerPool([], deadline_s=60.0))
         names = policies_taken(workflow, SETTINGS.policies)
         return await run_episode(
             with_policies(workflow, names, SETTINGS, {"judge": model, "taste": taste}),
             Prompt(epoch=0, index=0, row={}),
             self.policy,
-            Place(
+            SlotSpec(
                 workflow="play",
                 sibling=0,
                 sample_uid="uid",
@@ -198,9 +198,9 @@ class Endless(ScriptedModel):
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         assert on_tokens is not None
         on_tokens([97])
         try:
@@ -226,7 +226,7 @@ async def test_what_the_others_have_left_running_ends_with_the_trajectory() -> N
 
 @pytest.mark.parametrize("name", ["opponent", "judge"])
 async def test_agent_may_speak_with_any_of_them_and_what_it_was_denied_is_the_trajectory_s(name: str) -> None:
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         policy = ServedPolicy(ScriptedModel([97, END]), codec(), SAMPLING, name="uid", endpoint=endpoint)
         other = (
             policy.in_role(name, SAMPLING)
@@ -256,7 +256,7 @@ async def test_workflow_of_all_siblings_has_one_judge_and_a_role_for_each() -> N
         return [0.0, 1.0]
 
     compare.marked = True  # type: ignore[attr-defined]
-    model = FrozenModel(generator=frozen, codec=codec(), pool=Pool([], deadline_s=60.0))
+    model = FrozenModel(generator=frozen, codec=codec(), pool=ServerPool([], deadline_s=60.0))
     bound: Any = with_policies(compare, ["opponent", "judge"], SETTINGS, {"judge": model})
 
     assert await bound(Prompt(epoch=0, index=0, row={}), siblings) == [0.0, 1.0]

@@ -20,7 +20,7 @@ from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
 from areal_async.protocol.wire import decode_headers, encode_message
 from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy.policy import RecordingPolicy
-from areal_async.rollout.slots import Place
+from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.user_code import task_scope
 from tests.unit.rollout import sample_rewards
@@ -42,7 +42,7 @@ async def play(workflow: Workflow, *, deadline_s: float = 5.0) -> Trajectory:
         workflow,
         Prompt(epoch=0, index=0, row={"question": "q"}),
         policy,
-        Place(
+        SlotSpec(
             workflow="w",
             sibling=3,
             sample_uid="uid",
@@ -544,7 +544,7 @@ async def test_shared_task_that_would_end_the_process_fails_who_awaits_it(raised
         return 1.0
 
     policy = RecordingPolicy(ScriptedModel([98, END]), codec(), SamplingSettings(), name="uid")
-    place = Place(
+    place = SlotSpec(
         workflow="w", sibling=0, sample_uid="uid", ticket_version="1-1", max_bytes=1 << 20, max_sequence_tokens=100
     )
     trajectory = await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=60.0)
@@ -563,7 +563,7 @@ async def test_what_all_trajectories_share_outlives_the_one_that_opened_it() -> 
         return 1.0
 
     policy = RecordingPolicy(ScriptedModel([98, END]), codec(), SamplingSettings(), name="uid")
-    place = Place(
+    place = SlotSpec(
         workflow="w", sibling=0, sample_uid="uid", ticket_version="1-1", max_bytes=1 << 20, max_sequence_tokens=100
     )
     trajectory = await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=5.0)

@@ -13,7 +13,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 
 from areal_async.errors import StreamFullError
-from areal_async.protocol.publish_log import Receipts, decode_stamp, read_receipts
+from areal_async.protocol.publish_log import PublishLog, decode_stamp, read_receipts
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, Ticket, Trajectory
 from areal_async.protocol.wire import decode_headers, decode_trajectory, split_message
@@ -75,13 +75,13 @@ class Stream:
 
 
 @pytest.fixture
-def receipts(tmp_path: Path) -> Receipts:
-    return Receipts(tmp_path, "n")
+def receipts(tmp_path: Path) -> PublishLog:
+    return PublishLog(tmp_path, "n")
 
 
 def outbox_to(
     stream: Stream,
-    receipts: Receipts,
+    receipts: PublishLog,
     *,
     num_expected: int,
     linger_s: float = 60.0,
@@ -101,7 +101,7 @@ def outbox_to(
 
 
 async def test_slots_that_are_ready_together_travel_in_one_message_without_waiting_for_the_linger(
-    receipts: Receipts,
+    receipts: PublishLog,
 ) -> None:
     stream = Stream()
     outbox = outbox_to(stream, receipts, num_expected=3)
@@ -114,7 +114,7 @@ async def test_slots_that_are_ready_together_travel_in_one_message_without_waiti
     assert stream.sent[0][0] == "0-7-0.2_0_1.n.abc"
 
 
-async def test_straggler_goes_alone_and_run_ends_only_when_every_slot_is_stored(receipts: Receipts) -> None:
+async def test_straggler_goes_alone_and_run_ends_only_when_every_slot_is_stored(receipts: PublishLog) -> None:
     stream = Stream()
     outbox = outbox_to(stream, receipts, num_expected=3, linger_s=0.0)
     async with anyio.create_task_group() as tasks:
@@ -129,7 +129,7 @@ async def test_straggler_goes_alone_and_run_ends_only_when_every_slot_is_stored(
     assert stream.siblings == [[0, 1], [2]]
 
 
-async def test_message_is_bounded_by_its_payload(receipts: Receipts) -> None:
+async def test_message_is_bounded_by_its_payload(receipts: PublishLog) -> None:
     stream = Stream()
     outbox = outbox_to(stream, receipts, num_expected=3)
     for sibling in range(3):
@@ -140,7 +140,7 @@ async def test_message_is_bounded_by_its_payload(receipts: Receipts) -> None:
     assert stream.siblings == [[0, 1], [2]]
 
 
-async def test_message_is_bounded_by_its_headers(receipts: Receipts) -> None:
+async def test_message_is_bounded_by_its_headers(receipts: PublishLog) -> None:
     stream = Stream()
     outbox = outbox_to(stream, receipts, num_expected=64)
     for sibling in range(64):
@@ -153,7 +153,7 @@ async def test_message_is_bounded_by_its_headers(receipts: Receipts) -> None:
 
 
 async def test_full_stream_is_sent_the_same_message_until_it_has_room(
-    receipts: Receipts, monkeypatch: pytest.MonkeyPatch
+    receipts: PublishLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_async.rollout.publish.FIRST_FULL_WAIT_S", 0.001)
     stream = Stream()
@@ -168,7 +168,7 @@ async def test_full_stream_is_sent_the_same_message_until_it_has_room(
 
 
 async def test_the_group_that_was_admitted_first_gets_the_first_room(
-    receipts: Receipts, monkeypatch: pytest.MonkeyPatch
+    receipts: PublishLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_async.rollout.publish.FIRST_FULL_WAIT_S", 0.05)
     stream, backpressure = Stream(), Backpressure()
@@ -184,7 +184,7 @@ async def test_the_group_that_was_admitted_first_gets_the_first_room(
     assert backpressure.num_waiting == 0
 
 
-async def test_the_loop_gets_a_turn_between_the_messages_of_groups_that_end_together(receipts: Receipts) -> None:
+async def test_the_loop_gets_a_turn_between_the_messages_of_groups_that_end_together(receipts: PublishLog) -> None:
     num_turns = 0
     turns_at_send: list[int] = []
 
@@ -206,7 +206,7 @@ async def test_the_loop_gets_a_turn_between_the_messages_of_groups_that_end_toge
     assert len(set(turns_at_send)) == 8
 
 
-async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_since(receipts: Receipts) -> None:
+async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_since(receipts: PublishLog) -> None:
     stream = Stream()
     stream.room = anyio.Event()
     outbox = outbox_to(stream, receipts, num_expected=3, linger_s=0.0)
@@ -225,7 +225,7 @@ async def test_send_that_is_cancelled_is_repeated_as_it_was_with_what_finished_s
 
 
 async def test_cancelled_outbox_stops_trying_after_its_deadline(
-    receipts: Receipts, monkeypatch: pytest.MonkeyPatch
+    receipts: PublishLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_async.rollout.publish.FLUSH_DEADLINE_S", 0.01)
     stream = Stream()
@@ -241,7 +241,7 @@ async def test_cancelled_outbox_stops_trying_after_its_deadline(
 
 
 async def test_what_is_acknowledged_is_numbered_and_noted_and_what_is_refused_is_not(
-    receipts: Receipts, tmp_path: Path
+    receipts: PublishLog, tmp_path: Path
 ) -> None:
     stream = Stream()
     outbox = outbox_to(stream, receipts, num_expected=3, linger_s=0.0)

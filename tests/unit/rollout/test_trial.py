@@ -11,7 +11,7 @@ from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, group_work
 from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.errors import Reject
 from areal_async.protocol.types import Prompt, SlotStatus, Turn
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.rewards.decorator import reward
 from areal_async.rollout.trial import Attempt, Trial
 from areal_async.rollout.user_code.loop_interrupter import Standstill
@@ -41,7 +41,7 @@ async def attempts_at(
     heard: list[Attempt] = []
     user_code = UserCode(HERE)
     prompts = [Prompt(epoch=0, index=number, row=dict(row or {"question": "q"})) for number in range(num_prompts)]
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         trial = Trial(
             Settings(rollout=RolloutSettings(episode_deadline_s=episode_deadline_s)),
             workflow,

@@ -13,7 +13,7 @@ import anyio
 import pytest
 
 from areal_async.errors import RewardError, UserError
-from areal_async.sandbox import End, Execution, Limits, Sandbox
+from areal_async.sandbox import End, ProgramResult, Sandbox, SandboxLimits
 from areal_async.sandbox.abuses import ABUSES
 from areal_async.sandbox.control_group import PREFIX, ControlGroup, make_control_group
 from areal_async.sandbox.escape_suite import ESCAPES
@@ -22,9 +22,9 @@ from tests.brokers import until
 
 pytestmark = pytest.mark.anyio
 
-SHORT = Limits(wall_s=0.7, cpu_s=1, memory_bytes=200 << 20)
+SHORT = SandboxLimits(wall_s=0.7, cpu_s=1, memory_bytes=200 << 20)
 """For what is to be ended; a program that is to end by itself may take longer on a busy machine."""
-PATIENT = Limits(wall_s=60.0, memory_bytes=200 << 20)
+PATIENT = SandboxLimits(wall_s=60.0, memory_bytes=200 << 20)
 MADE_TO_END = {
     "sleep": End.OUT_OF_TIME,
     "ignore every signal": End.OUT_OF_TIME,
@@ -241,7 +241,7 @@ async def test_the_corpus_is_as_large_as_promised() -> None:
 
 
 async def test_an_output_is_cut_and_says_so(sandbox: Sandbox) -> None:
-    limits = Limits(output_bytes=10)
+    limits = SandboxLimits(output_bytes=10)
     whole, cut = [await sandbox.run(f"print('x' * {length}, end='')", limits=limits) for length in (10, 11)]
     assert (whole.stdout, whole.is_cut) == (b"x" * 10, False)
     assert (cut.stdout, cut.is_cut) == (b"x" * 10, True)
@@ -259,7 +259,7 @@ try:
 except BlockingIOError:
     print(count)
 """
-    execution = await sandbox.run(source, limits=Limits(num_processes=5))
+    execution = await sandbox.run(source, limits=SandboxLimits(num_processes=5))
     assert 1 <= int(execution.stdout) <= 5 + NUM_BESIDES
 
 
@@ -299,7 +299,7 @@ print(found or "held")
 
 
 async def test_empty_files_are_counted_as_the_kernels_memory_is_not(sandbox: Sandbox) -> None:
-    execution = await sandbox.run(ABUSES["files without content"], limits=Limits(num_files=100))
+    execution = await sandbox.run(ABUSES["files without content"], limits=SandboxLimits(num_files=100))
     assert execution.stdout in (b"left 98\n", b"left 99\n"), "the folder itself is one"
 
 
@@ -401,7 +401,7 @@ async def test_whoever_no_longer_waits_leaves_no_program_running(sandbox: Sandbo
 
 async def test_a_sandbox_that_is_killed_is_replaced_and_the_program_runs_again(sandbox: Sandbox) -> None:
     num_idle = await idle(sandbox)
-    executions: list[Execution] = []
+    executions: list[ProgramResult] = []
     killed: list[int] = []
 
     async def kill() -> None:
@@ -484,4 +484,4 @@ async def test_a_machine_without_a_filter_is_refused(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["wall_s", "cpu_s", "memory_bytes", "num_processes", "output_bytes"])
 def test_a_limit_of_nothing_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name}: got 0, need more than 0"):
-        Limits(**{name: 0})
+        SandboxLimits(**{name: 0})

@@ -5,7 +5,7 @@ import pytest
 from areal_async.api import ToolCall
 from areal_async.errors import UserError
 from areal_async.rollout.tools.run import Toolbox
-from areal_async.sandbox import Limits, python
+from areal_async.sandbox import SandboxLimits, python
 from areal_async.sandbox.tool import MOST_CHARACTERS
 
 pytestmark = pytest.mark.anyio
@@ -44,7 +44,7 @@ async def test_no_call_sees_an_earlier_one() -> None:
 
 
 async def test_a_program_without_end_or_measure_is_ended_and_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_async.sandbox.tool.LIMITS", Limits(wall_s=0.5))
+    monkeypatch.setattr("areal_async.sandbox.tool.LIMITS", SandboxLimits(wall_s=0.5))
     assert (
         await python("print('so far', flush=True)\nwhile True: pass") == "so far\n(ended after 0.5 s: it ran too long)"
     )

@@ -108,14 +108,14 @@ def test_what_runs_after_the_block_waits_in_nobodys_name() -> None:
 
 
 def test_standing_waits_are_forgotten_with_their_block() -> None:
-    with wait_graph.Standing() as standing:
+    with wait_graph.PollingWaits() as standing:
         standing.replace("cut 5", ["group a"])
         assert [one.on for one in wait_graph.report("cut 5").records] == ["group a"]
     assert wait_graph.report("cut 5").records == []
 
 
 def test_standing_waits_that_stay_keep_their_age_and_the_others_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    standing = wait_graph.Standing()
+    standing = wait_graph.PollingWaits()
     told: list[list[tuple[str, float]]] = []
     for now_s, groups in ((100.0, ["group a", "group b"]), (130.0, ["group b"]), (160.0, ["group b"]), (170.0, [])):
         monkeypatch.setattr("areal_async.telemetry.wait_graph.time.monotonic", lambda now_s=now_s: now_s)

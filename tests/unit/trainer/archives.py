@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.output.archive import write_archive
 from tests.unit.trainer.models import rows_as_trained
 
@@ -62,7 +62,7 @@ def archive_step(
         cut=Cut(lineage=lineage, step=step, max_staleness=max_staleness, masks_stale=masks_stale, **more),
         rank=0,
         slots=[
-            Placed(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
+            BatchSlot(position=place, group_id=f"0-{step}-0", workflow="w", item=CutSlot(slot=one.slot, sequence=1))
             for place, one in trajectories.items()
         ],
         trajectories=trajectories,

@@ -11,9 +11,9 @@ import numpy as np
 
 from areal_async.config.settings import AlgorithmSettings, ModelSettings, RunSettings, Settings, TrainerSettings
 from areal_async.protocol.types import CutSlot, Slot, SlotStatus
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.batch.step import AgreedBatch
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
@@ -36,7 +36,7 @@ class Learners:
             trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic} | (trainer or {})),
         )
         self.engines = Engines.for_run(settings, ranks)
-        lanes = Lanes(engine=EngineThread(), is_single=False)
+        lanes = EngineThreads(engine=EngineThread(), is_single=False)
         self._calls = StepCalls(settings, engines=self.engines, lanes=lanes)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
@@ -71,7 +71,9 @@ def batch() -> AgreedBatch:
             newest="1-0",
         )
         group_id = "a" if row.index < 4 else "b"
-        slots.append(Placed(position=row.index, group_id=group_id, workflow="w", item=CutSlot(sequence=1, slot=slot)))
+        slots.append(
+            BatchSlot(position=row.index, group_id=group_id, workflow="w", item=CutSlot(sequence=1, slot=slot))
+        )
     outcomes = {placed.position: np.array([placed.item.slot.reward], dtype=np.float32) for placed in slots}
     return AgreedBatch(slots=slots, advantages=outcomes, unusable=[])
 

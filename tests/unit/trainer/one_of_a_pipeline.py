@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
-from areal_async.trainer.engine.checkpoint import Trained
+from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
 from areal_async.trainer.engine.policy import FsdpEngine
@@ -105,7 +105,7 @@ def arrays(tensors: Mapping[str, torch.Tensor]) -> Arrays:
 
 
 @torch.no_grad()
-def _show_average(trained: Trained) -> None:
+def _show_average(trained: TrainState) -> None:
     """Put AdamW's average in place of each parameter."""
     for group in trained.optimizer.param_groups:
         for parameter in group["params"]:

@@ -10,7 +10,7 @@ from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Versi
 from areal_async.trainer.alone import Alone, Material
 from areal_async.trainer.batch.culprits import find_culprits
 from areal_async.trainer.batch.payloads import place
-from areal_async.trainer.shares import Share
+from areal_async.trainer.shares import RankShard
 from tests.bus.stored import trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
@@ -62,7 +62,7 @@ def _material() -> Material:
     ]
     cut = Cut(lineage=1, step=1, groups=groups, max_staleness=1)
     slots = place(cut)
-    part = Share(cut=cut, slots=slots, mine=slots, trajectories=dict(enumerate(trajectories)), missing={})
+    part = RankShard(cut=cut, slots=slots, mine=slots, trajectories=dict(enumerate(trajectories)), missing={})
     return Material.of(part, [], start=Version(1, 0))
 
 

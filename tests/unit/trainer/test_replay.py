@@ -17,9 +17,9 @@ from areal_async.launch.run_directory import RunDirectory
 from areal_async.protocol.types import Metrics, Version
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.output.archive_reader import Recorded, find_archived, read_recorded, whole_steps
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, find_archived, read_recorded, whole_steps
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.replay import Difference, Replay, compare, place_recorded
+from areal_async.trainer.replay import Replay, StepDifference, compare, place_recorded
 from tests.unit.trainer.archives import (
     ADVANTAGES,
     LENGTH,
@@ -89,7 +89,7 @@ def _record(directory: Path, step: int, *, max_staleness: int = 2, masks_stale: 
     return rows
 
 
-def _step(replay: Replay, recorded: Seq[Recorded], step: int) -> Metrics:
+def _step(replay: Replay, recorded: Seq[ArchivedTrajectory], step: int) -> Metrics:
     return anyio.run(replay.step, recorded, Version(1, step))
 
 
@@ -261,7 +261,7 @@ def test_a_token_that_the_model_does_not_know_is_refused(tmp_path: Path, model: 
 def test_differences_are_relative_to_the_loss_but_not_to_one_that_cancels(
     recorded: float, replayed: float, relative: float
 ) -> None:
-    difference = Difference(step=1, name="loss", recorded=recorded, replayed=replayed)
+    difference = StepDifference(step=1, name="loss", recorded=recorded, replayed=replayed)
 
     assert difference.relative == pytest.approx(relative, rel=1e-4)
 
@@ -283,8 +283,8 @@ def test_only_losses_are_compared() -> None:
 def test_an_unchanged_replay_is_held_to_the_recorded_losses_and_a_changed_one_is_not(
     replayed: float, changed: list[str], status: int, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    same = Difference(step=1, name="loss", recorded=1.0, replayed=1.0)
-    other = Difference(step=2, name="loss", recorded=0.5, replayed=replayed)
+    same = StepDifference(step=1, name="loss", recorded=1.0, replayed=1.0)
+    other = StepDifference(step=2, name="loss", recorded=0.5, replayed=replayed)
 
     assert judge([same, other], changed) == status
     assert says in capsys.readouterr().out

@@ -4,9 +4,9 @@ import pytest
 
 from areal_async.config.settings import RolloutSettings
 from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.inventory import Inventory
-from areal_async.trainer.batch.planner import CutRules, Cutter, Room, Settle, Wait, Write
+from areal_async.trainer.batch.planner import BatchPlanner, CutRules, RetryLater, Settle, StreamRoom, Write
 
 RULES = CutRules(
     last_step=9, seed=1, batch_groups=2, min_group_size=1, max_staleness=1, when_stale="wait", group_deadline_s=60
@@ -17,8 +17,8 @@ class Desk:
     """A cutter and what it decides over."""
 
     def __init__(self) -> None:
-        self.fates: Fates[int] = Fates(Inventory(), lineage=1, max_attempts=3, recorded=[])
-        self.cutter = Cutter(RULES, self.fates, branches={})
+        self.fates: GroupOutcomes[int] = GroupOutcomes(Inventory(), lineage=1, max_attempts=3, recorded=[])
+        self.cutter = BatchPlanner(RULES, self.fates, branches={})
         self.cutter.allow(RULES.last_step)
         self._sequence = 0
 
@@ -43,10 +43,10 @@ class Desk:
         )  # fmt: skip
         self.fates.inventory.add_message(message, self._sequence)
 
-    def decide(self, room: Room) -> Settle | Write | Wait:
+    def decide(self, room: StreamRoom) -> Settle | Write | RetryLater:
         return self.cutter.decide(now=0.0, room=room)
 
-    def write(self, room: Room) -> Cut:
+    def write(self, room: StreamRoom) -> Cut:
         decision = self.decide(room)
         assert isinstance(decision, Write)
         self.cutter.note_written(decision.entry)
@@ -65,18 +65,18 @@ def desk() -> Desk:
 def train_a_step(desk: Desk) -> None:
     for group_id in ("0-0-0", "0-1-0"):
         desk.store(group_id, 0, 1)
-    assert desk.write(Room.AMPLE).kind is CutKind.CUT
+    assert desk.write(StreamRoom.AMPLE).kind is CutKind.CUT
 
 
-@pytest.mark.parametrize("room", [Room.SCARCE, Room.NONE])
-def test_what_is_trained_is_checkpointed_first_and_once(desk: Desk, room: Room) -> None:
+@pytest.mark.parametrize("room", [StreamRoom.SCARCE, StreamRoom.NONE])
+def test_what_is_trained_is_checkpointed_first_and_once(desk: Desk, room: StreamRoom) -> None:
     train_a_step(desk)
     desk.store("0-2-0", 0)
 
     entry = desk.write(room)
 
     assert (entry.kind, entry.step) == (CutKind.CHECKPOINT, 1)
-    assert desk.decide(room) == Wait("the checkpoint of step 1, which makes room in the stream")
+    assert desk.decide(room) == RetryLater("the checkpoint of step 1, which makes room in the stream")
     desk.checkpoint(1)
     assert desk.fates.inventory.stored_bytes == 10
 
@@ -86,20 +86,20 @@ def test_a_whole_batch_does_not_wait_for_the_checkpoint_that_is_asked_for(desk: 
     for group_id in ("0-2-0", "0-3-0"):
         desk.store(group_id, 0, 1, version="1-1")
 
-    assert [desk.write(Room.NONE).kind for _ in range(2)] == [CutKind.CHECKPOINT, CutKind.CUT]
+    assert [desk.write(StreamRoom.NONE).kind for _ in range(2)] == [CutKind.CHECKPOINT, CutKind.CUT]
 
 
 def test_with_some_room_left_nothing_is_given_up(desk: Desk) -> None:
     desk.store("0-0-0", 0)
 
-    assert isinstance(desk.decide(Room.SCARCE), Wait)
+    assert isinstance(desk.decide(StreamRoom.SCARCE), RetryLater)
 
 
 def test_the_youngest_incomplete_group_is_given_up_to_be_tried_again(desk: Desk) -> None:
     for index in range(3):
         desk.store(f"0-{index}-0", 0)
 
-    decision = desk.decide(Room.NONE)
+    decision = desk.decide(StreamRoom.NONE)
 
     assert isinstance(decision, Settle)
     assert (decision.group_ids, decision.kind) == (["0-2-0"], OutcomeKind.ABANDONED)
@@ -112,9 +112,9 @@ def test_a_due_group_without_room_for_its_first_slot_is_not_waited_for_until_it_
     desk.admit("0-9-0")
     for index in (2, 3):
         desk.store(f"0-{index}-0", 0, 1, version="1-1")
-    assert isinstance(desk.decide(Room.AMPLE), Wait), "it is due in step 2"
+    assert isinstance(desk.decide(StreamRoom.AMPLE), RetryLater), "it is due in step 2"
 
-    decision = desk.decide(Room.NONE)
+    decision = desk.decide(StreamRoom.NONE)
 
     assert isinstance(decision, Settle)
     assert decision.group_ids == ["0-3-0"]
@@ -124,7 +124,7 @@ def test_a_due_group_without_room_for_its_first_slot_is_not_waited_for_until_it_
 def test_with_nothing_stored_there_is_nothing_to_give_up(desk: Desk) -> None:
     desk.admit("0-0-0")
 
-    assert isinstance(desk.decide(Room.NONE), Wait)
+    assert isinstance(desk.decide(StreamRoom.NONE), RetryLater)
 
 
 def test_a_stream_in_which_no_group_of_the_largest_fits_is_refused() -> None:

@@ -10,13 +10,13 @@ from msgspec.structs import replace
 
 from areal_async.config.settings import InferenceSettings, ModelSettings, SamplingSettings, TrainerSettings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import load_codec
 from areal_async.rollout.rewards.reply_rewards import Scores
-from areal_async.rollout.slots import Place, fill_slot
+from areal_async.rollout.slots import SlotSpec, fill_slot
 from areal_async.trainer.batch.payloads import build_rows
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.reference import ReferenceEngine
@@ -44,7 +44,7 @@ def sampled(folder: Path) -> Trajectory:
         policy = anyio.run(_converse, str(server.http.base_url).rstrip("/"), folder)
     finally:
         server.close()
-    place = Place(
+    place = SlotSpec(
         workflow="w", sibling=0, sample_uid="u", ticket_version="0-0", max_bytes=1 << 20, max_sequence_tokens=500
     )
     sent = fill_slot(policy, Scores(reward=1.0), place, duration_s=0.0)
@@ -56,7 +56,7 @@ def sampled(folder: Path) -> Trajectory:
 
 
 async def _converse(url: str, folder: Path) -> RecordingPolicy:
-    pool = Pool(["s0"], deadline_s=60)
+    pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=url, version="0-0")
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=4))

@@ -5,20 +5,20 @@ Invariant: every member's cache holds all its tokens but the last; decoding feed
 
 from __future__ import annotations
 
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from areal_async.inference.embedded.engine.sampling import Drawn, SamplingRows, sample, uniforms
-from areal_async.inference.embedded.engine.sequence import Sequence
-from areal_async.inference.embedded.engine.steering import Steering
+from areal_async.inference.embedded.engine.sequence import RunningSequence
+from areal_async.inference.embedded.engine.steering import LogitSteering
 
 
 class DecodeBatch:
     """Inputs and sampling parameters of N sequences, in the order of their slots."""
 
-    def __init__(self, sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device) -> None:
         params = [sequence.params for sequence in sequences]
         last_ids = [(sequence.output_ids or sequence.prompt_ids)[-1] for sequence in sequences]
         lengths = [sequence.num_tokens for sequence in sequences]
@@ -40,9 +40,9 @@ class DecodeBatch:
         self._min_p_N = self._column([p.min_p for p in params], skip=is_unfiltered)
         self._num_top_logprobs = max(sequence.num_top_logprobs for sequence in sequences)
         is_steered = any(p.is_steered for p in params)
-        self._steering = Steering(sequences, vocab_size, device) if is_steered else None
+        self._steering = LogitSteering(sequences, vocab_size, device) if is_steered else None
 
-    def _column(self, values: SequenceOf[float], *, skip: bool) -> torch.Tensor | None:
+    def _column(self, values: Sequence[float], *, skip: bool) -> torch.Tensor | None:
         return None if skip else torch.tensor(values, device=self._device)
 
     def sample(self, logits_NV: torch.Tensor) -> Drawn:

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterable
 from areal_async.inference.embedded.engine.batch import DecodeBatch
 from areal_async.inference.embedded.engine.runner import ModelRunner
 from areal_async.inference.embedded.engine.sampling import Drawn
-from areal_async.inference.embedded.engine.sequence import Piece, Sequence, TopLogprobs, abort_reason
+from areal_async.inference.embedded.engine.sequence import Piece, RunningSequence, TopLogprobs, abort_reason
 from areal_async.inference.embedded.engine.weights import StagedWeights, swap_weights
 
-Emission = tuple[Sequence, Piece]
+Emission = tuple[RunningSequence, Piece]
 
 
 class PauseMode(enum.StrEnum):
@@ -42,8 +42,8 @@ class Scheduler:
         self._runner = runner
         self._max_running = max_running_requests
         self._max_prefill_tokens = max_prefill_tokens
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._waiting: deque[RunningSequence] = deque()
+        self._running: list[RunningSequence] = []
         self._batch: DecodeBatch | None = None
         self._is_paused = False
         self._epoch = 0
@@ -71,7 +71,7 @@ class Scheduler:
         """Positions of the cache that running sequences fill."""
         return sum(sequence.num_tokens for sequence in self._running)
 
-    def submit(self, sequence: Sequence) -> None:
+    def submit(self, sequence: RunningSequence) -> None:
         """Queue one sequence."""
         if sequence.max_new_tokens == 0:
             sequence.finish_reason = {"type": "length", "length": 0}
@@ -135,8 +135,8 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give slots to waiting sequences, in order, and compute or copy their prompts."""
-        to_prefill: list[Sequence] = []
-        to_copy: list[tuple[Sequence, Sequence]] = []
+        to_prefill: list[RunningSequence] = []
+        to_copy: list[tuple[RunningSequence, RunningSequence]] = []
         longest = max((sequence.longest_tokens for sequence in self._running), default=0)
         budget = self._max_prefill_tokens
         while self._waiting and len(self._running) < self._max_running:
@@ -162,7 +162,7 @@ class Scheduler:
             self._fill(to_prefill, to_copy)
             self._batch = None
 
-    def _find_sibling(self, sequence: Sequence) -> Sequence | None:
+    def _find_sibling(self, sequence: RunningSequence) -> RunningSequence | None:
         """Find a running sequence whose prompt is the same and was computed by today's weights."""
         if sequence.output_ids or len(sequence.prompt_ids) == 1:
             return None
@@ -175,7 +175,7 @@ class Scheduler:
                 return other
         return None
 
-    def _fill(self, to_prefill: list[Sequence], to_copy: list[tuple[Sequence, Sequence]]) -> None:
+    def _fill(self, to_prefill: list[RunningSequence], to_copy: list[tuple[RunningSequence, RunningSequence]]) -> None:
         logits = None
         if to_prefill:
             tokens = [(*sequence.prompt_ids, *sequence.output_ids) for sequence in to_prefill]
@@ -195,10 +195,10 @@ class Scheduler:
         batch.advance(drawn.ids_N)
         self._take_tokens(self._running, drawn)
 
-    def _batch_of(self, sequences: list[Sequence]) -> DecodeBatch:
+    def _batch_of(self, sequences: list[RunningSequence]) -> DecodeBatch:
         return DecodeBatch(sequences, self._runner.vocab_size, self._runner.device)
 
-    def _take_tokens(self, sequences: list[Sequence], drawn: Drawn) -> None:
+    def _take_tokens(self, sequences: list[RunningSequence], drawn: Drawn) -> None:
         self.num_generated_tokens += len(sequences)
         finished = []
         for sequence, token_id, logprob, top in zip(
@@ -211,10 +211,10 @@ class Scheduler:
         if finished:
             self._vacate(finished)
 
-    def _emit(self, sequence: Sequence) -> None:
+    def _emit(self, sequence: RunningSequence) -> None:
         self._emissions.append((sequence, sequence.take_piece(self.weight_version)))
 
-    def _vacate(self, leaving: Iterable[Sequence]) -> None:
+    def _vacate(self, leaving: Iterable[RunningSequence]) -> None:
         """Free slots; the last sequences move into the holes, so that the batch stays dense."""
         cache = self._runner.cache
         for sequence in sorted(leaving, key=lambda sequence: sequence.slot, reverse=True):
@@ -229,7 +229,7 @@ class Scheduler:
             sequence.slot = -1
         self._batch = None
 
-    def _abort_where(self, is_meant: Callable[[Sequence], bool]) -> None:
+    def _abort_where(self, is_meant: Callable[[RunningSequence], bool]) -> None:
         running = [sequence for sequence in self._running if is_meant(sequence)]
         waiting = [sequence for sequence in self._waiting if is_meant(sequence)]
         self._vacate(running)

@@ -34,7 +34,7 @@ class Piece:
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
-class Sequence:
+class RunningSequence:
     """A request's tokens and its place in the engine. Owned by the model thread once submitted."""
 
     rid: str
@@ -52,7 +52,7 @@ class Sequence:
     """Unsigned 64 bits; with the token's index it fixes every draw."""
     stream_interval: int | None
     """Tokens per piece; None gives one piece at the end."""
-    emit: Callable[[Sequence, Piece], None]
+    emit: Callable[[RunningSequence, Piece], None]
     """Called on the event loop's thread with this sequence."""
 
     prompt_hash: int = field(init=False)

@@ -25,7 +25,7 @@ from areal_async.inference.embedded.engine.protocol import SamplingParams, check
 from areal_async.inference.embedded.engine.runner import ModelRunner, ScoringRunner
 from areal_async.inference.embedded.engine.scheduler import PauseMode, Scheduler
 from areal_async.inference.embedded.engine.scoring import ScoreLine
-from areal_async.inference.embedded.engine.sequence import FinishReason, Piece, Sequence, abort_reason
+from areal_async.inference.embedded.engine.sequence import FinishReason, Piece, RunningSequence, abort_reason
 from areal_async.inference.embedded.engine.text import StopStrings, Tokenizer
 from areal_async.inference.embedded.engine.weights import StagedWeights, checksum_weights, shown_weights, stage_weights
 from areal_async.inference.embedded.engine.worker import ModelThread
@@ -41,7 +41,7 @@ _UNFLUSHED = (
 class OpenRequest:
     """One request between its arrival and its last piece."""
 
-    def __init__(self, sequence: Sequence, writer: AnswerWriter) -> None:
+    def __init__(self, sequence: RunningSequence, writer: AnswerWriter) -> None:
         self.sequence = sequence
         self.writer = writer
         self.is_submitted = False
@@ -167,7 +167,7 @@ class EngineService:
             return_prompt_token_ids=return_prompt_token_ids,
             tokenizer=self.tokenizer,
         )
-        sequence = Sequence(
+        sequence = RunningSequence(
             rid=rid,
             prompt_ids=prompt,
             params=params,
@@ -225,7 +225,7 @@ class EngineService:
         while self._at_door and not (self._is_paused or self._is_updating):
             self._submit(self._at_door.popleft())
 
-    def _deliver(self, sequence: Sequence, piece: Piece) -> None:
+    def _deliver(self, sequence: RunningSequence, piece: Piece) -> None:
         if piece.finish_reason is not None:
             self._num_submitted -= 1
             if self._num_submitted == 0:

@@ -9,22 +9,21 @@ Letters: N rows, V vocabulary, K (row, token) pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from areal_async.inference.embedded.engine.sequence import Sequence
+from areal_async.inference.embedded.engine.sequence import RunningSequence
 
 _NEVER = float("-inf")
 
 
-class Steering:
+class LogitSteering:
     """Of a batch in which somebody asks for it; the others' logits stay as they are."""
 
-    def __init__(self, sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device) -> None:
         self._penalties = None
         if any(sequence.params.has_penalty for sequence in sequences):
             self._penalties = _Penalties(sequences, vocab_size, device)
@@ -67,7 +66,7 @@ class Steering:
 
 
 class _Penalties:
-    def __init__(self, sequences: SequenceOf[Sequence], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, sequences: Sequence[RunningSequence], vocab_size: int, device: torch.device) -> None:
         params = [sequence.params for sequence in sequences]
         self._frequency_N1 = torch.tensor([[p.frequency_penalty] for p in params], device=device)
         self._presence_N1 = torch.tensor([[p.presence_penalty] for p in params], device=device)

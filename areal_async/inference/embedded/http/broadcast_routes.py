@@ -36,7 +36,7 @@ class _SessionBody(msgspec.Struct):
     selector: _Selector = "all"
 
 
-class _UpdateBody(msgspec.Struct, kw_only=True):
+class _BroadcastUpdateBody(msgspec.Struct, kw_only=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
@@ -95,7 +95,7 @@ class BroadcastRoutes:
         return result_response(UpdateResult(True, "Success"))
 
     async def update(self, request: Request) -> Response:
-        body = await parse(request, _UpdateBody)
+        body = await parse(request, _BroadcastUpdateBody)
         result = await self._broadcasts.update(
             body.group_name,
             body.specs(),

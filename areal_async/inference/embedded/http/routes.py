@@ -35,7 +35,7 @@ class _PauseBody(msgspec.Struct):
     mode: PauseMode = PauseMode.ABORT
 
 
-class _UpdateBody(msgspec.Struct, kw_only=True):
+class _DiskUpdateBody(msgspec.Struct, kw_only=True):
     model_path: str
     weight_version: str | None = None
     flush_cache: bool = True
@@ -116,7 +116,7 @@ class AdminRoutes:
         return JsonResponse({"message": "Generation continued successfully.", "status": "ok"})
 
     async def update_weights(self, request: Request) -> Response:
-        body = await parse(request, _UpdateBody)
+        body = await parse(request, _DiskUpdateBody)
         result = await self._service.update_weights_from_disk(
             body.model_path,
             body.weight_version,

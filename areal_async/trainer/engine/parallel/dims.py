@@ -24,7 +24,7 @@ DIMENSIONS = (STAGE, COPY, SHARD, PART)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Grid:
+class ParallelDims:
     """The ranks of one model, and those among them that hold other rows than this one. Make it with ``of``."""
 
     all: Ranks

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from areal_async.algorithms.objective import LossTerms
-from areal_async.trainer.engine.parallel.dims import STAGE, Grid
+from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
 from areal_async.trainer.engine.parallel.execution import Execution, Loss, WholeModel
 from areal_async.trainer.engine.parallel.stages import StagedModel
 from areal_async.trainer.packing.rows import PackedRow, empty_row
@@ -29,7 +29,7 @@ from areal_async.trainer.packing.rows import PackedRow, empty_row
 T = TypeVar("T")
 
 
-def execution_of(model: Any, grid: Grid, *, num_outputs: int) -> Execution[Any]:
+def execution_of(model: Any, grid: ParallelDims, *, num_outputs: int) -> Execution[Any]:
     """Return what runs a model, cut into stages or whole.
 
     Args:
@@ -43,7 +43,7 @@ def execution_of(model: Any, grid: Grid, *, num_outputs: int) -> Execution[Any]:
 class PipelineExecution(Generic[T]):
     """Runs rows through the stages of one pipeline. Its calls are collectives of the pipeline's ranks too."""
 
-    def __init__(self, model: StagedModel, grid: Grid, *, num_outputs: int) -> None:
+    def __init__(self, model: StagedModel, grid: ParallelDims, *, num_outputs: int) -> None:
         """``num_outputs``: tensors of [S] that the last stage answers a row with; a tuple where there are several."""
         self._model = model
         self._device = grid.all.device

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_async.trainer.engine.parallel.dims import PART, STAGE, Grid
+from areal_async.trainer.engine.parallel.dims import PART, STAGE, ParallelDims
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import Parts, balance
 from areal_async.trainer.packing.rows import TrainRow
@@ -23,7 +23,7 @@ Ask = Callable[[Sequence[TrainRow]], list[Tensor]]
 """A model's call: a number for every token of each row [L]."""
 
 
-class _Row(msgspec.Struct, array_like=True):
+class _RowBytes(msgspec.Struct, array_like=True):
     """A ``TrainRow`` in bytes, little-endian."""
 
     token_ids: bytes
@@ -48,13 +48,15 @@ class _Parcel(msgspec.Struct, array_like=True):
 
 
 _PARCELS = msgspec.msgpack.Decoder(list[_Parcel])
-_ROW = msgspec.msgpack.Decoder(_Row)
+_ROW = msgspec.msgpack.Decoder(_RowBytes)
 
 
-class Exchange:
+class Resharder:
     """The way between the ranks that hold rows for the policy and those that hold them for another model."""
 
-    def __init__(self, *, source: Grid, target: Grid, flops: DecoderFlops, num_minibatches: int = 1) -> None:
+    def __init__(
+        self, *, source: ParallelDims, target: ParallelDims, flops: DecoderFlops, num_minibatches: int = 1
+    ) -> None:
         """Lead from the policy's grid to another one of the same ranks. A collective.
 
         Args:
@@ -113,7 +115,7 @@ class Exchange:
         return [sorted(share) for share in shares]
 
 
-def hold_the_same(grid: Grid, other: Grid) -> bool:
+def hold_the_same(grid: ParallelDims, other: ParallelDims) -> bool:
     """Return whether every rank holds the same rows in both, so that none need travel."""
     return all(grid.sizes[one] == other.sizes[one] for one in (STAGE, PART))
 
@@ -135,7 +137,7 @@ def decode_rows(payload: bytes) -> list[TrainRow]:
 
 def _packed(row: TrainRow) -> bytes:
     return msgspec.msgpack.encode(
-        _Row(
+        _RowBytes(
             token_ids=_bytes(row.token_ids, "<i4"),
             loss_mask=_bytes(row.loss_mask, "?"),
             behave_logprobs=_bytes(row.behave_logprobs, "<f4"),

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from areal_async.errors import UserError
-from areal_async.trainer.engine.parallel.dims import STAGE, Grid
+from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import PackedRow
 
@@ -107,7 +107,7 @@ class StagedModel(nn.Module):
     def __init__(
         self,
         decoder: Any,
-        grid: Grid,
+        grid: ParallelDims,
         *,
         dtype: torch.dtype,
         stages_per_rank: int,

@@ -43,7 +43,7 @@ def divide_decoder(decoder: Any, mesh: DeviceMesh) -> None:
     check_divisible(decoder, mesh.size())
     # It warns that such a parameter is gathered in two collectives, which is how it lies.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    parts = _Parts(mesh)
+    parts = _MatrixParts(mesh)
     for layer in _layers(decoder):
         for name, linear in _linears(layer):
             parts.cut_linear(linear, by_inputs=name in INPUTS_CUT)
@@ -115,7 +115,7 @@ def sum_over_parts(model: nn.Module, parts: dist.ProcessGroup) -> None:
             gradient.copy_(total.view_as(gradient))
 
 
-class _Parts:
+class _MatrixParts:
     """This rank's part of each matrix, and the ranks that hold the others."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -172,7 +172,7 @@ class _Parts:
         return _sum(own.masked_fill(is_other[..., None], 0.0), self._group)
 
 
-class _Spread(torch.autograd.Function):
+class _CopyToParts(torch.autograd.Function):
     """What all parts hold, as the input of each one's share of the work."""
 
     @staticmethod
@@ -283,7 +283,7 @@ def _total(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _spread(whole: Tensor, group: dist.ProcessGroup) -> Tensor:
-    return cast(Tensor, _Spread.apply(whole, group))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _CopyToParts.apply(whole, group))  # type: ignore[no-untyped-call]
 
 
 def _sum(part: Tensor, group: dist.ProcessGroup) -> Tensor:

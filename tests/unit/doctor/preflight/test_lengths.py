@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import Finding, Level
+from areal_async.doctor.preflight.findings import Level, PreflightFinding
 from areal_async.doctor.preflight.lengths import MAX_ROWS, Lengths, check_lengths, judge
 
 pytestmark = pytest.mark.anyio
@@ -35,7 +35,7 @@ def settings_of(folder: Path, text: str, rows: list[Mapping[str, Any]], **given:
     return Settings.model_validate({"model": {"path": TINY}, "tasks": [task], **given})
 
 
-async def look(settings: Settings) -> list[Finding]:
+async def look(settings: Settings) -> list[PreflightFinding]:
     return await check_lengths(settings, model_context=512)
 
 

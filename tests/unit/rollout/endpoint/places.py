@@ -7,9 +7,9 @@ from typing import Any
 import httpx
 
 from areal_async.config.settings import EndpointSettings, SamplingSettings
-from areal_async.rollout.endpoint.admission import Limits
+from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.policy import CallParser, Generator
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
@@ -41,11 +41,11 @@ async def served(
     name: str = "uid",
     max_new_tokens: int = 99,
     call_parser: CallParser | None = None,
-    limits: Limits | None = None,
+    limits: AdmissionLimits | None = None,
     **settings: Any,
 ) -> AsyncIterator[ServedPolicy]:
     """A policy with an address, at an endpoint of its own with these settings."""
-    async with Endpoint(EndpointSettings(**settings), limits=limits) as endpoint:
+    async with AgentEndpoint(EndpointSettings(**settings), limits=limits) as endpoint:
         sampling = SamplingSettings(max_new_tokens=max_new_tokens)
         yield ServedPolicy(model, codec_with(template), sampling, name=name, endpoint=endpoint, call_parser=call_parser)
 

@@ -15,13 +15,13 @@ import openai
 import pytest
 
 from areal_async.config.settings import SamplingSettings
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint import openai_chat
-from areal_async.rollout.endpoint.admission import CONNECTIONS_PER_SESSION, Limits
+from areal_async.rollout.endpoint.admission import CONNECTIONS_PER_SESSION, AdmissionLimits
 from areal_async.rollout.endpoint.app import LONG_BODY_BYTES
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
 from tests.brokers import until
 from tests.loops import UVLOOP
@@ -40,7 +40,7 @@ BODIES: Mapping[str, Any] = {
 NUM_PARALLEL = 5000
 PATIENCE_S = 200.0
 NEVER_S = 10_000.0
-SMALL = Limits(
+SMALL = AdmissionLimits(
     max_body_bytes=64 << 10, max_short_bytes=1 << 10, max_share_bytes=128 << 10, max_held_bytes=192 << 10,
     body_deadline_s=NEVER_S,
 )  # fmt: skip
@@ -60,9 +60,9 @@ class Gate(ScriptedModel):
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         self.num_waiting += 1
         self.most_waiting = max(self.most_waiting, self.num_waiting)
         try:
@@ -73,7 +73,7 @@ class Gate(ScriptedModel):
         return await super().generate(prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens)
 
 
-def policy_at(endpoint: Endpoint, model: ScriptedModel, name: str) -> ServedPolicy:
+def policy_at(endpoint: AgentEndpoint, model: ScriptedModel, name: str) -> ServedPolicy:
     return ServedPolicy(model, codec_with("hermes"), SamplingSettings(), name=name, endpoint=endpoint)
 
 
@@ -93,21 +93,21 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str]
     return int(first.split()[1]), headers, json.loads(await reader.readexactly(int(headers["content-length"])))
 
 
-def assert_all_let_go_of(endpoint: Endpoint) -> None:
+def assert_all_let_go_of(endpoint: AgentEndpoint) -> None:
     assert endpoint._app.room.num_held_bytes == endpoint._app.room.num_waiting == 0
     assert [session.num_admitted for session in endpoint._sessions.values()] == [0] * len(endpoint._sessions)
 
 
-def num_connections(endpoint: Endpoint) -> int:
+def num_connections(endpoint: AgentEndpoint) -> int:
     return len(endpoint._server.server_state.connections) if endpoint._server else 0
 
 
 @asynccontextmanager
 async def two_at_an_endpoint(
-    limits: Limits | None = None,
-) -> AsyncIterator[tuple[Endpoint, ServedPolicy, ServedPolicy]]:
+    limits: AdmissionLimits | None = None,
+) -> AsyncIterator[tuple[AgentEndpoint, ServedPolicy, ServedPolicy]]:
     """One whose model waits at a gate, and its neighbour."""
-    async with Endpoint(limits=limits) as endpoint:
+    async with AgentEndpoint(limits=limits) as endpoint:
         greedy, neighbour = (
             policy_at(endpoint, Gate(), "greedy"),
             policy_at(endpoint, speaker(*["hi"] * 9), "neighbour"),
@@ -124,13 +124,13 @@ def gate_of(policy: ServedPolicy) -> Gate:
     return policy._generator
 
 
-def session_of(endpoint: Endpoint, policy: ServedPolicy) -> Session:
+def session_of(endpoint: AgentEndpoint, policy: ServedPolicy) -> Session:
     key = policy.api_key
     (session,) = [one for one in endpoint._sessions.values() if one.key == key]
     return session
 
 
-async def send_slowly(endpoint: Endpoint, policy: ServedPolicy) -> asyncio.StreamWriter:
+async def send_slowly(endpoint: AgentEndpoint, policy: ServedPolicy) -> asyncio.StreamWriter:
     """Begin a request with the longest body there may be, and return when it is known."""
     num_before = session_of(endpoint, policy).num_admitted
     _, writer = await connect(policy, b"{", num_bytes=SMALL.max_body_bytes)
@@ -197,7 +197,7 @@ async def test_of_thousands_of_requests_some_run_some_wait_and_others_are_told_t
 @pytest.mark.parametrize("path", BODIES)
 async def test_official_clients_come_again_when_they_were_told_to(path: str) -> None:
     statuses: list[int] = []
-    async with two_at_an_endpoint(Limits(max_admitted=1, retry_after_s=1)) as (_, greedy, _):
+    async with two_at_an_endpoint(AdmissionLimits(max_admitted=1, retry_after_s=1)) as (_, greedy, _):
         gate = gate_of(greedy)
 
         async def note(response: Any) -> None:
@@ -229,7 +229,7 @@ async def test_official_clients_come_again_when_they_were_told_to(path: str) -> 
 
 async def test_request_that_waits_goes_with_its_client_and_with_its_trajectory() -> None:
     body = json.dumps(chat()).encode()
-    async with two_at_an_endpoint(Limits(max_running=1)) as (endpoint, greedy, neighbour):
+    async with two_at_an_endpoint(AdmissionLimits(max_running=1)) as (endpoint, greedy, neighbour):
         session = session_of(endpoint, greedy)
         running, first = await connect(greedy, body)
         await until(lambda: gate_of(greedy).num_waiting == 1)
@@ -252,7 +252,7 @@ async def test_request_that_waits_goes_with_its_client_and_with_its_trajectory()
 
 @pytest.mark.parametrize("num_bytes", [100, 60_000], ids=["short", "long"])
 async def test_body_that_does_not_end_is_given_up(num_bytes: int) -> None:
-    limits = Limits(body_deadline_s=1.0, head_deadline_s=NEVER_S, max_short_bytes=1 << 10)
+    limits = AdmissionLimits(body_deadline_s=1.0, head_deadline_s=NEVER_S, max_short_bytes=1 << 10)
     async with two_at_an_endpoint(limits) as (endpoint, greedy, neighbour):
         reader, writer = await connect(greedy, b'{"messages"', num_bytes=num_bytes)
         status, headers, answer = await read_answer(reader)
@@ -342,8 +342,8 @@ def test_process_that_may_open_few_files_has_fewer_connections(monkeypatch: pyte
     limits = {}
     for num_files in (1024, 20_000, resource.RLIM_INFINITY):
         monkeypatch.setattr(resource, "getrlimit", lambda _, num_files=num_files: (num_files, num_files))
-        limits[num_files] = Limits.of_process()
+        limits[num_files] = AdmissionLimits.of_process()
 
-    assert limits[20_000] == limits[resource.RLIM_INFINITY] == Limits()
+    assert limits[20_000] == limits[resource.RLIM_INFINITY] == AdmissionLimits()
     assert limits[1024].max_connections == 512
     assert limits[1024].max_admitted == 512 // CONNECTIONS_PER_SESSION

@@ -13,10 +13,10 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import Pool
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import Sequence
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import load_codec
 from tests.sglang.scoring import assert_scored_by
@@ -48,11 +48,11 @@ def engine(folder: Path) -> Iterator[Server]:
 
 @asynccontextmanager
 async def served_by(engine: Server, folder: Path) -> AsyncIterator[ServedPolicy]:
-    pool = Pool(["s0"], deadline_s=60)
+    pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=str(engine.http.base_url).rstrip("/"), version="0-0")
     async with AsyncExitStack() as stack:
         client = await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=16))
-        endpoint = await stack.enter_async_context(Endpoint())
+        endpoint = await stack.enter_async_context(AgentEndpoint())
         sampling = SamplingSettings(max_new_tokens=MAX_NEW_TOKENS)
         yield ServedPolicy(client, load_codec(str(folder)), sampling, name="uid", endpoint=endpoint)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import xgrammar
 
-from areal_async.rollout.endpoint.calls import Call, Choice, Form, Refusal
+from areal_async.rollout.endpoint.calls import CompletionRequest, Form, Refusal, ToolChoice
 from areal_async.rollout.endpoint.forms import grammar_of
 from areal_async.rollout.tools.parse import ToolFormat, parse_reply
 
@@ -67,8 +67,8 @@ def accepted(grammar: dict[str, Any], texts: Sequence[str]) -> list[str]:
     return taken
 
 
-def call_with(form: Form | None = None, **choice: Any) -> Call:
-    return Call(messages=[], tools=[ADD, NOW], choice=Choice(**choice), form=form)
+def call_with(form: Form | None = None, **choice: Any) -> CompletionRequest:
+    return CompletionRequest(messages=[], tools=[ADD, NOW], choice=ToolChoice(**choice), form=form)
 
 
 @pytest.mark.parametrize("tool_format", CALLS)
@@ -101,7 +101,11 @@ def test_answers_are_of_the_calls_that_were_asked_for(tool_format: ToolFormat) -
 
 
 def test_answer_may_be_anything_where_nothing_is_asked_of_it() -> None:
-    for call in (call_with(), Call(messages=[]), Call(messages=[], choice=Choice(is_single=True))):
+    for call in (
+        call_with(),
+        CompletionRequest(messages=[]),
+        CompletionRequest(messages=[], choice=ToolChoice(is_single=True)),
+    ):
         assert grammar_of(call, "hermes", is_thinking=False) == {}
 
 
@@ -114,9 +118,9 @@ def test_answer_without_tools_has_the_form_that_was_asked_for() -> None:
     ):
         texts = [RED, "aa", "b", "c", ""]
         own = [text]
-        assert accepted(grammar_of(Call(messages=[], form=form), None, is_thinking=False), texts) == own
+        assert accepted(grammar_of(CompletionRequest(messages=[], form=form), None, is_thinking=False), texts) == own
         thought = [f"hm</think>\n\n{one}" for one in texts]
-        after = accepted(grammar_of(Call(messages=[], form=form), None, is_thinking=True), texts + thought)
+        after = accepted(grammar_of(CompletionRequest(messages=[], form=form), None, is_thinking=True), texts + thought)
         assert after == [f"hm</think>\n\n{text}"]
         beside = grammar_of(call_with(form), "hermes", is_thinking=False)
         assert accepted(beside, texts) == own
@@ -130,7 +134,7 @@ def test_call_comes_after_the_thought_that_the_template_has_begun() -> None:
 
 
 def test_call_cannot_be_asked_for_where_the_servers_parser_alone_knows_its_form() -> None:
-    for choice in (Choice(is_required=True), Choice(is_single=True, param="parallel_tool_calls")):
+    for choice in (ToolChoice(is_required=True), ToolChoice(is_single=True, param="parallel_tool_calls")):
         with pytest.raises(Refusal, match="tool_call_parser") as caught:
-            grammar_of(Call(messages=[], tools=[ADD], choice=choice), None, is_thinking=False)
+            grammar_of(CompletionRequest(messages=[], tools=[ADD], choice=choice), None, is_thinking=False)
         assert caught.value.param == choice.param

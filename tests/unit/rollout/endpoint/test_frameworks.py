@@ -17,15 +17,15 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import Pool
-from areal_async.inference.pool import Server as PoolServer
+from areal_async.inference.pool import ServerHandle as PoolServer
+from areal_async.inference.pool import ServerPool
 from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.policy import Generator
 from areal_async.rollout.policy.text import load_codec
 from tests.loops import on_uvloop
-from tests.unit.inference.embedded_engine import Server
+from tests.unit.inference.embedded_engine import ServerHandle
 from tests.unit.rollout.endpoint.terse import build_terse
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Server]:
-    server = Server(folder)
+def engine(folder: Path) -> Iterator[ServerHandle]:
+    server = ServerHandle(folder)
     yield server
     server.close()
 
@@ -82,12 +82,12 @@ class Noting:
 
 
 @asynccontextmanager
-async def served_by(engine: Server, folder: Path) -> AsyncIterator[tuple[ServedPolicy, Noting]]:
-    pool = Pool(["s0"], deadline_s=60)
+async def served_by(engine: ServerHandle, folder: Path) -> AsyncIterator[tuple[ServedPolicy, Noting]]:
+    pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=str(engine.http.base_url).rstrip("/"), version="0-0")
     async with AsyncExitStack() as stack:
         client = Noting(await stack.enter_async_context(InferenceClient(pool, InferenceSettings(), max_streams=16)))
-        endpoint = await stack.enter_async_context(Endpoint())
+        endpoint = await stack.enter_async_context(AgentEndpoint())
         sampling = SamplingSettings(max_new_tokens=200, temperature=0.0)
         yield ServedPolicy(client, load_codec(str(folder)), sampling, name="uid", endpoint=endpoint), client
 
@@ -105,7 +105,7 @@ async def told(python: str, program: str, policy: ServedPolicy) -> dict[str, Any
     return dict(json.loads(line) for line in done.stdout.decode().splitlines())
 
 
-def assert_engine_s_own(policy: ServedPolicy, noting: Noting, engine: Server) -> None:
+def assert_engine_s_own(policy: ServedPolicy, noting: Noting, engine: ServerHandle) -> None:
     """What is recorded is what the engine says to the same prompt under the same grammar."""
     assert len(policy.turns) == len(noting.calls)
     for turn, (generated, params) in zip(policy.turns, noting.calls, strict=True):
@@ -121,7 +121,7 @@ def assert_paint(value: Any) -> None:
     assert value["coats"] in (1, 2, 3)
 
 
-async def test_pydantic_ai(python: str, engine: Server, folder: Path) -> None:
+async def test_pydantic_ai(python: str, engine: ServerHandle, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "pydantic_ai_modes.py", policy)
 
@@ -131,7 +131,7 @@ async def test_pydantic_ai(python: str, engine: Server, folder: Path) -> None:
         assert_engine_s_own(policy, noting, engine)
 
 
-async def test_langchain(python: str, engine: Server, folder: Path) -> None:
+async def test_langchain(python: str, engine: ServerHandle, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "langchain_modes.py", policy)
 
@@ -147,7 +147,7 @@ async def test_langchain(python: str, engine: Server, folder: Path) -> None:
         assert_engine_s_own(policy, noting, engine)
 
 
-async def test_instructor(python: str, engine: Server, folder: Path) -> None:
+async def test_instructor(python: str, engine: ServerHandle, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "instructor_modes.py", policy)
 
@@ -157,7 +157,7 @@ async def test_instructor(python: str, engine: Server, folder: Path) -> None:
         assert_engine_s_own(policy, noting, engine)
 
 
-async def test_smolagents(python: str, engine: Server, folder: Path) -> None:
+async def test_smolagents(python: str, engine: ServerHandle, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "smolagents_modes.py", policy)
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_async.api import Reply
 from areal_async.config.settings import SamplingSettings
-from areal_async.rollout.endpoint.calls import Said
+from areal_async.rollout.endpoint.calls import ReportedReply
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.session import Session
 from areal_async.rollout.policy.merge import merge_turns
@@ -91,7 +91,7 @@ def test_conversations_that_come_back_keep_their_tokens(
         for _, choice in turns:
             number = choice % len(conversations)
             exchange: Any = translation.APIS[api][0](request_of(api, conversations[number]))
-            heard: list[Said] = []
+            heard: list[ReportedReply] = []
             exchange.conclude = heard.extend
             if is_streamed:
                 async for _events in session.stream(exchange):
@@ -117,8 +117,8 @@ def reply_of(message: dict[str, Any]) -> Reply:
     return Reply(id="r", text="", message=message, token_ids=[], logprobs=[], finish_reason="stop")
 
 
-def told(content: str) -> Said:
-    return Said(
+def told(content: str) -> ReportedReply:
+    return ReportedReply(
         content=content,
         tool_calls=[],
         finish="stop",

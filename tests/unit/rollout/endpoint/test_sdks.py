@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from areal_async.inference.call_parser import FoundCall, FoundCalls
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import ScriptedModel
@@ -105,7 +105,7 @@ class AtSigns:
     """A server's parser of another way of writing calls."""
 
     async def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: ServerHandle | None = None
     ) -> FoundCalls:
         content, found, arguments = text.partition("@add")
         return FoundCalls(content, [FoundCall("add", arguments)] if found else [])

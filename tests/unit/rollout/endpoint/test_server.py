@@ -13,10 +13,10 @@ import structlog
 
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import GenerationError, Reject, RolloutError, UserError, WorkflowError
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
-from areal_async.rollout.endpoint.server import Endpoint
+from areal_async.rollout.endpoint.server import AgentEndpoint
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import TINY, codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
@@ -45,9 +45,9 @@ class Waiting(ScriptedModel):
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         self.is_asked.set()
         if on_tokens:
             on_tokens(said("a")[:1])
@@ -70,9 +70,9 @@ class Failing(ScriptedModel):
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: Server | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, Server]:
+    ) -> tuple[Turn, ServerHandle]:
         await anyio.lowlevel.checkpoint()
         if self.errors:
             raise GenerationError(self.errors.pop(0))
@@ -80,7 +80,7 @@ class Failing(ScriptedModel):
 
 
 async def test_nothing_runs_until_a_workflow_asks_for_the_address() -> None:
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         policy = ServedPolicy(speaker(), codec_with("hermes"), SamplingSettings(), name="uid", endpoint=endpoint)
 
         assert not endpoint.is_serving
@@ -140,7 +140,7 @@ async def test_address_that_is_none_of_this_host_s_is_refused_at_once(host: str)
 
 @pytest.mark.parametrize("path", BODIES)
 async def test_key_is_good_for_its_own_trajectory_alone_and_ends_with_it(path: str) -> None:
-    async with Endpoint() as endpoint:
+    async with AgentEndpoint() as endpoint:
         mine, other = (
             ServedPolicy(speaker("hi"), codec_with("hermes"), SamplingSettings(), name=name, endpoint=endpoint)
             for name in ("mine", "other")
@@ -249,7 +249,7 @@ async def test_failure_of_the_policy_is_an_error_of_the_api(
 @pytest.mark.parametrize("path", BODIES)
 async def test_stream_that_breaks_ends_with_an_error_of_the_api(path: str) -> None:
     class Breaking(Failing):
-        async def generate(self, *args: Any, on_tokens: Any = None, **kwargs: Any) -> tuple[Turn, Server]:
+        async def generate(self, *args: Any, on_tokens: Any = None, **kwargs: Any) -> tuple[Turn, ServerHandle]:
             on_tokens(said("ab")[:2])
             await anyio.wait_all_tasks_blocked()
             raise GenerationError("gone")
@@ -353,7 +353,7 @@ async def test_request_runs_in_the_name_of_its_workflow() -> None:
     seen: list[dict[str, Any]] = []
 
     class Watched(ScriptedModel):
-        async def generate(self, *args: Any, **kwargs: Any) -> tuple[Turn, Server]:
+        async def generate(self, *args: Any, **kwargs: Any) -> tuple[Turn, ServerHandle]:
             seen.append(structlog.contextvars.get_contextvars())
             return await super().generate(*args, **kwargs)
 

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
-from areal_async.rollout.endpoint.calls import Call, Choice, Exchange, Form, Refusal, Said
+from areal_async.rollout.endpoint.calls import ApiExchange, CompletionRequest, Form, Refusal, ReportedReply, ToolChoice
 from areal_async.rollout.endpoint.reading import UNHAD, Hint, Unsupported
 
-Parse = Callable[[bytes], Exchange]
+Parse = Callable[[bytes], ApiExchange]
 
 PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
 FUNCTION = {"name": "add", "description": "Add.", "parameters": PARAMETERS}
@@ -96,15 +96,15 @@ MESSAGES = {
 }  # fmt: skip
 
 
-def parse_chat(body: bytes, unsupported: Unsupported | None = None) -> Exchange:
+def parse_chat(body: bytes, unsupported: Unsupported | None = None) -> ApiExchange:
     return openai_chat.parse(body, unsupported or Unsupported())
 
 
-def parse_responses(body: bytes, unsupported: Unsupported | None = None) -> Exchange:
+def parse_responses(body: bytes, unsupported: Unsupported | None = None) -> ApiExchange:
     return openai_responses.parse(body, {}, unsupported or Unsupported())
 
 
-def parse_messages(body: bytes, unsupported: Unsupported | None = None) -> Exchange:
+def parse_messages(body: bytes, unsupported: Unsupported | None = None) -> ApiExchange:
     return anthropic_messages.parse(body, unsupported or Unsupported())
 
 
@@ -115,7 +115,7 @@ APIS: dict[str, tuple[Parse, dict[str, Any]]] = {
 }
 
 
-def asked(api: str, **fields: Any) -> Call:
+def asked(api: str, **fields: Any) -> CompletionRequest:
     """The call of a request with more or other fields."""
     parse, request = APIS[api]
     return parse(json.dumps(request | fields).encode()).call
@@ -125,7 +125,7 @@ def asked(api: str, **fields: Any) -> Call:
 def test_one_conversation_is_the_same_call_in_every_api(api: str) -> None:
     parse, request = APIS[api]
 
-    assert parse(json.dumps(request).encode()).call == Call(
+    assert parse(json.dumps(request).encode()).call == CompletionRequest(
         messages=CONVERSATION,
         tools=[{"type": "function", "function": FUNCTION}],
         sampling={"temperature": 0.5, "top_p": 0.9, "max_new_tokens": 7},
@@ -139,14 +139,14 @@ def test_chat_takes_several_replies_stop_strings_and_logprobs() -> None:
     assert (call.n, call.stop, call.wants_logprobs, call.num_top_logprobs, call.tools) == (3, ("x",), True, 5, [])
 
 
-ADD, ONE, MANY = "add", Choice(is_required=True, names=("add",), is_single=True), Choice(is_required=True)
-CHOICES: dict[str, list[tuple[dict[str, Any], Choice]]] = {
+ADD, ONE, MANY = "add", ToolChoice(is_required=True, names=("add",), is_single=True), ToolChoice(is_required=True)
+CHOICES: dict[str, list[tuple[dict[str, Any], ToolChoice]]] = {
     "chat": [
         ({"tool_choice": "required"}, MANY),
         ({"tool_choice": {"type": "function", "function": {"name": ADD}}}, ONE),
-        ({"parallel_tool_calls": False}, Choice(is_single=True)),
-        ({"parallel_tool_calls": True}, Choice()),
-        ({"tool_choice": "required", "parallel_tool_calls": False}, Choice(is_required=True, is_single=True)),
+        ({"parallel_tool_calls": False}, ToolChoice(is_single=True)),
+        ({"parallel_tool_calls": True}, ToolChoice()),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ToolChoice(is_required=True, is_single=True)),
         (
             {
                 "tool_choice": {
@@ -154,25 +154,25 @@ CHOICES: dict[str, list[tuple[dict[str, Any], Choice]]] = {
                     "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": ADD}}]},
                 }
             },
-            Choice(is_required=True, names=(ADD,)),
+            ToolChoice(is_required=True, names=(ADD,)),
         ),
     ],
     "responses": [
         ({"tool_choice": "required"}, MANY),
         ({"tool_choice": {"type": "function", "name": ADD}}, ONE),
-        ({"parallel_tool_calls": False}, Choice(is_single=True)),
+        ({"parallel_tool_calls": False}, ToolChoice(is_single=True)),
         (
             {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": ADD}]}},
-            Choice(names=(ADD,)),
+            ToolChoice(names=(ADD,)),
         ),
     ],
     "messages": [
         ({"tool_choice": {"type": "any"}}, MANY),
         ({"tool_choice": {"type": "tool", "name": ADD}}, ONE),
-        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, Choice(is_single=True)),
+        ({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}, ToolChoice(is_single=True)),
         (
             {"tool_choice": {"type": "any", "disable_parallel_tool_use": True}},
-            Choice(is_required=True, is_single=True),
+            ToolChoice(is_required=True, is_single=True),
         ),
     ],
 }
@@ -462,7 +462,7 @@ def test_what_is_no_request_is_refused(api: str, body: bytes) -> None:
         APIS[api][0](body)
 
 
-SAID = Said(
+SAID = ReportedReply(
     content="I add.",
     tool_calls=[CALLED],
     finish="tool_calls",

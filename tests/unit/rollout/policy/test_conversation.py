@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from areal_async.errors import WorkflowError
 from areal_async.protocol.types import Turn, VersionSpan
-from areal_async.rollout.policy.conversation import Conversations, Opening
+from areal_async.rollout.policy.conversation import Conversations, RenderedPrompt
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.text import TextCodec
 from tests.unit.rollout.chat_templates import TEMPLATES, codec_with, tokenizer_with
@@ -39,10 +39,10 @@ class Talk:
     def __post_init__(self) -> None:
         self.conversations = Conversations(self.codec)
 
-    def open(self, messages: list[Message], tools: list[Message] | None = None) -> Opening:
+    def open(self, messages: list[Message], tools: list[Message] | None = None) -> RenderedPrompt:
         return self.conversations.open(messages, tools or [])
 
-    def say(self, opening: Opening, output_ids: list[int], message: Message | None = None) -> Message:
+    def say(self, opening: RenderedPrompt, output_ids: list[int], message: Message | None = None) -> Message:
         turn = Turn(
             prompt_ids=opening.prompt_ids,
             output_ids=output_ids,
@@ -59,7 +59,7 @@ class Talk:
     def ask(self, messages: list[Message], output_ids: list[int], tools: list[Message] | None = None) -> Message:
         return self.say(self.open(messages, tools), output_ids)
 
-    def begins_with(self, opening: Opening, number: int) -> bool:
+    def begins_with(self, opening: RenderedPrompt, number: int) -> bool:
         turn = self.turns[number]
         said = turn.prompt_ids + turn.output_ids
         return opening.prompt_ids[: len(said)] == said

@@ -12,7 +12,7 @@ from areal_async.api import Reply
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import ContextFull, GenerationError, WorkflowError
 from areal_async.inference.call_parser import FoundCall, FoundCalls
-from areal_async.inference.pool import Server
+from areal_async.inference.pool import ServerHandle
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
@@ -439,7 +439,7 @@ class ScriptedParser:
         self.texts: list[str] = []
 
     async def find(
-        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: Server | None = None
+        self, text: str, tools: Sequence[Mapping[str, Any]], *, preferred: ServerHandle | None = None
     ) -> FoundCalls:
         assert [tool["function"]["name"] for tool in tools] == ["add"]
         assert preferred is not None

@@ -15,7 +15,7 @@ from areal_async.rollout.episode import run_episode
 from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.rewards.reply_rewards import Scores, checked_scores, credits_of
-from areal_async.rollout.slots import Place
+from areal_async.rollout.slots import SlotSpec
 from tests.unit.rollout.byte_model import ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -38,7 +38,7 @@ async def play(
         second = await policy.complete([1, 2, *first.token_ids, *ASKED])
         return returned(first.id, second.id)
 
-    place = Place(
+    place = SlotSpec(
         workflow="w", sibling=sibling, sample_uid=f"uid{sibling}", ticket_version="1-0", max_bytes=1 << 20,
         max_sequence_tokens=100, max_credit_bytes=max_credit_bytes,
         one_reward_for=AlgorithmSettings(**(algorithm or {})).one_reward_for,

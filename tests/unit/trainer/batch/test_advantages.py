@@ -13,7 +13,7 @@ import torch
 from areal_async.algorithms.advantages import AdvantageRule, Sibling, step_advantages
 from areal_async.protocol.types import CutSlot, Slot, SlotStatus
 from areal_async.trainer.batch.advantages import Columns, Moments, critic_advantages, kl_penalties, penalised_advantages
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.packing.rows import TrainRow
 from tests.unit.trainer.models import random_rows
 
@@ -175,11 +175,11 @@ def test_a_penalty_is_beta_times_the_estimate_at_trained_tokens(estimator: str) 
     assert mean == pytest.approx(np.mean(every), rel=1e-6)
 
 
-def slots_of(rows: Sequence[TrainRow]) -> list[Placed]:
+def slots_of(rows: Sequence[TrainRow]) -> list[BatchSlot]:
     """Return the batch: trajectories 0, 1 and 2 are one group, 3 and 4 another."""
     tokens = {index: sum(int(row.loss_mask.sum()) for row in rows if row.index == index) for index in OUTCOMES}
     return [
-        Placed(
+        BatchSlot(
             position=index,
             group_id="a" if index < 3 else "b",
             workflow="w",

@@ -15,7 +15,7 @@ from areal_async.errors import WireError
 from areal_async.protocol import wire
 from areal_async.protocol.fields import MAX_INFO_KEYS
 from areal_async.protocol.types import Credit, Cut, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
-from areal_async.trainer.batch.limits import Limits
+from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tools.hostile import ALGORITHMS, Course
 
@@ -28,7 +28,7 @@ SETTINGS = Settings.model_validate(
         "trainer": {"token_budget": 8},
     }
 )
-LIMITS = Limits(SETTINGS, vocab_size=100)
+LIMITS = TrainingLimits(SETTINGS, vocab_size=100)
 CUT = Cut(lineage=2, step=5, max_staleness=2)
 
 
@@ -110,7 +110,7 @@ def test_tokens_over_the_bound_pass_where_they_are_masked() -> None:
 
 
 def test_rewards_for_single_replies_are_refused_where_a_trajectory_has_one() -> None:
-    limits = Limits(
+    limits = TrainingLimits(
         SETTINGS.model_copy(update={"algorithm": Settings.model_validate({"algorithm": {"name": "ppo"}}).algorithm})
     )
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.errors import StalenessError
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
-from areal_async.trainer.batch.payloads import AgeStats, Placed, build_rows, place, share
+from areal_async.trainer.batch.payloads import AgeStats, BatchSlot, build_rows, place, share
 from areal_async.trainer.batch.step import ShareStats, add_up_info, agree_on_batch, batch_metrics
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.rows import TrainRow
@@ -80,7 +80,7 @@ def test_a_long_trajectory_weighs_more_than_its_tokens() -> None:
     assert by_tokens == [5, 12]
 
 
-def _cost(placed: Placed) -> int:
+def _cost(placed: BatchSlot) -> int:
     return FLOPS.forward(placed.item.slot.num_tokens, placed.item.slot.num_output_tokens)
 
 

@@ -7,17 +7,17 @@ import pytest
 
 from areal_async.errors import FencedError
 from areal_async.protocol.types import CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
-from areal_async.trainer.batch.group_outcomes import Fates
+from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.inventory import Inventory
 from areal_async.trainer.batch.planner import (
     OVER_AGE,
+    BatchPlanner,
     CutRules,
-    Cutter,
     Decision,
     GroupRules,
-    Room,
+    RetryLater,
     Settle,
-    Wait,
+    StreamRoom,
     Write,
 )
 
@@ -60,7 +60,7 @@ class Bench:
         filters_equal: bool = False,
     ) -> None:
         self.inventory: Inventory[str] = Inventory()
-        self.fates: Fates[Any] = Fates(self.inventory, lineage=lineage, max_attempts=2, recorded=())
+        self.fates: GroupOutcomes[Any] = GroupOutcomes(self.inventory, lineage=lineage, max_attempts=2, recorded=())
         rules = CutRules(
             last_step=9,
             seed=1,
@@ -72,7 +72,7 @@ class Bench:
             filters_equal_groups=filters_equal,
             of_task={"other": GroupRules(min_group_size=1, group_deadline_s=5.0)},
         )
-        self.cutter = Cutter(rules, self.fates, branches={})
+        self.cutter = BatchPlanner(rules, self.fates, branches={})
         self.cutter.step = step
         self.cutter.allow(step)
 
@@ -81,7 +81,7 @@ class Bench:
             self.inventory.add_message(message, "delivery")
 
     def decide(self, *, now: float = 0.0) -> Decision:
-        return self.cutter.decide(now=now, room=Room.AMPLE)
+        return self.cutter.decide(now=now, room=StreamRoom.AMPLE)
 
 
 def test_a_group_of_a_version_to_come_is_given_up_and_never_cut() -> None:
@@ -103,7 +103,7 @@ def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None
     assert isinstance(decision, Write)
     assert [group.group_id for group in decision.entry.groups] == ["0-1-0", "0-2-0"]
     bench.cutter.note_written(decision.entry)
-    assert bench.decide() == Wait("step 1 to be trained, before cutting step 2")
+    assert bench.decide() == RetryLater("step 1 to be trained, before cutting step 2")
 
 
 def test_a_group_that_cannot_train_is_settled_first() -> None:
@@ -124,7 +124,7 @@ def test_a_task_decides_how_many_scored_siblings_its_groups_need() -> None:
 def test_the_groups_of_a_task_are_waited_for_as_long_as_it_says() -> None:
     bench = Bench(step=2)
     bench.add(_message(1, 0), _message(2, 0, workflow="other"), _message(3, 0, workflow="other"))
-    assert isinstance(bench.decide(now=0.0), Wait)
+    assert isinstance(bench.decide(now=0.0), RetryLater)
 
     reason = "still incomplete 5 s after the trainer began to wait for it"
     assert bench.decide(now=6.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
@@ -175,7 +175,7 @@ def test_only_the_setting_that_drops_groups_over_the_bound_drops_them(
 def test_what_only_a_branch_has_put_over_the_bound_is_tried_again() -> None:
     bench = Bench(lineage=2, step=2, when_stale="drop")
     bench.add(_message(1, 0, 1, oldest="1-1"))
-    assert isinstance(bench.decide(), Wait)
+    assert isinstance(bench.decide(), RetryLater)
 
     bench.cutter.branch(after_step=0)
 
@@ -193,8 +193,8 @@ def test_the_newest_token_counts_where_it_lies_beyond_a_branch() -> None:
 def test_a_due_group_is_waited_for_until_its_deadline() -> None:
     bench = Bench(step=2)
     bench.add(_message(1, 0), _message(2, 0, 1), _message(3, 0, 1))
-    assert isinstance(bench.decide(now=0.0), Wait)
-    assert isinstance(bench.decide(now=10.0), Wait)
+    assert isinstance(bench.decide(now=0.0), RetryLater)
+    assert isinstance(bench.decide(now=10.0), RetryLater)
 
     decision = bench.decide(now=10.5)
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from areal_async.errors import PipelineError
-from areal_async.trainer.engine.checkpoint import Trained, load
+from areal_async.trainer.engine.checkpoint import TrainState, load
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 
@@ -110,7 +110,7 @@ def test_a_part_of_the_model_loads_its_own_out_of_the_whole_ones_checkpoint(
     )
     optimizer = torch.optim.AdamW(part.parameters())
 
-    ledger = load(Trained(part, optimizer, lambda own: last_layer + own), tmp_path / "1-1", others={}, ranks=ranks)
+    ledger = load(TrainState(part, optimizer, lambda own: last_layer + own), tmp_path / "1-1", others={}, ranks=ranks)
 
     assert ledger == LEDGER
     assert len(list(part.named_parameters())) == 3

@@ -26,7 +26,7 @@ from areal_async.inference.embedded.engine.weights import (
 from areal_async.inference.http import Checksums
 from areal_async.inference.verify import compare
 from areal_async.protocol.types import WeightsVersion
-from areal_async.trainer.engine.engines import Engines, Lanes
+from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.lora import peft_name
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
@@ -270,7 +270,7 @@ def test_a_reference_inside_the_policy_is_asked_in_the_policys_thread(model: Pat
     own = {**values, "model": {"path": str(model), "reference": {"path": "other"}}}
 
     def lane(given: dict[str, Any]) -> str:
-        return Lanes.for_run(Settings.model_validate(given), ranks, EngineThread()).name("reference")
+        return EngineThreads.for_run(Settings.model_validate(given), ranks, EngineThread()).name("reference")
 
     assert (lane(values), lane(own)) == ("actor", "reference")
-    assert anyio.run(Lanes(engine=EngineThread(), is_single=False).run, "", lambda: 1) == 1
+    assert anyio.run(EngineThreads(engine=EngineThread(), is_single=False).run, "", lambda: 1) == 1

@@ -14,7 +14,7 @@ from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.presets import policy_objective
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.errors import UserError
-from areal_async.trainer.engine.model import Policy
+from areal_async.trainer.engine.model import PolicyModel
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.packing.rows import PackedRow, TrainRow, pack_rows
@@ -190,7 +190,7 @@ def test_no_more_logits_than_a_chunk_are_made_at_once(model: Path, monkeypatch: 
     monkeypatch.setattr("areal_async.trainer.engine.model.HEAD_CHUNK_ELEMENTS", 3 * VOCAB)
     causal_lm.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[0]))
 
-    Policy(causal_lm)(pack_rows(random_rows(4), torch.device("cpu")))
+    PolicyModel(causal_lm)(pack_rows(random_rows(4), torch.device("cpu")))
 
     assert max(made) == 3
 

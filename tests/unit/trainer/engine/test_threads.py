@@ -5,7 +5,7 @@ import threading
 import anyio
 import pytest
 
-from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +19,7 @@ async def test_a_job_goes_on_beside_its_starter_and_the_next_waits_for_it() -> N
         done.append(number)
 
     async with anyio.create_task_group() as tasks:
-        beside = Beside(tasks)
+        beside = BackgroundJob(tasks)
         await beside.finish()
         await beside.start(lambda: job(0))
         tasks.start_soon(beside.start, lambda: job(1))
@@ -40,7 +40,7 @@ async def test_a_job_that_fails_ends_whoever_waits_for_it() -> None:
 
     async def start_and_wait() -> None:
         async with anyio.create_task_group() as tasks:
-            beside = Beside(tasks)
+            beside = BackgroundJob(tasks)
             await beside.start(job)
             await beside.finish()
             raise AssertionError("it was to end before")

@@ -11,7 +11,7 @@ import pytest
 from areal_async.errors import FencedError
 from areal_async.process.atomic_folders import keep_newest
 from areal_async.protocol.types import Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
-from areal_async.trainer.batch.payloads import Placed
+from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.output.archive import MetricsFile, abandon_archive, write_archive
 from tests.unit.trainer.models import rows_as_trained
 
@@ -31,7 +31,7 @@ def _write(directory: Path, step: int, *, lineage: int = 1) -> None:
         made=Version(lineage, step),
         cut=Cut(lineage=lineage, step=step, max_staleness=2),
         rank=0,
-        slots=[Placed(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
+        slots=[BatchSlot(position=0, group_id="0-0-0", workflow="w", item=CutSlot(slot=slot, sequence=1))],
         trajectories=trajectories,
         advantages={0: np.array([0.25], dtype=np.float32)},
         rows=rows_as_trained(trajectories, {0: 0.25}),

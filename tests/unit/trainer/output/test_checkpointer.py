@@ -19,7 +19,7 @@ from areal_async.trainer.engine import checkpoint
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.checkpointer import Checkpointer
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows
 
@@ -48,7 +48,7 @@ class Station:
     async def open(self, **trainer: Any) -> AsyncIterator[Checkpointer]:
         settings = Settings.model_validate({"trainer": trainer})
         async with anyio.create_task_group() as tasks:
-            archiving = Beside(tasks)
+            archiving = BackgroundJob(tasks)
             await archiving.start(self.is_archived.wait)
             yield Checkpointer(
                 settings,
@@ -58,7 +58,7 @@ class Station:
                 thread=EngineThread(),
                 writer=self.writer,
                 archiving=archiving,
-                beside=Beside(tasks),
+                beside=BackgroundJob(tasks),
                 lineage=None,
                 feed=None,
             )

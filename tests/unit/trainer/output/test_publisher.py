@@ -21,9 +21,9 @@ from areal_async.protocol.wire import decode
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.threads import Beside, EngineThread
+from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.broadcast import Broadcaster
-from areal_async.trainer.output.publisher import Publisher, sends_adapter
+from areal_async.trainer.output.publisher import WeightsPublisher, sends_adapter
 from tests.brokers import OpenRole
 from tests.unit.trainer.models import engine_of
 from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
@@ -47,18 +47,18 @@ async def publishing(
     weight_transfer: str = "disk",
     start_deadline_s: float = 60.0,
     sends_adapter: bool = False,
-) -> AsyncIterator[Publisher]:
+) -> AsyncIterator[WeightsPublisher]:
     """Rank 0's publisher of a new lineage."""
     settings = InferenceSettings(bucket_bytes=10_000, start_deadline_s=start_deadline_s)
     lineage = await Lineage.take(bus)
     broadcaster = Broadcaster(prefix=f"test-{lineage.number}", address="127.0.0.1", backend=GLOO, deadline_s=DEADLINE_S)
     async with anyio.create_task_group() as tasks:
-        yield Publisher(
+        yield WeightsPublisher(
             settings,
             directory / "weights",
             engine=engine,
             thread=EngineThread(),
-            beside=Beside(tasks),
+            beside=BackgroundJob(tasks),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster if weight_transfer == "distributed" else None,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal_async.errors import UserError
 from areal_async.trainer.engine.attention import PACKED, register_packed_attention
-from areal_async.trainer.engine.model import Policy
+from areal_async.trainer.engine.model import PolicyModel
 from areal_async.trainer.engine.parallel.stages import Stage, divide, split_evenly, stage_of
 from areal_async.trainer.packing.rows import PackedRow, pack_rows
 from tests.unit.trainer.models import FAMILIES, random_rows, save_model
@@ -25,11 +25,11 @@ def test_stages_of_a_decoder_say_what_the_whole_one_says(family: str, num_stages
     scale = {"embedding_multiplier": 3.0} if family == "granite" else {}
     decoder = _load(save_model(tmp_path, family=family, num_layers=NUM_LAYERS, **scale))
     row = pack_rows(random_rows(3), torch.device("cpu"))
-    expected = Policy(decoder)(row)
+    expected = PolicyModel(decoder)(row)
     whole_gradient = _gradients(decoder, expected)
 
     parts = divide(decoder, num_stages)
-    stages = [stage_of(decoder, parts, number, wrap=Policy) for number in range(num_stages)]
+    stages = [stage_of(decoder, parts, number, wrap=PolicyModel) for number in range(num_stages)]
     logprobs_S, entropy_S = _through(stages, row)
 
     torch.testing.assert_close(logprobs_S, expected[0], rtol=0, atol=0)
@@ -44,7 +44,7 @@ def test_every_weight_is_in_a_stage_under_its_own_name_and_only_tied_ones_in_two
     names = [
         name
         for number in range(3)
-        for name, _ in stage_of(decoder, parts, number, wrap=Policy).decoder.named_parameters()
+        for name, _ in stage_of(decoder, parts, number, wrap=PolicyModel).decoder.named_parameters()
     ]
 
     assert sorted(names) == sorted([*dict(decoder.named_parameters()), "lm_head.weight"])
