@@ -15,20 +15,20 @@ import sys
 
 if "trainer" in sys.orig_argv:
     from areal_async.protocol.journal import Journal
-    from areal_async.trainer.batch.feed import Feed
+    from areal_async.trainer.batch.feed import BatchFeed
 
     Journal.add_outcome = lambda self, outcome: False
     Journal.steps_to_replay = lambda self: []
-    Feed.adopt = lambda self, cuts: None
+    BatchFeed.adopt = lambda self, cuts: None
 '''
 ACK_FIRST = '''"""A trainer that acks what it cuts, and replays nothing."""
 import sys
 
 if "trainer" in sys.orig_argv:
     from areal_async.protocol.journal import Journal
-    from areal_async.trainer.batch.feed import Feed
+    from areal_async.trainer.batch.feed import BatchFeed
 
-    make = Feed.__init__
+    make = BatchFeed.__init__
 
     def make_with_early_acks(self, bus, settings, lineage, journal):
         make(self, bus, settings, lineage, journal)
@@ -41,9 +41,9 @@ if "trainer" in sys.orig_argv:
 
         lineage.write_cut = write_and_ack
 
-    Feed.__init__ = make_with_early_acks
+    BatchFeed.__init__ = make_with_early_acks
     Journal.steps_to_replay = lambda self: []
-    Feed.adopt = lambda self, cuts: None
+    BatchFeed.adopt = lambda self, cuts: None
 '''
 
 

@@ -37,7 +37,7 @@ import itertools
 import pathlib
 import secrets
 
-from areal_async.sandbox import Limits, shared_sandbox
+from areal_async.sandbox import SandboxLimits, shared_sandbox
 from areal_async.sandbox.abuses import ABUSES
 from areal_async.sandbox.escape_suite import ESCAPES
 
@@ -50,7 +50,7 @@ async def hostile(prompt, policy):
     await policy.chat([{"role": "user", "content": prompt["question"]}])
     name, answer = next(NAMES), secrets.token_hex(8)
     sandbox = await shared_sandbox()
-    execution = await sandbox.run(PROGRAMS[name], limits=Limits(wall_s=1, cpu_s=1, memory_bytes=200 << 20))
+    execution = await sandbox.run(PROGRAMS[name], limits=SandboxLimits(wall_s=1, cpu_s=1, memory_bytes=200 << 20))
     with LOG.open("a") as log:
         log.write(name + "\\n")
     return float(execution.stdout.strip() == answer.encode())

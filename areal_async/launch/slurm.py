@@ -52,7 +52,7 @@ try:
 except OSError as exc:
     sys.exit(str(exc))
 """
-_ASK_STACKS = "import sys; from areal_async import stacks; stacks.ask(int(sys.argv[1]))"
+_ASK_STACKS = "import sys; from areal_async.process import stacks; stacks.ask(int(sys.argv[1]))"
 
 
 def on_host(host: str, name: str, *command: str) -> list[str]:

@@ -52,7 +52,7 @@ def test_no_two_processes_draw_a_port_before_its_server_listens_there(monkeypatc
     first = free_port()
     monkeypatch.setattr(host, "PORTS", range(first, first + 20))
     monkeypatch.setattr(host, "NUM_TRIES", 20)
-    code = f"from areal_async import host; host.PORTS, host.NUM_TRIES = range({first}, {first + 20}), 20; "
+    code = f"from areal_async.process import host; host.PORTS, host.NUM_TRIES = range({first}, {first + 20}), 20; "
 
     ours = {first, *(free_port() for _ in range(9))}
     draw = [sys.executable, "-c", f"{code}print(*[host.free_port() for _ in range(5)])"]

@@ -12,7 +12,7 @@ import pytest
 
 SAY = """
 import sys
-from areal_async.process.stdio import Voice, loss, say
+from areal_async.process.stdio import LossyStdout, loss, say
 for line in ("1", "2", "3"):
     {say}
 print("still here", file=sys.stderr)
@@ -53,7 +53,7 @@ def _gone_reader() -> Iterator[int]:
     os.close(writer)
 
 
-@pytest.mark.parametrize("say", ["say(line)", "print(line, file=Voice(sys.stdout), flush=True)"])
+@pytest.mark.parametrize("say", ["say(line)", "print(line, file=LossyStdout(sys.stdout), flush=True)"])
 @pytest.mark.parametrize(
     ("opened", "told"),
     [

@@ -93,7 +93,7 @@ def test_off_nothing_is_recorded_and_opentelemetry_is_not_imported() -> None:
         "import sys, pathlib\n"
         "import areal_async.cli.main, areal_async.cli.run, areal_async.doctor.preflight\n"
         "import areal_async.controller.main, areal_async.rollout.main, areal_async.trainer.main\n"
-        "from areal_async import tracing\n"
+        "from areal_async.telemetry import tracing\n"
         "from areal_async.telemetry.exporters.traces import recording\n"
         "from areal_async.config.settings import Settings\n"
         "with recording(Settings(), pathlib.Path('nowhere'), role='node'):\n"

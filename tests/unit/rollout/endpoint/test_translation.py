@@ -495,7 +495,11 @@ def test_whole_answer_and_its_stream_tell_the_same_when_they_come_back(api: str)
 
 
 README = Path(openai_chat.__file__).with_name("README.md")
-COLUMNS = {"chat": openai_chat, "responses": openai_responses, "messages": anthropic_messages}
+COLUMNS = {
+    "chat": openai_chat._ChatRequest,
+    "responses": openai_responses._ResponsesRequest,
+    "messages": anthropic_messages._MessagesRequest,
+}
 
 
 def table_below(mark: str) -> list[list[str]]:
@@ -512,10 +516,9 @@ def test_documents_say_of_every_field_what_becomes_of_it() -> None:
             if cell:
                 told[api] |= dict.fromkeys(re.findall(r"`(\w+)`", names), cell)
 
-    for api, module in COLUMNS.items():
+    for api, request in COLUMNS.items():
         fields = {
-            field.encode_name: "hint" if field.type == Hint else "honoured"
-            for field in msgspec.structs.fields(module._Request)
+            field.encode_name: "hint" if field.type == Hint else "honoured" for field in msgspec.structs.fields(request)
         }
         assert told[api] == fields
     assert {name for names, _ in table_below("refused") for name in re.findall(r"`(\w+)`", names)} == UNHAD.keys()

@@ -80,7 +80,7 @@ def test_no_collector_is_two_sentences_and_no_traceback(tmp_path: Path) -> None:
     """That it is not there, and what was lost: the library's own account of each try is nobody's."""
     code = (
         "from pathlib import Path\n"
-        "from areal_async import log, tracing\n"
+        "from areal_async.telemetry import log, tracing\n"
         "from areal_async.telemetry.exporters.traces import recording\n"
         "from areal_async.config.settings import MetricsSettings, Settings\n"
         "log.configure('node', None)\n"
