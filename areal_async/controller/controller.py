@@ -39,7 +39,7 @@ from areal_async.controller.steering import RunSteering
 from areal_async.controller.tasks import Tasks
 from areal_async.controller.watch import explain, silence_after
 from areal_async.errors import ConflictError, FencedError, PipelineError, UserError, WireError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import ServerFenced
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.run_state import DISOWNED, Changes, Control, RunState, ServerState
@@ -263,11 +263,11 @@ class Controller:
 
     async def _admit(self, admission: Admission) -> None:
         """Publish tickets, then move the record: what a crash between repeats is de-duplicated by id."""
-        reach("controller.before_tickets")
+        failpoint("controller.before_tickets")
         async with anyio.create_task_group() as publishing:
             for number, item in enumerate(admission.items, start=admission.first_number):
                 publishing.start_soon(self._publish_ticket, item, str(admission.version), number)
-        reach("controller.before_cursor")
+        failpoint("controller.before_cursor")
         try:
             self._admitted_revision = await self._bus.compare_and_set(
                 ADMITTED, admission.record, self._admitted_revision
@@ -277,7 +277,7 @@ class Controller:
         if admission.record.mixes != self._accounts.admitted.mixes:
             log.info("admission.mixed", mixes=msgspec.to_builtins(admission.record.mixes))
         self._accounts.admitted = admission.record
-        reach("controller.after_cursor")
+        failpoint("controller.after_cursor")
         self._move()
 
     async def _publish_ticket(self, item: Readmission, version: str, number: int) -> None:

@@ -20,7 +20,7 @@ import anyio.to_thread
 
 from areal_async.inference.faults import RefusalFault, ServerFault, StagingFault
 from areal_async.inference.http import ServerApi
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import WeightsVersion
 
 ORDER_DEADLINE_S = 60.0
@@ -156,11 +156,11 @@ async def _update(api: ServerApi, transfer: Step, check: Step, *, mode: str) -> 
     start = time.monotonic()
     await api.pause(mode, deadline_s=ORDER_DEADLINE_S)
     paused = time.monotonic()
-    reach("node.paused")
+    failpoint("node.paused")
     await transfer()
     await check()
     updated = time.monotonic()
-    reach("node.updated")
+    failpoint("node.updated")
     await api.resume(deadline_s=ORDER_DEADLINE_S)
     return SwapTimes(pause_s=paused - start, transfer_s=updated - paused, resume_s=time.monotonic() - updated)
 

@@ -82,4 +82,4 @@ def _carry_out(fault: Fault) -> None:
     os.kill(os.getpid(), signal.SIGKILL if fault.action == "kill" else signal.SIGSTOP)
 
 
-reach = FaultPoints(os.environ).reach
+failpoint = FaultPoints(os.environ).reach

@@ -15,7 +15,7 @@ import structlog
 
 from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import StreamFullError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.publish_log import STAMP_HEADER, ProducerSequence, PublishLog, encode_stamp
 from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Slot, Ticket, Trajectory
@@ -199,11 +199,11 @@ class Outbox:
             while True:
                 await self._backpressure.wait_turn(self._ticket.number)
                 try:
-                    reach("node.before_publish")
+                    failpoint("node.before_publish")
                     await self._bus.publish(
                         self._subject, message.payload, msg_id=message.msg_id, headers=message.headers
                     )
-                    reach("node.after_publish")
+                    failpoint("node.after_publish")
                     return
                 except StreamFullError:
                     if not is_waiting:

@@ -17,7 +17,7 @@ from areal_async.api import GroupWorkflow, Workflow, is_group_workflow
 from areal_async.bus import Delivery
 from areal_async.config.settings import MESSAGE_BYTES
 from areal_async.errors import PipelineError, WireError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import SlotStatus, StoredMessage, Ticket, Trajectory
 from areal_async.protocol.wire import decode_headers
 from areal_async.rollout.duties import missing_siblings
@@ -78,9 +78,9 @@ async def run_ticket(place: NodeContext, ticket: Ticket, delivery: Delivery) -> 
                 stored = await stored_messages(place, ticket) if delivery.num_delivered > 1 else []
                 await _run_siblings(place, ticket, missing_siblings(ticket, stored))
                 tasks.cancel_scope.cancel()
-            reach("node.before_ack")
+            failpoint("node.before_ack")
             await delivery.ack()
-            reach("node.after_ack")
+            failpoint("node.after_ack")
 
 
 async def stored_messages(place: NodeContext, ticket: Ticket) -> list[StoredMessage]:

@@ -27,7 +27,7 @@ from areal_async.bus import Bus
 from areal_async.config.live import settings_of_step
 from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError, WireError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, Metrics, OutcomeKind, Version
 from areal_async.telemetry import spans, wait_graph
@@ -259,13 +259,13 @@ class Trainer:
                 reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
                 await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=step)
         train_since = time.monotonic()
-        reach("trainer.before_step")
+        failpoint("trainer.before_step")
         try:
             done = await self._train_batch(part, batch)
         except Exception as exc:
             await self._give_up_culprits(part, missing, batch, exc)
             raise
-        reach("trainer.after_step")
+        failpoint("trainer.after_step")
         train_s = time.monotonic() - train_since
         made = self._made(step)
         archive = functools.partial(

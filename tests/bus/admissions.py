@@ -64,6 +64,6 @@ def dying(at: str, number: int, folder: Path) -> Iterator[None]:
     """Have a controller that runs in the block die when it comes to a fault point for that time; expect it to."""
     armed = {SPECIFICATION: f"controller.{at}:{number}:raise", FIRED: str(folder / "fired")}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(controlled, "reach", FaultPoints(armed).reach)
+        patch.setattr(controlled, "failpoint", FaultPoints(armed).reach)
         with pytest.RaisesGroup(pytest.RaisesExc(PipelineError, match=at), flatten_subgroups=True):
             yield

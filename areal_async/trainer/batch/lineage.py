@@ -7,7 +7,7 @@ its cuts and outcomes for every reader. Whatever else a lineage writes is compar
 
 from areal_async.bus import Bus, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import CheckpointDamaged, CheckpointWritten, WeightsAnnounced
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.subjects import CHECKPOINT, LINEAGE
@@ -119,11 +119,11 @@ class Lineage:
 
     async def announce(self, weights: WeightsVersion) -> None:
         """Make ``weights`` the newest, then tell everybody."""
-        reach("trainer.before_announce")
+        failpoint("trainer.before_announce")
         await self._write(self._bus.names.weights_key(), weights)
         await self._bus.emit(self._bus.names.weights, weights)
         await self._bus.tell(WeightsAnnounced(version=weights.version))
-        reach("trainer.after_announce")
+        failpoint("trainer.after_announce")
 
     async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""

@@ -12,7 +12,7 @@ import structlog
 
 from areal_async.bus import Bus, Delivery
 from areal_async.errors import StreamFullError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import GroupDead
 from areal_async.protocol.types import Cut, Outcome, OutcomeKind, StoredMessage
 from areal_async.telemetry import spans
@@ -47,9 +47,9 @@ class OutcomeRecorder:
     async def on_checkpoint(self, step: int) -> None:
         """Record and remove what the checkpoint of ``step`` contains: on disk, and the newest by the bucket."""
         await self._record(self._fates.of_checkpoint(step))
-        reach("trainer.before_acks")
+        failpoint("trainer.before_acks")
         await self._sweep.settle(self._fates.release_cuts(step))
-        reach("trainer.after_acks")
+        failpoint("trainer.after_acks")
 
     async def settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
         """End groups without training them: record, then remove."""

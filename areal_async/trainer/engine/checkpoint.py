@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.process.atomic_folders import LEDGER, finish, partial_name
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.trainer.engine.digests import digests, write_sums
 from areal_async.trainer.engine.parallel.ranks import Ranks
 
@@ -151,7 +151,7 @@ def _write(tensors: dict[str, Tensor], directory: Path, *, ledger: bytes, ranks:
     def end() -> None:
         (partial / LEDGER).write_bytes(ledger)
         write_sums(partial, {name: digest for one in own for name, digest in json.loads(one).items()})
-        reach("trainer.during_checkpoint")
+        failpoint("trainer.during_checkpoint")
         finish(partial, directory)
 
     _on_first(ranks, begin, directory)

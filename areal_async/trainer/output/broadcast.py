@@ -15,7 +15,7 @@ import structlog
 from torch import Tensor
 
 from areal_async.inference.weight_group import WeightGroup, WeightGroupError
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.process.host import LOOPBACK
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.types import UpdateGroup
@@ -83,7 +83,7 @@ class Broadcaster:
             if time.monotonic() > self._ends_at:
                 raise WeightGroupError(f"weight group {group.name}: not through within {self.deadline_s:g} s")
             group.broadcast(flat)
-            reach("trainer.during_broadcast")
+            failpoint("trainer.during_broadcast")
         except WeightGroupError as exc:
             self.give_up(str(exc))
         if self._group is None:

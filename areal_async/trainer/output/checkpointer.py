@@ -16,7 +16,7 @@ import anyio.to_thread
 import structlog
 
 from areal_async.config.settings import Settings
-from areal_async.process.failpoints import reach
+from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import CheckpointRecord, Version
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.feed import BatchFeed
@@ -124,9 +124,9 @@ class Checkpointer:
     async def _write(self, version: Version, folder: Path, write: Callable[[], Awaitable[None]], since: float) -> None:
         staged_s = time.monotonic() - since
         await self._archiving.finish()
-        reach("trainer.before_checkpoint")
+        failpoint("trainer.before_checkpoint")
         await write()  # on every rank, and each has archived its part before
-        reach("trainer.after_checkpoint")
+        failpoint("trainer.after_checkpoint")
         self.durable_step = version.step
         if self._lineage is not None and self._feed is not None:
             record = CheckpointRecord(version=str(version), path=str(folder), sums_sha256=digest_of_sums(folder))

@@ -34,7 +34,9 @@ def test_nothing_happens_and_nothing_is_written_unasked(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_ends_at_its_point(tmp_path: Path) -> None:
-    program = "from areal_async.process.failpoints import reach; reach('a.b'); print('one'); reach('a.b'); print('two')"
+    program = (
+        "from areal_async.process.failpoints import failpoint; failpoint('a.b'); print('one'); failpoint('a.b'); print()"
+    )
 
     ended = subprocess.run(
         [sys.executable, "-u", "-c", program],
