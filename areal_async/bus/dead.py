@@ -56,11 +56,11 @@ class DeadLetters:
     def __init__(self, api: JetStreamApi, names: Names) -> None:
         self._api = api
         self._names = names
-        self.num_buried = 0
+        self.num_letters = 0
         """Only grows."""
         self._stored_bytes = 0
 
-    async def bury(self, message: StreamMessage, reason: str) -> None:
+    async def add(self, message: StreamMessage, reason: str) -> None:
         """Store a dead letter.
 
         Raises:
@@ -77,13 +77,13 @@ class DeadLetters:
             headers=headers,
             data=message.data[:MAX_DATA_BYTES] if is_whole else b"",
         )
-        if self.num_buried < MAX_LETTERS:
+        if self.num_letters < MAX_LETTERS:
             data = wire.encode(letter)
             msg_id = f"undecodable.{message.stream}.{message.sequence}"
             with suppress(StreamFullError):
                 await self._api.ask(self._names.undecodable, data, {"Nats-Msg-Id": msg_id})
                 self._stored_bytes += len(data)
-        self.num_buried += 1
+        self.num_letters += 1
         event = MessageBuried(stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
         with suppress(ConnectionLostError):
             subject = self._names.event(event.kind, letter.reader)

@@ -164,7 +164,7 @@ class Bus:
             except ConnectionLostError:
                 log.debug("bus.event_dropped", subject=subject)
 
-    async def tell(self, event: Event, *, instance: str = "0") -> None:
+    async def publish_event(self, event: Event, *, instance: str = "0") -> None:
         """Tell what has happened, for whoever listens now and for the stream of events. Never waits long."""
         await self.emit(self.names.event(event.kind, self.role, instance), msgspec.json.encode(event))
 
@@ -217,23 +217,23 @@ class Bus:
         return await self._reader.get_last(stream, subject)
 
     async def decode(self, message: Message | Delivery, kind: type[R]) -> R | None:
-        """Return the record in a message; None when it holds none: it is buried then."""
+        """Return the record in a message; None when it holds none, and a dead letter of it is stored."""
         try:
             return decode(message, kind)
         except WireError as exc:
-            await self.bury(message, str(exc))
+            await self.dead_letter(message, str(exc))
             return None
 
-    async def bury(self, message: Message | Delivery, reason: str) -> None:
+    async def dead_letter(self, message: Message | Delivery, reason: str) -> None:
         """Make a dead letter of a message that cannot be used; one that was delivered does not come again."""
-        await self._dead_letters.bury(message, reason)
+        await self._dead_letters.add(message, reason)
         if isinstance(message, Delivery):
             await message.term()
 
     @property
     def num_dead_letters(self) -> int:
         """Messages that this process could not use. Only grows."""
-        return self._dead_letters.num_buried
+        return self._dead_letters.num_letters
 
     async def num_unsettled(self, stream: str, consumer: str) -> int:
         """Return how many messages a consumer has still to deliver, or has delivered and waits for."""

@@ -32,7 +32,7 @@ NODES_HISTORY = 1
 """Of a node's key: one that is there can be written again however full its bucket is, as a value then takes the place
 of another."""
 MAX_REMEMBERED = 4096
-"""Unreadable values that are not buried again at every look."""
+"""Unreadable values of which no second dead letter is stored at the next look."""
 
 
 MAX_KEY_CHARACTERS = 400
@@ -50,7 +50,7 @@ class Keys:
         self._reader = reader
         self._bells = bells
         self._dead_letters = dead_letters
-        self._buried: deque[int] = deque(maxlen=MAX_REMEMBERED)
+        self._unreadable: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self._known: dict[str, tuple[int, Record]] = {}
         """The newest value that was read or written here, by subject, and its revision."""
 
@@ -173,9 +173,9 @@ class Keys:
         try:
             return decode(message, kind)
         except WireError as exc:
-            if message.sequence not in self._buried:
-                await self._dead_letters.bury(message, str(exc))
-                self._buried.append(message.sequence)
+            if message.sequence not in self._unreadable:
+                await self._dead_letters.add(message, str(exc))
+                self._unreadable.append(message.sequence)
             return None
 
     async def _last(self, prefix: str) -> dict[str, Message]:

@@ -207,12 +207,12 @@ async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], 
 
 @asynccontextmanager
 async def hearing_reports(
-    bus: Bus, hear: Callable[[tuple[str, str], Report], None]
+    bus: Bus, on_report: Callable[[tuple[str, str], Report], None]
 ) -> AsyncIterator[Callable[[], Awaitable[None]]]:
     """Hear what every service of this run answers, whenever it does, while the block runs; yields what asks them.
 
     Args:
-        hear: takes (role, instance), and the report.
+        on_report: takes (role, instance), and the report.
 
     Raises:
         ConnectionLostError: by what asks, while the connection is down.
@@ -221,7 +221,7 @@ async def hearing_reports(
 
     def on_received(answer: Received) -> None:
         if answer.status is None and (report := _report_in(answer, bus.names.run)) is not None:
-            hear(*report)
+            on_report(*report)
 
     async def ask() -> None:
         await bus.connection.publish("$SRV.STATS", b"", reply=inbox)

@@ -156,7 +156,7 @@ class Controller:
             self._stop_after_failures()
             if alarm := self._drought.look(self._now):
                 log.warning(alarm.kind, name=alarm.name, sentence=alarm.sentence)
-                await self._bus.tell(alarm)
+                await self._bus.publish_event(alarm)
 
     async def _read(self, message: Message) -> None:
         entry = await self._bus.decode(message, Cut if message.subject == self._bus.names.cuts else Outcome)
@@ -166,7 +166,7 @@ class Controller:
             entry = msgspec.structs.replace(entry, groups=[one for one in entry.groups if self._may_be(one.group_id)])
             self._accounts.add_cut(entry, sequence=message.sequence)
         elif isinstance(entry, Outcome) and not self._may_be(entry.group_id):
-            await self._bus.bury(message, f"group {entry.group_id}: not admitted, of {len(self._tasks)} prompts")
+            await self._bus.dead_letter(message, f"group {entry.group_id}: not admitted, of {len(self._tasks)} prompts")
             return
         elif isinstance(entry, Outcome):
             self._accounts.add_outcome(entry)
@@ -216,7 +216,9 @@ class Controller:
             except ConflictError:
                 continue
             log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)
-            await self._bus.tell(ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s"))
+            await self._bus.publish_event(
+                ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s")
+            )
 
     async def run_listening(self) -> None:
         """Remember what the other roles say of themselves, for the watch."""
@@ -467,7 +469,7 @@ class Controller:
             waits_for=self._reports.summary(),
         )
         log.error(stall.kind, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
-        await self._bus.tell(stall)
+        await self._bus.publish_event(stall)
 
     def _waiting(self, waiter: str) -> AbstractContextManager[wait_graph.Wait]:
         """Register a wait for the next change of the books, as one for whoever is to bring it about."""

@@ -102,7 +102,7 @@ class Evaluator:
             await self._bus.settle(held)
         self.waits_for = ""
         for record in records:
-            await self._bus.tell(
+            await self._bus.publish_event(
                 EvaluationFinished(
                     version=record.eval_id,
                     workflow=record.workflow,

@@ -109,7 +109,7 @@ class RunSteering:
             except ConflictError:
                 continue  # another operator was faster: theirs first, then ours
         log.info(event.kind, order=name, by=by, reason=reason)
-        await self._bus.tell(event)
+        await self._bus.publish_event(event)
         answer: Report = msgspec.to_builtins(wanted)
         return answer
 
@@ -138,7 +138,7 @@ class RunSteering:
                 continue  # another operator was faster: theirs first, then ours
         await anyio.to_thread.run_sync(record_change, self._settings.run_directory, event)
         log.info(event.kind, setting=setting, before=before, after=value, by=by, reason=reason)
-        await self._bus.tell(event)
+        await self._bus.publish_event(event)
         return dict(held_changes(self._settings, wanted))
 
 

@@ -159,7 +159,7 @@ class PresenceKeeper:
 
     async def _tell(self, news: Event | CrewChange) -> None:
         if isinstance(news, Event):
-            await self._bus.tell(news)
+            await self._bus.publish_event(news)
             return
         self._reasons[news.crew] = reason = news.reason or self._reasons.get(news.crew, "")
         state = CrewState(name=news.crew, state=news.state, reason=reason, num_starts=news.num_starts, at=news.at)

@@ -83,7 +83,7 @@ async def begin(bus: Bus, directory: RunDirectory, settings: Settings, start: St
         notify(one.sentence + (": for the prompts that are admitted from now on" if _is_ratio(one) else ""))
         event = SettingChanged(setting=one.name, before=one.before, after=one.after, by=start.by, reason=RESUMED)
         await anyio.to_thread.run_sync(record_change, directory.path, event)
-        await bus.tell(event)
+        await bus.publish_event(event)
 
 
 def _is_ratio(one: SettingDifference) -> bool:

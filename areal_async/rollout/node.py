@@ -250,7 +250,7 @@ class _Node:
         event = server_event(self._told.get(server.id), state)
         self._told[server.id] = state
         if event is not None:
-            await self._bus.tell(event, instance=self._node_id)
+            await self._bus.publish_event(event, instance=self._node_id)
 
     async def _sign_off(self) -> None:
         """Say, as well as it can be done quickly, that the servers are gone, so that nobody waits for them."""

@@ -192,4 +192,4 @@ class Health:
         tell = log.warning if kind is AlarmRaised else log.info
         tell(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
         self._told[alarm.name] = _told(event.kind, alarm, step=event.step)
-        await self._bus.tell(event)
+        await self._bus.publish_event(event)

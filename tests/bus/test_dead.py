@@ -52,7 +52,7 @@ def log_as_before() -> Iterator[None]:
     structlog.reset_defaults()  # a verb silences the log of its process
 
 
-async def bury(bus: Bus, group_id: str = "0-1-1", *, lineage: int = 1) -> None:
+async def dead_letter(bus: Bus, group_id: str = "0-1-1", *, lineage: int = 1) -> None:
     outcome = Outcome(
         group_id=group_id,
         kind=OutcomeKind.DEAD,
@@ -103,7 +103,7 @@ async def test_a_live_run_tries_a_dead_prompt_again_on_a_fresh_credit(open_role:
             return await tickets(operator)
 
         (first,) = await admitted(1)
-        await bury(trainer, first.group_id)
+        await dead_letter(trainer, first.group_id)
         await admitted(2)
         (letter,) = await letters(operator)
         assert (letter.group, letter.workflow, letter.attempts, letter.reason) == (first.group_id, "w", 2, "it broke")
@@ -126,7 +126,7 @@ async def test_a_live_run_tries_a_dead_prompt_again_on_a_fresh_credit(open_role:
 @pytest.mark.anyio
 async def test_what_is_not_dead_is_not_tried_again(open_role: OpenRole, settings: Settings) -> None:
     operator, trainer = await open_role(Role.OPERATOR), await open_role(Role.TRAINER)
-    await bury(trainer)
+    await dead_letter(trainer)
 
     with pytest.raises(UserError, match="--readmit 0-7-0: got no dead group"):
         await readmit(operator, settings, ["0-7-0"])
@@ -139,7 +139,7 @@ async def test_what_is_not_dead_is_not_tried_again(open_role: OpenRole, settings
 @pytest.mark.anyio
 async def test_a_run_that_can_try_nothing_more_says_so(open_role: OpenRole, settings: Settings) -> None:
     operator, trainer = await open_role(Role.OPERATOR), await open_role(Role.TRAINER)
-    await bury(trainer)
+    await dead_letter(trainer)
     await trainer.publish(trainer.names.cuts, Cut(lineage=1, step=2))
     with pytest.raises(UserError, match="run test: the batch of its last step 2 is cut"):
         await readmit(operator, settings, None)
@@ -165,7 +165,7 @@ def test_a_stopped_run_is_visited_with_a_broker_of_its_own_and_left_as_it_was(
                 await bus.put(LINEAGE, LineageRecord(lineage=1))
                 await bus.put(CHECKPOINT, CheckpointRecord(version="1-0", path=""))
                 await begin(bus)
-                await bury(bus)
+                await dead_letter(bus)
                 directory.write_settings(settings)
                 directory.write_bus_url(broker.url)
         finally:

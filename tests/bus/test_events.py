@@ -22,11 +22,11 @@ async def test_events_of_every_role_are_kept_in_their_order_with_who_told_them(o
     operator, node, trainer = [await open_role(role) for role in (Role.OPERATOR, Role.NODE, Role.TRAINER)]
     state = await operator.stream_state(operator.names.events_stream)
 
-    await node.tell(ServerFenced(server_id="7-0", reason="ended by SIGKILL"), instance="7")
+    await node.publish_event(ServerFenced(server_id="7-0", reason="ended by SIGKILL"), instance="7")
     await until(lambda: _has(operator, 1))
-    await trainer.tell(GroupDead(group_id="0-1-0", reason="KeyError: 'x'"))
+    await trainer.publish_event(GroupDead(group_id="0-1-0", reason="KeyError: 'x'"))
     await until(lambda: _has(operator, 2))  # three connections have no order among them
-    await operator.tell(RoleLost(crew="trainer", reason="trainer-0 ended by SIGKILL", num_starts=1))
+    await operator.publish_event(RoleLost(crew="trainer", reason="trainer-0 ended by SIGKILL", num_starts=1))
     await until(lambda: _has(operator, 3))
     told = await read_events(operator, limit=2)
     everything = await read_events(operator, limit=9)

@@ -45,7 +45,7 @@ async def test_a_subject_that_is_no_text_does_not_stop_its_readers(open_role: Op
     consumer = await take_trainer_consumer(trainer, 1)
     async with trainer.consume(names.trajectories_stream, consumer) as inbox:
         hostile, good = await fetch_all(inbox, 2)
-        await trainer.bury(hostile, "no text")
+        await trainer.dead_letter(hostile, "no text")
         assert good.subject == names.trajectories(WORKFLOW, "0-0-0")
     assert len(await trainer.read_log(names.trajectories_stream, names.all_trajectories)) <= 2
     (letter,) = await operator.read_log(names.dead_stream, names.undecodable)

@@ -265,13 +265,13 @@ async def test_no_flood_of_dead_letters_displaces_the_first_or_keeps_a_group_fro
 ) -> None:
     node, trainer, operator = [await open_role(role) for role in (Role.NODE, Role.TRAINER, Role.OPERATOR)]
     first = Message(RUN.tickets_stream, 7, RUN.tickets("w"), {}, b"what it could not read")
-    await node.bury(first, "it is none")
+    await node.dead_letter(first, "it is none")
     await flood(node, RUN.undecodable, *SIZES, 1 << 6)
 
     dead = Outcome(group_id="0-1-0", kind=OutcomeKind.DEAD, lineage=1, reason="it broke")
     with capture_logs() as logs:
         await store_outcome(trainer, dead)
-        await trainer.bury(first._replace(sequence=8), "it is none, either")
+        await trainer.dead_letter(first._replace(sequence=8), "it is none, either")
 
     (outcome,) = await operator.read_log(RUN.outcomes_stream, RUN.outcomes)
     assert decode(outcome.data, Outcome) == dead

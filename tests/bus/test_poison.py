@@ -83,7 +83,7 @@ async def operator(open_role: OpenRole) -> Bus:
     return await open_role(Role.OPERATOR)
 
 
-async def buried(operator: Bus, count: int) -> list[DeadLetter]:
+async def dead_letters(operator: Bus, count: int) -> list[DeadLetter]:
     """All dead letters, once there are ``count``."""
 
     async def letters() -> list[DeadLetter]:
@@ -156,7 +156,7 @@ async def test_a_node_goes_on_after_tickets_that_are_none(
             return left == [0, 1]  # the result of the evaluation
 
         await until(are_settled)
-        letters = await buried(operator, 2 * len(UNUSABLE_TICKETS))
+        letters = await dead_letters(operator, 2 * len(UNUSABLE_TICKETS))
         await counted(operator, "node", at_least=2 * len(UNUSABLE_TICKETS))
 
     assert len(letters) == 2 * len(UNUSABLE_TICKETS)
@@ -177,7 +177,7 @@ async def test_the_trainer_goes_on_after_tickets_that_are_none(
 
     async with running(await open_role(Role.TRAINER), settings) as station:
         await until(lambda: station.feed.num_open_groups == 1)
-        letters = await buried(operator, len(UNUSABLE_TICKETS) + 1)
+        letters = await dead_letters(operator, len(UNUSABLE_TICKETS) + 1)
 
     assert [letter.sequence for letter in letters] == list(range(1, len(UNUSABLE_TICKETS) + 2))
     assert station.bus.num_dead_letters == len(letters)
@@ -231,7 +231,7 @@ async def test_a_group_ends_failed_when_its_stored_message_cannot_be_read(
 
         cut = await station.cut(1)
         (outcome,) = await station.outcomes(1)
-        (letter,) = await buried(operator, 1)
+        (letter,) = await dead_letters(operator, 1)
 
         await until_stored(operator, 2)  # the two groups of the cut
     assert [group.group_id for group in cut.groups] == ["0-3-0", "0-4-0"]
@@ -251,7 +251,7 @@ async def test_what_is_kept_of_messages_that_are_none_is_bounded_and_their_numbe
             await operator.publish(operator.names.tickets(WORKFLOW), GARBAGE)
         await until(lambda: station.bus.num_dead_letters == 5)
 
-        letters = await buried(operator, 3)
+        letters = await dead_letters(operator, 3)
 
     assert [letter.data for letter in letters] == [GARBAGE, b"", b""]
     assert all(letter.reason.startswith("Ticket: ") for letter in letters)
@@ -283,7 +283,7 @@ async def test_a_payload_that_belies_its_header_is_missing_from_its_cut_and_a_de
 
     assert list(missing) == [("0-0-0", 0)]
     assert len(found) == 3
-    (letter,) = await buried(operator, 1)
+    (letter,) = await dead_letters(operator, 1)
     assert "versions outside 1-0 to 1-0" in letter.reason
     assert letter.data == payload
 
@@ -333,7 +333,7 @@ async def test_controller_and_trainer_go_on_after_log_entries_that_are_none(
         assert len((await station.cut(1)).groups) == 2
         await world.hold("1-1")
         await world.tickets(6, controller)
-        letters = await buried(operator, len(unusable) + 2)
+        letters = await dead_letters(operator, len(unusable) + 2)
         await counted(operator, "controller", at_least=len(unusable) + 2)
 
     assert len(letters) == len(unusable) + 2, "one for each, however many read it"
@@ -352,7 +352,7 @@ async def test_what_becomes_of_groups_that_nobody_admitted_changes_no_books(
         for number in range(30):  # more than end a run, were they its own
             await world.outcome(f"900-{number % len(ROWS)}-0", OutcomeKind.FAILED)
         await world.cut(CutKind.CUT, 1, ["901-0-0", "901-1-0"])
-        await buried(operator, 30)
+        await dead_letters(operator, 30)
         assert _books(controller) == before
 
         await world.outcome(tickets[0].group_id, OutcomeKind.FAILED, failed=1)
@@ -389,7 +389,7 @@ async def test_headers_that_are_none_do_not_stop_the_connection(
         (delivery,) = await fetch_all(inbox, 1)
         assert await node.decode(delivery, Ticket) is None
     assert node.connection.num_losses == 0
-    (letter,) = await buried(operator, 1)
+    (letter,) = await dead_letters(operator, 1)
     assert letter.data == GARBAGE
     assert await stored_in(operator, names.tickets_stream) == 0
 
@@ -430,7 +430,7 @@ async def test_an_evaluation_ends_though_tickets_and_results_are_none(
     assert sorted(asked) == [(0, 0), (1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
     line = msgspec.json.decode((settings.run.directory / "eval.jsonl").read_bytes())
     assert (line["accuracy"], line["num_scored"], line["num_failed"]) == (1.0, 2, 1)
-    assert len(await buried(operator, 4)) == 4
+    assert len(await dead_letters(operator, 4)) == 4
 
 
 # keys
@@ -450,7 +450,7 @@ async def test_a_value_that_is_none_leaves_the_one_before_it_in_force(open_role:
 
     assert record == again == Admitted(total=7)
     assert await controller.get(ADMITTED, Admitted) == (Admitted(total=8), after)
-    assert len(await buried(operator, 3)) == controller.num_dead_letters == 3
+    assert len(await dead_letters(operator, 3)) == controller.num_dead_letters == 3
 
 
 async def test_a_key_without_any_readable_value_is_new_or_an_error_but_never_rewound(

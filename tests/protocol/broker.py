@@ -172,7 +172,7 @@ class ModelBus:
     async def emit(self, subject: str, record: Record) -> None:
         """Core messages are hints here: every reader polls."""
 
-    async def tell(self, event: Event) -> None:
+    async def publish_event(self, event: Event) -> None:
         """Events are history: nobody here reads them."""
 
     # the log

@@ -203,7 +203,9 @@ class BatchFeed:
         if ticket is None:
             return False
         if Version.parse(ticket.version).lineage > self._lineage.number:
-            await self._bus.bury(message, f"got version {ticket.version}, newer than lineage {self._lineage.number}")
+            await self._bus.dead_letter(
+                message, f"got version {ticket.version}, newer than lineage {self._lineage.number}"
+            )
             return False
         return self._inventory.add_ticket(ticket)
 
@@ -216,7 +218,7 @@ class BatchFeed:
                 self._limits.check_message(message)
         except WireError as exc:
             await self._give_up_group_of(delivery, str(exc))
-            await self._bus.bury(delivery, str(exc))
+            await self._bus.dead_letter(delivery, str(exc))
             return
         await self.settlement.receive(message, delivery)
 

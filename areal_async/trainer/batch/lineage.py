@@ -122,14 +122,14 @@ class Lineage:
         failpoint("trainer.before_announce")
         await self._write(self._bus.names.weights_key(), weights)
         await self._bus.emit(self._bus.names.weights, weights)
-        await self._bus.tell(WeightsAnnounced(version=weights.version))
+        await self._bus.publish_event(WeightsAnnounced(version=weights.version))
         failpoint("trainer.after_announce")
 
     async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
         """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
         await self._write(CHECKPOINT, checkpoint)
         self.checkpoint = checkpoint
-        await self._bus.tell(CheckpointWritten(version=checkpoint.version))
+        await self._bus.publish_event(CheckpointWritten(version=checkpoint.version))
 
     async def fall_back(self, checkpoint: CheckpointRecord, *, reason: str) -> None:
         """Begin from an older checkpoint than the newest, which is damaged."""
@@ -137,7 +137,9 @@ class Lineage:
         damaged = self.checkpoint
         await self._write(CHECKPOINT, checkpoint)
         self.checkpoint = checkpoint
-        await self._bus.tell(CheckpointDamaged(version=damaged.version, reason=reason, taken=checkpoint.version))
+        await self._bus.publish_event(
+            CheckpointDamaged(version=damaged.version, reason=reason, taken=checkpoint.version)
+        )
 
     async def _take_checkpoint(self) -> None:
         """Start from the newest checkpoint, and make it this lineage's to replace.

@@ -79,7 +79,7 @@ async def store_outcome(bus: Bus, outcome: Outcome) -> None:
             await bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
         except StreamFullError:  # of letters that anybody may write; the same outcome is in the log, below
             log.warning("dead_letter.no_room", group_id=outcome.group_id, reason=outcome.reason)
-        await bus.tell(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
+        await bus.publish_event(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
     uid = outcome.sample_uid or outcome.group_id
     with spans.settled(outcome):
         await bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")

@@ -158,7 +158,7 @@ async def _search(bus: Bus, placed: BatchSlot, check: Check) -> Trajectory | str
                     return trajectory
                 except WireError as exc:
                     why = str(exc)
-                    await bus.bury(message, why)
+                    await bus.dead_letter(message, why)
     return why
 
 
