@@ -203,7 +203,7 @@ class InferenceClient:
         try:
             async with (
                 asyncio.timeout(limit_s) as deadline,
-                self._generation.post(f"{server.url}/generate", body, traceparent=tracing.traceparent()) as response,
+                self._generation.post(f"{server.url}/generate", body, headers=tracing.headers()) as response,
             ):
                 if response.status_code != 200:
                     raise refusal(response.status_code, await response.aread())

@@ -106,18 +106,18 @@ class StreamClient:
         await self._transport.aclose()
 
     @asynccontextmanager
-    async def post(self, url: str, content: bytes, *, traceparent: str = "") -> AsyncIterator[httpx.Response]:
+    async def post(self, url: str, content: bytes, *, headers: Mapping[str, str]) -> AsyncIterator[httpx.Response]:
         """Send ``content`` and enter with the response as soon as its headers are there.
 
         Args:
-            traceparent: W3C's header, for a server that traces; empty for none.
+            headers: in addition to the usual ones.
 
         Raises:
             any of TRANSPORT_ERRORS: the connection broke, here or while the response is read.
         """
         stream = httpx.ByteStream(content)  # given as a stream, httpx leaves the usual headers to the transport
-        headers = httpx.Headers({**_HEADERS, "traceparent": traceparent}) if traceparent else _HEADERS
-        request = httpx.Request("POST", _parsed(url), headers=headers, stream=stream, extensions=_EXTENSIONS)
+        merged = httpx.Headers({**_HEADERS, **headers}) if headers else _HEADERS
+        request = httpx.Request("POST", _parsed(url), headers=merged, stream=stream, extensions=_EXTENSIONS)
         request.read()
         response = await self._transport.handle_async_request(request)
         try:

@@ -33,6 +33,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanContext
+from opentelemetry.util.types import AnyValue
+
 from areal_async.api import ToolCall
 from areal_async.protocol.types import (
     Cut,
@@ -49,7 +53,7 @@ from areal_async.protocol.types import (
     Version,
 )
 from areal_async.telemetry import tracing
-from areal_async.telemetry.tracing import CLIENT, CONSUMER, PRODUCER, Attributes, Span, SpanContext, Value
+from areal_async.telemetry.tracing import CLIENT, CONSUMER, PRODUCER, Attributes, RecordedSpan
 
 NATS = "nats"
 FAILED = (OutcomeKind.FAILED, OutcomeKind.DEAD)
@@ -120,7 +124,7 @@ def _leased(
             **_received(destination),
         },
     )
-    with tracing.within(lease):
+    with trace.use_span(lease):
         yield
 
 
@@ -141,7 +145,7 @@ def episode(ticket: Ticket, siblings: Iterable[int]) -> Span:
 def note_trajectories(span: Span, trajectories: Iterable[Trajectory]) -> None:
     """Say of an episode what came of it."""
     for slot in (one.slot for one in trajectories):
-        said: dict[str, Value] = {
+        said: dict[str, AnyValue] = {
             "areal.sibling": slot.sibling,
             "gen_ai.evaluation.name": "reward",
             "gen_ai.evaluation.score.label": slot.status.value,
@@ -150,9 +154,9 @@ def note_trajectories(span: Span, trajectories: Iterable[Trajectory]) -> None:
             said["gen_ai.evaluation.score.value"] = slot.reward
         elif slot.status is SlotStatus.REJECTED:
             said |= tracing.quoted("areal.rejected", slot.reason)
-        span.happen("gen_ai.evaluation.result", said)
+        span.add_event("gen_ai.evaluation.result", said)
         if slot.status is SlotStatus.FAILED:
-            span.fail(slot.status.value, slot.reason)
+            tracing.fail(span, slot.status.value, slot.reason)
 
 
 def completion(model: str, num_prompt_tokens: int, sampling_params: Mapping[str, Any]) -> Span:
@@ -177,37 +181,38 @@ def completion(model: str, num_prompt_tokens: int, sampling_params: Mapping[str,
 
 def note_turn(span: Span, turn: Turn, *, server_id: str) -> None:
     """Say of a completion what came of it; ``server_id`` is where it ended."""
-    span.note("gen_ai.usage.output_tokens", len(turn.output_ids))
-    span.note("gen_ai.response.finish_reasons", [turn.finish_reason])
-    span.note("areal.weights.versions", [one.version for one in turn.spans])
-    span.note("areal.server_id", server_id)
+    span.set_attribute("gen_ai.usage.output_tokens", len(turn.output_ids))
+    span.set_attribute("gen_ai.response.finish_reasons", [turn.finish_reason])
+    span.set_attribute("areal.weights.versions", [one.version for one in turn.spans])
+    span.set_attribute("areal.server_id", server_id)
 
 
 def note_stream(server_id: str, version: str, *, num_tokens: int) -> None:
     """Note in a completion that a stream is asked for: the first one, or one that goes on from ``num_tokens``."""
-    said: dict[str, Value] = {
+    said: dict[str, AnyValue] = {
         "areal.server_id": server_id,
         "areal.weights.version": version,
         "areal.num_tokens": num_tokens,
     }
-    tracing.current_span().happen("stream.begun", said)
+    tracing.current_span().add_event("stream.begun", said)
 
 
 def note_break(server_id: str, kind: str, cause: str, *, num_tokens: int) -> None:
     """Note in a completion that a stream broke after ``num_tokens`` in all, with which kind of error, and why."""
-    said: dict[str, Value] = {
+    said: dict[str, AnyValue] = {
         "areal.server_id": server_id,
         "error.type": kind,
         "areal.num_tokens": num_tokens,
         **tracing.quoted("areal.cause", cause),
     }
-    tracing.current_span().happen("stream.broken", said)
+    tracing.current_span().add_event("stream.broken", said)
 
 
 def note_first_token() -> None:
     """Note in a completion that it has begun to come."""
     span = tracing.current_span()
-    span.note("gen_ai.response.time_to_first_chunk", span.age_s)
+    if isinstance(span, RecordedSpan):
+        span.set_attribute("gen_ai.response.time_to_first_chunk", span.age_s)
 
 
 def tool_call(call: ToolCall, *, is_known: bool) -> Span:
@@ -290,7 +295,7 @@ def settled(outcome: Outcome) -> Span:
         },
     )
     if kind in FAILED:
-        span.fail(kind.value, outcome.reason)
+        tracing.fail(span, kind.value, outcome.reason)
     return span
 
 
@@ -345,12 +350,12 @@ def tried(workflow: str, *, eval_id: str, index: int, sample: int) -> Span:
 def note_result(span: Span, result: EvalResult) -> None:
     """Say of an answer what came of it."""
     status = SlotStatus.FAILED if result.error else SlotStatus.SCORED
-    said: dict[str, Value] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": status.value}
+    said: dict[str, AnyValue] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": status.value}
     if result.error:
-        span.fail(status.value, result.error)
+        tracing.fail(span, status.value, result.error)
     else:
         said["gen_ai.evaluation.score.value"] = result.reward
-    span.happen("gen_ai.evaluation.result", said)
+    span.add_event("gen_ai.evaluation.result", said)
 
 
 def published_result(ticket: EvalTicket) -> Span:
@@ -379,7 +384,7 @@ def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
 # a training step
 
 
-def part_of_step(made: Version, name: str, **attributes: Value) -> Span:
+def part_of_step(made: Version, name: str, **attributes: AnyValue) -> Span:
     """A part of the step that makes ``made``, on whichever process."""
     return tracing.span(
         name,
@@ -420,11 +425,11 @@ def trained(made: Version, group_ids: Iterable[str], *, since_s: float, wait_s: 
         )
 
 
-def _of_group(group_id: str, workflow: str = "") -> dict[str, Value]:
+def _of_group(group_id: str, workflow: str = "") -> dict[str, AnyValue]:
     return {"areal.group_id": group_id, **({"areal.workflow": workflow} if workflow else {})}
 
 
-def _of_row(ticket: EvalTicket) -> dict[str, Value]:
+def _of_row(ticket: EvalTicket) -> dict[str, AnyValue]:
     return {
         "areal.eval_id": ticket.eval_id,
         "areal.eval.index": ticket.index,
@@ -434,11 +439,11 @@ def _of_row(ticket: EvalTicket) -> dict[str, Value]:
     }
 
 
-def _of_step(made: Version) -> dict[str, Value]:
+def _of_step(made: Version) -> dict[str, AnyValue]:
     return {"areal.step": made.step, "areal.lineage": made.lineage, "areal.weights.version": str(made)}
 
 
-def _sent(destination: str) -> dict[str, Value]:
+def _sent(destination: str) -> dict[str, AnyValue]:
     return {
         "messaging.system": NATS,
         "messaging.operation.name": "publish",
@@ -447,7 +452,7 @@ def _sent(destination: str) -> dict[str, Value]:
     }
 
 
-def _received(destination: str) -> dict[str, Value]:
+def _received(destination: str) -> dict[str, AnyValue]:
     return {
         "messaging.system": NATS,
         "messaging.operation.name": "receive",

@@ -1,15 +1,18 @@
-"""Traces of what became of a prompt, recorded by every process for itself; nothing here knows a format or a collector.
+"""Traces of what became of a prompt, recorded by every process for itself, in OpenTelemetry's contexts.
 
     with tracing.span("publish trajectories", tracing.current(), kind=PRODUCER, attributes={...}) as span:
-        span.note("areal.num_slots", 4)
+        span.set_attribute("areal.num_slots", 4)
+
+A span is OpenTelemetry's, and it is the current one of OpenTelemetry's context while its block runs, through the tasks
+that it starts. So the spans that a user's workflow makes with an SDK of its own are below ours, and ours below theirs.
+The recording is ours and not the SDK's: a trace file needs no SDK, and the SDK lets nobody choose a span's id.
 
 Ids are derived, not carried: a group's trace and its first span follow from the run and the group's id, a held-out
-row's from its evaluation's id and its index, a training step's from the version it makes. So nothing on the wire speaks
-of traces; a ticket that is delivered again, a node or a trainer that is started again, land in the same trace; and
-which groups and rows are recorded is decided alike everywhere.
+row's from its evaluation's id and its index, a training step's from the version it makes. So no message between our
+processes speaks of traces; a ticket that is delivered again, a node or a trainer that is started again, land in the
+same trace; and which groups and rows are recorded is decided alike everywhere.
 
 Off, which it is until a process's main installs a recorder, every call here returns ``NOTHING`` or ``None`` at once.
-Inside a process the span that something belongs to travels with the context, through the tasks that it starts.
 
 Reasons may quote prompts and answers. Spans hold the kind of a failure, and its words only where texts are let in.
 """
@@ -17,139 +20,129 @@ Reasons may quote prompts and answers. Spans hold the kind of a failure, and its
 import hashlib
 import random
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar, Token
+from collections.abc import Iterable, Mapping
+from contextvars import Token
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
+
+from opentelemetry import context, trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AnyValue
 
 from areal_async.errors import ArealError
 from areal_async.protocol.types import Version
 
-INTERNAL, SERVER, CLIENT, PRODUCER, CONSUMER = "internal", "server", "client", "producer", "consumer"
-"""Kinds of spans, as OpenTelemetry names them."""
+INTERNAL, CLIENT, PRODUCER, CONSUMER = SpanKind.INTERNAL, SpanKind.CLIENT, SpanKind.PRODUCER, SpanKind.CONSUMER
+NOTHING = trace.INVALID_SPAN
+"""A span that is not recorded."""
 MAX_REASON_CHARACTERS = 500
 _HALF = 1 << 64
+_PROPAGATOR = TraceContextTextMapPropagator()
 
-Value = str | int | float | bool | list[str]
-Attributes = Mapping[str, Value]
-
-
-class SpanContext(NamedTuple):
-    """Where a span stands: what others name as their parent, or link to."""
-
-    trace_id: int
-    span_id: int
-
-    @property
-    def traceparent(self) -> str:
-        """As a header of W3C Trace Context, recorded."""
-        return f"00-{self.trace_id:032x}-{self.span_id:016x}-01"
+Attributes = Mapping[str, AnyValue]
 
 
-class Happening(NamedTuple):
-    """A moment of a span."""
+class SpanEvent(NamedTuple):
+    """A moment of a span, in nanoseconds since 1970."""
 
     name: str
-    at_ns: int
+    time_ns: int
     attributes: Attributes
 
 
-class Span:
-    """One stretch of time in a trace, recorded when its block ends. This one is not recorded."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        return
-
-    def note(self, key: str, value: Value) -> None:
-        """Set an attribute."""
-
-    def happen(self, name: str, attributes: Attributes) -> None:
-        """Note a moment of it."""
-
-    def fail(self, kind: str, reason: str) -> None:
-        """Say that it ended badly: which kind of failure it was, and, where texts are let in, its reason."""
-
-    @property
-    def age_s(self) -> float:
-        """For how long it has been going on."""
-        return 0.0
-
-
-NOTHING = Span()
-
-
 class RecordedSpan(Span):
-    """One that is. Times are nanoseconds since 1970; its length is measured by a clock that nobody sets."""
+    """A stretch of time in a trace, recorded when its block ends; what a user's code reaches as the current span.
 
-    __slots__ = (
-        "_began_ns", "_token", "attributes", "end_ns", "happenings", "kind", "links", "name", "parent", "place",
-        "reason", "start_ns",
-    )  # fmt: skip
+    Times are nanoseconds since 1970; the length is measured by a clock that nobody sets.
+    """
 
     def __init__(
         self,
         name: str,
-        place: SpanContext,
+        span_context: SpanContext,
         parent: SpanContext | None,
         *,
-        kind: str,
+        kind: SpanKind,
         attributes: Attributes,
         start_ns: int,
+        links: Iterable[SpanContext] = (),
     ) -> None:
         self.name = name
-        self.place = place
+        self.context = span_context
         self.parent = parent
         self.kind = kind
         self.attributes = dict(attributes)
         self.start_ns = start_ns
         self.end_ns = 0
-        self.happenings: list[Happening] = []
-        self.links: list[SpanContext] = []
-        self.reason: str | None = None
-        """How it ended badly: empty where texts are left out; None where it did not."""
+        self.events: list[SpanEvent] = []
+        self.links = [Link(one) for one in links]
+        self.status = Status()
+        """An error's description is empty where texts are left out."""
         self._began_ns = time.monotonic_ns()
-        self._token: Token[Span] | None = None
+        self._token: Token[Context] | None = None
 
     def __enter__(self) -> Self:
-        self._token = _current.set(self)
+        self._token = context.attach(trace.set_span_in_context(self))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._token is not None:
-            _current.reset(self._token)
+            context.detach(self._token)
         if error is not None:
             # Only our own errors are asked for their words: a user's may answer with another one.
             name = type(error).__name__
-            self.fail(name, str(error) if isinstance(error, ArealError) else name)
-        self.end(self.start_ns + time.monotonic_ns() - self._began_ns)
-
-    def note(self, key: str, value: Value) -> None:
-        self.attributes[key] = value
-
-    def happen(self, name: str, attributes: Attributes) -> None:
-        self.happenings.append(Happening(name, time.time_ns(), attributes))
-
-    def fail(self, kind: str, reason: str) -> None:
-        if self.reason is None:
-            self.attributes["error.type"] = kind
-            self.reason = reason[:MAX_REASON_CHARACTERS] if _has_texts else ""
+            fail(self, name, str(error) if isinstance(error, ArealError) else name)
+        self.end()
 
     @property
     def age_s(self) -> float:
+        """Time since it began."""
         return (time.monotonic_ns() - self._began_ns) / 1e9
 
-    def end(self, end_ns: int) -> None:
-        """Record it as over since ``end_ns``, which a foreign clock may put before its start."""
+    def get_span_context(self) -> SpanContext:
+        return self.context
+
+    def is_recording(self) -> bool:
+        return not self.end_ns
+
+    def update_name(self, name: str) -> None:
+        self.name = name
+
+    def set_attribute(self, key: str, value: AnyValue) -> None:
+        self.attributes[key] = value
+
+    def set_attributes(self, attributes: Attributes) -> None:
+        self.attributes.update(attributes)
+
+    def add_event(self, name: str, attributes: Attributes | None = None, timestamp: int | None = None) -> None:
+        self.events.append(SpanEvent(name, timestamp or time.time_ns(), attributes or {}))
+
+    def add_link(self, context: SpanContext, attributes: Attributes | None = None) -> None:
+        self.links.append(Link(context, attributes))
+
+    def record_exception(
+        self,
+        exception: BaseException,
+        attributes: Attributes | None = None,
+        timestamp: int | None = None,
+        escaped: bool = False,
+    ) -> None:
+        self.add_event("exception", {"exception.type": type(exception).__name__, **(attributes or {})}, timestamp)
+
+    def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
+        code, text = (status.status_code, status.description) if isinstance(status, Status) else (status, description)
+        is_quoted = code is StatusCode.ERROR and _has_texts
+        self.status = Status(code, (text or "")[:MAX_REASON_CHARACTERS] if is_quoted else None)
+
+    def end(self, end_time: int | None = None) -> None:
+        """Record it as over since ``end_time`` or now; a foreign clock may put that before its start."""
+        if self.end_ns:
+            return
+        end_ns = self.start_ns + time.monotonic_ns() - self._began_ns if end_time is None else end_time
         self.end_ns = max(end_ns, self.start_ns)
         if _recorder is not None:
             _recorder.record(self)
@@ -165,7 +158,6 @@ _recorder: SpanRecorder | None = None
 _run = ""
 _ratio = 1.0
 _has_texts = False
-_current: ContextVar[Span] = ContextVar("areal_async_span", default=NOTHING)
 
 
 def install(recorder: SpanRecorder | None, *, run: str = "", ratio: float = 1.0, has_texts: bool = False) -> None:
@@ -187,19 +179,12 @@ def is_on() -> bool:
 
 def of_group(group_id: str) -> SpanContext | None:
     """Return the first span of a group's trace; None where it is not recorded."""
-    return _chosen("group", group_id)
+    return _sampled("group", group_id)
 
 
 def of_row(eval_id: str, index: int) -> SpanContext | None:
     """Return the first span of the trace of a held-out row in one evaluation; None where it is not recorded."""
-    return _chosen("eval", f"{eval_id}.{index}")
-
-
-def _chosen(kind: str, name: str) -> SpanContext | None:
-    if _recorder is None:
-        return None
-    place = place_of(_run, kind, name)
-    return place if is_chosen(place.trace_id, _ratio) else None
+    return _sampled("eval", f"{eval_id}.{index}")
 
 
 def of_step(version: Version) -> SpanContext | None:
@@ -207,49 +192,61 @@ def of_step(version: Version) -> SpanContext | None:
 
     None for weights that no step has made.
     """
-    return None if _recorder is None or version.step == 0 else place_of(_run, "step", str(version))
+    return None if _recorder is None or version.step == 0 else derived(_run, "step", str(version))
 
 
-def place_of(run: str, kind: str, name: str) -> SpanContext:
-    """Derive the trace of something in a run, and the first span of it."""
+def _sampled(kind: str, name: str) -> SpanContext | None:
+    if _recorder is None:
+        return None
+    first = derived(_run, kind, name)
+    return first if is_sampled(first.trace_id, _ratio) else None
+
+
+def derived(run: str, kind: str, name: str) -> SpanContext:
+    """Derive the trace of something in a run, and the first span of it: another process may record that one."""
     digest = hashlib.blake2b("\0".join((run, kind, name)).encode(), digest_size=24).digest()
-    return SpanContext(int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1)  # zero is no id
+    trace_id, span_id = int.from_bytes(digest[:16]) or 1, int.from_bytes(digest[16:]) or 1  # zero is no id
+    return SpanContext(trace_id, span_id, is_remote=True, trace_flags=TraceFlags(TraceFlags.SAMPLED))
 
 
-def is_chosen(trace_id: int, ratio: float) -> bool:
+def is_sampled(trace_id: int, ratio: float) -> bool:
     """Say whether a trace is among the recorded ones, as OpenTelemetry's ``TraceIdRatioBased`` does."""
     return trace_id % _HALF < round(ratio * _HALF)
 
 
 def current() -> SpanContext | None:
-    """Return the span that this code runs for; None where it is not recorded, or there is none."""
-    span = _current.get()
-    return span.place if isinstance(span, RecordedSpan) else None
-
-
-def traceparent() -> str:
-    """Return the header that tells a server which span it works for; empty for none."""
-    place = current()
-    return "" if place is None else place.traceparent
+    """Return the span that this code runs for, ours or a user's; None where it is not recorded, or there is none."""
+    if _recorder is None:
+        return None
+    found = trace.get_current_span().get_span_context()
+    return found if found.trace_flags.sampled else None
 
 
 def current_span() -> Span:
-    """As ``current``, for what is to be noted of it."""
-    return _current.get()
+    """Return our span that this code runs for; ``NOTHING`` where there is none."""
+    found = NOTHING if _recorder is None else trace.get_current_span()
+    return found if isinstance(found, RecordedSpan) else NOTHING
 
 
-def span(name: str, parent: SpanContext | None, *, kind: str = INTERNAL, attributes: Attributes) -> Span:
+def headers() -> dict[str, str]:
+    """Return W3C's headers, which tell a server which span, ours or a user's, it works for; none for none."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier)
+    return carrier
+
+
+def span(name: str, parent: SpanContext | None, *, kind: SpanKind = INTERNAL, attributes: Attributes) -> Span:
     """Return a span for a ``with`` block, which begins now; ``NOTHING`` where ``parent`` is not recorded."""
     if _recorder is None or parent is None:
         return NOTHING
     return RecordedSpan(name, _below(parent), parent, kind=kind, attributes=attributes, start_ns=time.time_ns())
 
 
-def first_span(name: str, place: SpanContext | None, *, kind: str = INTERNAL, attributes: Attributes) -> Span:
-    """As ``span``, for the first one of a trace, which is at ``place``."""
-    if _recorder is None or place is None:
+def first_span(name: str, first: SpanContext | None, *, kind: SpanKind = INTERNAL, attributes: Attributes) -> Span:
+    """As ``span``, for ``first`` itself, the first one of a trace."""
+    if _recorder is None or first is None:
         return NOTHING
-    return RecordedSpan(name, place, None, kind=kind, attributes=attributes, start_ns=time.time_ns())
+    return RecordedSpan(name, first, None, kind=kind, attributes=attributes, start_ns=time.time_ns())
 
 
 def past(
@@ -258,7 +255,7 @@ def past(
     *,
     start_ns: int,
     end_ns: int | None = None,
-    kind: str = INTERNAL,
+    kind: SpanKind = INTERNAL,
     attributes: Attributes,
     links: Iterable[SpanContext] = (),
     is_first: bool = False,
@@ -270,11 +267,17 @@ def past(
     """
     if _recorder is None or parent is None:
         return NOTHING
-    place, above = (parent, None) if is_first else (_below(parent), parent)
-    made = RecordedSpan(name, place, above, kind=kind, attributes=attributes, start_ns=start_ns)
-    made.links += links
+    ids, above = (parent, None) if is_first else (_below(parent), parent)
+    made = RecordedSpan(name, ids, above, kind=kind, attributes=attributes, start_ns=start_ns, links=links)
     made.end(time.time_ns() if end_ns is None else end_ns)
     return made
+
+
+def fail(span: Span, kind: str, reason: str) -> None:
+    """Say that a span ended badly, if nothing has said so: which kind of failure, and, where texts are let in, why."""
+    if isinstance(span, RecordedSpan) and span.status.is_unset:
+        span.set_attribute("error.type", kind)
+        span.set_status(StatusCode.ERROR, reason)
 
 
 def quoted(key: str, text: str) -> Attributes:
@@ -283,17 +286,7 @@ def quoted(key: str, text: str) -> Attributes:
 
 
 def _below(parent: SpanContext) -> SpanContext:
-    return SpanContext(parent.trace_id, random.getrandbits(64) or 1)
-
-
-@contextmanager
-def within(span: Span) -> Iterator[None]:
-    """Run a block for a span that may be over already."""
-    token = _current.set(span)
-    try:
-        yield
-    finally:
-        _current.reset(token)
+    return SpanContext(parent.trace_id, random.getrandbits(64) or 1, False, parent.trace_flags, parent.trace_state)
 
 
 def wall_ns(monotonic_s: float) -> int:

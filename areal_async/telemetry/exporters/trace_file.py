@@ -6,16 +6,16 @@ process has other use for; a laptop needs none of them.
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from opentelemetry.trace import format_span_id, format_trace_id
+from opentelemetry.util.types import AnyValue
 
-from areal_async.telemetry.tracing import CLIENT, CONSUMER, INTERNAL, PRODUCER, SERVER, Attributes, RecordedSpan, Value
+from areal_async.telemetry.tracing import Attributes, RecordedSpan
 
-KINDS = {INTERNAL: 1, SERVER: 2, CLIENT: 3, PRODUCER: 4, CONSUMER: 5}
-ERROR = 2
 NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
@@ -66,52 +66,77 @@ def _append(path: Path, line: bytes) -> None:
             raise
 
 
-def sendable(text: str) -> str:
-    """Return text without what no UTF-8 is for: models write halves of characters, which errors quote."""
-    return text if text.isascii() else text.encode(errors="replace").decode()
+def sendable(value: AnyValue) -> AnyValue:
+    """Return an attribute's value as every collector takes it; of another type, which a user's may be, its type's name.
+
+    Models write halves of characters, which errors quote and no UTF-8 is for; integers have 64 bits.
+    """
+    match value:
+        case str():
+            return sendable_text(value)
+        case bool() | float():
+            return value
+        case int() if -(1 << 63) <= value < 1 << 63:
+            return value
+        case list() | tuple():
+            return [sendable(one) for one in value]
+        case _:
+            return type(value).__name__
+
+
+def sendable_text(text: str) -> str:
+    return text if type(text) is str and text.isascii() else text.encode(errors="replace").decode()
 
 
 def _span(span: RecordedSpan) -> dict[str, Any]:
-    said: dict[str, Any] = {
-        "traceId": f"{span.place.trace_id:032x}",
-        "spanId": f"{span.place.span_id:016x}",
-        "name": sendable(span.name),
-        "kind": KINDS[span.kind],
+    fields: dict[str, Any] = {
+        "traceId": format_trace_id(span.context.trace_id),
+        "spanId": format_span_id(span.context.span_id),
+        "name": sendable_text(span.name),
+        "kind": span.kind.value + 1,
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(span.end_ns),
         "attributes": _attributes(span.attributes),
     }
+    if span.context.trace_state:
+        fields["traceState"] = span.context.trace_state.to_header()
     if span.parent is not None:
-        said["parentSpanId"] = f"{span.parent.span_id:016x}"
-    if span.happenings:
-        said["events"] = [
-            {"timeUnixNano": str(one.at_ns), "name": one.name, "attributes": _attributes(one.attributes)}
-            for one in span.happenings
+        fields["parentSpanId"] = format_span_id(span.parent.span_id)
+    if span.events:
+        fields["events"] = [
+            {
+                "timeUnixNano": str(one.time_ns),
+                "name": sendable_text(one.name),
+                "attributes": _attributes(one.attributes),
+            }
+            for one in span.events
         ]
     if span.links:
-        said["links"] = [{"traceId": f"{one.trace_id:032x}", "spanId": f"{one.span_id:016x}"} for one in span.links]
-    if span.reason is not None:
-        said["status"] = {"code": ERROR, "message": sendable(span.reason)}
-    return said
+        fields["links"] = [
+            {"traceId": format_trace_id(one.context.trace_id), "spanId": format_span_id(one.context.span_id)}
+            for one in span.links
+        ]
+    if not span.status.is_unset:
+        fields["status"] = {
+            "code": span.status.status_code.value,
+            "message": sendable_text(span.status.description or ""),
+        }
+    return fields
 
 
 def _attributes(attributes: Attributes) -> list[dict[str, Any]]:
-    return [{"key": key, "value": _value(value)} for key, value in attributes.items()]
+    return [{"key": sendable_text(key), "value": _value(sendable(value))} for key, value in attributes.items()]
 
 
-def _value(value: Value) -> dict[str, Any]:
+def _value(value: AnyValue) -> dict[str, Any]:
     match value:
         case str():
-            return {"stringValue": sendable(value)}
+            return {"stringValue": value}
         case bool():
             return {"boolValue": value}
-        case int():
-            return {"intValue": str(value)}  # 64 bits, which not every reader of JSON has
         case float():
             return {"doubleValue": value if math.isfinite(value) else NOT_IN_JSON[str(value)]}
+        case list():
+            return {"arrayValue": {"values": [_value(one) for one in value]}}
         case _:
-            return {"arrayValue": {"values": _values(value)}}
-
-
-def _values(values: Iterable[Value]) -> list[dict[str, Any]]:
-    return [_value(one) for one in values]
+            return {"intValue": str(value)}  # 64 bits, which not every reader of JSON has

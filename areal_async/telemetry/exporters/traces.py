@@ -18,16 +18,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import structlog
+from opentelemetry.trace import Status
 
 from areal_async.config.metrics import TO_FILES, MetricsSettings
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.telemetry import tracing
-from areal_async.telemetry.exporters.trace_file import FileExporter, sendable
-from areal_async.telemetry.tracing import Attributes, RecordedSpan, SpanContext, Value
+from areal_async.telemetry.exporters.trace_file import FileExporter, sendable, sendable_text
+from areal_async.telemetry.tracing import Attributes, RecordedSpan
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 ROUTE = "/v1/traces"
@@ -83,7 +88,7 @@ def recording(settings: Settings, run_directory: Path, *, role: str, instance: s
         outbox = SpanOutbox(FileExporter(path, resource, scope=scope), where=str(path))
     else:
         url = endpoint(where)
-        outbox = SpanOutbox(HttpExporter(url, Translator(resource)), where=url)
+        outbox = SpanOutbox(SdkExporter(_otlp_exporter(url), resource), where=url)
     tracing.install(
         outbox,
         run=f"{settings.run.name}.{settings.metrics.traces_key}",
@@ -229,10 +234,13 @@ class SpanOutbox:
             )
 
 
-class Translator:
-    """Makes OpenTelemetry's spans of ours, in the name of one process. Used in the exporting thread alone."""
+class SdkExporter:
+    """Any exporter of OpenTelemetry's SDK, given our spans as the SDK's, in the name of one process.
 
-    def __init__(self, resource: Mapping[str, str | int]) -> None:
+    Those over HTTP heed ``OTEL_EXPORTER_OTLP_*``: headers, certificates, compression, time.
+    """
+
+    def __init__(self, exporter: "SpanExporter", resource: Mapping[str, str | int]) -> None:
         """Take what is said of the process; ``OTEL_RESOURCE_ATTRIBUTES`` add to it."""
         # Imported here and below: a process without traces never loads it.
         from opentelemetry.sdk.resources import Resource
@@ -240,83 +248,74 @@ class Translator:
 
         self._scope = InstrumentationScope(SCOPE, str(resource["service.version"]))
         self._resource = Resource.create(resource)
+        self._exporter = exporter
+        self._failure = _FirstFailure()
 
-    def span(self, span: RecordedSpan) -> Any:
-        """Return one as the SDK's ``ReadableSpan``."""
+    def export(self, spans: Sequence[RecordedSpan]) -> None:
+        from opentelemetry.sdk.trace.export import SpanExportResult
+
+        result = self._exporter.export([self._translated(one) for one in spans])
+        reason = self._failure.take()
+        if result is not SpanExportResult.SUCCESS:
+            raise OSError(reason)
+
+    def _translated(self, span: RecordedSpan) -> "ReadableSpan":
         from opentelemetry.sdk.trace import Event, ReadableSpan
-        from opentelemetry.trace import Link, SpanKind, Status, StatusCode
 
-        status = Status(StatusCode.UNSET) if span.reason is None else Status(StatusCode.ERROR, sendable(span.reason))
+        status = span.status
+        if status.description:
+            status = Status(status.status_code, sendable_text(status.description))
         return ReadableSpan(
-            sendable(span.name),
-            context=_context(span.place, is_remote=False),
-            parent=None if span.parent is None else _context(span.parent, is_remote=True),
+            sendable_text(span.name),
+            context=span.context,
+            parent=span.parent,
             resource=self._resource,
             attributes=_all_sendable(span.attributes),
-            events=[Event(one.name, _all_sendable(one.attributes), one.at_ns) for one in span.happenings],
-            links=[Link(_context(one, is_remote=True)) for one in span.links],
-            kind=SpanKind[span.kind.upper()],
+            events=[Event(sendable_text(one.name), _all_sendable(one.attributes), one.time_ns) for one in span.events],
+            links=span.links,
+            kind=span.kind,
             status=status,
             start_time=span.start_ns,
             end_time=span.end_ns,
             instrumentation_scope=self._scope,
         )
 
-
-def _all_sendable(attributes: Attributes) -> dict[str, Value]:
-    return {key: sendable(value) if isinstance(value, str) else value for key, value in attributes.items()}
-
-
-def _context(place: SpanContext, *, is_remote: bool) -> Any:
-    from opentelemetry.trace import SpanContext, TraceFlags
-
-    return SpanContext(place.trace_id, place.span_id, is_remote, TraceFlags(TraceFlags.SAMPLED))
-
-
-class HttpExporter:
-    """OpenTelemetry's own exporter, which heeds ``OTEL_EXPORTER_OTLP_*``: headers, certificates, compression, time."""
-
-    def __init__(self, url: str, translator: Translator) -> None:
-        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-        self._translator = translator
-        self._exporter = OTLPSpanExporter(endpoint=url)
-        self._words = _LastWords()
-
-    def export(self, spans: Sequence[RecordedSpan]) -> None:
-        from opentelemetry.sdk.trace.export import SpanExportResult
-
-        result = self._exporter.export([self._translator.span(one) for one in spans])
-        said = self._words.take()
-        if result is not SpanExportResult.SUCCESS:
-            raise OSError(said)
-
     @property
     def is_in_trouble(self) -> bool:
-        return bool(self._words.first)
+        return bool(self._failure.reason)
 
     def shutdown(self) -> None:
-        self._exporter.shutdown()  # type: ignore[no-untyped-call]
+        self._exporter.shutdown()
 
 
-class _LastWords(logging.Handler):
-    """Hears what the library logs while it fails, which is all that it says of why, and lets nobody else hear it."""
+def _otlp_exporter(url: str) -> "SpanExporter":
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint=url)
+
+
+def _all_sendable(attributes: Attributes) -> Attributes:
+    return {sendable_text(key): sendable(value) for key, value in attributes.items()}
+
+
+class _FirstFailure(logging.Handler):
+    """Receives what the library logs while it fails, which is all that it says of why, and keeps it from other logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.first = ""
-        """Of what was said since ``take``: what comes after it says that it was tried again."""
+        self.reason = ""
+        """Of the first record since ``take``: what comes after it says that it was tried again."""
         logger = logging.getLogger("opentelemetry.exporter")
         logger.propagate = False
         logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if not self.first:
+        if not self.reason:
             errors = [str(one) for one in record.args or () if isinstance(one, Exception)]
             # Of a chain of errors of three libraries, in one line, the last is the operating system's.
-            self.first = errors[0].rpartition(": ")[2].strip("()'\"") if errors else record.getMessage()
+            self.reason = errors[0].rpartition(": ")[2].strip("()'\"") if errors else record.getMessage()
 
     def take(self) -> str:
-        """Return the first, and listen anew."""
-        first, self.first = self.first, ""
-        return " ".join(first.split())
+        """Return the reason, and wait for the next."""
+        reason, self.reason = self.reason, ""
+        return " ".join(reason.split())

@@ -151,10 +151,11 @@ async def test_a_traced_completion_tells_of_its_streams_and_its_servers_join_the
         tracing.install(None)
 
     completion, workflow = kept
-    assert completion.parent == workflow.place
-    assert {one.headers[0]["traceparent"] for one in (first, second)} == {completion.place.traceparent}
+    assert completion.parent == workflow.context
+    header = f"00-{completion.context.trace_id:032x}-{completion.context.span_id:016x}-01"
+    assert {one.headers[0]["traceparent"] for one in (first, second)} == {header}
     assert "traceparent" not in untraced.headers[0]
-    streams = [(one.name, one.attributes["areal.server_id"]) for one in completion.happenings]
+    streams = [(one.name, one.attributes["areal.server_id"]) for one in completion.events]
     assert streams == [("stream.begun", "s0"), ("stream.broken", "s0"), ("stream.begun", "s1")]
     said = completion.attributes
     assert (said["gen_ai.usage.input_tokens"], said["gen_ai.usage.output_tokens"]) == (2, 4)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from google.protobuf.json_format import ParseDict
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from pydantic import ValidationError
 from structlog.testing import capture_logs
@@ -26,9 +27,8 @@ from areal_async.errors import UserError
 from areal_async.telemetry import tracing
 from areal_async.telemetry.exporters.trace_file import FileExporter
 from areal_async.telemetry.exporters.traces import (
-    HttpExporter,
+    SdkExporter,
     SpanOutbox,
-    Translator,
     endpoint,
     recording,
     resource_of,
@@ -46,7 +46,7 @@ def _settings(tmp_path: Path, **metrics: Any) -> Settings:
 
 def _record(name: str = "work", **attributes: Any) -> None:
     with tracing.span(name, of_group("0-1-0"), kind=PRODUCER, attributes=attributes) as span:
-        span.happen("stream.broken", {"areal.server_id": "0-0"})
+        span.add_event("stream.broken", {"areal.server_id": "0-0"})
 
 
 def _until(is_so: Callable[[], bool]) -> None:
@@ -71,7 +71,7 @@ def test_what_a_process_recorded_is_at_the_collector_when_it_has_ended(tmp_path:
     assert (work.trace, work.parent, work.error) == (admit.trace, admit.id, "")
     assert (admit.parent, admit.error) == ("", "x: got y")
     assert 0 < work.start_ns <= work.end_ns
-    place = tracing.place_of("seen.k", "group", "0-1-0")
+    place = tracing.derived("seen.k", "group", "0-1-0")
     assert (admit.trace, admit.id) == (f"{place.trace_id:032x}", f"{place.span_id:016x}")
     assert tracing.of_group("0-1-0") is None
 
@@ -101,7 +101,8 @@ def test_no_collector_is_two_sentences_and_no_traceback(tmp_path: Path) -> None:
 def test_a_collector_that_refuses_is_told_of_once_and_so_is_its_return(tmp_path: Path) -> None:
     with collecting() as collector, capture_logs() as logs:
         outbox = SpanOutbox(
-            HttpExporter(endpoint(collector.url), Translator(resource_of("r", role="node", instance="0"))), where=""
+            SdkExporter(OTLPSpanExporter(endpoint(collector.url)), resource_of("r", role="node", instance="0")),
+            where="",
         )
         tracing.install(outbox, run="r")
         for status, num_told in ((400, 1), (400, 1), (200, 2), (200, 2)):
@@ -125,7 +126,7 @@ def test_a_collector_that_answers_nothing_costs_spans_and_no_time(tmp_path: Path
     """The queue is bounded, what it has no room for is counted and told of, and the process ends all the same."""
     with collecting() as collector, capture_logs() as logs:
         collector.answers.clear()
-        exporter = HttpExporter(endpoint(collector.url), Translator(resource_of("r", role="node", instance="0")))
+        exporter = SdkExporter(OTLPSpanExporter(endpoint(collector.url)), resource_of("r", role="node", instance="0"))
         outbox = SpanOutbox(exporter, where="", max_spans=5)
         tracing.install(outbox, run="r")
         _record()
@@ -154,7 +155,7 @@ def test_files_hold_what_collectors_import(tmp_path: Path) -> None:
     assert len(lines) == 2
     said = json.loads(lines[0])
     (span,) = said["resourceSpans"][0]["scopeSpans"][0]["spans"]
-    place = tracing.place_of("seen.", "group", "0-1-0")
+    place = tracing.derived("seen.", "group", "0-1-0")
     assert (span["traceId"], span["parentSpanId"]) == (f"{place.trace_id:032x}", f"{place.span_id:016x}")
     assert span["kind"] == 4
     for key in ("traceId", "spanId", "parentSpanId"):  # protobuf's own JSON has base64 there
