@@ -113,7 +113,7 @@ def train(role: str, arguments: argparse.Namespace, ranks: Ranks, layout: dict[s
     settings = _settings(arguments, num_ranks=ranks.size, **layout)
     engine = CriticEngine.for_run(settings, ranks) if role == "critic" else FsdpEngine.for_run(settings, ranks)
     rows = decode_rows(arguments.batch.read_bytes())
-    data = engine.grid.data
+    data = engine.dims.data
     mine = [rows[place] for place in balance([row.num_tokens for row in rows], num_ranks=data.size)[data.rank]]
     results: Named = {}
 

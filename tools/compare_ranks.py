@@ -198,7 +198,7 @@ def train_part(part: Part, ranks: Ranks, *, compared_from: int | None = None) ->
         trained["critic"] = engines.critic.trained
     if part.load:
         engines.load_checkpoint(Path(part.load))
-    data = engines.actor.grid.data
+    data = engines.actor.dims.data
     rows = _read(Path(part.batch))
     mine = [rows[place] for place in balance([row.num_tokens for row in rows], num_ranks=data.size)[data.rank]]
     results: Arrays = {}

@@ -279,8 +279,8 @@ class Course:
             }
         )
         self._engines = Engines.for_run(self.settings, ranks)
-        lanes = EngineThreads.for_run(self.settings, ranks, EngineThread())
-        self._calls = StepCalls(self.settings, engines=self._engines, lanes=lanes)
+        threads = EngineThreads.for_run(self.settings, ranks, EngineThread())
+        self._calls = StepCalls(self.settings, engines=self._engines, threads=threads)
         self._target = Target(vocab_size=self._engines.vocab_size)
         self._limits = TrainingLimits(self.settings, vocab_size=self._engines.vocab_size)
         self._directory = directory

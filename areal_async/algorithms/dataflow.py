@@ -1,8 +1,9 @@
 """A graph of model function calls: declared, checked before anything runs, executed, and drawn.
 
 A call takes named values and makes others; a name is made once. Who makes what another takes runs before it, and
-nothing else decides the order, but for one thing: the calls of one *lane* keep the order that the graph lists them in.
-A model's engine is a lane, since its calls are collectives, which every rank must make in the same order; lanes
+nothing else decides the order, but for one thing: the calls of one *thread* keep the order in which the graph lists
+them.
+A model's engine has a thread, since its calls are collectives, which every rank must make in the same order; threads
 run beside each other.
 
 Pure: what a call does is the caller's.
@@ -168,24 +169,24 @@ Work = Callable[[FunctionCall, dict[str, Any]], Awaitable[Mapping[str, Any]]]
 
 
 async def execute(
-    graph: Graph, work: Work, given: Mapping[str, Any], *, lane: Callable[[FunctionCall], str]
+    graph: Graph, work: Work, given: Mapping[str, Any], *, thread: Callable[[FunctionCall], str]
 ) -> dict[str, Any]:
     """Run the calls of a checked graph and return its results by name.
 
-    Calls of one lane run one after another, in the graph's order; those of different lanes run together as soon as
+    Calls of one thread run one after another, in the graph's order; those of different threads run together as soon as
     their inputs are there. A call that raises cancels the others.
 
     Args:
         given: the graph's ``given`` values.
-        lane: of a call.
+        thread: the name of a call's thread.
     """
     values = {name: given[name] for name in graph.given}
     made = {name: anyio.Event() for call in graph.calls for name in call.outputs}
-    lanes: dict[str, list[FunctionCall]] = {}
+    threads: dict[str, list[FunctionCall]] = {}
     for call in graph.calls:
-        lanes.setdefault(lane(call), []).append(call)
+        threads.setdefault(thread(call), []).append(call)
 
-    async def run_lane(calls: Sequence[FunctionCall]) -> None:
+    async def run_thread(calls: Sequence[FunctionCall]) -> None:
         for call in calls:
             for name in call.inputs:
                 if name in made:
@@ -195,10 +196,10 @@ async def execute(
                 values[name] = outputs[name]
                 made[name].set()
 
-    # No lane can wait for itself, nor two for each other: each is a part of one order in which all calls could run.
+    # No thread can wait for itself, nor two for each other: each is a part of one order in which all calls could run.
     async with anyio.create_task_group() as running:
-        for calls in lanes.values():
-            running.start_soon(run_lane, calls)
+        for calls in threads.values():
+            running.start_soon(run_thread, calls)
     return {name: values[name] for name in graph.results}
 
 

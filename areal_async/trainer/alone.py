@@ -144,7 +144,7 @@ def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
     part = material.share()
     with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
-        calls = StepCalls(settings, engines=engines, lanes=EngineThreads.for_run(settings, ranks, EngineThread()))
+        calls = StepCalls(settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, EngineThread()))
         while request := _read(requests):
             groups = msgspec.msgpack.decode(request, type=list[str])
             reason = anyio.run(functools.partial(_try, part, material, groups, calls, settings))

@@ -73,7 +73,7 @@ class Trainer:
         *,
         ranks: Ranks,
         engines: Engines,
-        lanes: EngineThreads,
+        threads: EngineThreads,
         publisher: WeightsPublisher,
         archiving: BackgroundJob,
         checkpointer: Checkpointer,
@@ -89,9 +89,9 @@ class Trainer:
         self._directory = run_directory
         self._ranks = ranks
         self._engines = engines
-        self._grid = engines.actor.grid
-        self._thread = lanes.engine
-        self._calls = StepCalls(settings, engines=engines, lanes=lanes)
+        self._dims = engines.actor.dims
+        self._thread = threads.engine
+        self._calls = StepCalls(settings, engines=engines, threads=threads)
         self._limits = TrainingLimits(settings, vocab_size=engines.vocab_size)
         self._publisher = publisher
         self._archiving = archiving
@@ -273,14 +273,14 @@ class Trainer:
             self._directory / "trajectories",
             made=made,
             cut=part.cut,
-            rank=self._grid.data.rank,
+            rank=self._dims.data.rank,
             slots=done.slots,
             trajectories=done.trajectories,
             advantages=batch.advantages,
             rows=done.trained.rows,
         )
         own = ShareStats()
-        if self._grid.is_speaker:
+        if self._dims.is_reporting_rank:
             await self._archiving.start(lambda: anyio.to_thread.run_sync(archive))
             own = ShareStats(ages=done.ages, info=add_up_info(one.info for one in done.trajectories.values()))
         shares = await self._gather(msgspec.json.encode(own))
@@ -428,8 +428,8 @@ class Trainer:
         if not is_whole:
             mine = share(
                 slots,
-                rank=self._grid.data.rank,
-                num_ranks=self._grid.data.size,
+                rank=self._dims.data.rank,
+                num_ranks=self._dims.data.size,
                 flops=self._engines.actor.flops,
                 num_minibatches=self._settings.algorithm.num_minibatches,
             )

@@ -122,7 +122,7 @@ async def _run_rank(
             run_directory,
             ranks=ranks,
             engines=engines,
-            lanes=EngineThreads.for_run(settings, ranks, thread),
+            threads=EngineThreads.for_run(settings, ranks, thread),
             publisher=publisher,
             archiving=archiving,
             checkpointer=checkpointer,

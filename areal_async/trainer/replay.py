@@ -118,9 +118,9 @@ class Replay:
         self._engines = engines
         self._ranks = ranks
         self._changed = changed
-        self._grid = engines.actor.grid
+        self._dims = engines.actor.dims
         self._thread = EngineThread()
-        self._calls = StepCalls(settings, engines=engines, lanes=EngineThreads.for_run(settings, ranks, self._thread))
+        self._calls = StepCalls(settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, self._thread))
 
     async def step(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Metrics:
         """Train the whole batch of the step that made version ``made``; return its metrics line. A collective.
@@ -138,8 +138,8 @@ class Replay:
         batch = agree_on_batch(slots, (), min_group_size=1, rule=advantage_rule(self._settings))
         mine = share(
             slots,
-            rank=self._grid.data.rank,
-            num_ranks=self._grid.data.size,
+            rank=self._dims.data.rank,
+            num_ranks=self._dims.data.size,
             flops=self._engines.actor.flops,
             num_minibatches=self._settings.algorithm.num_minibatches,
         )
@@ -169,7 +169,7 @@ class Replay:
         trained = await self._calls.run(rows, batch, step=made.step, settings=settings)
         train_s = time.monotonic() - train_since
         own = ShareStats()
-        if self._grid.is_speaker:
+        if self._dims.is_reporting_rank:
             own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
         shares = await self._thread.run(lambda: self._ranks.gather_bytes(msgspec.json.encode(own)))
         result = StepResult(

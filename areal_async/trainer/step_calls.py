@@ -36,12 +36,12 @@ class StepReport:
 class StepCalls:
     """The trainer's part of the graph, on one rank."""
 
-    def __init__(self, settings: Settings, *, engines: Engines, lanes: EngineThreads) -> None:
+    def __init__(self, settings: Settings, *, engines: Engines, threads: EngineThreads) -> None:
         self._settings = settings
         self._engines = engines
-        self._lanes = lanes
-        # Each rank of the model's grid makes the calls on the rows it holds, whoever else holds the same.
-        self._gather = engines.actor.grid.data.gather_bytes
+        self._threads = threads
+        # Each rank of the model's layout makes the calls on the rows it holds, whoever else holds the same.
+        self._gather = engines.actor.dims.data.gather_bytes
         self._rule = advantage_rule(settings)
         self._graph = step_graph(settings).rest(ELSEWHERE)
         self._functions: dict[str, Callable[[_RunningStep, Values], Values]] = {
@@ -57,7 +57,7 @@ class StepCalls:
         self._own = {read_call(spec).name: load_function(spec) for spec in settings.algorithm.calls}
 
     async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> StepReport:
-        """Make every call of one step. A collective: every rank makes those of a lane in the same order.
+        """Make every call of one step. A collective: every rank makes those of a thread in the same order.
 
         Args:
             rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
@@ -68,7 +68,7 @@ class StepCalls:
 
         async def work(call: FunctionCall, inputs: Values) -> Mapping[str, Any]:
             with spans.call_of_step(call.name, call.role):
-                return await self._lanes.run(call.role, lambda: self._call(call, here, inputs))
+                return await self._threads.run(call.role, lambda: self._call(call, here, inputs))
 
         # Where these are still outcomes, a trajectory has one: its replies have none of their own then (``Place``).
         outcomes = {position: float(np.mean(values)) for position, values in batch.advantages.items()}
@@ -77,7 +77,7 @@ class StepCalls:
             self._graph,
             work,
             {name: given[plain_name(name)] for name in self._graph.given},
-            lane=lambda call: self._lanes.name(call.role),
+            thread=lambda call: self._threads.name(call.role),
         )
         stats = results["actor_stats"]
         if "kl_mean" in results:
@@ -100,12 +100,12 @@ class StepCalls:
 
     def _reference_logprobs(self, step: "_RunningStep", inputs: Values) -> Values:
         assert self._engines.reference is not None
-        logprobs = self._engines.ask("reference", inputs["rows"], self._engines.reference.logprobs)
+        logprobs = self._engines.infer("reference", inputs["rows"], self._engines.reference.logprobs)
         return {"reference_logprobs": logprobs}
 
     def _values(self, step: "_RunningStep", inputs: Values) -> Values:
         assert self._engines.critic is not None
-        return {"values": self._engines.ask("critic", inputs["rows"], self._engines.critic.values)}
+        return {"values": self._engines.infer("critic", inputs["rows"], self._engines.critic.values)}
 
     def _kl_penalty(self, step: "_RunningStep", inputs: Values) -> Values:
         algorithm = step.settings.algorithm

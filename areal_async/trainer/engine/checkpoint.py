@@ -58,7 +58,7 @@ class CheckpointWriter:
 
     def __init__(self, ranks: Ranks) -> None:
         """Make the group. A collective, of all ranks in the same order."""
-        self._ranks = ranks.beside()
+        self._ranks = ranks.with_control_group()
         self._tensors: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}
 

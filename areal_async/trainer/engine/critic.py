@@ -58,27 +58,27 @@ class CriticEngine:
         value_clip: float | None = None,
         num_minibatches: int = 1,
     ) -> None:
-        self.grid = ParallelDims.of(ranks, trainer)
+        self.dims = ParallelDims.of(ranks, trainer)
         self._value_clip = value_clip
         self._critic = load_critic(
             local_model(model.path),
-            self.grid,
+            self.dims,
             dtype=DTYPES[model.dtype],
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
             sharding=Sharding.of(trainer),
         )
-        self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
+        self._execution: Execution[Tensor] = execution_of(self._critic, self.dims, num_outputs=1)
         self.flops: DecoderFlops = decoder_flops(self._critic.classifier)
         self._passes = PackedPasses(
-            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
         # Each value is an estimate of its own, so its error is a mean over tokens whatever the policy's loss is.
-        self._learner = TrainableModel(
+        self._trainable = TrainableModel(
             self._critic,
             execution=self._execution,
             passes=self._passes,
-            grid=self.grid,
+            dims=self.dims,
             trainer=trainer,
             num_minibatches=num_minibatches,
         )
@@ -101,7 +101,7 @@ class CriticEngine:
 
     def change(self, settings: Settings) -> None:
         """Take the peak of the learning rate's schedule of these, from the next step on."""
-        self._learner.set_peak(settings.trainer.for_critic.lr)
+        self._trainable.set_peak(settings.trainer.for_critic.lr)
 
     def values(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the value before every token in its loss; 0 elsewhere [L]."""
@@ -114,15 +114,15 @@ class CriticEngine:
             step: counts from 1; decides the learning rate.
             total_steps: length of the learning rate's schedule.
         """
-        lr = self._learner.begin(step, total_steps=total_steps)
+        lr = self._trainable.begin(step, total_steps=total_steps)
         tally = Tally()
-        for minibatch in self._learner.minibatches(rows, (VALUES, RETURNS)):
-            denominator = self._learner.denominator(minibatch)
+        for minibatch in self._trainable.minibatches(rows, (VALUES, RETURNS)):
+            denominator = self._trainable.denominator(minibatch)
             if denominator:
-                self._learner.update(minibatch, self._loss, tally, denominator=denominator)
+                self._trainable.update(minibatch, self._loss, tally, denominator=denominator)
         if tally.num_skipped:
             log.warning("critic.skipped", step=step, num_skipped=tally.num_skipped, reason="not finite")
-        sums = tally.totals(self.grid.data)
+        sums = tally.totals(self.dims.data)
         num_tokens = sums.get("tokens") or 1.0
         return CriticStats(
             value_loss=sums.get("loss", 0.0) / num_tokens,
@@ -136,7 +136,7 @@ class CriticEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
         buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
-        return weights.gather(self._critic.classifier, buckets, self.grid.all)
+        return weights.gather(self._critic.classifier, buckets, self.dims.all)
 
     def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
         """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
@@ -145,16 +145,16 @@ class CriticEngine:
         """
 
         def gather() -> None:
-            with self._learner.gradients_as_parameters():
+            with self._trainable.gradients_as_parameters():
                 gradients = self.full_parameters()
             see(gradients)
 
-        self._learner.on_gradients = gather
+        self._trainable.on_gradients = gather
 
     @property
     def trained(self) -> TrainState:
         """What a checkpoint holds of this engine. No collective."""
-        return TrainState(self._critic.classifier, self._learner.optimizer)
+        return TrainState(self._critic.classifier, self._trainable.optimizer)
 
     def _loss(self, _number: int, row: PackedRow, values_S: Tensor) -> LossTerms:
         return value_loss(

@@ -11,7 +11,7 @@ from areal_async.config.settings import Settings
 from areal_async.trainer.engine.checkpoint import CheckpointWriter, TrainState
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.parallel.resharder import Ask, Resharder, hold_the_same
+from areal_async.trainer.engine.parallel.resharder import Resharder, RowInference, hold_same_rows
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.reference import BareActor, Reference, ReferenceEngine
 from areal_async.trainer.engine.threads import EngineThread
@@ -27,7 +27,7 @@ class Engines:
     actor: FsdpEngine
     critic: CriticEngine | None = None
     reference: Reference | None = None
-    exchanges: Mapping[str, Resharder] = field(default_factory=dict)
+    resharders: Mapping[str, Resharder] = field(default_factory=dict)
     """By role: the way of the actor's rows to those models that other ranks hold rows for."""
 
     @classmethod
@@ -37,7 +37,7 @@ class Engines:
 
         def own_ranks() -> Ranks:
             # On a GPU all engines share one thread (``EngineThreads``) and so one group.
-            return ranks.apart() if ranks.device.type == "cpu" else ranks
+            return ranks.with_tensor_group() if ranks.device.type == "cpu" else ranks
 
         actor = FsdpEngine.for_run(settings, ranks)
         critic = CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None
@@ -52,15 +52,15 @@ class Engines:
             actor=actor,
             critic=critic,
             reference=reference,
-            exchanges={
+            resharders={
                 role: Resharder(
-                    source=actor.grid,
-                    target=engine.grid,
+                    source=actor.dims,
+                    target=engine.dims,
                     flops=engine.flops,
                     num_minibatches=settings.algorithm.num_minibatches,
                 )
                 for role, engine in others.items()
-                if engine is not None and not hold_the_same(actor.grid, engine.grid)
+                if engine is not None and not hold_same_rows(actor.dims, engine.dims)
             },
         )
 
@@ -76,15 +76,15 @@ class Engines:
         if self.critic is not None:
             self.critic.change(settings)
 
-    def ask(self, role: str, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
+    def infer(self, role: str, rows: Sequence[TrainRow], infer: RowInference) -> list[Tensor]:
         """Return what a call of that role's model says of the actor's rows. A collective."""
-        exchange = self.exchanges.get(role)
-        return exchange.ask(rows, ask) if exchange else ask(rows)
+        resharder = self.resharders.get(role)
+        return resharder.infer(rows, infer) if resharder else infer(rows)
 
     def rows_for(self, role: str, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """Return this rank's rows of that role's model for those of the actor's. A collective."""
-        exchange = self.exchanges.get(role)
-        return exchange.take(rows) if exchange else list(rows)
+        resharder = self.resharders.get(role)
+        return resharder.take(rows) if resharder else list(rows)
 
     def save_checkpoint(self, directory: Path, ledger: bytes) -> None:
         """Write everything that is trained, and the ledger, as one atomic folder. A collective."""
@@ -111,7 +111,7 @@ def shares_base(settings: Settings) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineThreads:
-    """The threads in which the calls of a step run: one per lane on a CPU, the engine's for all on a GPU.
+    """The threads in which the calls of a step run: one for each role on a CPU, the engine's for all on a GPU.
 
     There one stream does the work of all models anyway, and NCCL wants the collectives of different groups in one
     order on every rank too.
@@ -125,17 +125,17 @@ class EngineThreads:
     others: dict[str, EngineThread] = field(default_factory=dict)
 
     def name(self, role: str) -> str:
-        """Return the lane of a role; what computes without a model has one too."""
+        """Return the name of a role's thread; what computes without a model has one too."""
         return "actor" if self.is_single or role in self.of_actor else role or "compute"
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks, engine: EngineThread) -> Self:
-        """Return the lanes of a rank; ``engine`` is the thread of its policy."""
+        """Return the threads of a rank; ``engine`` is that of its policy."""
         shared = frozenset({"actor", "reference"} if shares_base(settings) else {"actor"})
         return cls(engine=engine, is_single=ranks.device.type != "cpu", of_actor=shared)
 
     async def run(self, role: str, work: Callable[[], T]) -> T:
-        """Return what ``work`` returns, done in the thread of this role's lane."""
+        """Return what ``work`` returns, done in the thread of this role."""
         name = self.name(role)
         thread = self.engine if name == "actor" else self.others.setdefault(name, EngineThread(name))
         return await thread.run(work)

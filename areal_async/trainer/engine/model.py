@@ -22,7 +22,7 @@ from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
 from areal_async.trainer.engine.attention import attention_for, document_arguments, register_packed_attention
 from areal_async.trainer.engine.lora import adapt
-from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
+from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
 from areal_async.trainer.engine.parallel.stages import Skipped, StagedModel
 from areal_async.trainer.engine.parallel.tensor import divide_decoder, divided_scores, is_divided, num_local_words
 from areal_async.trainer.engine.weights import base_witnesses
@@ -128,7 +128,7 @@ class Critic(nn.Module):
 
 def load_policy(
     folder: Path,
-    grid: ParallelDims,
+    dims: ParallelDims,
     *,
     dtype: torch.dtype,
     activation_checkpointing: bool,
@@ -150,7 +150,7 @@ def load_policy(
     """
     is_base = lora is not None and lora.is_on
     stored = dtype if is_frozen or is_base else torch.float32
-    causal_lm, _ = _load(CAUSAL_LM, folder, grid.all.device, dtype, stored=stored)
+    causal_lm, _ = _load(CAUSAL_LM, folder, dims.all.device, dtype, stored=stored)
     _check_trainable(causal_lm, folder)
     causal_lm.requires_grad_(not is_frozen)
     base_sha256: dict[str, str] = {}
@@ -159,7 +159,7 @@ def load_policy(
         base_sha256 = base_witnesses(causal_lm)
     return _laid_out(
         causal_lm,
-        grid,
+        dims,
         dtype=dtype,
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
@@ -170,7 +170,7 @@ def load_policy(
 
 def load_critic(
     folder: Path,
-    grid: ParallelDims,
+    dims: ParallelDims,
     *,
     dtype: torch.dtype,
     activation_checkpointing: bool,
@@ -184,7 +184,7 @@ def load_critic(
     Raises:
         UserError: the folder holds no decoder that this can train, or one with several labels.
     """
-    classifier, missing = _load(CLASSIFIER, folder, grid.all.device, dtype, stored=torch.float32, num_labels=1)
+    classifier, missing = _load(CLASSIFIER, folder, dims.all.device, dtype, stored=torch.float32, num_labels=1)
     _check_trainable(classifier, folder)
     if not hasattr(classifier, "score"):
         raise UserError(
@@ -195,7 +195,7 @@ def load_critic(
         nn.init.zeros_(classifier.score.weight)
     return _laid_out(
         classifier,
-        grid,
+        dims,
         dtype=dtype,
         stages_per_rank=stages_per_rank,
         activation_checkpointing=activation_checkpointing,
@@ -256,7 +256,7 @@ def _load(
 
 def _laid_out(
     decoder: Any,
-    grid: ParallelDims,
+    dims: ParallelDims,
     *,
     dtype: torch.dtype,
     stages_per_rank: int,
@@ -266,13 +266,13 @@ def _laid_out(
 ) -> M | StagedModel:
     """Return the model, whole or in stages, sharded."""
     shard = functools.partial(
-        _shard, grid=grid, dtype=dtype, activation_checkpointing=activation_checkpointing, sharding=sharding
+        _shard, dims=dims, dtype=dtype, activation_checkpointing=activation_checkpointing, sharding=sharding
     )
-    if grid.sizes[STAGE] == 1:
+    if dims.sizes[PP] == 1:
         model = wrap(decoder)
         shard(model, decoder)
         return model
-    staged = StagedModel(decoder, grid, dtype=dtype, stages_per_rank=stages_per_rank, wrap=wrap)
+    staged = StagedModel(decoder, dims, dtype=dtype, stages_per_rank=stages_per_rank, wrap=wrap)
     for stage in staged.own_stages:
         shard(stage, stage.decoder)
     return staged
@@ -282,24 +282,24 @@ def _shard(
     whole: nn.Module,
     decoder: Any,
     *,
-    grid: ParallelDims,
+    dims: ParallelDims,
     dtype: torch.dtype,
     activation_checkpointing: bool,
     sharding: Sharding,
 ) -> None:
-    if grid.part_mesh is not None:
-        divide_decoder(decoder, grid.part_mesh)
+    if dims.tp_mesh is not None:
+        divide_decoder(decoder, dims.tp_mesh)
     layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
     if activation_checkpointing:
         for layer in layers:
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    mesh = grid.data_mesh
+    mesh = dims.dp_mesh
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=sharding.reduce_dtype
     )
     # Pinned memory is a GPU's; without one the shards lie where they would anyway.
-    offload = CPUOffloadPolicy(pin_memory=grid.all.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=dims.all.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
     fully_shard(whole, mesh=mesh, mp_policy=precision, offload_policy=offload)

@@ -83,27 +83,27 @@ class PairEngine:
     """A sequence classifier of one label sharded over the ranks (FSDP2), its optimizer and its loss."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self.grid = ParallelDims.of(ranks, trainer)
+        self.dims = ParallelDims.of(ranks, trainer)
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
         self._critic = load_critic(
             self._source,
-            self.grid,
+            self.dims,
             dtype=self._dtype,
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
             sharding=Sharding.of(trainer),
         )
-        self._execution: Execution[Tensor] = execution_of(self._critic, self.grid, num_outputs=1)
+        self._execution: Execution[Tensor] = execution_of(self._critic, self.dims, num_outputs=1)
         self.flops = decoder_flops(self._critic.classifier)
         self._passes = PairedPasses(
-            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
-        self._learner = TrainableModel(
+        self._trainable = TrainableModel(
             self._critic,
             execution=self._execution,
             passes=self._passes,
-            grid=self.grid,
+            dims=self.dims,
             trainer=trainer,
             aggregation=PER_PAIR,
         )
@@ -115,15 +115,15 @@ class PairEngine:
             step: counts from 1; decides the learning rate.
             total_steps: length of the learning rate's schedule.
         """
-        lr = self._learner.begin(step, total_steps=total_steps)
+        lr = self._trainable.begin(step, total_steps=total_steps)
         tally = Tally()
-        for minibatch in self._learner.minibatches(_rows(pairs)):
-            denominator = self._learner.denominator(minibatch)
+        for minibatch in self._trainable.minibatches(_rows(pairs)):
+            denominator = self._trainable.denominator(minibatch)
             if denominator:
-                self._learner.update(minibatch, _loss, tally, denominator=denominator)
+                self._trainable.update(minibatch, _loss, tally, denominator=denominator)
         if tally.num_skipped:
             log.warning("pairs.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
-        sums = tally.totals(self.grid.data)
+        sums = tally.totals(self.dims.data)
         num_pairs = sums.get("units") or 1.0
         return PairStats(
             loss=sums.get("loss", 0.0) / num_pairs,
@@ -144,7 +144,7 @@ class PairEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
         buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
-        return weights.gather(self._critic.classifier, buckets, self.grid.all)
+        return weights.gather(self._critic.classifier, buckets, self.dims.all)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
@@ -153,7 +153,7 @@ class PairEngine:
         decoder = classifier.own_stages[0].decoder if isinstance(classifier, StagedModel) else classifier
         classifier.config.architectures = [type(decoder).__name__]
         buckets = weights.plan(classifier, self._dtype, max_bytes=0)
-        return weights.save(classifier, buckets, directory, source=self._source, ranks=self.grid.all)
+        return weights.save(classifier, buckets, directory, source=self._source, ranks=self.dims.all)
 
 
 def _loss(_number: int, row: PackedRow, scores_S: Tensor) -> LossTerms:

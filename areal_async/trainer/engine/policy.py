@@ -59,11 +59,11 @@ class FsdpEngine:
         self._path = model.path
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
-        self.grid = ParallelDims.of(ranks, trainer)
+        self.dims = ParallelDims.of(ranks, trainer)
         self._objective = objective
         self._policy = load_policy(
             self._source,
-            self.grid,
+            self.dims,
             dtype=self._dtype,
             activation_checkpointing=trainer.activation_checkpointing,
             stages_per_rank=trainer.stages_per_rank,
@@ -74,15 +74,15 @@ class FsdpEngine:
         self._base_sha256 = self._policy.base_sha256 if isinstance(self._policy, PolicyModel) else {}
         self._adapters = AdapterState(self._policy.causal_lm, self._base_sha256) if self._lora.is_on else None
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
-        self._execution: Execution[Scores] = execution_of(self._policy, self.grid, num_outputs=2)
+        self._execution: Execution[Scores] = execution_of(self._policy, self.dims, num_outputs=2)
         self._passes = PackedPasses(
-            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
-        self._learner = TrainableModel(
+        self._trainable = TrainableModel(
             self._policy,
             execution=self._execution,
             passes=self._passes,
-            grid=self.grid,
+            dims=self.dims,
             trainer=trainer,
             num_minibatches=num_minibatches,
             aggregation=aggregation,
@@ -102,7 +102,7 @@ class FsdpEngine:
 
     def change(self, settings: Settings) -> None:
         """Take the loss and the peak of the learning rate's schedule of these, from the next step on."""
-        self._learner.set_peak(settings.trainer.lr)
+        self._trainable.set_peak(settings.trainer.lr)
         self._objective = policy_objective(settings)
 
     def train_step(
@@ -117,21 +117,21 @@ class FsdpEngine:
             columns: that every rank's rows bring. ``START`` saves several updates a pass over all rows; a KL penalty
                 needs ``REFERENCE``.
         """
-        lr = self._learner.begin(step, total_steps=total_steps)
-        minibatches = self._learner.minibatches(rows, columns)
+        lr = self._trainable.begin(step, total_steps=total_steps)
+        minibatches = self._trainable.minibatches(rows, columns)
         # With a single update the weights of the step's start are those being trained: no second forward pass.
         needs_starts = len(minibatches) > 1 and not self._is_loglinear
         scored = _given_starts if START in columns else self._packed_logprobs
         starts = [scored(minibatch) if needs_starts else None for minibatch in minibatches]
         tally = Tally()
         for minibatch, start in zip(minibatches, starts, strict=True):
-            denominator = self._learner.denominator(minibatch)
+            denominator = self._trainable.denominator(minibatch)
             if denominator:
                 loss = self._loss(starts_S=start, keeps_S=self._kept(minibatch))
-                self._learner.update(minibatch, loss, tally, denominator=denominator)
+                self._trainable.update(minibatch, loss, tally, denominator=denominator)
         if tally.num_skipped:
             log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="not finite")
-        return tally.stats(self.grid.data, lr=lr)
+        return tally.stats(self.dims.data, lr=lr)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L]."""
@@ -145,12 +145,12 @@ class FsdpEngine:
     def full_parameters(self) -> dict[str, Tensor]:
         """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
         buckets = weights.plan(self._policy.causal_lm, torch.float32, max_bytes=0)
-        return weights.gather(self._policy.causal_lm, buckets, self.grid.all)
+        return weights.gather(self._policy.causal_lm, buckets, self.dims.all)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
         buckets = self.plan_buckets(max_bytes=0)
-        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self.grid.all)
+        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self.dims.all)
 
     def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
         """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
@@ -164,7 +164,7 @@ class FsdpEngine:
         Args:
             send: takes each bucket's bytes on rank 0's device. It may block, shorter than a collective may take.
         """
-        return weights.gather(self._policy.causal_lm, buckets, self.grid.all, send=send)
+        return weights.gather(self._policy.causal_lm, buckets, self.dims.all, send=send)
 
     def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
@@ -187,7 +187,7 @@ class FsdpEngine:
         self.save_weights(directory / "model")
         if self._adapters is not None:
             tensors = self.gather_weights(self.plan_adapter())
-            if self.grid.all.rank == 0:
+            if self.dims.all.rank == 0:
                 self.write_adapter(tensors, directory / "adapter")
 
     @contextmanager
@@ -203,16 +203,16 @@ class FsdpEngine:
         """
 
         def gather() -> None:
-            with self._learner.gradients_as_parameters():
+            with self._trainable.gradients_as_parameters():
                 gradients = self.full_parameters()
             see(gradients)
 
-        self._learner.on_gradients = gather
+        self._trainable.on_gradients = gather
 
     @property
     def trained(self) -> TrainState:
         """What a checkpoint holds of this engine. No collective."""
-        return TrainState(self._adapters or self._policy.causal_lm, self._learner.optimizer)
+        return TrainState(self._adapters or self._policy.causal_lm, self._trainable.optimizer)
 
     def save_checkpoint(
         self, directory: Path, ledger: bytes, *, others: Mapping[str, TrainState] | None = None
@@ -222,11 +222,11 @@ class FsdpEngine:
         Args:
             others: models trained beside this one, by role.
         """
-        checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self.grid.all)
+        checkpoint.save(self.trained, directory, others=others or {}, ledger=ledger, ranks=self.dims.all)
 
     def load_checkpoint(self, directory: Path, *, others: Mapping[str, TrainState] | None = None) -> bytes:
         """Restore models and optimizers, written by any number of ranks, and return the ledger on every rank."""
-        ledger = checkpoint.load(self.trained, directory, others=others or {}, ranks=self.grid.all)
+        ledger = checkpoint.load(self.trained, directory, others=others or {}, ranks=self.dims.all)
         if self._adapters is not None:
             self._adapters.check_base(directory)
         return ledger
@@ -281,7 +281,7 @@ class FsdpEngine:
 
     def _of_all_ranks(self, values_N: Tensor) -> Tensor:
         """Return the values of every rank, of which each may hold another number."""
-        ranks = self.grid.data
+        ranks = self.dims.data
         if ranks.size == 1:
             return values_N
         count = torch.tensor([len(values_N)], device=values_N.device)

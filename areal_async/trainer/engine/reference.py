@@ -55,20 +55,20 @@ class ReferenceEngine:
     """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self.grid = ParallelDims.of(ranks, trainer)
+        self.dims = ParallelDims.of(ranks, trainer)
         self._policy = load_policy(
             local_model(model.path),
-            self.grid,
+            self.dims,
             dtype=DTYPES[model.dtype],
             activation_checkpointing=False,
             is_frozen=True,
             stages_per_rank=trainer.stages_per_rank,
             sharding=Sharding.of(trainer),
         )
-        self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.grid, num_outputs=2)
+        self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.dims, num_outputs=2)
         self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
         self._passes = PackedPasses(
-            self.grid.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
+            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
         )
 
     @classmethod

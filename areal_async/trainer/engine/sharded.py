@@ -20,12 +20,12 @@ from areal_async.algorithms.aggregation import TOKEN_MEAN, Aggregation, TokenSha
 from areal_async.config.settings import TrainerSettings
 from areal_async.trainer.engine.gradient_groups import GROUPS, groups_of, num_layers
 from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
-from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
+from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.division import divide
 from areal_async.trainer.engine.parallel.execution import Execution, Loss
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
-from areal_async.trainer.engine.parallel.tensor import sum_over_parts
+from areal_async.trainer.engine.parallel.tensor import sum_over_tp
 from areal_async.trainer.engine.stats import Tally, Update
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import Parts
@@ -96,14 +96,14 @@ class TrainableModel(Generic[T]):
         *,
         execution: Execution[T],
         passes: PackedPasses,
-        grid: ParallelDims,
+        dims: ParallelDims,
         trainer: TrainerSettings,
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
         self._model = model
         self._execution = execution
-        self._grid = grid
+        self._dims = dims
         self._trainer = trainer
         self._num_minibatches = num_minibatches
         self._aggregation = aggregation
@@ -139,7 +139,7 @@ class TrainableModel(Generic[T]):
     def denominator(self, minibatch: Sequence[PackedRow]) -> float:
         """Return what a mini-batch's loss is divided by, 0 where no rank trains a token. A collective."""
         units = torch.stack([row.units_S.sum() for row in minibatch]).sum() if minibatch else torch.zeros(())
-        return self._grid.data.reduce(units.double().to(self._grid.all.device), dist.ReduceOp.SUM).item()
+        return self._dims.data.reduce(units.double().to(self._dims.all.device), dist.ReduceOp.SUM).item()
 
     def update(
         self,
@@ -151,10 +151,10 @@ class TrainableModel(Generic[T]):
     ) -> None:
         """Make one optimizer update from the gradients of all these rows on all ranks. A collective."""
         # Gradients are the mean over ranks, and the loss is a mean over the units of all ranks: undo the former.
-        scale = self._grid.data.size / denominator
+        scale = self._dims.data.size / denominator
         terms = list(self._execution.train(minibatch, loss, scale=scale))
-        if self._grid.part_mesh is not None:
-            sum_over_parts(self._model, self._grid.part_mesh.get_group())
+        if self._dims.tp_mesh is not None:
+            sum_over_tp(self._model, self._dims.tp_mesh.get_group())
         if self.on_gradients is not None:
             self.on_gradients()
         update = self._clip_gradients(torch.stack([one.loss.double() for one in terms]).sum())
@@ -204,9 +204,9 @@ class TrainableModel(Generic[T]):
         members = torch.tensor([groups for _, groups in trained], dtype=torch.float64)
         # One sum for each group; the last is the loss, which only has to be finite.
         sums = torch.cat([squares @ members.to(squares.device), loss.to(squares.device).view(1)]).to(
-            self._grid.all.device
+            self._dims.all.device
         )
-        *by_group, total_loss = self._grid.all.reduce(sums, dist.ReduceOp.SUM).tolist()
+        *by_group, total_loss = self._dims.all.reduce(sums, dist.ReduceOp.SUM).tolist()
         update = Update.of(dict(zip(GROUPS, by_group, strict=True)), has_finite_loss=math.isfinite(total_loss))
         if update.is_made and update.grad_norm > self._trainer.max_grad_norm:
             torch._foreach_mul_(gradients, self._trainer.max_grad_norm / (update.grad_norm + 1e-6))
@@ -216,14 +216,14 @@ class TrainableModel(Generic[T]):
         """Return for each parameter which of ``GROUPS`` it is in, as ones and zeros. A collective."""
         names = [name for name, _ in self._model.named_parameters()]
         # A rank may hold some of the layers only; the last one's number tells how many there are.
-        mine = torch.tensor([num_layers(names)], device=self._grid.all.device)
-        count = int(self._grid.all.reduce(mine, dist.ReduceOp.MAX).item())
+        mine = torch.tensor([num_layers(names)], device=self._dims.all.device)
+        count = int(self._dims.all.reduce(mine, dist.ReduceOp.MAX).item())
         groups = [groups_of(name, num_layers=count) for name in names]
         return [[float(group in own) for group in GROUPS] for own in groups]
 
     def _num_copies(self, gradient: Tensor | None) -> int:
         """Return how many ranks of a stage hold this rank's shard."""
-        num_ranks = self._grid.all.size // self._grid.sizes[STAGE]
+        num_ranks = self._dims.ranks_per_stage
         if not isinstance(gradient, DTensor):
             return num_ranks
         mesh, placements = gradient.device_mesh, gradient.placements

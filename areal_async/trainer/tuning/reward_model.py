@@ -63,7 +63,7 @@ class PairLessons:
     @property
     def data_ranks(self) -> Ranks:
         """Those that hold other examples than this one."""
-        return self._engine.grid.data
+        return self._engine.dims.data
 
     def costs(self, places: Places) -> list[int]:
         """Return the operations of each pair."""
@@ -99,7 +99,7 @@ class PairLessons:
 def held_out_figures(engine: PairEngine, pairs: Sequence[Pair]) -> dict[str, float]:
     """Return the mean loss and the share of pairs told right over all ranks' pairs, 0 for none. A collective."""
     chosen_P, rejected_P = engine.scores(pairs).double().unbind(1)
-    ranks = engine.grid.data
+    ranks = engine.dims.data
     loss = float(bradley_terry_loss(chosen_P, rejected_P)) * len(pairs) if pairs else 0.0
     sums = torch.tensor(
         [loss, float((chosen_P > rejected_P).sum()), float(len(pairs))], dtype=torch.float64, device=ranks.device

@@ -64,7 +64,7 @@ class AnswerLessons:
     @property
     def data_ranks(self) -> Ranks:
         """Those that hold other examples than this one."""
-        return self._engine.grid.data
+        return self._engine.dims.data
 
     def costs(self, places: Places) -> list[int]:
         """Return the operations of each row."""
@@ -125,7 +125,7 @@ def encode_examples(
 
 def held_out_loss(engine: FsdpEngine, rows: Sequence[TrainRow]) -> float:
     """Return the mean negative log likelihood over all ranks' rows, 0 for none. A collective."""
-    logprobs, ranks = engine.logprobs(rows), engine.grid.data
+    logprobs, ranks = engine.logprobs(rows), engine.dims.data
     sums = torch.tensor(
         [sum(float(row.sum()) for row in logprobs), sum(float(row.loss_mask.sum()) for row in rows)],
         dtype=torch.float64,

@@ -1,4 +1,4 @@
-"""A graph that cannot run is refused in one sentence before it runs; one that can keeps the order of each lane."""
+"""A graph that cannot run is refused in one sentence before it runs; one that can keeps the order of each thread."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -100,7 +100,7 @@ async def _add_up(one: FunctionCall, inputs: dict[str, Any]) -> Mapping[str, Any
 async def test_values_reach_the_calls_that_take_them() -> None:
     graph = PPO.checked(ROLES)
 
-    results = await execute(graph, _add_up, {"rows": 1}, lane=lambda one: one.role)
+    results = await execute(graph, _add_up, {"rows": 1}, thread=lambda one: one.role)
 
     returns = "returns(rows=1,values=values(rows=1))"
     assert results["value_loss"] == f"value_loss(rows=1,returns={returns})"
@@ -121,10 +121,10 @@ async def test_independent_calls_run_together_and_those_of_a_lane_do_not() -> No
         running.remove(one.name)
         return dict.fromkeys(one.outputs)
 
-    await execute(graph, work, {"rows": 1}, lane=lambda one: one.role)
+    await execute(graph, work, {"rows": 1}, thread=lambda one: one.role)
     beside = max(together, key=len)
     together.clear()
-    await execute(graph, work, {"rows": 1}, lane=lambda _: "one")
+    await execute(graph, work, {"rows": 1}, thread=lambda _: "one")
 
     assert beside == {"train_critic", "train_actor"}
     assert all(len(names) == 1 for names in together)
@@ -140,6 +140,6 @@ async def test_a_call_that_fails_ends_the_others() -> None:
         return dict.fromkeys(one.outputs)
 
     with pytest.raises(ExceptionGroup) as caught:
-        await execute(PPO.checked(ROLES), work, {"rows": 1}, lane=lambda one: one.role)
+        await execute(PPO.checked(ROLES), work, {"rows": 1}, thread=lambda one: one.role)
 
     assert [str(error) for error in caught.value.exceptions] == ["no"]

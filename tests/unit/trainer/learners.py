@@ -36,8 +36,8 @@ class Learners:
             trainer=TrainerSettings.model_validate({"lr": 1e-3, "token_budget": 64, **critic} | (trainer or {})),
         )
         self.engines = Engines.for_run(settings, ranks)
-        lanes = EngineThreads(engine=EngineThread(), is_single=False)
-        self._calls = StepCalls(settings, engines=self.engines, lanes=lanes)
+        threads = EngineThreads(engine=EngineThread(), is_single=False)
+        self._calls = StepCalls(settings, engines=self.engines, threads=threads)
 
     def train(self, rows: list[TrainRow], *, step: int) -> dict[str, float]:
         """Train on these rows of the batch, by ``settings`` as they are now; return everything that is reported."""

@@ -41,7 +41,7 @@ def batch_rows() -> list[TrainRow]:
 
 def own_rows(engine: Any, rows: Sequence[TrainRow]) -> list[TrainRow]:
     """Return those of the rows that this rank holds; of two that hold different ones, the first has a third."""
-    ranks = engine.grid.data
+    ranks = engine.dims.data
     return [row for row in rows if ranks.size == 1 or (row.index % 3 == 0) == (ranks.rank == 0)]
 
 

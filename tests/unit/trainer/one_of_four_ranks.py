@@ -24,7 +24,7 @@ def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
     """Train in three layouts at once, write a checkpoint, read another one, and look at collectives."""
     ranks = join_ranks(deadline_s=200.0)
     learners = Learners(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
-    rows, is_first = batch_rows(), learners.engines.actor.grid.data.rank == 0
+    rows, is_first = batch_rows(), learners.engines.actor.dims.data.rank == 0
     mine = [rows[:5] if is_first else rows[5:], [] if is_first else rows, rows[:1] if is_first else rows[1:]]
     stats = [learners.train(part, step=step) for step, part in enumerate(mine, start=1)]
     learners.engines.save_checkpoint(directory / "of_four", b"of four")

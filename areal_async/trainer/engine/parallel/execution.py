@@ -1,7 +1,7 @@
 """How packed rows go through a model, forward and back, whatever the model's layout.
 
 An ``Execution`` is told what to make of the model's outputs; which rank computes them is its own matter. Its calls
-are collectives of the model's grid, and every rank that holds the same rows gets the same results.
+are collectives of the model's ranks, and every rank that holds the same rows gets the same results.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from areal_async.algorithms.objective import LossTerms
-from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
+from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
 from areal_async.trainer.engine.parallel.execution import Execution, Loss, WholeModel
 from areal_async.trainer.engine.parallel.stages import StagedModel
 from areal_async.trainer.packing.rows import PackedRow, empty_row
@@ -29,25 +29,25 @@ from areal_async.trainer.packing.rows import PackedRow, empty_row
 T = TypeVar("T")
 
 
-def execution_of(model: Any, grid: ParallelDims, *, num_outputs: int) -> Execution[Any]:
+def execution_of(model: Any, dims: ParallelDims, *, num_outputs: int) -> Execution[Any]:
     """Return what runs a model, cut into stages or whole.
 
     Args:
         num_outputs: tensors of [S] that the model answers a row with; a tuple where there are several.
     """
     return (
-        PipelineExecution(model, grid, num_outputs=num_outputs) if isinstance(model, StagedModel) else WholeModel(model)
+        PipelineExecution(model, dims, num_outputs=num_outputs) if isinstance(model, StagedModel) else WholeModel(model)
     )
 
 
 class PipelineExecution(Generic[T]):
     """Runs rows through the stages of one pipeline. Its calls are collectives of the pipeline's ranks too."""
 
-    def __init__(self, model: StagedModel, grid: ParallelDims, *, num_outputs: int) -> None:
+    def __init__(self, model: StagedModel, dims: ParallelDims, *, num_outputs: int) -> None:
         """``num_outputs``: tensors of [S] that the last stage answers a row with; a tuple where there are several."""
         self._model = model
-        self._device = grid.all.device
-        self._num_ranks = grid.sizes[STAGE]
+        self._device = dims.all.device
+        self._num_ranks = dims.sizes[PP]
         self._num_outputs = num_outputs
 
     def fit_rows(self, num_rows: int) -> int:
@@ -103,7 +103,7 @@ class PipelineExecution(Generic[T]):
                 self._device,
                 input_args=first if stage.is_first else between,
                 output_args=(last,) * self._num_outputs if stage.is_last else between,
-                group=model.line,
+                group=model.pp_group,
             )
             for number, stage in zip(model.own_numbers, model.own_stages, strict=True)
         ]
@@ -120,7 +120,7 @@ class PipelineExecution(Generic[T]):
             flat = torch.cat([one for answer in last.answers[: len(rows)] for one in _tensors(answer)])
         else:
             flat = torch.empty(sum(sizes), device=self._device)
-        dist.broadcast(flat, group=self._model.line, group_src=self._num_ranks - 1)
+        dist.broadcast(flat, group=self._model.pp_group, group_src=self._num_ranks - 1)
         parts = flat.split(sizes)
         if self._num_outputs == 1:
             return cast(list[T], list(parts))

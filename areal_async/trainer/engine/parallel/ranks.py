@@ -69,7 +69,7 @@ class Ranks:
             dist.all_reduce(values_N, op=op, group=self.tensors)
         return values_N
 
-    def apart(self) -> "Ranks":
+    def with_tensor_group(self) -> "Ranks":
         """Return the same ranks with a group of their own for tensors. A collective, of all ranks in the same order.
 
         A model whose calls run in a thread of their own needs it: collectives of one group must not overtake each
@@ -77,7 +77,7 @@ class Ranks:
         """
         return replace(self, tensors=dist.new_group(timeout=timedelta(seconds=self.deadline_s)))
 
-    def beside(self) -> "Ranks":
+    def with_control_group(self) -> "Ranks":
         """Return the same ranks with a control group of their own. A collective, of all ranks in the same order.
 
         For a thread that speaks to its peers while others do: as with tensors, one group keeps one thread's order.

@@ -14,13 +14,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_async.trainer.engine.parallel.dims import PART, STAGE, ParallelDims
+from areal_async.trainer.engine.parallel.dims import PP, TP, ParallelDims
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import Parts, balance
 from areal_async.trainer.packing.rows import TrainRow
 
-Ask = Callable[[Sequence[TrainRow]], list[Tensor]]
-"""A model's call: a number for every token of each row [L]."""
+RowInference = Callable[[Sequence[TrainRow]], list[Tensor]]
+"""A call of a model's engine: a number for every token of each row [L]."""
 
 
 class _RowBytes(msgspec.Struct, array_like=True):
@@ -57,7 +57,7 @@ class Resharder:
     def __init__(
         self, *, source: ParallelDims, target: ParallelDims, flops: DecoderFlops, num_minibatches: int = 1
     ) -> None:
-        """Lead from the policy's grid to another one of the same ranks. A collective.
+        """Lead from the policy's layout to another one of the same ranks. A collective.
 
         Args:
             flops: the other model's operations, by which its ranks share the rows.
@@ -68,34 +68,33 @@ class Resharder:
         self._flops = flops
         self._num_minibatches = num_minibatches
         # A group of its own, for the calls of several models run side by side.
-        self._ranks = source.all.beside()
+        self._ranks = source.all.with_control_group()
 
     def take(self, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """Return the rows of the target's rank for those of the source's. A collective."""
         parcels = [parcel for part in self._gather(rows) for parcel in part]
         return [_unpacked(parcels[place]) for place in self._divide(parcels)[self._target.data.rank]]
 
-    def ask(self, rows: Sequence[TrainRow], ask: Ask) -> list[Tensor]:
+    def infer(self, rows: Sequence[TrainRow], infer: RowInference) -> list[Tensor]:
         """Return for each row of the source's rank what the target's model says of it. A collective."""
         by_source = self._gather(rows)
         parcels = [parcel for part in by_source for parcel in part]
         shares = self._divide(parcels)
-        answers = ask([_unpacked(parcels[place]) for place in shares[self._target.data.rank]])
-        spoken = b"".join(answer.float().numpy().astype("<f4").tobytes() for answer in answers)
-        told = self._ranks.gather_bytes(spoken if self._target.is_speaker else b"")
-        speakers = self._target.speakers
+        answers = infer([_unpacked(parcels[place]) for place in shares[self._target.data.rank]])
+        own = b"".join(answer.float().numpy().astype("<f4").tobytes() for answer in answers)
+        payloads = self._ranks.gather_bytes(own if self._target.is_reporting_rank else b"")
         results: dict[int, Tensor] = {}
-        for share, rank in zip(shares, speakers, strict=True):
+        for share, rank in zip(shares, self._target.reporting_ranks, strict=True):
             ends = np.cumsum([parcels[place].num_tokens for place in share])
-            pieces = np.split(_array(told[rank], "<f4"), ends[:-1])
+            pieces = np.split(_array(payloads[rank], "<f4"), ends[:-1])
             results |= {place: torch.from_numpy(piece) for place, piece in zip(share, pieces, strict=False)}
         first = sum(len(part) for part in by_source[: self._source.data.rank])
         return [results[place] for place in range(first, first + len(rows))]
 
     def _gather(self, rows: Sequence[TrainRow]) -> list[list[_Parcel]]:
         """Return the rows of each of the source's data ranks."""
-        told = self._ranks.gather_bytes(encode_rows(rows) if self._source.is_speaker else b"")
-        return [_PARCELS.decode(told[rank]) for rank in self._source.speakers]
+        payloads = self._ranks.gather_bytes(encode_rows(rows) if self._source.is_reporting_rank else b"")
+        return [_PARCELS.decode(payloads[rank]) for rank in self._source.reporting_ranks]
 
     def _divide(self, parcels: Sequence[_Parcel]) -> Parts:
         """Return which rows each of the target's data ranks takes; those of one trajectory stay together."""
@@ -115,9 +114,9 @@ class Resharder:
         return [sorted(share) for share in shares]
 
 
-def hold_the_same(grid: ParallelDims, other: ParallelDims) -> bool:
+def hold_same_rows(dims: ParallelDims, other: ParallelDims) -> bool:
     """Return whether every rank holds the same rows in both, so that none need travel."""
-    return all(grid.sizes[one] == other.sizes[one] for one in (STAGE, PART))
+    return all(dims.sizes[one] == other.sizes[one] for one in (PP, TP))
 
 
 def encode_rows(rows: Sequence[TrainRow]) -> bytes:

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from areal_async.errors import UserError
-from areal_async.trainer.engine.parallel.dims import STAGE, ParallelDims
+from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import PackedRow
 
@@ -107,7 +107,7 @@ class StagedModel(nn.Module):
     def __init__(
         self,
         decoder: Any,
-        grid: ParallelDims,
+        dims: ParallelDims,
         *,
         dtype: torch.dtype,
         stages_per_rank: int,
@@ -126,11 +126,11 @@ class StagedModel(nn.Module):
         self.config = decoder.config
         self.flops: DecoderFlops = decoder_flops(decoder)
         self.dtype = dtype
-        self.num_stages = grid.sizes[STAGE] * stages_per_rank
-        self.line: dist.ProcessGroup = grid.mesh.get_group(STAGE)
-        """The ranks that hold the stages of one copy, first stage first."""
-        self.own_numbers = list(range(grid.stage, self.num_stages, grid.sizes[STAGE]))
-        self._grid = grid
+        self.num_stages = dims.sizes[PP] * stages_per_rank
+        self.pp_group: dist.ProcessGroup = dims.mesh.get_group(PP)
+        """The ranks that hold the stages of one replica, first stage first."""
+        self.own_numbers = list(range(dims.pp_rank, self.num_stages, dims.sizes[PP]))
+        self._dims = dims
         whole = dict(decoder.named_parameters())
         self.shapes: dict[str, torch.Size] = {name: parameter.shape for name, parameter in whole.items()}
         """Of the whole decoder's parameters; tied ones come once."""
@@ -178,16 +178,16 @@ class StagedModel(nn.Module):
         return {id(parameter): len(self._holders[name]) for name, parameter in self.named_parameters()}
 
     def share_gradients(self) -> None:
-        """Add the gradients of tied weights up between the two stages that hold them. A collective of the line."""
+        """Add the gradients of tied weights up between the two stages that hold them. A collective of the pipeline."""
         for name, parameter in self.named_parameters():
-            holders = [number % self._grid.sizes[STAGE] for number in self._holders[name]]
+            holders = [number % self._dims.sizes[PP] for number in self._holders[name]]
             if len(holders) > 1 and parameter.grad is not None:
-                (other,) = (rank for rank in holders if rank != self._grid.stage)
+                (other,) = (rank for rank in holders if rank != self._dims.pp_rank)
                 own = _local(parameter.grad)
                 theirs = torch.empty_like(own)
                 operations = [
-                    dist.P2POp(dist.isend, own, group=self.line, group_peer=other),
-                    dist.P2POp(dist.irecv, theirs, group=self.line, group_peer=other),
+                    dist.P2POp(dist.isend, own, group=self.pp_group, group_peer=other),
+                    dist.P2POp(dist.irecv, theirs, group=self.pp_group, group_peer=other),
                 ]
                 for work in dist.batch_isend_irecv(operations):
                     work.wait()
@@ -199,21 +199,21 @@ class StagedModel(nn.Module):
         Args:
             parameter: this rank's of that name.
         """
-        owner = self._holders[name][0] % self._grid.sizes[STAGE]
+        owner = self._holders[name][0] % self._dims.sizes[PP]
         whole: Tensor | None = None
-        if self._grid.stage == owner:
+        if self._dims.pp_rank == owner:
             assert parameter is not None
-            shard = parameter.detach().to(device=self._grid.all.device, dtype=dtype)
+            shard = parameter.detach().to(device=self._dims.all.device, dtype=dtype)
             whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            whole = whole.to(self._grid.all.device)
-        if owner == 0 or self._grid.all.rank % (self._grid.all.size // self._grid.sizes[STAGE]):
-            return whole  # rank 0 has it, or is not in this line
-        if self._grid.stage == owner:
+            whole = whole.to(self._dims.all.device)
+        if owner == 0 or self._dims.all.rank % self._dims.ranks_per_stage:
+            return whole  # rank 0 has it, or is not in this pipeline
+        if self._dims.pp_rank == owner:
             assert whole is not None
-            dist.send(whole.contiguous(), group=self.line, group_dst=0)
-        elif self._grid.stage == 0:
-            whole = torch.empty(self.shapes[name], dtype=dtype, device=self._grid.all.device)
-            dist.recv(whole, group=self.line, group_src=owner)
+            dist.send(whole.contiguous(), group=self.pp_group, group_dst=0)
+        elif self._dims.pp_rank == 0:
+            whole = torch.empty(self.shapes[name], dtype=dtype, device=self._dims.all.device)
+            dist.recv(whole, group=self.pp_group, group_src=owner)
         return whole
 
 

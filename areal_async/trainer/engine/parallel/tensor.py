@@ -105,7 +105,7 @@ def divided_scores(head: nn.Linear, logits_SW: Tensor, targets_S: Tensor) -> tup
     return cast(tuple[Tensor, Tensor], _DividedScores.apply(logits_SW, targets_S - first, mesh.get_group()))  # type: ignore[no-untyped-call]
 
 
-def sum_over_parts(model: nn.Module, parts: dist.ProcessGroup) -> None:
+def sum_over_tp(model: nn.Module, parts: dist.ProcessGroup) -> None:
     """Complete the gradients of what all parts hold, but each used on its own heads alone: the heads' norms."""
     gradients = [_local(one.grad) for one in _head_parameters(model) if one.grad is not None]
     if gradients:

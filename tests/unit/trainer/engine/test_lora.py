@@ -269,8 +269,8 @@ def test_a_reference_inside_the_policy_is_asked_in_the_policys_thread(model: Pat
     values = {"model": {"path": str(model)}, "algorithm": {"kl_coef": 0.1}, "trainer": {"lora": LORA}}
     own = {**values, "model": {"path": str(model), "reference": {"path": "other"}}}
 
-    def lane(given: dict[str, Any]) -> str:
+    def thread_of(given: dict[str, Any]) -> str:
         return EngineThreads.for_run(Settings.model_validate(given), ranks, EngineThread()).name("reference")
 
-    assert (lane(values), lane(own)) == ("actor", "reference")
+    assert (thread_of(values), thread_of(own)) == ("actor", "reference")
     assert anyio.run(EngineThreads(engine=EngineThread(), is_single=False).run, "", lambda: 1) == 1
