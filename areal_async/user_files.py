@@ -65,6 +65,23 @@ def import_file(path: Path, *, what: str, root: Path | None = None) -> ModuleTyp
     return module
 
 
+def import_named(spec: str, *, what: str, default: str = "", root: Path | None = None) -> tuple[ModuleType, str]:
+    """Return the module of ``FILE.py[:name]``, and the name.
+
+    Args:
+        what: the file is, as a sentence begins with it.
+        default: the name where ``spec`` has none; empty takes the file's own.
+        root: ``spec`` is relative to it, and it is put on the import path; ``None`` takes the working directory.
+
+    Raises:
+        UserError: no such file, or importing it raised.
+    """
+    file, _, name = spec.partition(":")
+    path = (root or Path.cwd()) / file
+    with mistakes_in(f"{what}: importing {path}"):
+        return import_file(path, what=what, root=root), name or default or path.stem
+
+
 def add_folder(folder: Path) -> None:
     """Let what lies in a folder be imported, after all that is importable already."""
     if str(folder) not in sys.path:

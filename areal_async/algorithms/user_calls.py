@@ -9,13 +9,10 @@ What it takes and makes is read from the source, so that a run is checked before
 """
 
 import ast
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from areal_async.algorithms.dataflow import CallKind, FunctionCall
 from areal_async.errors import UserError
-from areal_async.user_files import import_file, mistakes_in
 
 
 def read_call(spec: str) -> FunctionCall:
@@ -40,15 +37,3 @@ def read_call(spec: str) -> FunctionCall:
         raise UserError(f"algorithm.calls: {spec} takes more than named values, need a parameter for each it takes")
     taken = tuple(one.arg for one in (*parameters.posonlyargs, *parameters.args))
     return FunctionCall(name=f"{path.stem}_{name}", kind=CallKind.COMPUTE, inputs=taken, outputs=(name,))
-
-
-def load_function(spec: str) -> Callable[..., Any]:
-    """Import the file, as a workflow's is, and return its function.
-
-    Raises:
-        UserError: importing it raised.
-    """
-    file, _, name = spec.partition(":")
-    with mistakes_in(f"algorithm.calls: importing {file}"):
-        function: Callable[..., Any] = getattr(import_file(Path(file), what="algorithm.calls"), name)
-    return function

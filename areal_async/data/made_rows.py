@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.errors import UserError
-from areal_async.user_files import import_file, mistakes_in
+from areal_async.user_files import import_named, mistakes_in
 
 MAX_ROWS = 1_000_000
 """That a function may return: an endless generator is told, and does not fill the memory."""
@@ -29,12 +29,13 @@ def rows_of_function(spec: str) -> Any:
     Raises:
         UserError: no such function, it raises, or what it returns are no rows of values that JSON has.
     """
-    file, name = place_of(spec)
     what = f"dataset: {spec}"
-    with mistakes_in(f"{what}: importing {file}"):
-        function = getattr(import_file(file, what=what), name, None)
+    module, name = import_named(spec, what=what, default=FUNCTION)
+    function = getattr(module, name, None)
     if not inspect.isroutine(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"{what}: got no plain function {name} in {file}, need def {name}() that returns rows")
+        raise UserError(
+            f"{what}: got no plain function {name} in {module.__file__}, need def {name}() that returns rows"
+        )
     with mistakes_in(what):
         rows = _read(function, what)
         return _as_dataset(rows, what)

@@ -10,7 +10,7 @@ import numpy as np
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.algorithms.dataflow import FunctionCall, execute, plain_name
 from areal_async.algorithms.graphs import ELSEWHERE, step_graph
-from areal_async.algorithms.user_calls import load_function, read_call
+from areal_async.algorithms.user_calls import read_call
 from areal_async.config.settings import Settings
 from areal_async.telemetry import spans
 from areal_async.trainer.batch.advantages import critic_advantages, kl_penalties, penalised_advantages
@@ -18,6 +18,7 @@ from areal_async.trainer.batch.step import AgreedBatch
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, RETURNS, START, VALUES, TrainRow, with_columns
+from areal_async.user_files import import_named
 
 Values = dict[str, Any]
 
@@ -54,7 +55,10 @@ class StepCalls:
             "train_actor": self._train_actor,
             "train_critic": self._train_critic,
         }
-        self._own = {read_call(spec).name: load_function(spec) for spec in settings.algorithm.calls}
+        self._own: dict[str, Callable[..., Any]] = {}
+        for spec in settings.algorithm.calls:
+            module, name = import_named(spec, what="algorithm.calls")
+            self._own[read_call(spec).name] = getattr(module, name)
 
     async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> StepReport:
         """Make every call of one step. A collective: every rank makes those of a thread in the same order.

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from areal_async import user_files
-from areal_async.algorithms.user_calls import load_function
 from areal_async.errors import UserError
 from areal_async.rollout.user_code.source_hashes import differing, source_hashes
 from areal_async.rollout.user_code.source_location import UserCode
 from areal_async.rollout.user_code.workflows import load_workflow
+from areal_async.user_files import import_named
 
 SCORES = "from areal_async import reward\nfrom .units import UNIT\n\n@reward\ndef half(x):\n    return x * UNIT\n"
 PLAY = "import beside\nfrom {}.scores import half\n\nasync def play(prompt, policy):\n    return await half(3)\n"
@@ -93,9 +93,11 @@ def test_a_step_finds_what_is_beside_its_call(tmp_path: Path) -> None:
     folder = _write(tmp_path / "calls", clip="from bounds_beside import TOP\ndef advantages(rows): return TOP\n")
     _write(folder, bounds_beside="TOP = 3.0\n", broken="raise KeyError('no')\n")
 
-    assert load_function(f"{folder}/clip.py:advantages")([]) == 3.0
+    module, name = import_named(f"{folder}/clip.py:advantages", what="algorithm.calls")
+
+    assert getattr(module, name)([]) == 3.0
     with pytest.raises(UserError, match=r"^algorithm.calls: importing .*broken.py: KeyError: 'no'$"):
-        load_function(f"{folder}/broken.py:advantages")
+        import_named(f"{folder}/broken.py:advantages", what="algorithm.calls")
 
 
 def test_what_is_beside_a_workflow_is_hashed_with_it_and_its_lines_are_the_users(tmp_path: Path) -> None:

@@ -62,14 +62,6 @@ class Memory:
         return best.message if best else None
 
 
-def call_key(messages: Sequence[Message]) -> bytes:
-    """Return what stands for a whole conversation."""
-    key = b""
-    for message in messages:
-        key = _key(key, message)
-    return key
-
-
 def _key(before: bytes, message: Message) -> bytes:
     said = _essence(message) if message["role"] == "assistant" else message
     return blake2b(before + _encoder.encode(said), digest_size=_KEY_BYTES).digest()

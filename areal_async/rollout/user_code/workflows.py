@@ -7,9 +7,8 @@ from typing import Any, cast
 
 from areal_async.api import Workflow
 from areal_async.errors import UserError
-from areal_async.rollout.user_code.boundary import attributed_to
 from areal_async.rollout.user_code.per_node import made_for
-from areal_async.user_files import import_file
+from areal_async.user_files import import_named
 
 NUM_GIVEN = 2
 """Parameters before those of further policies: the prompt and ``policy``."""
@@ -27,14 +26,11 @@ def load_workflow(spec: str, *, root: Path | None = None, policies: Collection[s
         UserError: no such file, it does not import, what it holds under that name is no workflow, or it takes another
             policy.
     """
-    file, _, name = spec.partition(":")
-    path = (root or Path.cwd()) / file
-    name = name or path.stem
-    with attributed_to(UserError, f"workflow {spec}: importing {path}"):
-        module = import_file(path, what=f"workflow {spec}", root=root)
+    module, name = import_named(spec, what=f"workflow {spec}", root=root)
     function = getattr(module, name, None)
     if function is None:
         found = ", ".join(_coroutine_names(vars(module), module.__name__)) or "none"
+        file = spec.partition(":")[0]
         raise UserError(f"workflow {spec}: {file} has no {name!r}, its coroutines are: {found}; write {file}:NAME")
     if not inspect.iscoroutinefunction(function):
         raise UserError(
