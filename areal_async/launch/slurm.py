@@ -52,7 +52,6 @@ try:
 except OSError as exc:
     sys.exit(str(exc))
 """
-_ASK_STACKS = "import sys; from areal_async.process import stacks; stacks.ask(int(sys.argv[1]))"
 
 
 def on_host(host: str, name: str, *command: str) -> list[str]:
@@ -131,7 +130,7 @@ class SlurmProcess:
             self._num_asked += stacks.ask(pid)
         else:
             self._num_asked += 1
-            self._order(on_host(self._host, "stacks", sys.executable, "-c", _ASK_STACKS, str(pid)))
+            self._order(on_host(self._host, "stacks", *stacks.ask_command(pid)))
 
     def last_sentence(self) -> str:
         """Return its own last line, and where it has said nothing, Slurm's: it may never have begun."""

@@ -15,6 +15,7 @@ import asyncio
 import faulthandler
 import os
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -80,6 +81,11 @@ def ask(pid: int) -> bool:
     return True
 
 
+def ask_command(pid: int) -> list[str]:
+    """Return the command line that asks a process of the host on which it runs."""
+    return [sys.executable, "-m", __name__, str(pid)]
+
+
 def task_stacks(tasks: set["asyncio.Task[Any]"]) -> str:
     """Return where these tasks stand, those at the same place together, innermost frame last."""
     places = Counter(tuple(_frames(task)) for task in tasks)
@@ -115,3 +121,7 @@ def _frames(task: "asyncio.Task[Any]") -> Iterator[str]:
             (found for name in ("cr_await", "gi_yieldfrom", "ag_await") if (found := getattr(awaited, name, None))),
             None,
         )
+
+
+if __name__ == "__main__":
+    ask(int(sys.argv[1]))

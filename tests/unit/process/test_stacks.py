@@ -58,6 +58,23 @@ def test_a_process_that_is_asked_writes_where_it_stands(tmp_path: Path, kind: st
             process.kill()
 
 
+def test_a_process_is_asked_by_a_command_as_well(tmp_path: Path) -> None:
+    """So another host's is, by a step of its own there."""
+    path = tmp_path / "stacks.txt"
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path), "awaiting"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        try:
+            subprocess.run(stacks.ask_command(process.pid), check=True)
+            ends_at = time.monotonic() + 20.0
+            while "Thread" not in path.read_text() and time.monotonic() < ends_at:
+                time.sleep(0.05)
+
+            assert "Thread" in path.read_text()
+        finally:
+            process.kill()
+
+
 def test_a_file_that_was_taken_away_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "stacks.txt"
     with subprocess.Popen([sys.executable, "-c", PROGRAM, str(path), "awaiting"], stdout=subprocess.PIPE) as process:
