@@ -4,9 +4,13 @@ Invariant: a later source wins leaf by leaf; a name that no setting has is refus
 nearest one that exists; and whatever is refused says which source it came from. Lists are replaced whole,
 unless an index reaches into them (``tasks.0.workflow``). Paths of a file are relative to its folder
 (``paths``).
+
+pydantic checks the values and nothing of pydantic-settings is used: its sources merge before anybody can ask which of
+them gave a value, and leave a wrong one without the sentence that names it.
 """
 
 import copy
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +20,6 @@ from typing import Any, TypeVar, get_origin, overload
 import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
-from pydantic_settings import BaseSettings, EnvSettingsSource
 
 from areal_async.config.effects import NAMES, idle
 from areal_async.config.paths import placed, with_absolute_paths
@@ -211,11 +214,10 @@ def _from_file(path: Path, *, is_resolved: bool) -> Iterator[Assignment]:
 
 
 def _from_environment(kind: type[BaseModel]) -> Iterator[Assignment]:
-    prefix = ENV_PREFIX.lower()
-    for name, text in EnvSettingsSource(BaseSettings, case_sensitive=False).env_vars.items():
-        if name.startswith(prefix) and text is not None:
-            origin = f"in the environment ({name.upper()})"
-            yield _parsed(tuple(name.removeprefix(prefix).split("__")), text, 2, origin, kind)
+    for name, text in os.environ.items():
+        if name.upper().startswith(ENV_PREFIX):
+            parts = tuple(name.lower()[len(ENV_PREFIX) :].split("__"))
+            yield _parsed(parts, text, 2, f"in the environment ({name.upper()})", kind)
 
 
 def _from_command_line(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator[Assignment]:
