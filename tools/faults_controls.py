@@ -10,22 +10,31 @@ from tools.faults_run import ENDLESS, REPOSITORY
 
 MAX_STALENESS = 8
 """What is trained again must not be too old for it, and lost credits must not bring the run to a halt."""
-WITHOUT_LEDGER = '''"""A trainer that remembers nothing of what its checkpoint contains."""
-import sys
-
-if "trainer" in sys.orig_argv:
+FORGETFUL = """
     from areal_async.protocol.journal import Journal
-    from areal_async.trainer.batch.feed import BatchFeed
+    from areal_async.trainer.batch.planner import BatchPlanner
 
-    Journal.add_outcome = lambda self, outcome: False
+    hold = BatchPlanner.hold
+    BatchPlanner.hold = lambda self, cut: hold(self, cut) if cut.lineage == self.lineage else None
     Journal.steps_to_replay = lambda self: []
-    BatchFeed.adopt = lambda self, cuts: None
-'''
-ACK_FIRST = '''"""A trainer that acks what it cuts, and replays nothing."""
+"""
+WITHOUT_LEDGER = (
+    '''"""A trainer that remembers nothing of what its checkpoint contains."""
 import sys
 
-if "trainer" in sys.orig_argv:
-    from areal_async.protocol.journal import Journal
+if "trainer" in sys.orig_argv:'''
+    + FORGETFUL
+    + """
+    Journal.add_outcome = lambda self, outcome: False
+"""
+)
+ACK_FIRST = (
+    '''"""A trainer that acks what it cuts, and replays nothing."""
+import sys
+
+if "trainer" in sys.orig_argv:'''
+    + FORGETFUL
+    + """
     from areal_async.trainer.batch.feed import BatchFeed
 
     make = BatchFeed.__init__
@@ -36,15 +45,14 @@ if "trainer" in sys.orig_argv:
 
         async def write_and_ack(entry):
             sequence = await write(entry)
-            await bus.settle(self._inventory.release([group.group_id for group in entry.groups]))
+            await bus.settle(self.planner.messages.release([group.group_id for group in entry.groups]))
             return sequence
 
         lineage.write_cut = write_and_ack
 
     BatchFeed.__init__ = make_with_early_acks
-    Journal.steps_to_replay = lambda self: []
-    BatchFeed.adopt = lambda self, cuts: None
-'''
+"""
+)
 
 
 def _run_sabotaged(case: Case, sabotage: str, *, faults: str) -> None:

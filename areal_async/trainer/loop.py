@@ -4,7 +4,7 @@
                   unblocked by rank 0's feed
 ``run_steps``     consumes those; waits for them and for its peers; produces a weights version per step, an
                   archive file, and copies for a checkpoint when due, which is written meanwhile; unblocks the
-                  cutter (``BatchFeed.allow``) and, through the announced weights, the servers and the controller
+                  planner (``BatchFeed.allow``) and, through the announced weights, the servers and the controller
 
 The asyncio side waits, the engine's one thread computes. Collectives are called in the same order on every
 rank; which steps exist is decided by the journal alone.
@@ -33,10 +33,9 @@ from areal_async.protocol.types import Cut, CutKind, Metrics, OutcomeKind, Versi
 from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.alone import Alone, Material
 from areal_async.trainer.batch.culprits import find_culprits, said_by
-from areal_async.trainer.batch.feed import BatchFeed
+from areal_async.trainer.batch.feed import BatchFeed, fail_group
 from areal_async.trainer.batch.ledger import Ledger
 from areal_async.trainer.batch.limits import TrainingLimits
-from areal_async.trainer.batch.outcome_recorder import fail_group
 from areal_async.trainer.batch.payloads import GONE, Check, SlotKey, fetch, place, share
 from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.batch.step import (
@@ -140,10 +139,8 @@ class Trainer:
             self._metrics_file.rewind(to_step=self.step)
             await self._health.restore(self._metrics_file.newest(HISTORY_STEPS))
             num_moved = self._checkpointer.abandon_archive()
-            journal = self._reader.journal
-            self._check_ledger(journal)
-            self._feed.adopt(cut for _, cut in sorted(journal.cuts.items()))
-            await self._feed.settlement.on_checkpoint(self.step)
+            self._check_ledger(self._reader.journal)
+            await self._feed.on_checkpoint(self.step)
             log.info("trainer.restored", step=self.step, lineage=self._number, num_archives_abandoned=num_moved)
 
     async def run(self) -> None:
@@ -159,7 +156,7 @@ class Trainer:
         await self._train()
         await self._checkpoint_now()
         if self._feed is not None:
-            await self._feed.settlement.make_room()
+            await self._feed.make_room()
         if self.step >= self._settings.run.steps:
             self.state = "exporting the model"
             with self._waiting(wait_graph.checkpoint(self.step), "the export after"):
@@ -190,7 +187,7 @@ class Trainer:
                 log.warning("replay.ended", step=step, num_missing=len(gone))
                 if self._feed is not None:
                     why = f"{len(gone)} of its payloads are gone, of group {gone[0][0]} for one"
-                    await self._feed.disown(after_step=self.step, why=why)
+                    await self._feed.give_up_cuts(after_step=self.step, why=why)
                 break
             # What cannot be trained for another reason falls out, as it does when a cut is new.
             result = await self._run_step(part, missing, waited_s=0.0)
@@ -207,7 +204,7 @@ class Trainer:
             loops.start_soon(self._run_prefetch, send, self.step + 1)
             if self._feed is not None:
                 self._feed.allow(self.step + 1)
-                loops.start_soon(self._feed.run_cutter, self.step + 1)
+                loops.start_soon(self._feed.run_journal, self.step + 1)
             await self._run_steps(receive)
 
     async def _run_prefetch(self, send: MemoryObjectSendStream[RankShard | None], first_step: int) -> None:
@@ -257,7 +254,7 @@ class Trainer:
         if self._feed is not None:
             for group_id in batch.unusable:
                 reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
-                await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=step)
+                await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=step)
         train_since = time.monotonic()
         failpoint("trainer.before_step")
         try:
@@ -333,7 +330,7 @@ class Trainer:
             log.warning("group.given_up", step=part.cut.step, group_id=group_id, reason=why)
             reason = f"the step fails with it: {why}"
             if self._feed is not None:
-                await self._feed.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=part.cut.step)
+                await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=part.cut.step)
             else:
                 await fail_group(
                     self._bus,
@@ -401,7 +398,7 @@ class Trainer:
             wait_s=result.wait_s,
             train_s=result.train_s,
         )
-        dropped_stale, failed = self._feed.settlement.take_counts()
+        dropped_stale, failed = self._feed.planner.take_counts()
         line = metrics_line(
             result,
             weights_s=weights_s,

@@ -108,8 +108,8 @@ class Training:
             assert entry is not None
             is_checkpointed = entry.kind is CutKind.CHECKPOINT
             if is_checkpointed:
-                await self._feed.settlement.on_checkpoint(step - 1)
-                self._feed.on_room()
+                await self._feed.on_checkpoint(step - 1)
+                self._feed.notify()
                 continue
             found, missing = await fetch(self._bus, place(entry))
             assert not missing
@@ -117,7 +117,7 @@ class Training:
             self.trained.update((group.group_id, item.slot.sibling) for group in entry.groups for item in group.slots)
             await self.hold(step)
             step += 1
-        await self._feed.settlement.on_checkpoint(NUM_STEPS)
+        await self._feed.on_checkpoint(NUM_STEPS)
 
 
 @asynccontextmanager
@@ -137,7 +137,7 @@ async def running(open_role: OpenRole, settings: Settings) -> AsyncIterator[tupl
         await reader.read_through(sequence)
         for loop in (feed.run_inbox, feed.run_tickets, controller.run, nodes.run):
             loops.start_soon(loop)
-        loops.start_soon(feed.run_cutter, 1)
+        loops.start_soon(feed.run_journal, 1)
         await training.hold(0)
         yield training, nodes, controller
         loops.cancel_scope.cancel()

@@ -1,6 +1,6 @@
 """Stored trajectories become journalled cuts; what is trained is acked only by its checkpoint; a zombie is fenced."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -57,6 +57,11 @@ class Station:
     def __init__(self, bus: Bus, lineage: Lineage, feed: BatchFeed, reader: JournalReader) -> None:
         self.bus, self.lineage, self.feed, self.reader = bus, lineage, feed, reader
 
+    @property
+    def num_unacked(self) -> int:
+        """Messages that are held for their ack."""
+        return sum(len(held) for held in self.feed.planner.messages.deliveries.values())
+
     async def cut(self, step: int) -> Cut:
         with anyio.fail_after(PATIENCE_S):
             cut = await self.reader.next_entry(step, lineage=self.lineage.number, is_checkpointed=True)
@@ -78,9 +83,7 @@ class Station:
 
 
 @asynccontextmanager
-async def running(
-    bus: Bus, settings: Settings, *, first_step: int = 1, adopted: Sequence[Cut] = ()
-) -> AsyncIterator[Station]:
+async def running(bus: Bus, settings: Settings, *, first_step: int = 1) -> AsyncIterator[Station]:
     lineage = await Lineage.take(bus)
     journal: Journal = await lineage.read_log()
     sequence = await lineage.write_begin()
@@ -88,13 +91,12 @@ async def running(
     restored_step = Version.parse(restored.version).step if restored else 0
     reader = JournalReader(bus, lineage=lineage.number, restored_step=restored_step)
     feed = BatchFeed(bus, settings, lineage, journal)
-    feed.adopt(adopted)
     async with anyio.create_task_group() as loops:
         loops.start_soon(reader.run)
         await reader.read_through(sequence)
         loops.start_soon(feed.run_inbox)
         loops.start_soon(feed.run_tickets)
-        loops.start_soon(feed.run_cutter, first_step)
+        loops.start_soon(feed.run_journal, first_step)
         yield Station(bus, lineage, feed, reader)
         loops.cancel_scope.cancel()
 
@@ -120,7 +122,7 @@ async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: O
 
         assert {group.group_id: len(group.slots) for group in cut.groups} == {"0-0-0": 2, "0-1-0": 2}
         assert await num_stored(trainer) == 3
-        await station.feed.settlement.on_checkpoint(1)
+        await station.feed.on_checkpoint(1)
         assert await num_stored(trainer) == 0
         outcomes = await station.outcomes(2)
         assert {(one.group_id, one.kind, one.step) for one in outcomes} == {
@@ -223,13 +225,12 @@ async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
         old.feed.allow(1)
         for index in (0, 1):
             await store(node, f"0-{index}-0", [0, 1], group_size=2)
-        cut = await old.cut(1)
+        await old.cut(1)
     zombie = old.lineage
 
     async with running(second, settings, first_step=2) as new:
         assert new.lineage.number == zombie.number + 1
         assert new.reader.journal.steps_to_replay() == [1]
-        new.feed.adopt([cut])
         found, missing = await fetch(second, place(new.reader.journal.cuts[1]))
         assert (len(found), missing) == (4, {})
 
@@ -241,8 +242,8 @@ async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
         await new.lineage.record_checkpoint(CheckpointRecord(version="2-1", path="x"))
         with pytest.raises(FencedError):
             await zombie.record_checkpoint(CheckpointRecord(version="1-1", path="x"))
-        await until(lambda: new.feed.num_unacked_messages == 2)
-        await new.feed.settlement.on_checkpoint(1)
+        await until(lambda: new.num_unacked == 2)
+        await new.feed.on_checkpoint(1)
         assert await num_stored(second) == 0
         assert [one.kind for one in await new.outcomes(2)] == [OutcomeKind.TRAINED] * 2
 
@@ -320,10 +321,11 @@ async def test_the_trainer_counts_the_streams_bytes_as_the_broker_does(open_role
     async with running(trainer, settings) as station:
         await store(node, "0-0-0", [0], group_size=2)
         await store(node, "0-1-0", [0, 1], group_size=2, failed="for a reason")
-        await until(lambda: station.feed.num_unacked_messages == 2)
+        await until(lambda: station.num_unacked == 2)
 
         assert (
-            station.feed.num_unacked_bytes == (await trainer.stream_state(trainer.names.trajectories_stream)).num_bytes
+            station.feed.planner.messages.num_bytes
+            == (await trainer.stream_state(trainer.names.trajectories_stream)).num_bytes
         )
 
 
@@ -346,11 +348,11 @@ async def test_a_stream_full_of_incomplete_groups_gives_up_the_youngest_and_no_m
     async with running(trainer, with_room_for(settings, 2)) as station:
         for index in range(3):
             await store(node, f"0-{index}-0", [0], group_size=2)
-        await until(lambda: station.feed.num_unacked_messages == 3)
+        await until(lambda: station.num_unacked == 3)
 
         station.feed.allow(1)
         (outcome,) = await station.outcomes(1)
-        await until(lambda: station.feed.num_unacked_messages == 2)
+        await until(lambda: station.num_unacked == 2)
         await store(node, "0-0-0", [1], group_size=2)
 
         assert (outcome.group_id, outcome.kind) == ("0-2-0", OutcomeKind.ABANDONED)
@@ -376,8 +378,8 @@ async def test_before_finished_work_is_given_up_what_is_trained_is_checkpointed(
         assert asked is not None
         assert (asked.kind, asked.step) == (CutKind.CHECKPOINT, 1)
         await until(lambda: station.feed.waits_for == "the checkpoint of step 1, which makes room in the stream")
-        await station.feed.settlement.on_checkpoint(1)
-        station.feed.on_room()
+        await station.feed.on_checkpoint(1)
+        station.feed.notify()
         for index in range(2, 4):
             await store(node, f"0-{index}-0", [1], group_size=2, version="1-1")
 
@@ -393,11 +395,9 @@ async def test_cuts_that_cannot_be_replayed_are_given_up_before_their_groups_are
         old.feed.allow(1)
         for index in (0, 1):
             await store(node, f"0-{index}-0", [0, 1], group_size=2, num_failed_attempts=1)
-        cut = await old.cut(1)
+        await old.cut(1)
     async with running(second, settings) as new:
-        new.feed.adopt([cut])
-
-        await new.feed.disown(after_step=0, why="one of its payloads is gone")
+        await new.feed.give_up_cuts(after_step=0, why="one of its payloads is gone")
 
         outcomes = await new.outcomes(2)
         reason = "its cut of step 1 could not be replayed: one of its payloads is gone"
@@ -418,9 +418,9 @@ async def test_messages_of_a_cut_to_be_replayed_stay_whatever_a_run_takes_now(
             await store(node, f"0-{index}-0", [0, 1], group_size=2)
         cut = await old.cut(1)
         await store(node, "0-2-0", [0, 1], group_size=2)
-        await until(lambda: old.feed.num_open_groups == 1)
+        await until(lambda: len(old.feed.planner.open) == 1)
     fewer = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"group_size": 1})})
-    async with running(second, fewer, adopted=[cut]) as new:
+    async with running(second, fewer) as new:
         (outcome,) = await new.outcomes(1)  # of what came last
         found, missing = await fetch(new.bus, place(cut))
 
@@ -474,7 +474,7 @@ async def with_a_straggler(node: Bus, trainer: Bus, settings: Settings, when_sta
     )
     async with running(trainer, changed, first_step=2) as station:
         await store(node, "0-9-0", [0], group_size=2, version="1-0")
-        await until(lambda: station.feed.num_unacked_messages == 1)
+        await until(lambda: station.num_unacked == 1)
         for index in (0, 1):
             await store(node, f"0-{index}-0", [0, 1], group_size=2, version="1-1")
         station.feed.allow(2)
@@ -501,8 +501,8 @@ async def test_drop_goes_on_without_the_straggler_and_records_it_stale(open_role
 
         (outcome,) = await station.outcomes(1)
         assert (outcome.group_id, outcome.kind, outcome.step) == ("0-9-0", OutcomeKind.STALE, 3)
-        await until(lambda: station.feed.num_unacked_messages == 2)
-        assert station.feed.settlement.take_counts() == (1, 0)
+        await until(lambda: station.num_unacked == 2)
+        assert station.feed.planner.take_counts() == (1, 0)
 
 
 async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh(

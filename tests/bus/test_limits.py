@@ -29,7 +29,7 @@ from areal_async.protocol.types import (
     Version,
 )
 from areal_async.protocol.wire import decode, encode
-from areal_async.trainer.batch.outcome_recorder import store_outcome
+from areal_async.trainer.batch.feed import store_outcome
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 
 pytestmark = pytest.mark.anyio

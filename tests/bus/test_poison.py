@@ -176,7 +176,7 @@ async def test_the_trainer_goes_on_after_tickets_that_are_none(
     await operator.publish(names.tickets(WORKFLOW), ticket("0-2-0", group_size=2))
 
     async with running(await open_role(Role.TRAINER), settings) as station:
-        await until(lambda: station.feed.num_open_groups == 1)
+        await until(lambda: len(station.feed.planner.open) == 1)
         letters = await dead_letters(operator, len(UNUSABLE_TICKETS) + 1)
 
     assert [letter.sequence for letter in letters] == list(range(1, len(UNUSABLE_TICKETS) + 2))

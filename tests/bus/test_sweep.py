@@ -155,7 +155,7 @@ async def test_a_trainer_acks_what_it_held_back_when_its_stream_has_filled(
             for sibling in (0, 1):
                 await store(node, f"0-{index}-0", [sibling], group_size=2)
         await station.cut(1)
-        await station.feed.settlement.on_checkpoint(1)
+        await station.feed.on_checkpoint(1)
         assert await num_stored(trainer) == 2 * num_groups + 1
 
         for index in (10, 11, 12):  # more than there is room for

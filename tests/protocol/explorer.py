@@ -214,7 +214,7 @@ def describe(world: World) -> str:
     broker = world.broker
     trainers = [
         f"trainer {process.number}: step {process.state.step}, "
-        f"{process.state.cutter.decide(now=world.now, room=StreamRoom.AMPLE) if process.state.cutter else 'starting'}"
+        f"{process.state.planner.decide(now=world.now, room=StreamRoom.AMPLE) if process.state.planner else 'starting'}"
         for process in world.alive("trainer")
     ]
     controllers = [

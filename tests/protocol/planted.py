@@ -36,7 +36,6 @@ from areal_async.protocol.types import (
 )
 from areal_async.trainer.batch import planner
 from areal_async.trainer.batch.cut import CutPlan, OpenGroup, SpanAge, plan_cut
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.planner import BatchPlanner
 from tests.protocol.broker import NAMES, ModelBus, TicketDelivery
@@ -58,7 +57,7 @@ def _planted(name: str) -> Callable[[Plant], Plant]:
 
 @_planted("messages are acked before their group's outcome is stored")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(GroupOutcomes, "release", lambda self, group_ids: self.inventory.release(group_ids))
+    patch.setattr(BatchPlanner, "release", lambda self, group_ids: self.messages.release(group_ids))
 
 
 @_planted("a trainer purges without asking whether a newer one has begun")
@@ -153,13 +152,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("failed attempts are not counted")
 def _(patch: pytest.MonkeyPatch) -> None:
-    right = GroupOutcomes._untrained
+    right = BatchPlanner._untrained
 
-    def untrained(self: GroupOutcomes[Any], group_id: str, kind: OutcomeKind, **rest: Any) -> Outcome:
+    def untrained(self: BatchPlanner[Any], group_id: str, kind: OutcomeKind, **rest: Any) -> Outcome:
         outcome = right(self, group_id, kind, **rest)
         return msgspec.structs.replace(outcome, kind=kind, num_failed_attempts=0)
 
-    patch.setattr(GroupOutcomes, "_untrained", untrained)
+    patch.setattr(BatchPlanner, "_untrained", untrained)
 
 
 @_planted("a second producer's slot fills another sibling's place")
@@ -224,20 +223,20 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @_planted("the groups of inherited cuts can be cut again")
 def _(patch: pytest.MonkeyPatch) -> None:
-    right = GroupOutcomes.hold
+    right = BatchPlanner.hold
 
-    def hold(self: GroupOutcomes[Any], cut: Cut) -> None:
+    def hold(self: BatchPlanner[Any], cut: Cut) -> None:
         if cut.lineage == self.lineage:
             right(self, cut)
 
-    patch.setattr(GroupOutcomes, "hold", hold)
+    patch.setattr(BatchPlanner, "hold", hold)
 
 
 @_planted("ages ignore that lineages have parted")
 def _(patch: pytest.MonkeyPatch) -> None:
     right = BatchPlanner._age
 
-    def age(self: BatchPlanner, branches: Mapping[str, int]) -> SpanAge:
+    def age(self: BatchPlanner[Any], branches: Mapping[str, int]) -> SpanAge:
         ignorant = right(self, {})
         return lambda first, last: max(0, ignorant(first, last))  # below 0 another guard would be the one that finds it
 

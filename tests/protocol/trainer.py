@@ -1,4 +1,4 @@
-"""The model's trainer: ``trainer.main``, ``loop``, ``feed`` and ``settlement`` as one rank without arithmetic."""
+"""The model's trainer: one rank without arithmetic, which carries out what the same ``BatchPlanner`` decides."""
 
 from __future__ import annotations
 
@@ -20,8 +20,6 @@ from areal_async.protocol.types import (
     Version,
     WeightsVersion,
 )
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
-from areal_async.trainer.batch.inventory import Inventory
 from areal_async.trainer.batch.lineage import Lineage
 from areal_async.trainer.batch.payloads import BatchSlot, place
 from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
@@ -31,8 +29,6 @@ from tests.protocol.broker import NAMES, effect, idle
 if TYPE_CHECKING:
     from tests.protocol.oracle import Content
     from tests.protocol.world import Process, World
-
-SCARCE_SHARE = 0.8
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class TrainerModel:
     trained: dict[int, list[str]] = field(default_factory=dict)
     wants_stop: bool = False
     num_read: int = 0
-    cutter: BatchPlanner | None = None
+    planner: BatchPlanner[StoredMessage] | None = None
     caught_up: set[str] = field(default_factory=set)
     held: dict[int, StoredMessage] = field(default_factory=dict)
     """Settled, and still stored as far as it knows."""
@@ -71,26 +67,25 @@ class TrainerModel:
             self._read(entry)
             if entry.sequence == begin:
                 break
-        config = self.world.config
-        self.inventory: Inventory[StoredMessage] = Inventory()
-        self.fates = GroupOutcomes(
-            self.inventory, lineage=self.number, max_attempts=config.max_attempts, recorded=self.journal.settled
-        )
-        self.cutter = BatchPlanner(config.cut_rules, self.fates, branches=self.journal.branches)
-        self.cutter.is_stopping = self.wants_stop
-        self.without_end = self.journal.without_end()
-        self.fates.take(self.without_end)
+        self.planner = BatchPlanner(self.world.config.cut_rules, self.journal, lineage=self.number)
+        self.planner.is_stopping = self.wants_stop
         self.process.spawn(self._run_journal())
         await self._restore()
         self.process.spawn(self._run_inbox())
         self.process.spawn(self._run_tickets())
         await self._run_loop()
 
+    @property
+    def rules(self) -> BatchPlanner[StoredMessage]:
+        """The planner, which is there once the journal has been read."""
+        assert self.planner is not None
+        return self.planner
+
     def stop(self) -> None:
         """SIGTERM: finish the step, checkpoint, leave."""
         self.wants_stop = True
-        if self.cutter is not None:
-            self.cutter.is_stopping = True
+        if self.planner is not None:
+            self.planner.is_stopping = True
 
     # Trainer
 
@@ -104,8 +99,6 @@ class TrainerModel:
             strangers = self.journal.unknown_to(step, groups)
             if strangers:
                 raise PipelineError(f"checkpoint: step {step} trained {strangers}, unknown to the journal")
-        for _, cut in sorted(self.journal.cuts.items()):
-            self.fates.hold(cut)
         await self._on_checkpoint(self.step)
 
     async def _run_loop(self) -> None:
@@ -131,7 +124,7 @@ class TrainerModel:
             if self.wants_stop:
                 return False
             if missing:
-                await self._disown(after_step=self.step)
+                await self._give_up_cuts(after_step=self.step)
                 break
             await self._run_step(cut, slots, [])
             if self.step == due_step:
@@ -140,9 +133,8 @@ class TrainerModel:
         return True
 
     async def _train(self) -> None:
-        assert self.cutter is not None
         self._allow(self.step + 1)
-        self.process.spawn(self._run_cutter(self.step + 1))
+        self.process.spawn(self._run_planner(self.step + 1))
         while True:
             await self._until(lambda: self._owes_checkpoint() or self._next_cut() is not None or self._has_ended())
             if self._owes_checkpoint():
@@ -162,8 +154,7 @@ class TrainerModel:
         await self._until(self._has_ended)
 
     def _allow(self, step: int) -> None:
-        assert self.cutter is not None
-        self.cutter.allow(step)
+        self.rules.allow(step)
         self.world.touch()
 
     def _owes_checkpoint(self) -> bool:
@@ -179,7 +170,6 @@ class TrainerModel:
 
     async def _run_step(self, cut: Cut, slots: list[BatchSlot], missing: list[tuple[str, int]]) -> None:
         config = self.world.config
-        assert self.cutter is not None
         if config.max_staleness > 0:
             self._allow(cut.step + 1)
         groups, unusable = part_usable(slots, missing, min_group_size=config.min_group_size)
@@ -237,7 +227,7 @@ class TrainerModel:
             else:
                 await idle()
 
-    # Feed
+    # BatchFeed
 
     async def _run_inbox(self) -> None:
         while True:
@@ -246,14 +236,14 @@ class TrainerModel:
                 continue
             message = await self.bus.fetch(self.number)
             if message is None:
-                self.inventory.is_caught_up = True
+                self.rules.is_caught_up = True
                 self.caught_up.add("inbox")
                 self.world.touch()
                 continue
-            unusable = self.fates.receive(message, message)
+            unusable = self.rules.receive(message, message)
             for outcome in unusable:
                 await self._store_outcome(outcome)
-            await self._remove(self.fates.release_received(message, unusable))
+            await self._remove(self.rules.release_received(message, unusable))
 
     async def _run_tickets(self) -> None:
         last = 0
@@ -261,61 +251,55 @@ class TrainerModel:
             for sequence, ticket in await self.bus.read_tickets():
                 if sequence > last:
                     last = sequence
-                    self.inventory.add_ticket(ticket)
+                    self.rules.add_ticket(ticket)
                     self.world.touch()
             if "tickets" not in self.caught_up:
                 self.caught_up.add("tickets")
                 self.world.touch()
             await idle()
 
-    async def _run_cutter(self, first_step: int) -> None:
-        cutter = self.cutter
-        assert cutter is not None
+    async def _run_planner(self, first_step: int) -> None:
+        planner = self.rules
         await self._until(lambda: self.caught_up == {"inbox", "tickets"})
-        cutter.step = first_step
-        left = [group.group_id for group in self.without_end]
-        await self._settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
-        while not cutter.has_ended:
+        planner.step = first_step
+        while not planner.has_ended:
             if self._room is not StreamRoom.AMPLE:
                 await self._remove([], has_room=False)
-            match cutter.decide(now=self.world.now, room=self._room):
+            match planner.decide(now=self.world.now, room=self._room):
                 case Settle(group_ids, kind, reason):
-                    await self._settle(group_ids, kind, reason=reason, step=cutter.step)
+                    await self._settle(group_ids, kind, reason=reason, step=planner.step)
                 case Write(entry):
                     taken = {one.group_id for one in entry.groups}
-                    others = [group for name, group in self.inventory.open.items() if name not in taken]
+                    others = [group for name, group in planner.open.items() if name not in taken]
                     if entry.kind is CutKind.CUT:
                         self.world.oracle.on_cut(entry, others)
                     await self.lineage.write_cut(entry)
-                    cutter.note_written(entry)
+                    planner.note_written(entry)
                 case RetryLater():
                     await idle()
 
-    async def _disown(self, *, after_step: int) -> None:
-        assert self.cutter is not None
-        await self.lineage.write_cut(self.cutter.branch(after_step=after_step))
-        for step, groups in self.fates.give_up_cuts(after_step=after_step).items():
+    async def _give_up_cuts(self, *, after_step: int) -> None:
+        await self.lineage.write_cut(self.rules.branch(after_step=after_step))
+        for step, groups in self.rules.give_up_cuts(after_step=after_step).items():
             await self._settle(groups, OutcomeKind.ABANDONED, reason="could not be replayed", step=step)
 
     @property
     def _room(self) -> StreamRoom:
-        stored, limit = self.inventory.stored_bytes + len(self.held), self.world.config.max_messages
-        if stored + 1 > limit:
-            return StreamRoom.NONE
-        return StreamRoom.SCARCE if stored >= SCARCE_SHARE * limit else StreamRoom.AMPLE
+        num_stored = self.rules.messages.num_bytes + len(self.held)
+        return StreamRoom.of(num_stored, largest=1, limit=self.world.config.max_messages)
 
-    # Settlement
+    # outcomes
 
     async def _on_checkpoint(self, step: int) -> None:
-        await self._record(self.fates.of_checkpoint(step))
-        await self._remove(self.fates.release_cuts(step))
+        await self._record(self.rules.of_checkpoint(step))
+        await self._remove(self.rules.release_cuts(step))
 
     async def _settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
         ids = list(group_ids)
-        await self._record(self.fates.of_untrained(ids, kind, reason=reason, step=step))
-        await self._remove(self.fates.release(ids))
+        await self._record(self.rules.of_untrained(ids, kind, reason=reason, step=step))
+        await self._remove(self.rules.release(ids))
 
-    # Sweep
+    # Sweep, of the bus
 
     async def _remove(self, messages: Iterable[StoredMessage], *, has_room: bool = True) -> None:
         self.held.update({message.sequence: message for message in messages})
@@ -350,7 +334,7 @@ class TrainerModel:
     async def _record(self, outcomes: Sequence[Outcome]) -> None:
         for outcome in outcomes:
             await self._store_outcome(outcome)
-        self.fates.note_recorded(outcomes)
+        self.rules.note_recorded(outcomes)
 
     async def _store_outcome(self, outcome: Outcome) -> None:
         uid = outcome.sample_uid or outcome.group_id

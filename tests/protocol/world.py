@@ -15,7 +15,7 @@ from areal_async.errors import BusError, FencedError
 from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.protocol.types import WeightsVersion
-from areal_async.trainer.batch.planner import CutRules
+from areal_async.trainer.batch.cut import CutRules
 from tests.protocol.broker import NAMES, Broker, ModelBus, Pause
 from tests.protocol.oracle import Content, Oracle
 
@@ -78,6 +78,7 @@ class Config(NamedTuple):
             max_staleness=self.max_staleness,
             when_stale=self.when_stale,  # type: ignore[arg-type]
             group_deadline_s=10.0,
+            max_attempts=self.max_attempts,
         )
 
 

@@ -1,6 +1,6 @@
 """Waiting for due groups leaves no length bias (P7): what is trained is what was admitted, however long it took.
 
-The production rules (books, admission, cutter, fates) over a clock that is turned by hand: an episode takes as long
+The production rules (books, admission, planner) over a clock that is turned by hand: an episode takes as long
 as its prompt is hard, and harder prompts earn less. Dropping what comes too late is biased, which shows that the
 measure would tell.
 """
@@ -15,6 +15,7 @@ import pytest
 from areal_async.controller.accounts import Accounts
 from areal_async.controller.admission import next_admission
 from areal_async.controller.sampler import Sampler
+from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.staleness import max_groups_in_flight
 from areal_async.protocol.types import (
@@ -29,9 +30,8 @@ from areal_async.protocol.types import (
     Version,
     mean,
 )
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
-from areal_async.trainer.batch.inventory import Inventory
-from areal_async.trainer.batch.planner import BatchPlanner, CutRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import CutRules
+from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
 
 NUM_PROMPTS = 5000
 GROUP_SIZE = 2
@@ -53,13 +53,11 @@ class World:
         self._accounts = Accounts(max_groups_in_flight=in_flight)
         self._accounts.add_cut(Cut(kind=CutKind.BEGIN, lineage=1, step=0), sequence=1)
         self._sampler = Sampler(NUM_PROMPTS, seed=seed)
-        self._inventory: Inventory[int] = Inventory()
-        self._fates = GroupOutcomes(self._inventory, lineage=1, max_attempts=3, recorded=[])
         rules = CutRules(
             last_step=NUM_STEPS, seed=seed, batch_groups=BATCH_GROUPS, min_group_size=1, max_staleness=MAX_STALENESS,
-            when_stale=when_stale, group_deadline_s=1e9,
+            when_stale=when_stale, group_deadline_s=1e9, max_attempts=3,
         )  # fmt: skip
-        self._cutter = BatchPlanner(rules, self._fates, branches={})
+        self._planner: BatchPlanner[int] = BatchPlanner(rules, Journal(), lineage=1)
         self._events: list[tuple[float, int, str, Ticket | None, int]] = []
         self._num_events = 0
         self._now = 0.0
@@ -72,14 +70,14 @@ class World:
     def run(self) -> None:
         """Turn the clock until the last step is trained."""
         self._hold(0)
-        self._cutter.allow(1)
+        self._planner.allow(1)
         self._act()
         while self._held.step < NUM_STEPS:
             self._now, _, what, ticket, sibling = heapq.heappop(self._events)
             if what == "trained":
                 self._is_training = False
                 self._hold(self._held.step + 1)
-                self._cutter.allow(self._held.step + 1)
+                self._planner.allow(self._held.step + 1)
             else:
                 assert ticket is not None
                 self._store(ticket, sibling)
@@ -107,7 +105,7 @@ class World:
             group_id=ticket.group_id, workflow="w", ticket_version=ticket.version, num_failed_attempts=0,
             group_size=GROUP_SIZE, slots=[slot], sequence=self._num_events, num_bytes=1,
         )  # fmt: skip
-        self._inventory.add_message(message, self._num_events)
+        self._planner.receive(message, self._num_events)
 
     def _act(self) -> None:
         self._admit()
@@ -116,7 +114,7 @@ class World:
         step = self._held.step + 1
         if not self._is_training and step in self._cuts:
             self._is_training = True
-            self._cutter.allow(step + 1)
+            self._planner.allow(step + 1)
             self._decide()
             self.trained += [GroupId.parse(group.group_id) for group in self._cuts[step].groups]
             self._push(STEP_S, "trained")
@@ -129,25 +127,25 @@ class World:
                     group_id=str(item.group_id), workflow="w", row={}, group_size=GROUP_SIZE,
                     version=str(admission.version),
                 )  # fmt: skip
-                self._inventory.add_ticket(ticket)
+                self._planner.add_ticket(ticket)
                 for sibling in range(GROUP_SIZE):
                     duration_s = self.difficulty[item.group_id.index] * self._random.uniform(0.8, 1.2)
                     self._push(duration_s, "stored", ticket, sibling)
             self._accounts.admitted = admission.record
 
     def _decide(self) -> None:
-        while not isinstance(decision := self._cutter.decide(now=self._now, room=StreamRoom.AMPLE), RetryLater):
+        while not isinstance(decision := self._planner.decide(now=self._now, room=StreamRoom.AMPLE), RetryLater):
             match decision:
                 case Settle(group_ids, kind, reason):
-                    outcomes = self._fates.of_untrained(group_ids, kind, reason=reason, step=self._cutter.step)
-                    self._fates.note_recorded(outcomes)
-                    self._fates.release(group_ids)
+                    outcomes = self._planner.of_untrained(group_ids, kind, reason=reason, step=self._planner.step)
+                    self._planner.note_recorded(outcomes)
+                    self._planner.release(group_ids)
                     for outcome in outcomes:
                         assert outcome.kind is OutcomeKind.STALE
                         self._accounts.add_outcome(outcome)
                 case Write(entry):
                     self._accounts.add_cut(entry, sequence=entry.step + 1)
-                    self._cutter.note_written(entry)
+                    self._planner.note_written(entry)
                     if entry.kind is CutKind.END:
                         return
                     self._cuts[entry.step] = entry

@@ -1,15 +1,17 @@
-"""Rank 0's side of the bus: what is stored becomes an inventory, and the inventory becomes journalled cuts.
+"""Rank 0's side of the bus: what is stored goes to the ``BatchPlanner``, and what that decides is carried out here.
 
 ``run_inbox``    consumes trajectory headers; produces open groups; unblocked by nodes that store slots
 ``run_tickets``  consumes tickets (read, never leased); produces open groups that have no slot yet
-``run_cutter``   waits for due groups and for a full batch; produces one journal entry per step; unblocked
+``run_journal``  waits for due groups and for a full batch; produces one journal entry per step; unblocked
                  by the two above, by its own deadlines, and by ``allow`` (no further ahead than staleness admits)
 
-Invariant: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough.
+Order of effects: an outcome is stored, and only then the messages it speaks of are removed, at once or soon
+(``bus.Sweep``); what a crash leaves behind is removed by the next lineage, which finds the outcome. A trained group's
+messages stay until ``on_checkpoint``.
 """
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import anyio
 import anyio.abc
@@ -18,23 +20,21 @@ import structlog
 from areal_async.bus import Bus, Delivery, Message
 from areal_async.config.live import settings_now, step_numbers
 from areal_async.config.settings import Settings
-from areal_async.errors import WireError
+from areal_async.errors import StreamFullError, WireError
+from areal_async.process.failpoints import failpoint
+from areal_async.protocol.events import GroupDead
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.run_state import Changes
 from areal_async.protocol.subjects import CHANGES
-from areal_async.protocol.types import Cut, GroupId, OutcomeKind, StoredMessage, Ticket, Version
+from areal_async.protocol.types import Cut, GroupId, Outcome, OutcomeKind, StoredMessage, Ticket, Version
 from areal_async.protocol.wire import decode_headers
 from areal_async.telemetry import spans, wait_graph
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
-from areal_async.trainer.batch.inventory import Inventory
+from areal_async.trainer.batch.cut import CutRules, GroupRules
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.outcome_recorder import OutcomeRecorder
-from areal_async.trainer.batch.planner import BatchPlanner, CutRules, GroupRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write, untrained_outcome
 
 INBOX_BATCH = 512
-SCARCE_SHARE = 0.8
-"""Of the stream's bytes: beyond it a checkpoint is made early, so that acks free the stream."""
 DECISION_POLL_S = 1.0
 """How soon deadlines are looked at when nothing has changed."""
 
@@ -42,103 +42,85 @@ log = structlog.get_logger()
 
 
 class BatchFeed:
-    """Keeps the inventory and carries out what its ``BatchPlanner`` decides; ``settlement`` ends groups."""
+    """Does the input and output of one lineage's ``planner``."""
 
     def __init__(self, bus: Bus, settings: Settings, lineage: Lineage, journal: Journal) -> None:
+        """``journal``: read through the entry that begins the lineage."""
         self._bus = bus
         self._settings = settings
         self.now = settings
-        """With what operators have changed."""
+        """The settings with what operators have changed."""
         self._lineage = lineage
-        self._inventory: Inventory[Delivery] = Inventory()
-        self._fates = GroupOutcomes(
-            self._inventory,
-            lineage=lineage.number,
-            max_attempts=settings.rollout.max_attempts,
-            recorded=journal.settled,
-        )
-        self._cutter = BatchPlanner(_rules(settings), self._fates, branches=journal.branches)
-        self.settlement = OutcomeRecorder(bus, self._fates, lineage)
+        self.planner: BatchPlanner[Delivery] = BatchPlanner(cut_rules(settings), journal, lineage=lineage.number)
+        self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
         self._limits = TrainingLimits(settings)
-        self._without_end = journal.without_end()
-        self._fates.take(self._without_end)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
         self._changed = anyio.Event()
         self.waits_for = "the first trajectories"
 
-    # what the loop tells it
-
-    def adopt(self, cuts: Iterable[Cut]) -> None:
-        """Take over the journalled cuts of older lineages: their groups are not cut again."""
-        for cut in cuts:
-            self._fates.hold(cut)
-
-    async def disown(self, *, after_step: int, why: str) -> None:
-        """Give up the adopted cuts beyond ``after_step``: the first of them cannot be replayed, for this reason.
-
-        Their groups are abandoned, to be admitted again, and ages count on both sides of that step from now on.
-        """
-        await self._lineage.write_cut(self._cutter.branch(after_step=after_step))
-        for step, groups in self._fates.give_up_cuts(after_step=after_step).items():
-            what = f"its cut of step {step} could not be replayed"
-            reason = f"{what}: {why}" if step == after_step + 1 else f"{what}: that of step {after_step + 1} could not"
-            await self.settlement.settle(groups, OutcomeKind.ABANDONED, reason=reason, step=step)
+    # what the trainer asks for
 
     def allow(self, step: int) -> None:
-        """Let the cutter cut up to ``step``."""
-        self._cutter.allow(step)
-        self._notify()
-
-    def on_room(self) -> None:
-        """Look again: what a checkpoint contains has been acked."""
-        self._notify()
+        """Let the planner cut up to ``step``."""
+        self.planner.allow(step)
+        self.notify()
 
     def stop(self) -> None:
         """Cut nothing more: the journal's next entry ends the lineage."""
-        self._cutter.is_stopping = True
-        self._notify()
+        self.planner.is_stopping = True
+        self.notify()
 
-    @property
-    def _room(self) -> StreamRoom:
-        rollout, stored_bytes = self._settings.rollout, self._inventory.stored_bytes + self.settlement.num_held_bytes
-        if stored_bytes + self._settings.max_message_bytes > rollout.max_stream_bytes:
-            return StreamRoom.NONE
-        return StreamRoom.SCARCE if stored_bytes >= SCARCE_SHARE * rollout.max_stream_bytes else StreamRoom.AMPLE
+    def notify(self) -> None:
+        """Have the planner asked again: something has changed."""
+        self._changed.set()
+        self._changed = anyio.Event()
 
-    @property
-    def _is_catching_up(self) -> bool:
-        return not self._caught_up["inbox"].is_set()
+    async def give_up_cuts(self, *, after_step: int, why: str) -> None:
+        """Give up the inherited cuts beyond ``after_step``: the first of them cannot be replayed, for this reason.
 
-    @property
-    def num_unacked_messages(self) -> int:
-        return sum(len(held) for held in self._inventory.deliveries.values())
+        Their groups are abandoned, to be admitted again, and ages count on both sides of that step from now on.
+        """
+        await self._lineage.write_cut(self.planner.branch(after_step=after_step))
+        for step, groups in self.planner.give_up_cuts(after_step=after_step).items():
+            what = f"its cut of step {step} could not be replayed"
+            reason = f"{what}: {why}" if step == after_step + 1 else f"{what}: that of step {after_step + 1} could not"
+            await self.settle(groups, OutcomeKind.ABANDONED, reason=reason, step=step)
 
-    @property
-    def num_unacked_bytes(self) -> int:
-        return self._inventory.stored_bytes
+    async def settle(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> None:
+        """End groups without training them: record, then remove."""
+        ids = list(group_ids)
+        await self._record(self.planner.of_untrained(ids, kind, reason=reason, step=step))
+        await self._sweep.settle(self.planner.release(ids))
 
-    @property
-    def num_open_groups(self) -> int:
-        return len(self._inventory.open)
+    async def on_checkpoint(self, step: int) -> None:
+        """Record and remove what the checkpoint of ``step`` contains: on disk, and the newest by the bucket."""
+        await self._record(self.planner.of_checkpoint(step))
+        failpoint("trainer.before_acks")
+        await self._sweep.settle(self.planner.release_cuts(step))
+        failpoint("trainer.after_acks")
+
+    async def make_room(self) -> None:
+        """Remove every settled message now, whatever it costs."""
+        await self._sweep.flush()
 
     # its loops
 
     async def run_inbox(self) -> None:
-        """Read trajectory headers for ever."""
-        names = self._bus.names
+        """Read trajectory headers until cancelled."""
+        names, caught_up = self._bus.names, self._caught_up["inbox"]
         async with self._bus.consume(names.trajectories_stream, names.trainer_consumer(self._lineage.number)) as inbox:
             while True:
-                deliveries = await inbox.fetch(INBOX_BATCH, wait_s=0.5 if self._is_catching_up else 2.0)
+                deliveries = await inbox.fetch(INBOX_BATCH, wait_s=2.0 if caught_up.is_set() else 0.5)
                 for delivery in deliveries:
                     await self._receive(delivery)
                 if len(deliveries) < INBOX_BATCH:
-                    self._inventory.is_caught_up = True
-                    self._caught_up["inbox"].set()  # a short read: the backlog is through
+                    self.planner.is_caught_up = True
+                    caught_up.set()  # a short read: the backlog is through
                 if deliveries:
-                    self._notify()
+                    self.notify()
 
     async def run_changes(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
-        """Cut by what operators have changed, for ever; nothing is cut before what they had changed is known."""
+        """Cut by what operators change, until cancelled; nothing is cut before what they had changed is known."""
         known, _ = await self._bus.get(CHANGES, Changes)
         self._change(known or Changes())
         task_status.started()
@@ -147,8 +129,8 @@ class BatchFeed:
 
     def _change(self, changes: Changes) -> None:
         now = self.now = settings_now(self._settings, changes)
-        self._cutter.change(max_staleness=now.rollout.max_staleness, lr=now.trainer.lr, numbers=step_numbers(now))
-        self._notify()
+        self.planner.change(max_staleness=now.rollout.max_staleness, lr=now.trainer.lr, numbers=step_numbers(now))
+        self.notify()
 
     async def run_tickets(self) -> None:
         """Learn of admitted groups before any of their slots is stored, so that due ones are waited for."""
@@ -159,43 +141,49 @@ class BatchFeed:
         self._caught_up["tickets"].set()
         async for message in self._bus.follow(names.tickets_stream, names.all_tickets, start_sequence=sequence + 1):
             if await self._add_ticket(message):
-                self._notify()
+                self.notify()
 
-    async def run_cutter(self, first_step: int) -> None:
+    async def run_journal(self, first_step: int) -> None:
         """Write the journal from ``first_step`` to the last step, or until ``stop``."""
         for reader in self._caught_up.values():
             await reader.wait()  # what was stored before this lineage may be due in its first step
-        self._cutter.step = first_step
-        left = [group.group_id for group in self._without_end]
-        await self.settlement.settle(left, OutcomeKind.ABANDONED, reason="its cut was given up", step=first_step)
+        planner = self.planner
+        planner.step = first_step
         with wait_graph.PollingWaits() as waiting:
-            while not self._cutter.has_ended:
+            while not planner.has_ended:
                 changed = self._changed
                 if self._room is not StreamRoom.AMPLE:
-                    await self.settlement.make_room()
-                match self._cutter.decide(now=time.monotonic(), room=self._room):
+                    await self.make_room()
+                match planner.decide(now=time.monotonic(), room=self._room):
                     case Settle(group_ids, kind, reason):
-                        await self.settlement.settle(group_ids, kind, reason=reason, step=self._cutter.step)
+                        await self.settle(group_ids, kind, reason=reason, step=planner.step)
                     case Write(entry):
-                        with spans.cut(entry, self._inventory.deliveries):
+                        with spans.cut(entry, planner.messages.deliveries):
                             await self._lineage.write_cut(entry)
-                        self._cutter.note_written(entry)
-                        num_groups, num_open = len(entry.groups), self.num_open_groups
+                        planner.note_written(entry)
                         log.info(
                             "journal.written",
                             kind=entry.kind,
                             step=entry.step,
-                            num_groups=num_groups,
-                            num_open=num_open,
+                            num_groups=len(entry.groups),
+                            num_open=len(planner.open),
                         )
                     case RetryLater(what_for, on):
                         self.waits_for = what_for
-                        waiting.replace(wait_graph.cut(self._cutter.step), on or (wait_graph.TRAINER,))
+                        waiting.replace(wait_graph.cut(planner.step), on or (wait_graph.TRAINER,))
                         with anyio.move_on_after(DECISION_POLL_S):
                             await changed.wait()
         self.waits_for = "nothing: the last cut is written"
 
     # inside
+
+    @property
+    def _room(self) -> StreamRoom:
+        return StreamRoom.of(
+            self.planner.messages.num_bytes + self._sweep.num_bytes,
+            largest=self._settings.max_message_bytes,
+            limit=self._settings.rollout.max_stream_bytes,
+        )
 
     async def _add_ticket(self, message: Message) -> bool:
         """Note a ticket; say whether it is news."""
@@ -207,20 +195,24 @@ class BatchFeed:
                 message, f"got version {ticket.version}, newer than lineage {self._lineage.number}"
             )
             return False
-        return self._inventory.add_ticket(ticket)
+        return self.planner.add_ticket(ticket)
 
     async def _receive(self, delivery: Delivery) -> None:
+        """Take a stored message; record its slots that cannot be used, and remove what needs not be kept."""
         try:
             message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.stored_bytes)
             self._check_origin(message, delivery)
             # Of a group that is cut the journal has the headers, and each payload is checked when it is fetched.
-            if not self._fates.is_cut(message.group_id):
+            if not self.planner.is_cut(message.group_id):
                 self._limits.check_message(message)
         except WireError as exc:
             await self._give_up_group_of(delivery, str(exc))
             await self._bus.dead_letter(delivery, str(exc))
             return
-        await self.settlement.receive(message, delivery)
+        unusable = self.planner.receive(message, delivery)
+        for outcome in unusable:
+            await store_outcome(self._bus, outcome)
+        await self._sweep.settle(self.planner.release_received(message, unusable))
 
     def _check_origin(self, message: StoredMessage, delivery: Delivery) -> None:
         """Hold a message against the subject it came on, and against what this lineage can know."""
@@ -238,16 +230,53 @@ class BatchFeed:
             GroupId.parse(group_id)
         except ValueError:
             return
-        if group_id not in self._inventory.closed:
+        if not self.planner.is_closed(group_id):
             reason = f"its stored message {delivery.sequence} cannot be read: {reason}"
-            await self.settlement.settle([group_id], OutcomeKind.FAILED, reason=reason, step=self._cutter.step)
+            await self.settle([group_id], OutcomeKind.FAILED, reason=reason, step=self.planner.step)
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
+    async def _record(self, outcomes: Sequence[Outcome]) -> None:
+        async with anyio.create_task_group() as publishing:
+            for outcome in outcomes:
+                publishing.start_soon(store_outcome, self._bus, outcome)
+        self.planner.note_recorded(outcomes)
 
 
-def _rules(settings: Settings) -> CutRules:
+async def store_outcome(bus: Bus, outcome: Outcome) -> None:
+    """Record an outcome; once, however often it is said."""
+    names = bus.names
+    if outcome.kind is OutcomeKind.DEAD:
+        try:
+            await bus.publish(names.dead_groups, outcome, msg_id=f"dead.{outcome.group_id}")
+        except StreamFullError:  # of letters that anybody may write; the same outcome is in the log, below
+            log.warning("dead_letter.no_room", group_id=outcome.group_id, reason=outcome.reason)
+        await bus.publish_event(GroupDead(group_id=outcome.group_id, reason=outcome.reason))
+    uid = outcome.sample_uid or outcome.group_id
+    with spans.settled(outcome):
+        await bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
+
+
+async def fail_group(bus: Bus, group_id: str, cut: Cut, *, reason: str, lineage: int, max_attempts: int) -> None:
+    """Record that a group of a cut has failed, from a rank that settles nothing else.
+
+    Its messages stay, as in a crash.
+    """
+    group = next((one for one in cut.groups if one.group_id == group_id), None)
+    await store_outcome(
+        bus,
+        untrained_outcome(
+            group_id,
+            group,
+            OutcomeKind.FAILED,
+            reason=reason,
+            step=cut.step,
+            lineage=lineage,
+            max_attempts=max_attempts,
+        ),
+    )
+
+
+def cut_rules(settings: Settings) -> CutRules:
+    """Return what the settings say of cuts."""
     rollout = settings.rollout
     return CutRules(
         last_step=settings.run.steps,
@@ -258,6 +287,7 @@ def _rules(settings: Settings) -> CutRules:
         lr=settings.trainer.lr,
         when_stale=rollout.when_stale,
         group_deadline_s=rollout.group_deadline_s,
+        max_attempts=rollout.max_attempts,
         filters_equal_groups=settings.algorithm.filter_equal_groups,
         of_task={
             task.name: GroupRules(own.min_group_size, own.group_deadline_s)

@@ -1,27 +1,49 @@
-"""What a trainer's rank 0 does next about its journal: settle groups, cut a batch, wait, or end.
+"""The one owner of batch assembly: which groups are open, how each ends, and what is done next about the journal.
 
-Pure: decides over the inventory, carries out nothing. Whoever asks does as it is told, says so (``note_written``,
-``GroupOutcomes.note_recorded``), and asks again.
+Pure and deterministic: it is told what has come, decides, and carries nothing out. Whoever asks (``BatchFeed``, the
+model of the protocol) does as ``decide`` says, reports it (``note_written``, ``note_recorded``), and asks again.
 
-Invariant: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough.
+Invariants: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough. A slot
+counts once, whatever is delivered again. A group's end is recorded once per lineage, and nothing of a group is handed
+over to be acked before its outcome is stored; a trained group's outcome waits for its checkpoint.
+
+What it keeps of groups that have ended are numbers, nearly all of which follow one another (``id_sets``). They tell
+what is late of a group, however long ago it ended.
 """
 
 import heapq
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, Literal, NamedTuple
+from typing import Generic
 
 from areal_async.errors import FencedError
+from areal_async.protocol.id_sets import GroupIds
+from areal_async.protocol.journal import Journal
 from areal_async.protocol.staleness import oldest_age_at
-from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Version
+from areal_async.protocol.types import (
+    Cut,
+    CutGroup,
+    CutKind,
+    Outcome,
+    OutcomeKind,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Version,
+    mean,
+)
 from areal_async.telemetry import wait_graph
-from areal_async.trainer.batch.cut import CutPlan, OpenGroup, SpanAge, plan_cut
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
+from areal_async.trainer.batch.cut import CutPlan, CutRules, OpenGroup, SpanAge, plan_cut
+from areal_async.trainer.batch.messages import D, UnackedMessages
 
 OVER_AGE = "older than max_staleness"
 MAX_NAMED = 3
 """Groups named when saying what is waited for."""
+SCARCE_SHARE = 0.8
+"""Part of the stream's bytes beyond which a checkpoint is made early, so that acks free the stream."""
+NOT_TRAINED = (OutcomeKind.FILTERED, OutcomeKind.STALE)
+"""Ends of whole groups that are not trained: their outcome says what their rewards were."""
 
 
 class StreamRoom(IntEnum):
@@ -33,38 +55,12 @@ class StreamRoom(IntEnum):
     """Nobody has to wait yet."""
     AMPLE = 2
 
-
-class GroupRules(NamedTuple):
-    """The settings that decide about one task's groups."""
-
-    min_group_size: int
-    group_deadline_s: float
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CutRules:
-    """The settings that decide about cuts."""
-
-    last_step: int
-    seed: int
-    batch_groups: int
-    min_group_size: int
-    max_staleness: int
-    when_stale: Literal["wait", "mask", "drop"]
-    group_deadline_s: float
-    """How long a due group is waited for."""
-    lr: float = 0.0
-    """As in ``Cut``."""
-    numbers: Mapping[str, float | None] = field(default_factory=dict)
-    """Likewise."""
-    filters_equal_groups: bool = False
-    """Train no group whose rewards are all equal."""
-    of_task: Mapping[str, GroupRules] = field(default_factory=dict)
-    """Workflow -> what is otherwise for its groups."""
-
-    def of(self, group: OpenGroup) -> GroupRules:
-        """Return what decides about a group."""
-        return self.of_task.get(group.workflow) or GroupRules(self.min_group_size, self.group_deadline_s)
+    @classmethod
+    def of(cls, num_bytes: int, *, largest: int, limit: int) -> "StreamRoom":
+        """Return the room of a stream of ``limit`` bytes that holds ``num_bytes``, for messages up to ``largest``."""
+        if num_bytes + largest > limit:
+            return cls.NONE
+        return cls.SCARCE if num_bytes >= SCARCE_SHARE * limit else cls.AMPLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,24 +91,43 @@ class RetryLater:
 Decision = Settle | Write | RetryLater
 
 
-class BatchPlanner:
-    """Decides, one step after another."""
+class BatchPlanner(Generic[D]):
+    """The groups of one lineage, from their tickets to the acks, and the next entry of its journal."""
 
-    def __init__(self, rules: CutRules, fates: GroupOutcomes[Any], *, branches: Mapping[str, int]) -> None:
-        """``branches``: where lineages parted, as the journal says."""
-        self._rules = rules
-        self._fates = fates
-        self._inventory = fates.inventory
-        self._branches = dict(branches)
-        self._allowed_step = 0
-        self._waiting_since: dict[str, float] = {}
-        self._asked_step = 0
-        """The last one before which a checkpoint was asked for."""
+    def __init__(self, rules: CutRules, journal: Journal, *, lineage: int) -> None:
+        """Begin from a journal: groups that it has cut, given up or ended are not cut again."""
+        self.rules = rules
+        self.lineage = lineage
         self.step = 1
         """The next one to be cut."""
         self.is_stopping = False
         """Cut nothing more: the journal's next entry ends the lineage."""
         self.has_ended = False
+        self.is_caught_up = False
+        """Messages that were stored before this lineage began have come."""
+        self.open: dict[str, OpenGroup] = {}
+        self.messages: UnackedMessages[D] = UnackedMessages()
+        self.unacked_cuts: dict[int, Cut] = {}
+        """Cuts that no checkpoint holds yet, by step."""
+        self._branches = dict(journal.branches)
+        """Where lineages parted."""
+        self._allowed_step = 0
+        self._asked_step = 0
+        """The last step before which a checkpoint was asked for."""
+        self._waiting_since: dict[str, float] = {}
+        self._recorded = GroupIds(journal.settled)
+        """Groups with a settling outcome."""
+        self._closed = GroupIds(journal.settled)
+        """Groups in a cut or with a settling outcome: nothing more that comes for them is trained."""
+        self._in_cuts: dict[str, CutGroup] = {}
+        """Groups in cuts that no checkpoint holds, should they fall out."""
+        self._without_end = journal.without_end()
+        self._num_known = self._num_whole = self._num_stale = self._num_failed = 0
+        self._take(self._without_end)
+        for _, cut in sorted(journal.cuts.items()):
+            self.hold(cut)
+
+    # what it is told
 
     def allow(self, step: int) -> None:
         """Let it cut up to ``step``."""
@@ -120,15 +135,33 @@ class BatchPlanner:
 
     def change(self, *, max_staleness: int, lr: float, numbers: Mapping[str, float | None]) -> None:
         """Cut by these from now on. Groups that are too old for a lower bound are tried again."""
-        self._rules = replace(self._rules, max_staleness=max_staleness, lr=lr, numbers=numbers)
+        self.rules = replace(self.rules, max_staleness=max_staleness, lr=lr, numbers=numbers)
 
-    def branch(self, *, after_step: int) -> Cut:
-        """Return the entry that gives up the cuts beyond ``after_step``.
+    def add_ticket(self, ticket: Ticket) -> bool:
+        """Note an admission; say whether it was news."""
+        if ticket.group_id in self._closed or ticket.group_id in self.open:
+            return False
+        self._open(ticket, ticket.version)
+        return True
 
-        Ages count on both sides of that step from now on.
-        """
-        self._branches[str(self._fates.lineage)] = after_step
-        return Cut(kind=CutKind.BRANCH, lineage=self._fates.lineage, step=after_step, branches=dict(self._branches))
+    def receive(self, message: StoredMessage, delivery: D) -> list[Outcome]:
+        """Take a stored message; return what is to be stored of its slots that cannot be used. It settles nothing."""
+        if not self.messages.add(message, delivery):
+            return []
+        is_new = not self.messages.has_come(message.sequence) and self.is_caught_up
+        if message.group_id in self._closed:
+            # What is delivered again may be what was trained; so may whatever was there before this lineage.
+            kind = OutcomeKind.LATE
+            unusable = [slot for slot in message.slots if is_new and slot.status is SlotStatus.SCORED]
+        else:
+            if message.group_id not in self.open:
+                self._open(message, message.ticket_version)
+            kind = OutcomeKind.DUPLICATE
+            unusable = self.open[message.group_id].add(message)
+        return [
+            Outcome(group_id=message.group_id, kind=kind, lineage=self.lineage, sample_uid=slot.sample_uid)
+            for slot in unusable
+        ]
 
     def note_written(self, entry: Cut) -> None:
         """Go on from an entry that is in the journal."""
@@ -137,30 +170,75 @@ class BatchPlanner:
         elif entry.kind is CutKind.CHECKPOINT:
             self._asked_step = self.step
         else:
-            self._fates.hold(entry)
+            self.hold(entry)
             self._waiting_since.clear()
             self.step = entry.step + 1
+
+    def hold(self, cut: Cut) -> None:
+        """Take a journalled cut: its groups wait for the checkpoint that will contain them."""
+        self.unacked_cuts[cut.step] = cut
+        self._take(cut.groups)
+
+    def note_recorded(self, outcomes: Iterable[Outcome]) -> None:
+        """Note outcomes that are stored: what has come for their groups may be acked from now on."""
+        for outcome in outcomes:
+            self._recorded.add(outcome.group_id)
+            self._num_stale += outcome.kind is OutcomeKind.STALE
+            if outcome.kind in (OutcomeKind.FAILED, OutcomeKind.DEAD):
+                self._num_failed += 1
+                self._num_whole = 0
+
+    # what it is asked
+
+    def is_cut(self, group_id: str) -> bool:
+        """Say whether a group is in a cut that no checkpoint holds."""
+        return group_id in self._in_cuts
+
+    def is_closed(self, group_id: str) -> bool:
+        """Say whether nothing more that comes for a group is trained."""
+        return group_id in self._closed
+
+    def take_counts(self) -> tuple[int, int]:
+        """Return how many groups were dropped as stale, and how many failed, since the last call."""
+        counts = self._num_stale, self._num_failed
+        self._num_stale = self._num_failed = 0
+        return counts
+
+    def branch(self, *, after_step: int) -> Cut:
+        """Return the entry that gives up the cuts beyond ``after_step``.
+
+        Ages count on both sides of that step from now on.
+        """
+        self._branches[str(self.lineage)] = after_step
+        return Cut(kind=CutKind.BRANCH, lineage=self.lineage, step=after_step, branches=dict(self._branches))
+
+    def give_up_cuts(self, *, after_step: int) -> dict[int, list[str]]:
+        """Let go of the cuts beyond ``after_step``, which no checkpoint will contain; return their groups by step."""
+        steps = [step for step in self.unacked_cuts if step > after_step]
+        return {step: [group.group_id for group in self.unacked_cuts.pop(step).groups] for step in sorted(steps)}
 
     def decide(self, *, now: float, room: StreamRoom) -> Decision:
         """Say what is to be done next.
 
         Args:
             now: seconds, of a clock that only goes on.
-            room: of the stream of trajectories.
+            room: in the stream of trajectories.
 
         Raises:
             FencedError: what is stored was sampled with the weights of a newer lineage.
         """
-        rules = self._rules
+        rules = self.rules
+        if left := [group.group_id for group in self._without_end if group.group_id not in self._recorded]:
+            return Settle(left, OutcomeKind.ABANDONED, "its cut was given up")
         if self.is_stopping or self.step > rules.last_step:
-            return Write(Cut(kind=CutKind.END, lineage=self._fates.lineage, step=self.step))
+            return Write(Cut(kind=CutKind.END, lineage=self.lineage, step=self.step))
         if self.step > self._allowed_step:
             return RetryLater(f"step {self._allowed_step} to be trained, before cutting step {self.step}")
         unfit = self._first_unfit()
         if unfit is not None:
             return unfit
         plan = plan_cut(
-            self._inventory.open.values(),
+            self.open.values(),
             age=self._age(self._branches),
             batch_groups=rules.batch_groups,
             max_staleness=rules.max_staleness,
@@ -168,17 +246,104 @@ class BatchPlanner:
         )
         if plan.stale:
             return self._too_old(plan.stale)
-        if room is not StreamRoom.AMPLE and self._fates.unacked_cuts and self._asked_step < self.step:
-            return Write(Cut(kind=CutKind.CHECKPOINT, lineage=self._fates.lineage, step=self.step - 1))
+        if room is not StreamRoom.AMPLE and self.unacked_cuts and self._asked_step < self.step:
+            return Write(Cut(kind=CutKind.CHECKPOINT, lineage=self.lineage, step=self.step - 1))
         if plan.is_ready:
             return Write(self._cut(plan))
         made = None if room is StreamRoom.AMPLE else self._make_room(plan, room)
         return made or self._overdue(plan, now) or self._wait(plan)
 
-    # inside
+    # what is to be done: store what the first two return, then ack what the last three return
+
+    def of_checkpoint(self, step: int) -> list[Outcome]:
+        """Return what is to be stored of the groups that the checkpoint of ``step`` contains.
+
+        It must be on disk, and the newest by the bucket. Groups that fell out of their cut have an outcome
+        already, which stays.
+        """
+        return [
+            Outcome(group_id=group.group_id, kind=OutcomeKind.TRAINED, lineage=self.lineage, step=cut.step)
+            for cut in self._cuts_through(step)
+            for group in cut.groups
+            if group.group_id not in self._recorded
+        ]
+
+    def of_untrained(self, group_ids: Iterable[str], kind: OutcomeKind, *, reason: str, step: int) -> list[Outcome]:
+        """End groups without training them; return what is to be stored of it."""
+        outcomes = [
+            self._untrained(group_id, kind, reason=reason, step=step)
+            for group_id in group_ids
+            if group_id not in self._recorded
+        ]
+        self._close(outcome.group_id for outcome in outcomes)
+        return outcomes
+
+    def release(self, group_ids: Iterable[str]) -> list[D]:
+        """Hand over, to be acked, what has come for those groups whose outcome is stored."""
+        return self.messages.release(group_id for group_id in group_ids if group_id in self._recorded)
+
+    def release_received(self, message: StoredMessage, unusable: Sequence[Outcome]) -> list[D]:
+        """Hand over what can be acked now that a message has come, and what is ``unusable`` of it is recorded.
+
+        A message without a slot that is used is not kept for its group's checkpoint: the stream has better use for
+        the room.
+        """
+        if len(unusable) == len(message.slots):
+            return self.messages.release_message(message)
+        return self.release([message.group_id])
+
+    def release_cuts(self, step: int) -> list[D]:
+        """Hand over, to be acked, what the checkpoint of ``step`` contains."""
+        groups = []
+        for cut in self._cuts_through(step):
+            del self.unacked_cuts[cut.step]
+            groups += [group.group_id for group in cut.groups]
+        for group_id in groups:
+            self._in_cuts.pop(group_id, None)
+        return self.release(groups)
+
+    # inside: groups
+
+    def _open(self, told: Ticket | StoredMessage, version: str) -> None:
+        self._num_known += 1
+        self.open[told.group_id] = OpenGroup(
+            group_id=told.group_id,
+            workflow=told.workflow,
+            group_size=told.group_size,
+            ticket_version=Version.parse(version),
+            num_failed_attempts=told.num_failed_attempts,
+            order=self._num_known,
+        )
+
+    def _take(self, groups: Sequence[CutGroup]) -> None:
+        """Take groups that were cut once: they are not cut again."""
+        self._close(group.group_id for group in groups)
+        self._in_cuts.update({group.group_id: group for group in groups})
+
+    def _close(self, group_ids: Iterable[str]) -> None:
+        for group_id in group_ids:
+            self.open.pop(group_id, None)
+            self._closed.add(group_id)
+
+    def _cuts_through(self, step: int) -> list[Cut]:
+        return [cut for number, cut in sorted(self.unacked_cuts.items()) if number <= step]
+
+    def _untrained(self, group_id: str, kind: OutcomeKind, *, reason: str, step: int) -> Outcome:
+        return untrained_outcome(
+            group_id,
+            self.open.get(group_id) or self._in_cuts.get(group_id),
+            kind,
+            reason=reason,
+            step=step,
+            lineage=self.lineage,
+            max_attempts=self.rules.max_attempts,
+            num_whole_before=self._num_whole,
+        )
+
+    # inside: the next decision
 
     def _age(self, branches: Mapping[str, int]) -> SpanAge:
-        step, lineage = self.step, self._fates.lineage
+        step, lineage = self.step, self.lineage
         numbered = {int(number): shared for number, shared in branches.items()}
 
         def age(first: Version, last: Version) -> int:
@@ -193,19 +358,18 @@ class BatchPlanner:
     def _first_unfit(self) -> Settle | None:
         """Find a complete group that cannot train; count those that can."""
         age = self._age(self._branches)
-        for group in self._inventory.open.values():
+        for group in self.open.values():
             if group.is_complete and not group.is_counted:
                 if group.youngest_age(age) < 0:
                     reason = f"its tokens are of a version that step {self.step} comes before"
                     return Settle([group.group_id], OutcomeKind.ABANDONED, reason)
                 verdict = group.verdict(
-                    min_group_size=self._rules.of(group).min_group_size,
-                    filters_equal=self._rules.filters_equal_groups,
+                    min_group_size=self.rules.of(group).min_group_size, filters_equal=self.rules.filters_equal_groups
                 )
                 if verdict is not None:
                     return Settle([group.group_id], *verdict)
                 group.is_counted = True
-                self._fates.count_whole()
+                self._num_whole += 1  # failures before and after it do not follow one another
         return None
 
     def _too_old(self, groups: list[OpenGroup]) -> Settle:
@@ -217,16 +381,16 @@ class BatchPlanner:
         by_mishap = [
             group.group_id
             for group in groups
-            if self._rules.when_stale == "wait" or group.oldest_age(age) <= self._rules.max_staleness
+            if self.rules.when_stale == "wait" or group.oldest_age(age) <= self.rules.max_staleness
         ]
         if by_mishap:
             return Settle(by_mishap, OutcomeKind.ABANDONED, OVER_AGE)
         return Settle([group.group_id for group in groups], OutcomeKind.STALE, OVER_AGE)
 
     def _cut(self, plan: CutPlan) -> Cut:
-        rules = self._rules
+        rules = self.rules
         return Cut(
-            lineage=self._fates.lineage,
+            lineage=self.lineage,
             step=self.step,
             groups=[group.as_cut_group() for group in plan.taken],
             seed=(rules.seed << 32) + self.step,
@@ -240,13 +404,13 @@ class BatchPlanner:
     def _make_room(self, plan: CutPlan, room: StreamRoom) -> Decision | None:
         """Free the stream at the least cost: by the checkpoint, a smaller batch, and only then finished work.
 
-        A due group's producer may be among those that wait for room, so waiting for it can be for ever.
+        A due group's producer may be among those that wait for room: waiting for it may never end.
         """
-        if self._fates.unacked_cuts:
+        if self.unacked_cuts:
             return RetryLater(f"the checkpoint of step {self.step - 1}, which makes room in the stream")
         if plan.taken and not plan.waits_for:
             return Write(self._cut(plan))
-        stored = [group for group in self._inventory.open.values() if group.slots]
+        stored = [group for group in self.open.values() if group.slots]
         if room is StreamRoom.SCARCE or not stored:
             return None
         youngest = max(stored, key=lambda group: (not group.is_complete, group.order))
@@ -255,13 +419,13 @@ class BatchPlanner:
         return Settle([youngest.group_id], OutcomeKind.ABANDONED, reason)
 
     def _wait(self, plan: CutPlan) -> RetryLater:
-        incomplete = plan.waits_for or [group for group in self._inventory.open.values() if not group.is_complete]
+        incomplete = plan.waits_for or [group for group in self.open.values() if not group.is_complete]
         oldest = heapq.nsmallest(MAX_NAMED, incomplete, key=lambda group: group.order)
         on = tuple(wait_graph.group(group.group_id) for group in oldest)
         return RetryLater(_describe(self.step, plan), on or (wait_graph.ADMISSION,))
 
     def _overdue(self, plan: CutPlan, now: float) -> Settle | None:
-        deadlines = {group.group_id: self._rules.of(group).group_deadline_s for group in plan.waits_for}
+        deadlines = {group.group_id: self.rules.of(group).group_deadline_s for group in plan.waits_for}
         self._waiting_since = {group_id: self._waiting_since.get(group_id, now) for group_id in deadlines}
         waited = {group_id: now - since for group_id, since in self._waiting_since.items()}
         overdue = {group_id: deadlines[group_id] for group_id, wait_s in waited.items() if wait_s > deadlines[group_id]}
@@ -270,6 +434,42 @@ class BatchPlanner:
         deadline_s = min(overdue.values())  # those of another deadline are asked for next
         reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
         return Settle(sorted(name for name in overdue if overdue[name] == deadline_s), OutcomeKind.FAILED, reason)
+
+
+def untrained_outcome(
+    group_id: str,
+    group: OpenGroup | CutGroup | None,
+    kind: OutcomeKind,
+    *,
+    reason: str,
+    step: int,
+    lineage: int,
+    max_attempts: int,
+    num_whole_before: int = 0,
+) -> Outcome:
+    """Return the outcome of a group that ends without training; one that fails for the last time is ``dead``.
+
+    Args:
+        group: what is known of it; None where nothing is.
+        num_whole_before: groups found whole since the last one that failed.
+    """
+    num_failed = group.num_failed_attempts if group else 0
+    scored = group.scored if isinstance(group, OpenGroup) and kind in NOT_TRAINED else []
+    if kind is OutcomeKind.FAILED:
+        num_failed += 1
+        if num_failed >= max_attempts:
+            kind = OutcomeKind.DEAD
+    return Outcome(
+        group_id=group_id,
+        kind=kind,
+        lineage=lineage,
+        step=step,
+        reason=reason,
+        num_failed_attempts=num_failed,
+        mean_reward=mean([item.slot.reward for item in scored]) if scored else None,
+        num_whole_before=num_whole_before,
+        workflow=group.workflow if group else "",
+    )
 
 
 def _describe(step: int, plan: CutPlan) -> str:

@@ -131,11 +131,11 @@ class Checkpointer:
         if self._lineage is not None and self._feed is not None:
             record = CheckpointRecord(version=str(version), path=str(folder), sums_sha256=digest_of_sums(folder))
             await self._lineage.record_checkpoint(record)
-            await self._feed.settlement.on_checkpoint(version.step)
+            await self._feed.on_checkpoint(version.step)
             await anyio.to_thread.run_sync(self.abandon_archive)
             keeping = functools.partial(keep, self._directory, self._feed.now, recorded=version)
             await anyio.to_thread.run_sync(keeping)
-            self._feed.on_room()
+            self._feed.notify()
         log.info(
             "checkpoint.written",
             step=version.step,

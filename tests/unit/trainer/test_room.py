@@ -3,27 +3,33 @@
 import pytest
 
 from areal_async.config.settings import RolloutSettings
+from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, OutcomeKind, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
-from areal_async.trainer.batch.inventory import Inventory
-from areal_async.trainer.batch.planner import BatchPlanner, CutRules, RetryLater, Settle, StreamRoom, Write
+from areal_async.trainer.batch.cut import CutRules
+from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
 
 RULES = CutRules(
-    last_step=9, seed=1, batch_groups=2, min_group_size=1, max_staleness=1, when_stale="wait", group_deadline_s=60
+    last_step=9,
+    seed=1,
+    batch_groups=2,
+    min_group_size=1,
+    max_staleness=1,
+    when_stale="wait",
+    group_deadline_s=60,
+    max_attempts=3,
 )
 
 
 class Desk:
-    """A cutter and what it decides over."""
+    """A planner and a clock that stands still."""
 
     def __init__(self) -> None:
-        self.fates: GroupOutcomes[int] = GroupOutcomes(Inventory(), lineage=1, max_attempts=3, recorded=[])
-        self.cutter = BatchPlanner(RULES, self.fates, branches={})
-        self.cutter.allow(RULES.last_step)
+        self.planner: BatchPlanner[int] = BatchPlanner(RULES, Journal(), lineage=1)
+        self.planner.allow(RULES.last_step)
         self._sequence = 0
 
     def admit(self, group_id: str, *, version: str = "1-0") -> None:
-        self.fates.inventory.add_ticket(Ticket(group_id=group_id, workflow="w", row={}, group_size=2, version=version))
+        self.planner.add_ticket(Ticket(group_id=group_id, workflow="w", row={}, group_size=2, version=version))
 
     def store(self, group_id: str, *siblings: int, version: str = "1-0") -> None:
         self._sequence += 1
@@ -41,20 +47,20 @@ class Desk:
             group_id=group_id, workflow="w", ticket_version=version, num_failed_attempts=0, group_size=2,
             slots=slots, sequence=self._sequence, num_bytes=10,
         )  # fmt: skip
-        self.fates.inventory.add_message(message, self._sequence)
+        self.planner.receive(message, self._sequence)
 
     def decide(self, room: StreamRoom) -> Settle | Write | RetryLater:
-        return self.cutter.decide(now=0.0, room=room)
+        return self.planner.decide(now=0.0, room=room)
 
     def write(self, room: StreamRoom) -> Cut:
         decision = self.decide(room)
         assert isinstance(decision, Write)
-        self.cutter.note_written(decision.entry)
+        self.planner.note_written(decision.entry)
         return decision.entry
 
     def checkpoint(self, step: int) -> None:
-        self.fates.note_recorded(self.fates.of_checkpoint(step))
-        self.fates.release_cuts(step)
+        self.planner.note_recorded(self.planner.of_checkpoint(step))
+        self.planner.release_cuts(step)
 
 
 @pytest.fixture
@@ -78,7 +84,7 @@ def test_what_is_trained_is_checkpointed_first_and_once(desk: Desk, room: Stream
     assert (entry.kind, entry.step) == (CutKind.CHECKPOINT, 1)
     assert desk.decide(room) == RetryLater("the checkpoint of step 1, which makes room in the stream")
     desk.checkpoint(1)
-    assert desk.fates.inventory.stored_bytes == 10
+    assert desk.planner.messages.num_bytes == 10
 
 
 def test_a_whole_batch_does_not_wait_for_the_checkpoint_that_is_asked_for(desk: Desk) -> None:

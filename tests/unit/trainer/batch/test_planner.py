@@ -1,20 +1,18 @@
 """What is done next about the journal: nothing is thrown away for an accident, and nothing is waited for in vain."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import pytest
 
 from areal_async.errors import FencedError
-from areal_async.protocol.types import CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
-from areal_async.trainer.batch.group_outcomes import GroupOutcomes
-from areal_async.trainer.batch.inventory import Inventory
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import Cut, CutGroup, CutKind, Outcome, OutcomeKind, Slot, SlotStatus, StoredMessage
+from areal_async.trainer.batch.cut import CutRules, GroupRules
 from areal_async.trainer.batch.planner import (
     OVER_AGE,
     BatchPlanner,
-    CutRules,
     Decision,
-    GroupRules,
     RetryLater,
     Settle,
     StreamRoom,
@@ -49,7 +47,7 @@ def _message(
 
 
 class Bench:
-    """A cutter with its inventory, about to cut a step."""
+    """A planner about to cut a step."""
 
     def __init__(
         self,
@@ -58,9 +56,8 @@ class Bench:
         step: int = 1,
         when_stale: Literal["wait", "mask", "drop"] = "wait",
         filters_equal: bool = False,
+        journal: Journal | None = None,
     ) -> None:
-        self.inventory: Inventory[str] = Inventory()
-        self.fates: GroupOutcomes[Any] = GroupOutcomes(self.inventory, lineage=lineage, max_attempts=2, recorded=())
         rules = CutRules(
             last_step=9,
             seed=1,
@@ -69,19 +66,20 @@ class Bench:
             max_staleness=1,
             when_stale=when_stale,
             group_deadline_s=10.0,
+            max_attempts=2,
             filters_equal_groups=filters_equal,
             of_task={"other": GroupRules(min_group_size=1, group_deadline_s=5.0)},
         )
-        self.cutter = BatchPlanner(rules, self.fates, branches={})
-        self.cutter.step = step
-        self.cutter.allow(step)
+        self.planner: BatchPlanner[str] = BatchPlanner(rules, journal or Journal(), lineage=lineage)
+        self.planner.step = step
+        self.planner.allow(step)
 
     def add(self, *messages: StoredMessage) -> None:
         for message in messages:
-            self.inventory.add_message(message, "delivery")
+            self.planner.receive(message, "delivery")
 
     def decide(self, *, now: float = 0.0) -> Decision:
-        return self.cutter.decide(now=now, room=StreamRoom.AMPLE)
+        return self.planner.decide(now=now, room=StreamRoom.AMPLE)
 
 
 def test_a_group_of_a_version_to_come_is_given_up_and_never_cut() -> None:
@@ -102,7 +100,7 @@ def test_a_full_batch_is_written_and_the_next_step_waits_to_be_allowed() -> None
 
     assert isinstance(decision, Write)
     assert [group.group_id for group in decision.entry.groups] == ["0-1-0", "0-2-0"]
-    bench.cutter.note_written(decision.entry)
+    bench.planner.note_written(decision.entry)
     assert bench.decide() == RetryLater("step 1 to be trained, before cutting step 2")
 
 
@@ -129,7 +127,7 @@ def test_the_groups_of_a_task_are_waited_for_as_long_as_it_says() -> None:
     reason = "still incomplete 5 s after the trainer began to wait for it"
     assert bench.decide(now=6.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
     assert bench.decide(now=11.0) == Settle(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason)
-    bench.fates.of_untrained(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason="", step=2)
+    bench.planner.of_untrained(["0-2-0", "0-3-0"], OutcomeKind.FAILED, reason="", step=2)
     reason = "still incomplete 10 s after the trainer began to wait for it"
     assert bench.decide(now=11.0) == Settle(["0-1-0"], OutcomeKind.FAILED, reason)
 
@@ -146,7 +144,7 @@ def test_the_outcome_of_a_filtered_group_says_what_its_siblings_came_to() -> Non
     bench = Bench(filters_equal=True)
     bench.add(_message(1, 0, 1))
 
-    (outcome,) = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FILTERED, reason="", step=1)
+    (outcome,) = bench.planner.of_untrained(["0-1-0"], OutcomeKind.FILTERED, reason="", step=1)
 
     assert outcome.mean_reward == 0.5
 
@@ -154,7 +152,7 @@ def test_the_outcome_of_a_filtered_group_says_what_its_siblings_came_to() -> Non
 def test_a_stop_ends_the_journal() -> None:
     bench = Bench()
     bench.add(_message(1, 0, 1), _message(2, 0, 1))
-    bench.cutter.is_stopping = True
+    bench.planner.is_stopping = True
 
     decision = bench.decide()
 
@@ -177,14 +175,14 @@ def test_what_only_a_branch_has_put_over_the_bound_is_tried_again() -> None:
     bench.add(_message(1, 0, 1, oldest="1-1"))
     assert isinstance(bench.decide(), RetryLater)
 
-    bench.cutter.branch(after_step=0)
+    bench.planner.branch(after_step=0)
 
     assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, OVER_AGE)
 
 
 def test_the_newest_token_counts_where_it_lies_beyond_a_branch() -> None:
     bench = Bench(lineage=2, step=2)
-    bench.cutter.branch(after_step=0)
+    bench.planner.branch(after_step=0)
     bench.add(_message(1, 0, 1, oldest="1-0", newest="1-1"))
 
     assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, OVER_AGE)
@@ -213,19 +211,19 @@ def test_tokens_of_a_newer_lineage_tell_a_zombie_what_it_is() -> None:
 def test_nothing_is_released_before_its_outcome_is_stored() -> None:
     bench = Bench()
     bench.add(_message(1, 0, 1))
-    outcomes: list[Outcome] = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)
-    assert bench.fates.release(["0-1-0"]) == []
+    outcomes: list[Outcome] = bench.planner.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)
+    assert bench.planner.release(["0-1-0"]) == []
 
-    bench.fates.note_recorded(outcomes)
+    bench.planner.note_recorded(outcomes)
 
-    assert bench.fates.release(["0-1-0"]) == ["delivery"]
+    assert bench.planner.release(["0-1-0"]) == ["delivery"]
 
 
 def test_groups_of_a_given_up_cut_keep_count_of_their_failures() -> None:
-    bench = Bench()
-    bench.fates.take([CutGroup(group_id="0-1-0", workflow="w", slots=[], num_failed_attempts=1)])
+    group = CutGroup(group_id="0-1-0", workflow="w", slots=[], num_failed_attempts=1)
+    bench = Bench(journal=Journal(given_up={"0-1-0": group}))
 
-    outcome = bench.fates.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)[0]
+    outcome = bench.planner.of_untrained(["0-1-0"], OutcomeKind.FAILED, reason="why", step=1)[0]
 
     assert (outcome.kind, outcome.num_failed_attempts) == (OutcomeKind.DEAD, 2)
 
@@ -238,12 +236,12 @@ def test_a_message_whose_every_slot_lost_is_not_kept_for_a_checkpoint() -> None:
         again, sequence=99, slots=[msgspec.structs.replace(again.slots[0], sample_uid="another producer's")]
     )
 
-    unusable = bench.fates.receive(again, "loser")
+    unusable = bench.planner.receive(again, "loser")
 
     assert [outcome.kind for outcome in unusable] == [OutcomeKind.DUPLICATE]
-    assert bench.fates.release_received(again, unusable) == ["loser"]
-    assert bench.inventory.stored_bytes == 1
-    assert bench.fates.release_received(_message(1, 1), bench.fates.receive(_message(1, 1), "kept")) == []
+    assert bench.planner.release_received(again, unusable) == ["loser"]
+    assert bench.planner.messages.num_bytes == 1
+    assert bench.planner.release_received(_message(1, 1), bench.planner.receive(_message(1, 1), "kept")) == []
 
 
 def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyond_it() -> None:
@@ -252,14 +250,42 @@ def test_a_lower_bound_and_another_rate_stand_in_the_next_cut_and_no_group_beyon
         bench.add(_message(index, 0, 1, oldest=version))
     assert isinstance(bench.decide(), Write), "it was fresh enough before"
 
-    bench.cutter.change(max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
+    bench.planner.change(max_staleness=0, lr=1e-6, numbers={"algorithm.kl_coef": 0.1})
     tried_again = bench.decide()
     assert tried_again == Settle(["0-1-0"], OutcomeKind.ABANDONED, "older than max_staleness")
-    bench.fates.release(["0-1-0"])
-    bench.inventory.open.pop("0-1-0", None)
+    bench.planner.release(["0-1-0"])
+    bench.planner.open.pop("0-1-0", None)
     decision = bench.decide()
 
     assert isinstance(decision, Write)
     assert (decision.entry.max_staleness, decision.entry.lr) == (0, 1e-6)
     assert decision.entry.numbers == {"algorithm.kl_coef": 0.1}
     assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
+
+
+def test_groups_whose_cut_was_given_up_end_before_anything_is_cut_anew() -> None:
+    given_up = CutGroup(group_id="0-1-0", workflow="w", slots=[], num_failed_attempts=1)
+    bench = Bench(journal=Journal(given_up={"0-1-0": given_up}))
+    bench.add(_message(2, 0, 1), _message(3, 0, 1))
+
+    assert bench.decide() == Settle(["0-1-0"], OutcomeKind.ABANDONED, "its cut was given up")
+    bench.planner.note_recorded(bench.planner.of_untrained(["0-1-0"], OutcomeKind.ABANDONED, reason="", step=1))
+
+    decision = bench.decide()
+    assert isinstance(decision, Write)
+    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
+
+
+def test_the_groups_of_an_inherited_cut_are_not_cut_again_and_wait_for_its_checkpoint() -> None:
+    inherited = Cut(lineage=1, step=1, groups=[CutGroup(group_id="0-1-0", workflow="w", slots=[])])
+    bench = Bench(lineage=2, step=2, journal=Journal(cuts={1: inherited}))
+    bench.add(_message(1, 0, 1), _message(2, 0, 1), _message(3, 0, 1))
+
+    decision = bench.decide()
+
+    assert isinstance(decision, Write)
+    assert [group.group_id for group in decision.entry.groups] == ["0-2-0", "0-3-0"]
+    outcomes = bench.planner.of_checkpoint(1)
+    assert [(one.group_id, one.kind) for one in outcomes] == [("0-1-0", OutcomeKind.TRAINED)]
+    bench.planner.note_recorded(outcomes)
+    assert bench.planner.release_cuts(1) == ["delivery"]
