@@ -20,7 +20,8 @@ Reasons may quote prompts and answers. Spans hold the kind of a failure, and its
 import hashlib
 import random
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import Token
 from types import TracebackType
 from typing import NamedTuple, Protocol, Self
@@ -233,6 +234,18 @@ def headers() -> dict[str, str]:
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier)
     return carrier
+
+
+@contextmanager
+def joining(carrier: Mapping[str, str]) -> Iterator[None]:
+    """Answer a request for the span that its W3C headers name, unless what this code runs for is in another trace."""
+    found = trace.get_current_span(_PROPAGATOR.extract(carrier))
+    own_id = trace.get_current_span().get_span_context().trace_id
+    if own_id not in (0, found.get_span_context().trace_id):
+        yield
+        return
+    with trace.use_span(found):
+        yield
 
 
 def span(name: str, parent: SpanContext | None, *, kind: SpanKind = INTERNAL, attributes: Attributes) -> Span:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import structlog
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -22,6 +23,7 @@ from areal_async.rollout.endpoint.calls import ApiExchange, Dialect, Refusal, Un
 from areal_async.rollout.endpoint.session import Session, ended, find_session
 from areal_async.rollout.policy.offload import run_beside
 from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.telemetry import tracing
 
 LONG_BODY_BYTES = 256 << 10
 """A longer body is read beside the loop."""
@@ -143,7 +145,8 @@ class _Answering:
                 with session.noting_refusal():
                     exchange = await self._parse(body)
                 del body  # what it says is in the exchange
-                await self._answer(exchange)
+                with tracing.joining(Headers(scope=self._scope)):
+                    await self._answer(exchange)
 
     async def _parse(self, body: bytes) -> ApiExchange:
         parse = partial(self._api.parse, body, self._session)

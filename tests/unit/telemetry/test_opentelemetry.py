@@ -41,10 +41,14 @@ class Ours:
     """A recorder."""
 
     def __init__(self) -> None:
-        self.spans: dict[str, RecordedSpan] = {}
+        self.all: list[RecordedSpan] = []
 
     def record(self, span: RecordedSpan) -> None:
-        self.spans[span.name] = span
+        self.all.append(span)
+
+    @property
+    def spans(self) -> dict[str, RecordedSpan]:
+        return {one.name: one for one in self.all}
 
 
 @pytest.fixture
@@ -102,6 +106,25 @@ def test_a_state_that_a_trace_was_begun_with_is_passed_on(ours: Ours) -> None:
         assert tracing.headers()["tracestate"] == "vendor=what"
 
 
+def test_a_request_is_answered_for_its_callers_span_in_our_trace_alone(ours: Ours) -> None:
+    """An agent's client that is traced says whom it asks for; one with a trace of its own takes nothing out of ours."""
+    workflow = of_group("0-1-0")
+    assert workflow is not None
+    callers = (f"{workflow.trace_id:032x}", f"{7:032x}", "what no trace is")
+    with tracing.first_span("workflow", workflow, attributes={}):
+        for trace_id in callers:
+            with tracing.joining({"traceparent": f"00-{trace_id}-{8:016x}-01"}):
+                with tracing.span("completion", tracing.current(), attributes={}):
+                    pass
+    with tracing.joining({"traceparent": f"00-{callers[1]}-{8:016x}-01"}):
+        found = tracing.current()
+
+    parents = [one.parent.span_id for one in ours.all if one.parent is not None]
+    assert parents == [8, workflow.span_id, workflow.span_id]
+    assert found is not None
+    assert (found.trace_id, found.span_id) == (7, 8), "no trace of ours is left by it"
+
+
 @pytest.mark.parametrize("has_texts", [False, True])
 def test_a_workflow_reaches_our_span_as_the_current_one(*, has_texts: bool) -> None:
     """It may add to it, and end it badly once; what an exception says is let in with the other texts alone."""
@@ -119,7 +142,7 @@ def test_a_workflow_reaches_our_span_as_the_current_one(*, has_texts: bool) -> N
     finally:
         tracing.install(None)
 
-    (only,) = ours.spans.values()
+    (only,) = ours.all
     assert (only.name, only.attributes) == ("renamed", {"a": 1, "user.documents": 3})
     retrieved, exception = only.events
     assert retrieved == ("retrieved", 12, {"user.index": "wiki"})

@@ -17,6 +17,7 @@ from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
 from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.telemetry import tracing
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import TINY, codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
@@ -87,6 +88,23 @@ async def test_nothing_runs_until_a_workflow_asks_for_the_address() -> None:
         assert policy.base_url.startswith("http://127.0.0.1:")
         assert endpoint.is_serving
     assert not endpoint.is_serving
+
+
+async def test_a_traced_client_of_an_agent_is_what_its_completion_is_made_for() -> None:
+    """It is told by W3C's header, whose trace the server goes on with."""
+
+    class Traced(ScriptedModel):
+        async def generate(self, *args: Any, **options: Any) -> tuple[Turn, ServerHandle]:
+            seen.append(tracing.headers())
+            return await super().generate(*args, **options)
+
+    seen: list[dict[str, str]] = []
+    header = {"traceparent": f"00-{7:032x}-{8:016x}-01"}
+    async with served(Traced(said("hi"), said("hi"))) as policy, client(policy) as http:
+        for headers in (header, {}):
+            assert (await http.post(CHAT, json=chat(), headers=headers)).status_code == 200
+
+    assert seen == [header, {}]
 
 
 async def test_signals_stay_with_the_node_and_the_port_is_free_afterwards() -> None:
