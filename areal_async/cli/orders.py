@@ -1,4 +1,4 @@
-"""``pause``, ``resume``, ``stop``: orders to a live run. Any NATS client can give the same ones (README)."""
+"""``pause``, ``resume``, ``stop``: orders to a live run. Any NATS client can give the same ones (``bus/README.md``)."""
 
 import argparse
 import getpass

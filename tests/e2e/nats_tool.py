@@ -1,4 +1,4 @@
-"""What the `nats` tool asks of a broker for the commands that the README shows, and the answers as plain lines.
+"""What the `nats` tool asks of a broker for the commands that the documents show, and the answers as plain lines.
 
     python tests/e2e/nats_tool.py --server URL --nkey FILE --inbox-prefix PREFIX micro ls
 
@@ -160,7 +160,7 @@ async def main() -> None:
         case [noun, verb, *names]:
             await getattr(tool, f"{noun}_{verb}")(*names)
         case words:
-            sys.exit(f"nats: got {' '.join(words)}, need a command that the README shows")
+            sys.exit(f"nats: got {' '.join(words)}, need a command that the documents show")
     await client.close()
 
 

@@ -1,4 +1,4 @@
-"""A live run is watched in a terminal emulator, and the README's chapters on operating it are done to it.
+"""A live run is watched in a terminal emulator, and the documents' chapters on operating it are done to it.
 
 ``top`` is legible at two sizes, with nothing beyond the edge, it is drawn anew by itself, and its keys work; it
 outlives a broker or a controller that does not answer for a while, and tells the run's end. Whoever is killed stands in
@@ -35,7 +35,7 @@ from areal_async.protocol.subjects import Names
 from areal_async.telemetry import wait_graph
 from tests.e2e.scene import Scene, broker_pid, died, has, is_back, look, server_pid, stopped
 from tests.e2e.terminal import SHOWN_WITHIN_S, Terminal
-from tests.e2e.test_readme import REPOSITORY, blocks, commands
+from tests.e2e.test_readme import REPOSITORY, blocks, chapter, commands
 from tests.e2e.test_run import DEADLINE_S, Run, assert_accounts, collect, role_processes, said_by, unhurried, wait_until
 
 pytestmark = [pytest.mark.timeout(480), pytest.mark.whole_runs]
@@ -55,7 +55,7 @@ ORDERS = ("status", "top", "pause", "resume", "eval", "stop")
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    """One run for all of this file, whose tests are its story; under the README's name."""
+    """One run for all of this file, whose tests are its story; under the documents' name."""
     directory = tmp_path_factory.mktemp("operating") / "runs"
     directory.mkdir()
     run = Run(directory, "gsm8k", run__steps=5000)
@@ -210,14 +210,15 @@ def _compare_after_the_trainer(run: Run, before: dict[int, tuple[float, int]]) -
     assert max(after[step][1] for step in after if step > max(before) + 1) <= 1
 
 
-def _chapter(title: str) -> str:
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    (found,) = re.findall(rf"^## {title}\n(.*?)^## ", text, re.DOTALL | re.MULTILINE)
-    return str(found)
+CHAPTERS = {
+    "Operating a run": "areal_async/cli/README.md",
+    "With plain NATS tools": "areal_async/bus/README.md",
+    "Subjects and streams": "areal_async/bus/README.md",
+}
 
 
 def _blocks(title: str, language: str) -> list[str]:
-    return [body for kind, body in blocks(_chapter(title)) if kind == language]
+    return [body for kind, body in blocks(chapter(CHAPTERS[title], title)) if kind == language]
 
 
 TOLD = {
@@ -394,7 +395,7 @@ def _check_order_to_a_run_that_does_not_run(run: Run) -> None:
 
 
 def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
-    chapter = _chapter("With plain NATS tools")
+    text = chapter(CHAPTERS["Subjects and streams"], "Subjects and streams")
     kinds = {
         kind.__struct_config__.tag
         for kind in [*vars(events).values(), wait_graph.Stall]
@@ -402,8 +403,8 @@ def test_the_table_of_the_chapter_names_every_event_and_every_stream() -> None:
     }
     streams = {stream.rpartition("_")[2] for stream in all_streams(Names("x")) if not stream.startswith("KV")}
 
-    assert [kind for kind in kinds if f"`{kind}`" not in chapter] == []
-    assert [stream for stream in streams if f"_{stream}`" not in chapter] == []
+    assert [kind for kind in kinds if f"`{kind}`" not in text] == []
+    assert [stream for stream in streams if f"_{stream}`" not in text] == []
 
 
 def _run(directory: Path, *words: str) -> str:
