@@ -134,7 +134,7 @@ def fill(path: Path) -> None:
 
 @row("17", "damaged block file: found, counted, and the run goes on", is_random=True)
 def damaged_file(case: Case) -> None:
-    run = case.new_run(run__steps=12)
+    run = case.new_run(run__steps=12, rollout__episode_deadline_s=30)  # what is lost of a group is waited for so long
     run.start()
     run.wait_for_step(3)
     run.kill_everything()
