@@ -17,7 +17,7 @@ from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, S
 from areal_async.protocol.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.telemetry.wait_graph import BROKER
-from areal_async.trainer.batch.payloads import fetch, place
+from areal_async.trainer.batch.payloads import fetch, slots_of
 from tools.faults_accounts import Accounts
 from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, FaultRun, strike
@@ -158,7 +158,7 @@ async def _fetch_large(bus: Bus, consumer: str) -> Accounts:
                 stored = decode_headers(one.headers, sequence=one.sequence, num_bytes=one.num_bytes)
                 slots = [CutSlot(slot=slot, sequence=one.sequence) for slot in stored.slots]
                 groups.append(CutGroup(group_id=stored.group_id, workflow=stored.workflow, slots=slots))
-    found, missing = await fetch(bus, place(Cut(lineage=1, step=1, groups=groups)))
+    found, missing = await fetch(bus, slots_of(Cut(lineage=1, step=1, groups=groups)))
     return Accounts(acked=NUM_LARGE, stored=len(found), lost=[str(key) for key in missing][: NUM_LARGE - len(found)])
 
 

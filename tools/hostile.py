@@ -40,14 +40,15 @@ from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_tra
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import OpenGroup
 from areal_async.trainer.batch.limits import TrainingLimits
-from areal_async.trainer.batch.payloads import build_rows, place
+from areal_async.trainer.batch.payloads import slots_of
 from areal_async.trainer.batch.step import (
     AgreedBatch,
-    ShareStats,
+    ShardStats,
     StepResult,
     add_up_info,
     agree_on_batch,
     batch_metrics,
+    build_rows,
     metrics_line,
 )
 from areal_async.trainer.engine.engines import Engines, EngineThreads
@@ -325,7 +326,7 @@ class Course:
             stored.append(group.as_cut_group())
         cut = Cut(lineage=LINEAGE, step=STEP, groups=stored, max_staleness=MAX_STALENESS)
         trajectories, missing = {}, []
-        for placed in place(cut):
+        for placed in slots_of(cut):
             try:
                 trajectory = decode_trajectory(made[placed.item.sequence - 1].payload, placed.item.slot)
                 self._limits.check_trajectory(trajectory, cut=cut, lineage=LINEAGE)
@@ -333,7 +334,7 @@ class Course:
             except WireError as exc:
                 missing.append(placed.key)
                 score.refusals[_kind(exc)] += 1
-        batch = agree_on_batch(place(cut), missing, min_group_size=1, rule=advantage_rule(settings))
+        batch = agree_on_batch(slots_of(cut), missing, min_group_size=1, rule=advantage_rule(settings))
         age = functools.partial(_age, cut)
         rows, ages = build_rows(
             trajectories,
@@ -350,8 +351,8 @@ class Course:
             self._directory, made=made_version, cut=cut, rank=0, slots=batch.slots, trajectories=trajectories,
             advantages=batch.advantages, rows=trained.rows,
         )  # fmt: skip
-        said = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
-        said = msgspec.json.decode(msgspec.json.encode(said), type=ShareStats)
+        said = ShardStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
+        said = msgspec.json.decode(msgspec.json.encode(said), type=ShardStats)
         numbers = batch_metrics(batch, [said], workflows=[WORKFLOW], age=age) | trained.others
         result = StepResult(
             version=made_version, batch=numbers, stats=trained.stats, started=0.0, wait_s=0.0, train_s=0.0

@@ -174,7 +174,7 @@ async def execute(
     """Run the calls of a checked graph and return its results by name.
 
     Calls of one thread run one after another, in the graph's order; those of different threads run together as soon as
-    their inputs are there. A call that raises cancels the others.
+    their inputs are there. A call that raises cancels the others. A graph of one thread runs straight through.
 
     Args:
         given: the graph's ``given`` values.
@@ -196,10 +196,13 @@ async def execute(
                 values[name] = outputs[name]
                 made[name].set()
 
-    # No thread can wait for itself, nor two for each other: each is a part of one order in which all calls could run.
-    async with anyio.create_task_group() as running:
-        for calls in threads.values():
-            running.start_soon(run_thread, calls)
+    if len(threads) == 1:
+        await run_thread(graph.calls)
+    else:
+        # None can wait for itself, nor two for each other: each is a part of one order in which all calls could run.
+        async with anyio.create_task_group() as running:
+            for calls in threads.values():
+                running.start_soon(run_thread, calls)
     return {name: values[name] for name in graph.results}
 
 

@@ -26,19 +26,17 @@ import anyio.abc
 import msgspec
 from anyio.streams.buffered import BufferedByteReceiveStream
 
-from areal_async.config.live import settings_of_step
 from areal_async.config.settings import Settings
 from areal_async.config.sources import load_settings
 from areal_async.process.parent_death import die_with_parent
 from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
 from areal_async.trainer.batch.culprits import said_by
-from areal_async.trainer.batch.payloads import SlotKey, place
+from areal_async.trainer.batch.payloads import SlotKey, slots_of
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
-from areal_async.trainer.shares import RankShard, agree, train_share
-from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.shards import RankShard, ShardTrainer
 
 LENGTH = struct.Struct("<Q")
 DEADLINE_S = 600.0
@@ -58,22 +56,22 @@ class Material(msgspec.Struct):
     missing: list[SlotKey]
     """Slots that no rank has."""
     payloads: dict[int, bytes]
-    """Of the others, by position."""
+    """Encoded trajectories of the other slots, by position."""
 
     @classmethod
-    def of(cls, part: RankShard, missing: Sequence[SlotKey], *, start: Version) -> Self:
-        """Take a share that is the whole of a cut."""
-        payloads = {position: encode_trajectory(one) for position, one in part.trajectories.items()}
-        return cls(cut=part.cut, start=str(start), missing=list(missing), payloads=payloads)
+    def of(cls, shard: RankShard, missing: Sequence[SlotKey], *, start: Version) -> Self:
+        """Take a shard that is the whole of a cut."""
+        payloads = {position: encode_trajectory(one) for position, one in shard.trajectories.items()}
+        return cls(cut=shard.cut, start=str(start), missing=list(missing), payloads=payloads)
 
-    def share(self) -> RankShard:
+    def shard(self) -> RankShard:
         """Return what ``of`` was given."""
-        slots = place(self.cut)
+        slots = slots_of(self.cut)
         trajectories = {}
-        for placed in slots:
-            if (payload := self.payloads.get(placed.position)) is not None:
-                slot = msgspec.structs.replace(placed.item.slot, crc32=zlib.crc32(payload), index=0)
-                trajectories[placed.position] = decode_slot([memoryview(payload)], slot)
+        for slot in slots:
+            if (payload := self.payloads.get(slot.position)) is not None:
+                header = msgspec.structs.replace(slot.header, crc32=zlib.crc32(payload), index=0)
+                trajectories[slot.position] = decode_slot([memoryview(payload)], header)
         return RankShard(cut=self.cut, slots=slots, mine=slots, trajectories=trajectories, missing={})
 
 
@@ -141,23 +139,24 @@ def _settings_alone(settings: Settings) -> Settings:
 def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer until nobody asks."""
     material = msgspec.msgpack.decode(_read(requests), type=Material)
-    part = material.share()
+    shard = material.shard()
     with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
-        calls = StepCalls(settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, EngineThread()))
+        trainer = ShardTrainer(
+            settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, EngineThread())
+        )
         while request := _read(requests):
             groups = msgspec.msgpack.decode(request, type=list[str])
-            reason = anyio.run(functools.partial(_try, part, material, groups, calls, settings))
+            reason = anyio.run(functools.partial(_try, trainer, shard, material, groups))
             answers.write(_frame(msgspec.msgpack.encode(reason)))
             answers.flush()
 
 
-async def _try(part: RankShard, material: Material, groups: Sequence[str], calls: StepCalls, settings: Settings) -> str:
-    others = [placed.key for placed in part.slots if placed.group_id not in groups]
-    batch = agree(part, [*material.missing, *others], settings)
-    of_step = settings_of_step(settings, lr=part.cut.lr, numbers=part.cut.numbers)
+async def _try(trainer: ShardTrainer, shard: RankShard, material: Material, groups: Sequence[str]) -> str:
+    others = [slot.key for slot in shard.slots if slot.group_id not in groups]
+    batch = trainer.agree(shard.slots, [*material.missing, *others])
     try:
-        await train_share(part, batch, calls, start=Version.parse(material.start), settings=settings, of_step=of_step)
+        await trainer.train(shard, batch, start=Version.parse(material.start))
     except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
         return said_by(exc)
     return ""

@@ -25,11 +25,13 @@ from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
+from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
 from areal_async.trainer.output.checkpointer import Checkpointer
 from areal_async.trainer.output.publisher import WeightsPublisher, sends_adapter
 from areal_async.trainer.output.restoring import choose_checkpoint
+from areal_async.trainer.step_runner import StepRunner
 
 METRICS_INTERVAL_S = 1.0
 RANK_DEADLINE_S = 600.0
@@ -40,11 +42,11 @@ log = structlog.get_logger()
 
 
 class _Begin(msgspec.Struct):
-    """What rank 0 tells the others before anything else."""
+    """Message of rank 0 to the others before anything else."""
 
-    number: int
+    lineage: int
     sequence: int
-    """Of the journal entry that begins the lineage."""
+    """Stream sequence of the journal entry that begins the lineage."""
     checkpoint: str
     """Folder to restore from; empty for none."""
 
@@ -85,9 +87,9 @@ async def _run_rank(
     ):
         lineage = await Lineage.take(bus) if ranks.rank == 0 else None
         begin = await _begin(ranks, lineage)
-        structlog.contextvars.bind_contextvars(lineage=begin.number)
+        structlog.contextvars.bind_contextvars(lineage=begin.lineage)
         restored_step = Version.parse(Path(begin.checkpoint).name).step if begin.checkpoint else 0
-        reader = JournalReader(bus, lineage=begin.number, restored_step=restored_step)
+        reader = JournalReader(bus, lineage=begin.lineage, restored_step=restored_step)
         loops.start_soon(reader.run)
         await reader.read_through(begin.sequence)
         feed = BatchFeed(bus, settings, lineage, reader.journal) if lineage is not None else None
@@ -117,18 +119,24 @@ async def _run_rank(
             lineage=lineage,
             feed=feed,
         )
+        runner = StepRunner(
+            settings,
+            run_directory,
+            bus=bus,
+            engines=engines,
+            threads=EngineThreads.for_run(settings, ranks, thread),
+            archiving=archiving,
+            lineage=begin.lineage,
+            feed=feed,
+        )
         trainer = Trainer(
             settings,
             run_directory,
-            ranks=ranks,
-            engines=engines,
-            threads=EngineThreads.for_run(settings, ranks, thread),
+            runner=runner,
             publisher=publisher,
-            archiving=archiving,
             checkpointer=checkpointer,
-            bus=bus,
             reader=reader,
-            number=begin.number,
+            health=Health(settings.health, bus),
             feed=feed,
         )
         if lineage is not None:
@@ -141,7 +149,7 @@ async def _run_rank(
             await loops.start(feed.run_changes)
             await loops.start(_run_signals, trainer)
         await trainer.run()
-        await _tell_state(bus, trainer, ranks.rank)  # the last one: that it has finished
+        await _emit_state(bus, trainer, ranks.rank)  # the last one: that it has finished
         if broadcaster is not None:
             broadcaster.close()
         loops.cancel_scope.cancel()
@@ -154,9 +162,9 @@ async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
         await lineage.read_log()
         sequence = await lineage.write_begin()
         path = lineage.checkpoint.path if lineage.checkpoint else ""
-        payload = msgspec.json.encode(_Begin(number=lineage.number, sequence=sequence, checkpoint=path))
-    told = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload)
-    return msgspec.json.decode(told, type=_Begin)
+        payload = msgspec.json.encode(_Begin(lineage=lineage.number, sequence=sequence, checkpoint=path))
+    received = await anyio.to_thread.run_sync(ranks.broadcast_bytes, payload)
+    return msgspec.json.decode(received, type=_Begin)
 
 
 def _broadcaster(settings: Settings, lineage: Lineage | None, *, bus_url: str, ranks: Ranks) -> Broadcaster | None:
@@ -171,8 +179,8 @@ def _broadcaster(settings: Settings, lineage: Lineage | None, *, bus_url: str, r
 
 
 async def _run_metrics(bus: Bus, trainer: Trainer, rank: int, settings: Settings, run_directory: Path) -> None:
-    """Say every second, and whenever asked, what this rank does, and each step's line as it comes."""
-    told = 0
+    """Publish the state of this rank every second and whenever asked, and each step's line as it comes."""
+    emitted = 0
 
     def report() -> dict[str, Any]:
         return {**_state(bus, trainer, rank), "last_step": trainer.last_line}
@@ -182,19 +190,19 @@ async def _run_metrics(bus: Bus, trainer: Trainer, rank: int, settings: Settings
         exporting(settings, run_directory, role="trainer", instance=str(rank), report=report),
     ):
         while True:
-            if trainer.last_line is not None and trainer.step != told:
-                told = trainer.step
+            if trainer.last_line is not None and trainer.step != emitted:
+                emitted = trainer.step
                 await bus.emit(bus.names.metrics("trainer", "0"), msgspec.json.encode(trainer.last_line))
-            await _tell_state(bus, trainer, rank)
+            await _emit_state(bus, trainer, rank)
             await anyio.sleep(METRICS_INTERVAL_S)
 
 
-async def _tell_state(bus: Bus, trainer: Trainer, rank: int) -> None:
+async def _emit_state(bus: Bus, trainer: Trainer, rank: int) -> None:
     await bus.emit(bus.names.metrics("trainer", str(rank)), msgspec.json.encode(_state(bus, trainer, rank)))
 
 
 def _state(bus: Bus, trainer: Trainer, rank: int) -> dict[str, Any]:
-    """Say what this rank does. The first one speaks for the trainer; of the others it counts that they speak."""
+    """Return the state of this rank. Rank 0 reports the whole trainer; the others report that they live."""
     now: dict[str, Any] = {"rank": rank, "waits": wait_graph.report(wait_graph.rank(rank))}
     if rank == 0:
         now |= {"state": trainer.state, "waits_for": trainer.waits_for, "step": trainer.step}

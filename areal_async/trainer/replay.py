@@ -1,6 +1,6 @@
 """Training from the archive, without inference: the recorded batches again, in their order, step by step.
 
-Rows, ages and shares are built by the very functions of a run, so that with unchanged settings every number comes out
+Rows, ages and shards are built by the very functions of a run, so that with unchanged settings every number comes out
 as it did. Advantages are computed anew from the archived rewards, within the archived groups: another algorithm may
 see them otherwise. What was sampled stays what it was, so another learning rate or model trains off its own policy;
 the importance weights say how far. Nothing here draws random numbers.
@@ -14,31 +14,21 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
-import msgspec
 import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
-from areal_async.config.live import settings_of_step
 from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
-from areal_async.protocol.staleness import age_at
-from areal_async.protocol.types import CutSlot, Metrics, Version
-from areal_async.trainer.batch.payloads import BatchSlot, build_rows, share
-from areal_async.trainer.batch.step import (
-    ShareStats,
-    StepResult,
-    add_up_info,
-    agree_on_batch,
-    batch_metrics,
-    metrics_line,
-)
+from areal_async.protocol.types import Cut, CutSlot, Metrics, Version
+from areal_async.trainer.batch.payloads import BatchSlot
+from areal_async.trainer.batch.step import StepResult, agree_on_batch, metrics_line
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.archive import MetricsFile
-from areal_async.trainer.output.archive_reader import ArchivedTrajectory, Bound, Line, read_recorded, whole_steps
-from areal_async.trainer.step_calls import StepCalls
+from areal_async.trainer.output.archive_reader import ArchivedTrajectory, Line, read_recorded, whole_steps
+from areal_async.trainer.shards import RankShard, ShardTrainer
 
 TOLERANCE = 1e-6
 """Relative, between a loss and the recorded one, where nothing was changed."""
@@ -116,11 +106,9 @@ class Replay:
     def __init__(self, settings: Settings, *, engines: Engines, ranks: Ranks, changed: Collection[str] = ()) -> None:
         self._settings = settings
         self._engines = engines
-        self._ranks = ranks
         self._changed = changed
-        self._dims = engines.actor.dims
-        self._thread = EngineThread()
-        self._calls = StepCalls(settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, self._thread))
+        threads = EngineThreads.for_run(settings, ranks, EngineThread())
+        self._shards = ShardTrainer(settings, engines=engines, threads=threads)
 
     async def step(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Metrics:
         """Train the whole batch of the step that made version ``made``; return its metrics line. A collective.
@@ -133,62 +121,45 @@ class Replay:
         """
         started = time.monotonic()
         self._refuse(recorded)
-        slots = [place_recorded(one) for one in recorded]
+        slots = [slot_of(one) for one in recorded]
         # Groups that had too few siblings were not trained, so they are not archived.
         batch = agree_on_batch(slots, (), min_group_size=1, rule=advantage_rule(self._settings))
-        mine = share(
-            slots,
-            rank=self._dims.data.rank,
-            num_ranks=self._dims.data.size,
-            flops=self._engines.actor.flops,
-            num_minibatches=self._settings.algorithm.num_minibatches,
-        )
-        positions = {placed.position for placed in mine}
-        trajectories = {one.position: one.trajectory for one in recorded if one.position in positions}
-        bound = recorded[0].bound if recorded else Bound(max_staleness=0, masks_stale=False, branches={})
-
-        def age(version: Version) -> int:
-            return age_at(step=made.step, version=version, lineage=made.lineage, branches=bound.branches)
-
-        rows, ages = build_rows(
-            trajectories,
-            advantages=batch.advantages,
-            start=Version(made.lineage, made.step - 1),
-            age=age,
-            max_staleness=bound.max_staleness,
-            masks_stale=bound.masks_stale,
-            temperature=self._settings.rollout.sampling.temperature,
-        )
-        lr, numbers = (recorded[0].lr, recorded[0].numbers) if recorded else (0.0, {})
-        settings = settings_of_step(
-            self._settings,
-            lr=0.0 if "trainer.lr" in self._changed else lr,
-            numbers={name: value for name, value in numbers.items() if name not in self._changed},
+        mine = self._shards.own_slots(slots)
+        positions = {slot.position for slot in mine}
+        shard = RankShard(
+            cut=self._cut_of(recorded, made),
+            slots=slots,
+            mine=mine,
+            trajectories={one.position: one.trajectory for one in recorded if one.position in positions},
+            missing={},
         )
         train_since = time.monotonic()
-        trained = await self._calls.run(rows, batch, step=made.step, settings=settings)
+        trained = await self._shards.train(shard, batch, start=Version(made.lineage, made.step - 1))
         train_s = time.monotonic() - train_since
-        own = ShareStats()
-        if self._dims.is_reporting_rank:
-            own = ShareStats(ages=ages, info=add_up_info(one.info for one in trajectories.values()))
-        shares = await self._thread.run(lambda: self._ranks.gather_bytes(msgspec.json.encode(own)))
         result = StepResult(
             version=made,
-            batch={
-                **batch_metrics(
-                    batch,
-                    [msgspec.json.decode(one, type=ShareStats) for one in shares],
-                    workflows=[task.name for task in self._settings.tasks],
-                    age=age,
-                ),
-                **trained.others,
-            },
-            stats=trained.stats,
+            batch=await self._shards.metrics(batch, trained, lineage=made.lineage),
+            stats=trained.report.stats,
             started=started,
             wait_s=0.0,
             train_s=train_s,
         )
         return metrics_line(result, weights_s=0.0, checkpoint_s=0.0, dropped_stale=0, failed=0)
+
+    def _cut_of(self, recorded: Sequence[ArchivedTrajectory], made: Version) -> Cut:
+        """Return the cut of the recorded step without its groups; what was changed since stands in no cut."""
+        if not recorded:
+            return Cut(lineage=made.lineage, step=made.step)
+        bound, numbers = recorded[0].bound, recorded[0].numbers
+        return Cut(
+            lineage=made.lineage,
+            step=made.step,
+            max_staleness=bound.max_staleness,
+            lr=0.0 if "trainer.lr" in self._changed else recorded[0].lr,
+            numbers={name: value for name, value in numbers.items() if name not in self._changed},
+            masks_stale=bound.masks_stale,
+            branches={str(lineage): step for lineage, step in bound.branches.items()},
+        )
 
     def _refuse(self, recorded: Sequence[ArchivedTrajectory]) -> None:
         settings = self._settings
@@ -207,8 +178,8 @@ class Replay:
             )
 
 
-def place_recorded(recorded: ArchivedTrajectory) -> BatchSlot:
-    """Return a recorded trajectory's place in its batch."""
+def slot_of(recorded: ArchivedTrajectory) -> BatchSlot:
+    """Return the slot of a recorded trajectory in its batch."""
     return BatchSlot(
         position=recorded.position,
         group_id=recorded.group_id,

@@ -61,7 +61,7 @@ class StepCalls:
             self._own[read_call(spec).name] = getattr(module, name)
 
     async def run(self, rows: Sequence[TrainRow], batch: AgreedBatch, *, step: int, settings: Settings) -> StepReport:
-        """Make every call of one step. A collective: every rank makes those of a thread in the same order.
+        """Make every call of one step. A collective: every rank makes the calls of one thread in the same order.
 
         Args:
             rows: of this rank, with the advantages of ``batch`` or, where calls turn those into advantages, outcomes.
@@ -74,7 +74,7 @@ class StepCalls:
             with spans.call_of_step(call.name, call.role):
                 return await self._threads.run(call.role, lambda: self._call(call, here, inputs))
 
-        # Where these are still outcomes, a trajectory has one: its replies have none of their own then (``Place``).
+        # Where these are still outcomes, a trajectory has one: ``algorithm.one_reward_for`` allows its replies none.
         outcomes = {position: float(np.mean(values)) for position, values in batch.advantages.items()}
         given = {"rows": list(rows), "advantages": [row.advantage for row in rows], "outcomes": outcomes}
         results = await execute(

@@ -25,7 +25,7 @@ from areal_async.rollout import publish
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.payloads import fetch, place
+from areal_async.trainer.batch.payloads import fetch, slots_of
 from areal_async.trainer.batch.reader import JournalReader
 from tests.brokers import OpenRole, until
 from tests.bus.stored import giant
@@ -111,7 +111,7 @@ class Training:
                 await self._feed.on_checkpoint(step - 1)
                 self._feed.notify()
                 continue
-            found, missing = await fetch(self._bus, place(entry))
+            found, missing = await fetch(self._bus, slots_of(entry))
             assert not missing
             assert len(found) == sum(len(group.slots) for group in entry.groups)
             self.trained.update((group.group_id, item.slot.sibling) for group in entry.groups for item in group.slots)

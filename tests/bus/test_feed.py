@@ -27,8 +27,9 @@ from areal_async.protocol.types import (
 from areal_async.protocol.wire import decode
 from areal_async.trainer.batch.feed import BatchFeed
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.payloads import build_rows, fetch, place
+from areal_async.trainer.batch.payloads import fetch, slots_of
 from areal_async.trainer.batch.reader import JournalReader
+from areal_async.trainer.batch.step import build_rows
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
 from tests.loops import BOTH
@@ -231,7 +232,7 @@ async def test_a_new_lineage_gets_everything_unacked_again_and_fences_the_old(
     async with running(second, settings, first_step=2) as new:
         assert new.lineage.number == zombie.number + 1
         assert new.reader.journal.steps_to_replay() == [1]
-        found, missing = await fetch(second, place(new.reader.journal.cuts[1]))
+        found, missing = await fetch(second, slots_of(new.reader.journal.cuts[1]))
         assert (len(found), missing) == (4, {})
 
         with pytest.raises(FencedError):
@@ -296,7 +297,7 @@ async def test_a_payload_that_is_gone_or_not_where_it_was_seen_is_told_apart(
         station.feed.allow(1)
         for index in (0, 1):
             await store(node, f"0-{index}-0", [0, 1], group_size=2)
-        placed = place(await station.cut(1))
+        placed = slots_of(await station.cut(1))
         gone = [one for one in placed if one.group_id == "0-0-0"]
         await operator.api.ask(
             f"$JS.API.STREAM.MSG.DELETE.{operator.names.trajectories_stream}", {"seq": gone[0].item.sequence}
@@ -422,7 +423,7 @@ async def test_messages_of_a_cut_to_be_replayed_stay_whatever_a_run_takes_now(
     fewer = settings.model_copy(update={"rollout": settings.rollout.model_copy(update={"group_size": 1})})
     async with running(second, fewer) as new:
         (outcome,) = await new.outcomes(1)  # of what came last
-        found, missing = await fetch(new.bus, place(cut))
+        found, missing = await fetch(new.bus, slots_of(cut))
 
     assert "got a group of 2, need 1" in outcome.reason
     assert outcome.group_id == "0-2-0"
@@ -519,7 +520,7 @@ async def test_mask_goes_on_without_the_straggler_and_trains_what_of_it_is_fresh
         cut = await station.cut(3)
         assert {group.group_id for group in cut.groups} == {"0-2-0", "0-9-0"}
         assert cut.masks_stale
-        found, _ = await fetch(trainer, place(cut))
+        found, _ = await fetch(trainer, slots_of(cut))
         ages = {version: 3 - 1 - version for version in range(3)}
         _, stats = build_rows(
             found,

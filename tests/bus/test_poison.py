@@ -44,7 +44,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.rollout.node import run_node
-from areal_async.trainer.batch.payloads import fetch, place
+from areal_async.trainer.batch.payloads import fetch, slots_of
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket, trajectory
 from tests.bus.test_controller import ROWS, World, controlling
@@ -279,7 +279,7 @@ async def test_a_payload_that_belies_its_header_is_missing_from_its_cut_and_a_de
         await node.publish(names.trajectories(WORKFLOW, "0-0-0"), payload, headers=headers)
         await store(node, "0-1-0", [0, 1], group_size=2)
 
-        found, missing = await fetch(station.bus, place(await station.cut(1)))
+        found, missing = await fetch(station.bus, slots_of(await station.cut(1)))
 
     assert list(missing) == [("0-0-0", 0)]
     assert len(found) == 3

@@ -21,7 +21,7 @@ from areal_async.protocol.types import (
     WeightsVersion,
 )
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.payloads import BatchSlot, place
+from areal_async.trainer.batch.payloads import BatchSlot, slots_of
 from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
 from areal_async.trainer.batch.step import part_usable
 from tests.protocol.broker import NAMES, effect, idle
@@ -186,7 +186,7 @@ class TrainerModel:
     async def _fetch(self, cut: Cut) -> tuple[list[BatchSlot], list[tuple[str, int]]]:
         await effect()
         stored = {slot.sample_uid for message in self.world.broker.trajectories.values() for slot in message.slots}
-        slots = place(cut)
+        slots = slots_of(cut)
         return slots, [placed.key for placed in slots if placed.item.slot.sample_uid not in stored]
 
     async def _publish_weights(self, *, final: bool = False) -> None:

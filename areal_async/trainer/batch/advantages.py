@@ -1,13 +1,12 @@
-"""From outcomes to the advantage of every token, where rewards alone do not say it: a critic's values, or a penalty.
+"""The one place where advantages are computed: of rewards alone, or with a critic's values or a penalty in addition.
 
 Letters: N trajectories of this rank, T the tokens of their rows laid end to end, L those of one row. All in float64.
 Siblings and batches lie across ranks, so some functions are given ``gather``: it takes this rank's bytes and returns
 every rank's, and all ranks call it in the same order.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import msgspec
@@ -16,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule, Sibling, step_advantages
+from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule
+from areal_async.algorithms.credit import reply_advantages, sibling_of
 from areal_async.algorithms.kl import kl_estimate, kl_rewards, last_token_rewards, sequence_kl
 from areal_async.algorithms.values import gae, reward_to_go
-from areal_async.trainer.batch.payloads import BatchSlot
+from areal_async.trainer.batch.payloads import BatchSlot, by_group
 from areal_async.trainer.packing.rows import TrainRow
 
 Columns = list[NDArray[np.float32]]
@@ -35,9 +35,9 @@ class Episodes:
     episode_T: Tensor
     """Number of each token's trajectory, from 0: its sequences follow one another, and time goes on through them."""
     positions: list[int]
-    """Of the trajectories, in the whole batch."""
+    """Position of each trajectory in the whole batch."""
     lengths: list[int]
-    """Of the rows."""
+    """Number of tokens of each row."""
 
     @classmethod
     def of(cls, rows: Sequence[TrainRow]) -> Self:
@@ -82,30 +82,30 @@ class Moments(msgspec.Struct):
 
     @classmethod
     def of(cls, values_A: Tensor) -> "Moments":
-        """Return those of some values, none for none."""
+        """Return the moments of some values; all 0 for no values."""
         if not len(values_A):
             return cls()
         mean = float(values_A.mean())
         return cls(count=len(values_A), mean=mean, squares=float((values_A - mean).square().sum()))
 
     def joined(self, other: "Moments") -> "Moments":
-        """Return those of both together.
+        """Return the moments of two sets of values together.
 
         Source: Chan, Golub and LeVeque 1979, eq. 2.1.
         """
         count = self.count + other.count
         if not count:
             return self
-        apart = other.mean - self.mean
+        difference = other.mean - self.mean
         return Moments(
             count=count,
-            mean=self.mean + apart * other.count / count,
-            squares=self.squares + other.squares + apart**2 * self.count * other.count / count,
+            mean=self.mean + difference * other.count / count,
+            squares=self.squares + other.squares + difference**2 * self.count * other.count / count,
         )
 
     @property
     def variance(self) -> float:
-        """Of the population; 0 for no values."""
+        """Population variance; 0 for no values."""
         return self.squares / self.count if self.count else 0.0
 
 
@@ -116,6 +116,32 @@ class Quality(msgspec.Struct):
     returns_mean: float
     explained_variance: float
     """``1 - Var(R - V) / Var(R)``: 1 for a critic that knows the returns, 0 for one that knows their mean."""
+
+
+def outcome_advantages(
+    groups: Sequence[Sequence[BatchSlot]], rule: AdvantageRule, *, penalties: Mapping[int, float] | None = None
+) -> dict[int, NDArray[np.float32]]:
+    """Return, by position, the advantages [K] of a slot's K credited replies, K = 1 without credits.
+
+    Headers alone decide them, so every rank comes to the same ones.
+
+    Args:
+        groups: every group of the batch, with the siblings that train.
+        penalties: by position, what comes off the reward of a slot without credits.
+
+    Raises:
+        ValueError: a reward is not finite.
+    """
+    less = penalties or {}
+    siblings = [
+        [replace(sibling_of(slot.header), reward=slot.header.reward - less.get(slot.position, 0.0)) for slot in group]
+        for group in groups
+    ]
+    return {
+        slot.position: values
+        for group, advantages in zip(groups, reply_advantages(siblings, rule), strict=True)
+        for slot, values in zip(group, advantages, strict=True)
+    }
 
 
 def kl_penalties(
@@ -190,47 +216,27 @@ def penalised_advantages(
     tokens (RLOO).
 
     Args:
-        slots: of the whole batch, on every rank.
+        slots: those of the whole batch, on every rank.
 
     Source: REINFORCE++, arXiv 2501.03262; RLOO, arXiv 2402.14740.
     """
     episodes = Episodes.of(rows)
     mask_T = episodes.mask_T
+    groups = list(by_group(slots).values())
     if rule.baseline == "none" and rule.std in ("batch", "none"):
         shaped = AdvantageRule(baseline="none", std="none", overlong=rule.overlong)
-        outcomes = _by_position(slots, {}, shaped)
+        outcomes = {position: float(values[0]) for position, values in outcome_advantages(groups, shaped).items()}
         advantages_T = reward_to_go(episodes.rewards(outcomes, penalties), mask_T, episodes.episode_T)
         if rule.std == "batch":
             advantages_T = _whitened(advantages_T, mask_T, _all_moments([advantages_T[mask_T]], gather)[0])
         return episodes.parted(advantages_T)
     sums_T = sequence_kl(episodes.joined(penalties), mask_T, episodes.episode_T)
     own = {position: float(sums_T[number]) for number, position in enumerate(episodes.positions)}
-    taken: dict[int, float] = {}
+    every: dict[int, float] = {}
     for part in gather(msgspec.msgpack.encode(own)):
-        taken |= msgspec.msgpack.decode(part, type=dict[int, float])
-    advantages = _by_position(slots, taken, rule)
-    return [np.full(row.num_tokens, advantages[row.index], dtype=np.float32) for row in rows]
-
-
-def _by_position(slots: Sequence[BatchSlot], taken: Mapping[int, float], rule: AdvantageRule) -> dict[int, float]:
-    """Return what the rule makes of the outcomes, group by group, after ``taken`` came off them."""
-    groups: dict[str, list[BatchSlot]] = defaultdict(list)
-    for placed in slots:
-        groups[placed.group_id].append(placed)
-    outcomes = [
-        [
-            Sibling(
-                reward=one.item.slot.reward - taken.get(one.position, 0.0), num_tokens=one.item.slot.num_output_tokens
-            )
-            for one in siblings
-        ]
-        for siblings in groups.values()
-    ]
-    return {
-        placed.position: float(value)
-        for siblings, values in zip(groups.values(), step_advantages(outcomes, rule), strict=True)
-        for placed, value in zip(siblings, values, strict=True)
-    }
+        every |= msgspec.msgpack.decode(part, type=dict[int, float])
+    advantages = outcome_advantages(groups, rule, penalties=every)
+    return [np.full(row.num_tokens, advantages[row.index][0], dtype=np.float32) for row in rows]
 
 
 def _whitened(values_T: Tensor, mask_T: Tensor, moments: Moments) -> Tensor:

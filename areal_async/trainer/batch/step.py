@@ -1,4 +1,4 @@
-"""What one training step needs, and what it leaves behind: the arithmetic between a cut and a metrics line.
+"""What one training step needs, and what it leaves behind: the arithmetic between a cut, its rows and a metrics line.
 
 Pure. Ranks exchange a ``Report`` before the first collective, so that all of them train the same set.
 """
@@ -12,19 +12,42 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_async.algorithms.advantages import AdvantageRule, Sibling
-from areal_async.algorithms.credit import has_differing_replies, reply_advantages, sibling_of
+from areal_async.algorithms.advantages import AdvantageRule, spread_over_tokens
+from areal_async.algorithms.credit import has_differing_replies, sibling_of
+from areal_async.errors import StalenessError
 from areal_async.protocol.fields import OWN_INFO
-from areal_async.protocol.types import Metrics, Version
-from areal_async.trainer.batch.payloads import AgeStats, BatchSlot, SlotKey
+from areal_async.protocol.types import NOT_CREDITED, Metrics, Trajectory, Version
+from areal_async.trainer.batch.advantages import outcome_advantages
+from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, by_group
 from areal_async.trainer.engine.stats import StepStats
+from areal_async.trainer.packing.rows import TrainRow
 
+_STEP_BITS = 0xFFFFFFFF
+"""Bits of a packed version that hold its step. Versions are compared by step: a replayed one stands in for the lost."""
 DIGITS = {"loss": 9, "value_loss": 9}
 """Significant ones of what ``replay`` compares to 1e-6."""
 
 
-class ShareStats(msgspec.Struct):
-    """What a rank says of the trajectories it has trained in a step; nothing where another one speaks for it."""
+class AgeStats(msgspec.Struct):
+    """Ages of the trained tokens of some rows, and the temperatures that they were sampled at."""
+
+    num_tokens: int = 0
+    total: int = 0
+    max: int = 0
+    num_masked: int = 0
+    """Tokens left out of the loss because of their age."""
+    num_uncredited: int = 0
+    """Sampled tokens left out of the loss because their workflow credits other replies."""
+    by_age: dict[int, int] = {}
+    """Age -> trained tokens that have it."""
+    temperatures: float = 0.0
+    """Sum over the trained tokens."""
+    num_steered: int = 0
+    """Trained tokens whose logprob is not of the model's own distribution (``Sequence.steered``)."""
+
+
+class ShardStats(msgspec.Struct):
+    """What a rank reports of the trajectories it has trained in a step; nothing where another rank reports them."""
 
     ages: AgeStats = msgspec.field(default_factory=AgeStats)
     info: dict[str, tuple[float, int]] = {}
@@ -32,7 +55,7 @@ class ShareStats(msgspec.Struct):
 
 
 def add_up_info(infos: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, int]]:
-    """Return each metric's sum and how many have it: sums of shares add up to those of the batch."""
+    """Return each metric's sum and how many have it: sums of shards add up to those of the batch."""
     sums: dict[str, tuple[float, int]] = {}
     for info in infos:
         for key, value in info.items():
@@ -62,11 +85,11 @@ class AgreedBatch:
 
     @property
     def rewards(self) -> list[float]:
-        return [placed.item.slot.reward for placed in self.slots]
+        return [slot.header.reward for slot in self.slots]
 
     @property
     def num_groups(self) -> int:
-        return len({placed.group_id for placed in self.slots})
+        return len({slot.group_id for slot in self.slots})
 
 
 def part_usable(
@@ -82,14 +105,14 @@ def part_usable(
         min_group_sizes: workflow -> its own, where it is another.
     """
     gone = set(missing)
-    groups: dict[str, list[BatchSlot]] = defaultdict(list)
-    for placed in slots:
-        siblings = groups[placed.group_id]
-        if placed.key not in gone:
-            siblings.append(placed)
-    least = {placed.group_id: (min_group_sizes or {}).get(placed.workflow, min_group_size) for placed in slots}
-    unusable = [group_id for group_id, siblings in groups.items() if len(siblings) < least[group_id]]
-    return [siblings for group_id, siblings in groups.items() if len(siblings) >= least[group_id]], unusable
+    usable, unusable = [], []
+    for group_id, whole in by_group(slots).items():
+        siblings = [slot for slot in whole if slot.key not in gone]
+        if len(siblings) >= (min_group_sizes or {}).get(whole[0].workflow, min_group_size):
+            usable.append(siblings)
+        else:
+            unusable.append(group_id)
+    return usable, unusable
 
 
 def agree_on_batch(
@@ -105,18 +128,82 @@ def agree_on_batch(
     Headers alone decide them, so every rank comes to the same ones.
     """
     used, unusable = part_usable(slots, missing, min_group_size=min_group_size, min_group_sizes=min_group_sizes)
-    outcomes = [[sibling_of(one.item.slot) for one in siblings] for siblings in used]
-    advantages: dict[int, NDArray[np.float32]] = {}
-    for siblings, values in zip(used, reply_advantages(outcomes, rule), strict=True):
-        advantages.update({placed.position: value for placed, value in zip(siblings, values, strict=True)})
-    return AgreedBatch(
-        slots=[placed for siblings in used for placed in siblings], advantages=advantages, unusable=unusable
-    )
+    slots = [slot for siblings in used for slot in siblings]
+    return AgreedBatch(slots=slots, advantages=outcome_advantages(used, rule), unusable=unusable)
+
+
+def build_rows(
+    trajectories: Mapping[int, Trajectory],
+    *,
+    advantages: Mapping[int, NDArray[np.float32]],
+    start: Version,
+    age: Callable[[Version], int],
+    max_staleness: int,
+    masks_stale: bool,
+    temperature: float,
+) -> tuple[list[TrainRow], AgeStats]:
+    """Turn trajectories into rows, and prove their freshness: the third guard, *assert*.
+
+    Args:
+        trajectories: by position in the batch.
+        advantages: by the same; of each credited reply, or the one of a trajectory without credits.
+        start: the version the step starts from.
+        age: in the step that runs now.
+        masks_stale: take over-age tokens out of the loss and count them, instead of refusing them.
+        temperature: of the run, where a token does not know its own.
+
+    Raises:
+        StalenessError: a token over the bound would be trained.
+    """
+    rows, stats = [], AgeStats()
+    for position, trajectory in sorted(trajectories.items()):
+        for sequence in trajectory.sequences:
+            packed, inverse = np.unique(sequence.versions, return_inverse=True)
+            ages_by_version = np.array([age(Version.unpack(int(one))) if one >= 0 else 0 for one in packed])
+            ages_L = ages_by_version[inverse]
+            is_fresh_L = ages_L <= max_staleness
+            credited_L = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
+            mask_L = credited_L & is_fresh_L
+            num_stale = int((credited_L & ~is_fresh_L).sum())
+            if num_stale and not masks_stale:
+                raise StalenessError(
+                    f"trajectory {trajectory.slot.sample_uid}: got {num_stale} tokens of age up to {ages_L.max()}, "
+                    f"need at most {max_staleness}; the cut let them through"
+                )
+            stats.num_masked += num_stale
+            stats.num_uncredited += int((sequence.loss_mask & ~credited_L).sum())
+            stats.num_tokens += int(mask_L.sum())
+            stats.total += int(ages_L[mask_L].sum())
+            stats.max = max(stats.max, int(ages_L[mask_L].max(initial=0)))
+            tempered = temperature if sequence.temperatures is None else sequence.temperatures
+            stats.temperatures += float(np.broadcast_to(tempered, mask_L.shape)[mask_L].sum(dtype=np.float64))
+            steered_L = np.zeros_like(mask_L) if sequence.steered is None else sequence.steered
+            stats.num_steered += int((mask_L & steered_L).sum())
+            for one, count in zip(*np.unique(ages_L[mask_L], return_counts=True), strict=True):
+                stats.by_age[int(one)] = stats.by_age.get(int(one), 0) + int(count)
+            rows.append(
+                TrainRow(
+                    token_ids=sequence.token_ids,
+                    loss_mask=mask_L,
+                    behave_logprobs=sequence.logprobs,
+                    advantage=_laid_out(advantages[position], sequence.turns),
+                    current_mask=sequence.loss_mask & ~steered_L & ((sequence.versions & _STEP_BITS) == start.step),
+                    ages=ages_L,
+                    temperature=tempered,
+                    turns=sequence.turns,
+                    index=position,
+                )
+            )
+    return rows, stats
+
+
+def _laid_out(values_K: NDArray[np.float32], turns_L: NDArray[np.int16] | None) -> float | NDArray[np.float32]:
+    return float(values_K[0]) if turns_L is None else spread_over_tokens(values_K, turns_L)
 
 
 def batch_metrics(
     batch: AgreedBatch,
-    shares: Sequence[ShareStats],
+    shards: Sequence[ShardStats],
     *,
     workflows: Sequence[str] = (),
     age: Callable[[Version], int] = lambda version: 0,
@@ -124,19 +211,19 @@ def batch_metrics(
     """Return the part of a metrics line that the batch alone decides.
 
     Args:
-        shares: one per rank.
+        shards: one per rank.
         workflows: of the run; where they are several, each has numbers of its own.
         age: in the step.
     """
-    ages = [share.ages for share in shares]
+    ages = [shard.ages for shard in shards]
     rewards = np.array(batch.rewards, dtype=np.float64)
     num_tokens = sum(one.num_tokens for one in ages)
-    slots = [placed.item.slot for placed in batch.slots]
+    headers = [slot.header for slot in batch.slots]
     return {
         "reward_mean": float(rewards.mean()) if rewards.size else 0.0,
         "reward_std": float(rewards.std()) if rewards.size else 0.0,
         "num_groups": batch.num_groups,
-        "num_trajectories": len(slots),
+        "num_trajectories": len(headers),
         "num_tokens": num_tokens,
         "staleness_mean": sum(one.total for one in ages) / num_tokens if num_tokens else 0.0,
         "staleness_max": max((one.max for one in ages), default=0),
@@ -144,13 +231,13 @@ def batch_metrics(
         "uncredited_tokens": sum(one.num_uncredited for one in ages),
         "steered_tokens": sum(one.num_steered for one in ages),
         "temperature_mean": sum(one.temperatures for one in ages) / num_tokens if num_tokens else 0.0,
-        "output_tokens_mean": float(np.mean([slot.num_output_tokens for slot in slots])) if slots else 0.0,
-        "truncated_share": float(np.mean([slot.num_truncated > 0 for slot in slots])) if slots else 0.0,
+        "output_tokens_mean": float(np.mean([one.num_output_tokens for one in headers])) if headers else 0.0,
+        "truncated_share": float(np.mean([one.num_truncated > 0 for one in headers])) if headers else 0.0,
         "groups_all_equal": _num_all_equal(batch),
         **_staleness_histogram(ages),
         **_age_means(batch, age),
         **_task_means(batch, workflows if len(workflows) > 1 else ()),
-        **_info_means([share.info for share in shares]),
+        **_info_means([shard.info for shard in shards]),
     }
 
 
@@ -165,10 +252,9 @@ def _staleness_histogram(ages: Iterable[AgeStats]) -> dict[str, int]:
 def _age_means(batch: AgreedBatch, age: Callable[[Version], int]) -> dict[str, float]:
     """Return ``reward_at_age/<age>`` of the trajectories whose oldest version has that age: n - 1 - age in step n."""
     rewards: dict[int, list[float]] = defaultdict(list)
-    for placed in batch.slots:
-        slot = placed.item.slot
-        if slot.oldest:
-            rewards[age(Version.parse(slot.oldest))].append(slot.reward)
+    for slot in batch.slots:
+        if slot.header.oldest:
+            rewards[age(Version.parse(slot.header.oldest))].append(slot.header.reward)
     return {f"reward_at_age/{number}": float(np.mean(rewards[number])) for number in sorted(rewards)}
 
 
@@ -176,10 +262,10 @@ def _task_means(batch: AgreedBatch, workflows: Iterable[str]) -> dict[str, float
     """Return ``groups/<workflow>``, and ``reward/<workflow>`` of those that are in the batch."""
     means: dict[str, float | int | str] = {}
     for workflow in workflows:
-        own = [placed for placed in batch.slots if placed.workflow == workflow]
-        means[f"groups/{workflow}"] = len({placed.group_id for placed in own})
+        own = [slot for slot in batch.slots if slot.workflow == workflow]
+        means[f"groups/{workflow}"] = len({slot.group_id for slot in own})
         if own:
-            means[f"reward/{workflow}"] = float(np.mean([placed.item.slot.reward for placed in own]))
+            means[f"reward/{workflow}"] = float(np.mean([slot.header.reward for slot in own]))
     return means
 
 
@@ -198,10 +284,8 @@ def _info_means(infos: Sequence[Mapping[str, tuple[float, int]]]) -> dict[str, f
 
 
 def _num_all_equal(batch: AgreedBatch) -> int:
-    groups: dict[str, list[Sibling]] = defaultdict(list)
-    for placed in batch.slots:
-        groups[placed.group_id].append(sibling_of(placed.item.slot))
-    return sum(not has_differing_replies(siblings) for siblings in groups.values())
+    groups = by_group(batch.slots).values()
+    return sum(not has_differing_replies([sibling_of(slot.header) for slot in group]) for group in groups)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,8 +9,8 @@ from areal_async.config.sources import dump_settings
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
 from areal_async.trainer.alone import Alone, Material
 from areal_async.trainer.batch.culprits import find_culprits
-from areal_async.trainer.batch.payloads import place
-from areal_async.trainer.shares import RankShard
+from areal_async.trainer.batch.payloads import slots_of
+from areal_async.trainer.shards import RankShard
 from tests.bus.stored import trajectory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
@@ -61,7 +61,7 @@ def _material() -> Material:
         for group_id, one in zip(GROUPS, trajectories, strict=True)
     ]
     cut = Cut(lineage=1, step=1, groups=groups, max_staleness=1)
-    slots = place(cut)
+    slots = slots_of(cut)
     part = RankShard(cut=cut, slots=slots, mine=slots, trajectories=dict(enumerate(trajectories)), missing={})
     return Material.of(part, [], start=Version(1, 0))
 

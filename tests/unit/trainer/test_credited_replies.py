@@ -23,8 +23,8 @@ from areal_async.protocol.types import (
     Version,
     mean,
 )
-from areal_async.trainer.batch.payloads import build_rows, place
-from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch, batch_metrics
+from areal_async.trainer.batch.payloads import slots_of
+from areal_async.trainer.batch.step import AgreedBatch, agree_on_batch, batch_metrics, build_rows
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.archive import write_archive
 from areal_async.trainer.packing.rows import TrainRow, pack_rows
@@ -64,7 +64,7 @@ def cut_of(*slots: Slot) -> Cut:
 
 
 def rows_of(*slots: Slot) -> tuple[list[TrainRow], dict[str, float | int | str]]:
-    batch = agree_on_batch(place(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
     rows, ages = build_rows(
         {number: trajectory(one) for number, one in enumerate(slots)},
         advantages=batch.advantages,
@@ -133,7 +133,7 @@ def test_an_uncredited_reply_is_read_and_never_learned(name: str, model: Path, r
 
 def test_credits_come_back_from_the_archive_reply_by_reply(tmp_path: Path) -> None:
     slots = [slot(0, 3.0, 1.0, 0.0), slot(1, plain=1.0)]
-    batch = agree_on_batch(place(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
     trajectories = {number: trajectory(one) for number, one in enumerate(slots)}
 
     rows, _ = rows_of(*slots)
@@ -149,7 +149,7 @@ def test_credits_come_back_from_the_archive_reply_by_reply(tmp_path: Path) -> No
 
 def test_the_archive_holds_what_was_trained_where_rewards_do_not_say_it(tmp_path: Path) -> None:
     slots = [slot(0, 3.0, 1.0, 0.0), slot(1, plain=1.0), slot(2, plain=1.0)]
-    batch = agree_on_batch(place(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(cut_of(*slots)), [], min_group_size=1, rule=AdvantageRule(std="none"))
     trajectories = {number: trajectory(one) for number, one in enumerate(slots)}
     rows, _ = rows_of(*slots)
     tokens = np.arange(len(TURNS), dtype=np.float32)

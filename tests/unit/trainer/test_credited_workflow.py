@@ -10,8 +10,8 @@ import pytest
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Trajectory, Version
 from areal_async.protocol.wire import decode_headers, decode_trajectory, encode_message
-from areal_async.trainer.batch.payloads import build_rows, place
-from areal_async.trainer.batch.step import agree_on_batch
+from areal_async.trainer.batch.payloads import slots_of
+from areal_async.trainer.batch.step import agree_on_batch, build_rows
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import TrainRow
 from tests.unit.rollout.rewards.test_reply_rewards import play
@@ -62,7 +62,7 @@ def _rows(trajectories: list[Trajectory]) -> list[TrainRow]:
     )
     slots = decode_headers(headers, sequence=1, num_bytes=len(payload)).slots
     group = CutGroup(group_id="0-0-0", workflow="w", slots=[CutSlot(slot=one, sequence=1) for one in slots])
-    placed = place(Cut(lineage=1, step=1, groups=[group]))
+    placed = slots_of(Cut(lineage=1, step=1, groups=[group]))
     batch = agree_on_batch(placed, [], min_group_size=2, rule=AdvantageRule(baseline="leave_one_out", std="none"))
     received = {one.position: decode_trajectory(payload, one.item.slot) for one in placed}
     rows, _ = build_rows(

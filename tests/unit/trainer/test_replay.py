@@ -19,7 +19,7 @@ from areal_async.trainer.engine.engines import Engines
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory, find_archived, read_recorded, whole_steps
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.replay import Replay, StepDifference, compare, place_recorded
+from areal_async.trainer.replay import Replay, StepDifference, compare, slot_of
 from tests.unit.trainer.archives import (
     ADVANTAGES,
     LENGTH,
@@ -216,7 +216,7 @@ def test_what_was_recorded_comes_back_whole(tmp_path: Path) -> None:
         )
         assert not header.trajectory.sequences
         assert one.advantage == pytest.approx(ADVANTAGES[place])
-        assert place_recorded(one).key == ("0-2-0", place)
+        assert slot_of(one).key == ("0-2-0", place)
 
 
 def test_an_archive_of_before_tokens_knew_their_temperature_trains_at_the_runs(

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.errors import StalenessError
 from areal_async.protocol.types import Cut, CutGroup, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
-from areal_async.trainer.batch.payloads import AgeStats, BatchSlot, build_rows, place, share
-from areal_async.trainer.batch.step import ShareStats, add_up_info, agree_on_batch, batch_metrics
+from areal_async.trainer.batch.payloads import BatchSlot, shard_of, slots_of
+from areal_async.trainer.batch.step import AgeStats, ShardStats, add_up_info, agree_on_batch, batch_metrics, build_rows
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.rows import TrainRow
 
@@ -55,10 +55,10 @@ def _cut_of_lengths(lengths: list[int]) -> Cut:
 def test_every_slot_is_exactly_one_ranks_and_each_mini_batch_is_balanced(
     lengths: list[int], num_ranks: int, num_minibatches: int
 ) -> None:
-    slots = place(_cut_of_lengths(lengths))
+    slots = slots_of(_cut_of_lengths(lengths))
 
     parts = [
-        share(slots, rank=rank, num_ranks=num_ranks, flops=FLOPS, num_minibatches=num_minibatches)
+        shard_of(slots, rank=rank, num_ranks=num_ranks, flops=FLOPS, num_minibatches=num_minibatches)
         for rank in range(num_ranks)
     ]
 
@@ -70,10 +70,10 @@ def test_every_slot_is_exactly_one_ranks_and_each_mini_batch_is_balanced(
 
 
 def test_a_long_trajectory_weighs_more_than_its_tokens() -> None:
-    slots = place(_cut_of_lengths([512, *[64] * 16]))
+    slots = slots_of(_cut_of_lengths([512, *[64] * 16]))
     linear = DecoderFlops(per_token=1, per_scored_token=0, per_pair=0)
 
-    ways = [[share(slots, rank=rank, num_ranks=2, flops=flops) for rank in range(2)] for flops in (FLOPS, linear)]
+    ways = [[shard_of(slots, rank=rank, num_ranks=2, flops=flops) for rank in range(2)] for flops in (FLOPS, linear)]
 
     by_cost, by_tokens = (sorted(len(part) for part in parts) for parts in ways)
     assert by_cost == [1, 16]  # the long one alone
@@ -149,13 +149,13 @@ def test_steered_tokens_are_trained_and_counted_and_no_part_of_the_gap() -> None
 
 
 def test_advantages_are_of_the_real_group_and_never_of_a_neighbours() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(_cut([0, 1], [5, 5, 5, 9])), [], min_group_size=2, rule=AdvantageRule(std="none"))
 
     assert [batch.advantages[position] for position in range(6)] == [-0.5, 0.5, -1, -1, -1, 3]
 
 
 def test_a_slot_that_no_rank_could_verify_is_left_out_of_its_groups_baseline() -> None:
-    batch = agree_on_batch(place(_cut([0, 1, 1])), [("0-0-0", 0)], min_group_size=2, rule=AdvantageRule(std="none"))
+    batch = agree_on_batch(slots_of(_cut([0, 1, 1])), [("0-0-0", 0)], min_group_size=2, rule=AdvantageRule(std="none"))
 
     assert batch.advantages == {1: 0.0, 2: 0.0}
     assert batch.unusable == []
@@ -163,7 +163,7 @@ def test_a_slot_that_no_rank_could_verify_is_left_out_of_its_groups_baseline() -
 
 def test_a_group_left_too_small_falls_out_whole() -> None:
     batch = agree_on_batch(
-        place(_cut([0, 1], [2, 3])), [("0-0-0", 1)], min_group_size=2, rule=AdvantageRule(std="none")
+        slots_of(_cut([0, 1], [2, 3])), [("0-0-0", 1)], min_group_size=2, rule=AdvantageRule(std="none")
     )
 
     assert batch.unusable == ["0-0-0"]
@@ -171,13 +171,13 @@ def test_a_group_left_too_small_falls_out_whole() -> None:
 
 
 def test_batch_metrics_are_over_all_ranks_tokens() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
 
     ages = [
         AgeStats(num_tokens=6, total=6, max=1, by_age={1: 6}, temperatures=6.0, num_steered=1),
         AgeStats(num_tokens=2, total=4, max=2, by_age={1: 1, 3: 1}, temperatures=1.0, num_steered=2),
     ]
-    line = batch_metrics(batch, [ShareStats(ages=one, info={}) for one in ages])
+    line = batch_metrics(batch, [ShardStats(ages=one, info={}) for one in ages])
 
     assert (line["reward_mean"], line["num_groups"], line["num_trajectories"], line["num_tokens"]) == (0.75, 2, 4, 8)
     assert (line["staleness_mean"], line["staleness_max"], line["groups_all_equal"]) == (1.25, 2, 1)
@@ -189,7 +189,7 @@ def test_batch_metrics_are_over_all_ranks_tokens() -> None:
 def test_rewards_are_told_by_the_age_of_a_trajectorys_oldest_version() -> None:
     placed = [
         replace(one, item=msgspec.structs.replace(one.item, slot=msgspec.structs.replace(one.item.slot, oldest=oldest)))
-        for one, oldest in zip(place(_cut([0, 1], [1, 1])), ("1-4", "1-2", "1-2", "1-2"), strict=True)
+        for one, oldest in zip(slots_of(_cut([0, 1], [1, 1])), ("1-4", "1-2", "1-2", "1-2"), strict=True)
     ]
     batch = agree_on_batch(placed, [], min_group_size=1, rule=AdvantageRule())
 
@@ -209,7 +209,7 @@ def _of_two_tasks() -> Cut:
 
 def test_a_task_decides_how_many_siblings_its_groups_train_with() -> None:
     batch = agree_on_batch(
-        place(_of_two_tasks()), [("0-1-0", 0), ("0-0-0", 1)], min_group_size=2, min_group_sizes={"other": 1},
+        slots_of(_of_two_tasks()), [("0-1-0", 0), ("0-0-0", 1)], min_group_size=2, min_group_sizes={"other": 1},
         rule=AdvantageRule(),
     )  # fmt: skip
 
@@ -218,7 +218,7 @@ def test_a_task_decides_how_many_siblings_its_groups_train_with() -> None:
 
 
 def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None:
-    batch = agree_on_batch(place(_of_two_tasks()), [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(slots_of(_of_two_tasks()), [], min_group_size=1, rule=AdvantageRule())
 
     def own(*workflows: str) -> dict[str, object]:
         line = batch_metrics(batch, [], workflows=workflows)
@@ -231,10 +231,10 @@ def test_each_of_several_tasks_has_its_own_reward_and_number_of_groups() -> None
 
 
 def test_metrics_of_workflows_are_averaged_over_the_trajectories_that_have_them_on_any_rank() -> None:
-    batch = agree_on_batch(place(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
+    batch = agree_on_batch(slots_of(_cut([0, 1], [1, 1])), [], min_group_size=1, rule=AdvantageRule())
     shares = [[{"tries": 1.0, "ok": 1.0, "rollout/num_turns": 2.0}, {"tries": 4.0}], [{"tries": 1.0}], []]
 
-    line = batch_metrics(batch, [ShareStats(ages=AgeStats(), info=add_up_info(infos)) for infos in shares])
+    line = batch_metrics(batch, [ShardStats(ages=AgeStats(), info=add_up_info(infos)) for infos in shares])
 
     averaged = {key: value for key, value in line.items() if key.startswith(("info/", "rollout/"))}
     assert averaged == {"info/ok": 1.0, "info/tries": 2.0, "rollout/num_turns": 2.0}

@@ -1,0 +1,272 @@
+"""Running one step on one rank: its shard of the cut fetched, agreed on with the other ranks, trained, and archived.
+
+What the engines hold is known here: the version, and the ledger of what it was trained on. Which step is run, and what
+follows from it, is the ``Trainer``'s.
+"""
+
+import functools
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
+from dataclasses import replace
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import msgspec
+import structlog
+
+from areal_async.bus import Bus
+from areal_async.config.settings import Settings
+from areal_async.errors import PipelineError, WireError
+from areal_async.process.failpoints import failpoint
+from areal_async.protocol.journal import Journal
+from areal_async.protocol.types import Cut, OutcomeKind, Version
+from areal_async.telemetry import spans, wait_graph
+from areal_async.trainer.alone import Alone, Material
+from areal_async.trainer.batch.culprits import find_culprits, said_by
+from areal_async.trainer.batch.feed import BatchFeed, fail_group
+from areal_async.trainer.batch.ledger import Ledger
+from areal_async.trainer.batch.limits import TrainingLimits
+from areal_async.trainer.batch.payloads import SlotKey, fetch, slots_of
+from areal_async.trainer.batch.step import AgreedBatch, Report, StepResult
+from areal_async.trainer.engine.engines import Engines, EngineThreads
+from areal_async.trainer.engine.parallel.ranks import is_of_peers
+from areal_async.trainer.engine.threads import BackgroundJob
+from areal_async.trainer.output.archive import write_archive
+from areal_async.trainer.output.archive_reader import find_archived
+from areal_async.trainer.output.checkpoint_retention import INTERVAL
+from areal_async.trainer.shards import RankShard, ShardTrainer, TrainedShard
+
+log = structlog.get_logger()
+
+
+class StepRunner:
+    """One rank's engines, as one lineage trains them."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        run_directory: Path,
+        *,
+        bus: Bus,
+        engines: Engines,
+        threads: EngineThreads,
+        archiving: BackgroundJob,
+        lineage: int,
+        feed: BatchFeed | None,
+    ) -> None:
+        """``feed`` is rank 0's alone."""
+        self._settings = settings
+        self._directory = run_directory
+        self._bus = bus
+        self._engines = engines
+        self._thread = threads.engine
+        self._dims = engines.actor.dims
+        self._ranks = self._dims.all
+        self._shards = ShardTrainer(settings, engines=engines, threads=threads)
+        self._limits = TrainingLimits(settings, vocab_size=engines.vocab_size)
+        self._archiving = archiving
+        self._feed = feed
+        self.rank = self._ranks.rank
+        self.lineage = lineage
+        self.ledger = Ledger(Version(lineage, 0))
+        self.step = 0
+        """The newest one that the engines have trained."""
+        self.step_settings = settings
+        """Settings that the newest step was trained with: the same on every rank."""
+        self.culprits_of = 0
+        """The step whose failing groups are looked for now; 0 for none."""
+
+    @property
+    def version(self) -> Version:
+        """What the engines hold now."""
+        return Version(self.lineage, self.step)
+
+    async def load(self, checkpoint: Path) -> None:
+        """Restore the engines. A collective."""
+        ledger = await self._thread.run(lambda: self._engines.load_checkpoint(checkpoint))
+        self.ledger = Ledger.decode(ledger, what=f"ledger of {checkpoint}")
+        self.step = self.ledger.version.step
+
+    async def export(self) -> None:
+        """Write the final model into the run directory. A collective."""
+        with self._waiting(wait_graph.checkpoint(self.step), "the export after"):
+            await self._thread.run(lambda: self._engines.actor.export(self._directory))
+
+    def check_ledger(self, journal: Journal) -> None:
+        """Hold the checkpoint's own list of what it was trained on against the journal.
+
+        Raises:
+            PipelineError: they disagree: the journal is not of these weights, and going on could train twice.
+        """
+        for step, trained in self.ledger.steps():
+            strangers = journal.unknown_to(step, trained)
+            if strangers:
+                raise PipelineError(
+                    f"checkpoint {self.ledger.version}: step {step} trained {strangers[:3]}, which the "
+                    "journal does not know of: the broker's store is of another run; start anew with --fresh"
+                )
+
+    # before the step
+
+    async def fetch(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
+        """Fetch this rank's shard of a cut, or the whole of it."""
+        slots = slots_of(cut)
+        mine = slots if is_whole else self._shards.own_slots(slots)
+        with (
+            wait_graph.on(wait_graph.BROKER, "the payloads, from", waiter=wait_graph.cut(cut.step)),
+            spans.part_of_step(Version(self.lineage, cut.step), "fetch", num_slots=len(mine)),
+        ):
+            check = functools.partial(self._limits.check_trajectory, cut=cut, lineage=self.lineage)
+            trajectories, missing = await fetch(self._bus, mine, check)
+        return RankShard(cut=cut, slots=slots, mine=mine, trajectories=trajectories, missing=missing)
+
+    async def fetch_again(self, cut: Cut, *, is_whole: bool = False) -> RankShard:
+        """Fetch what was trained before; what is not stored any more is taken from the archive.
+
+        A checkpoint that was whole let its messages go, and turned out damaged later.
+        """
+        shard = await self.fetch(cut, is_whole=is_whole)
+        if not shard.missing:
+            return shard
+        wanted = {slot.header.sample_uid: slot for slot in shard.mine if slot.key in shard.missing}
+        look = functools.partial(find_archived, self._directory, cut.step, set(wanted))
+        archived, missing = await anyio.to_thread.run_sync(look), dict(shard.missing)
+        for uid, found in archived.items():
+            slot = wanted[uid]
+            trajectory = msgspec.structs.replace(found, slot=slot.header)
+            try:
+                self._limits.check_trajectory(trajectory, cut=cut, lineage=self.lineage)
+            except WireError as exc:
+                missing[slot.key] = str(exc)
+                continue
+            shard.trajectories[slot.position] = trajectory
+            del missing[slot.key]
+        log.info("replay.from_archive", step=cut.step, num_found=len(archived), num_missing=len(missing))
+        return replace(shard, missing=missing)
+
+    async def exchange(self, shard: RankShard, *, stop: bool) -> dict[SlotKey, str] | None:
+        """Return what any rank misses of a cut, each slot with why; None where rank 0 wants to stop. A collective."""
+        report = Report(missing=list(shard.missing.items()), stop=stop)
+        every = await self._shards.gather(msgspec.json.encode(report), step=self.step + 1)
+        reports = [msgspec.json.decode(one, type=Report) for one in every]
+        return None if reports[0].stop else dict(pair for report in reports for pair in report.missing)
+
+    # the step
+
+    async def run(self, shard: RankShard, missing: Mapping[SlotKey, str], *, waited_s: float) -> StepResult:
+        """Train a batch and archive this rank's part of it. A collective.
+
+        Groups left with too few slots are recorded as failed before, and those that the step fails with after that.
+        """
+        started, cut = time.monotonic(), shard.cut
+        batch = self._shards.agree(shard.slots, missing)
+        if self._feed is not None:
+            for group_id in batch.unusable:
+                reason = next((why for (name, _), why in missing.items() if name == group_id), "too few of its slots")
+                await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
+        train_since = time.monotonic()
+        failpoint("trainer.before_step")
+        try:
+            trained = await self._train(shard, batch)
+        except Exception as exc:
+            await self._give_up_culprits(shard, missing, batch, exc)
+            raise
+        failpoint("trainer.after_step")
+        train_s = time.monotonic() - train_since
+        made = Version(self.lineage, cut.step)
+        if self._dims.is_reporting_rank:
+            await self._archive(trained, batch, made)
+        numbers = await self._shards.metrics(batch, trained, lineage=self.lineage)
+        self.step = cut.step
+        self.ledger.add(made, sorted({slot.group_id for slot in batch.slots}))
+        return StepResult(
+            version=made,
+            batch=numbers | {INTERVAL: self.step_settings.trainer.checkpoint_every_steps},
+            stats=trained.report.stats,
+            started=started - waited_s,
+            wait_s=waited_s,
+            train_s=train_s,
+        )
+
+    async def _train(self, shard: RankShard, batch: AgreedBatch) -> TrainedShard:
+        step = shard.cut.step
+        self.step_settings = self._shards.settings_of(shard.cut)
+        with (
+            self._waiting(wait_graph.step(step), "the engine in"),
+            spans.part_of_step(Version(self.lineage, step), "train"),
+        ):
+            return await self._shards.train(shard, batch, start=self.version)
+
+    async def _archive(self, trained: TrainedShard, batch: AgreedBatch, made: Version) -> None:
+        write = functools.partial(
+            write_archive,
+            self._directory / "trajectories",
+            made=made,
+            cut=trained.cut,
+            rank=self._dims.data.rank,
+            slots=trained.slots,
+            trajectories=trained.trajectories,
+            advantages=batch.advantages,
+            rows=trained.report.rows,
+        )
+        await self._archiving.start(lambda: anyio.to_thread.run_sync(write))
+
+    # a step that fails
+
+    async def _give_up_culprits(
+        self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, error: Exception
+    ) -> None:
+        """Record the groups that a step fails with, so that it is replayed without them; this process is to end.
+
+        What is in its engine is worth nothing any more. A single rank tries parts of the batch on it. Of several, the
+        one that has raised looks for them in a process of its own, while its peers wait for it in their collectives;
+        those who only miss a peer look for nothing.
+        """
+        if is_of_peers(error):
+            return
+        cut = shard.cut
+        self.culprits_of = cut.step
+        groups = list(dict.fromkeys(slot.group_id for slot in batch.slots))
+        find = self._find_here if self._ranks.size == 1 else self._find_alone
+        with self._waiting(wait_graph.step(cut.step), "what fails in"):
+            found = await find(shard, missing, batch, groups, said_by(error))
+        for group_id, why in found.items():
+            log.warning("group.given_up", step=cut.step, group_id=group_id, reason=why)
+            reason = f"the step fails with it: {why}"
+            if self._feed is not None:
+                await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
+            else:
+                max_attempts = self._settings.rollout.max_attempts
+                await fail_group(
+                    self._bus, group_id, cut, reason=reason, lineage=self.lineage, max_attempts=max_attempts
+                )
+
+    async def _find_here(
+        self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+    ) -> dict[str, str]:
+        async def attempt(tried: Sequence[str]) -> str:
+            others = [slot.key for slot in batch.slots if slot.group_id not in tried]
+            try:
+                await self._train(shard, self._shards.agree(shard.slots, [*missing, *others]))
+            except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
+                return said_by(exc)
+            return ""
+
+        return await find_culprits(groups, why, attempt)
+
+    async def _find_alone(
+        self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+    ) -> dict[str, str]:
+        """Look in a process of its own, where the whole cut is on one rank; no longer than half of what peers wait."""
+        found: dict[str, str] = {}
+        with anyio.move_on_after(self._ranks.deadline_s / 2):
+            whole = await self.fetch_again(shard.cut, is_whole=True)
+            material = Material.of(whole, [*missing, *whole.missing], start=self.version)
+            async with aclosing(Alone(self._directory, material)) as alone:
+                found = await find_culprits(groups, why, alone.attempt)
+        return found
+
+    def _waiting(self, on: str, what: str) -> AbstractContextManager[wait_graph.Wait]:
+        return wait_graph.on(on, what, waiter=wait_graph.rank(self.rank))
