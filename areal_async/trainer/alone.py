@@ -4,7 +4,7 @@
 
 Several ranks meet in collectives, and one that has raised is missed in them: nothing more can be tried there. Here the
 whole cut is on one rank, with the model that the run began from. Nothing that happens in it ends anything else, and
-after whatever has failed comes a new one.
+after a failure a new process takes its place.
 
 It reads frames from its standard input, first ``Material``, then names of groups, and answers each of these with why
 they cannot be trained, an empty text where they can.
@@ -112,7 +112,7 @@ class Alone:
         environment = {name: value for name, value in os.environ.items() if name not in ENVIRONMENT}
         process = self._process = await anyio.open_process(self._command, stderr=None, env=environment)
         assert process.stdin is not None
-        with suppress(*_ENDED):  # it has ended: whoever asks will see
+        with suppress(*_ENDED):  # it has ended: the next question will show it
             await process.stdin.send(_frame(self._material))
         return process
 

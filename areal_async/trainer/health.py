@@ -1,8 +1,8 @@
 """Alarms about learning: rules over the last lines of ``metrics.jsonl``, and what is said when one begins or ends.
 
 A rule is a pure function of lines, so a trainer that was restarted knows from the file what was going on, and from
-the run's events what it has told of that: a step that is trained again tells nothing twice. An alarm clears with the
-first step that no longer shows its cause.
+the run's events what it has published of that: a step that is trained again publishes nothing twice. An alarm clears
+with the first step that no longer shows its cause.
 """
 
 import math
@@ -38,9 +38,9 @@ class Alarm:
     name: str
     sentence: str
     value: float
-    """What was seen."""
+    """The number that was seen."""
     bound: float
-    """What it is held against."""
+    """The bound that ``value`` is held against."""
 
 
 def alarms(lines: Sequence[Line], settings: HealthSettings) -> list[Alarm]:
@@ -93,39 +93,41 @@ def _is_flat(line: Line) -> bool:
     return bool(line.get("num_trajectories", 0) > num_groups or line.get("reward_std", 0.0) == 0)
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest that the run's events say of one alarm."""
+class AlarmNews(msgspec.Struct, frozen=True, kw_only=True):
+    """The newest event of one alarm."""
 
     event: str
     name: str
     step: int
     sentence: str
     value: float | None
-    """None for what is no number: JSON knows none."""
+    """The number that was seen; None for one that is not finite, which JSON cannot say."""
     bound: float
 
     @property
     def alarm(self) -> Alarm:
-        """What it was about."""
+        """The alarm itself."""
         value = math.nan if self.value is None else self.value
         return Alarm(name=self.name, sentence=self.sentence, value=value, bound=self.bound)
 
 
-def _told(event: str, alarm: Alarm, *, step: int) -> Told:
-    return Told(event=event, name=alarm.name, step=step, sentence=alarm.sentence, value=alarm.value, bound=alarm.bound)
+def _news(event: str, alarm: Alarm, *, step: int) -> AlarmNews:
+    return AlarmNews(
+        event=event, name=alarm.name, step=step, sentence=alarm.sentence, value=alarm.value, bound=alarm.bound
+    )
 
 
-async def told_alarms(bus: Bus) -> dict[str, Told]:
+async def newest_alarm_events(bus: Bus) -> dict[str, AlarmNews]:
     """Return the newest event of each alarm, by its name."""
     messages: list[Message] = []
     for kind in KINDS:
         messages += await bus.read_log(bus.names.events_stream, bus.names.event(kind, bus.role))
-    told: dict[str, Told] = {}
+    newest: dict[str, AlarmNews] = {}
     for message in sorted(messages, key=lambda message: message.sequence):
         with suppress(WireError):
-            one = decode_json(message.data, Told, what=message.subject)
-            told[one.name] = one
-    return told
+            one = decode_json(message.data, AlarmNews, what=message.subject)
+            newest[one.name] = one
+    return newest
 
 
 class Health:
@@ -136,26 +138,26 @@ class Health:
         self._bus = bus
         self._lines: deque[Line] = deque(maxlen=HISTORY_STEPS)
         self._raised: dict[str, Alarm] = {}
-        self._told: dict[str, Told] = {}
+        self._published: dict[str, AlarmNews] = {}
 
     @property
     def sentences(self) -> list[str]:
-        """What is raised now."""
+        """Sentences of the alarms that are raised now."""
         return [alarm.sentence for alarm in self._raised.values()]
 
     async def restore(self, lines: Iterable[Line]) -> None:
-        """Take in the steps before the next one, and what was told of them and of those that are trained again."""
+        """Take in the steps before the next one, and what was published of them and of those that are trained again."""
         self._lines.extend(lines)
         self._raised = self._judged()
         try:
-            self._told = await told_alarms(self._bus)
+            self._published = await newest_alarm_events(self._bus)
         except DeniedError as exc:  # an external broker whose permissions are older than this
             log.warning("alarms.not_read", reason=str(exc))
-        # An event may be gone, or unread; a step's line is written after it was told what the line shows.
+        # An event may be gone, or unread; a step's line is written after the events of what it shows.
         last = self._lines[-1] if self._lines else {}
         for name in self._raised.keys() & str(last.get("alarm_names", "")).split():
-            if name not in self._told:
-                self._told[name] = _told(RAISED, self._raised[name], step=int(last["step"]))
+            if name not in self._published:
+                self._published[name] = _news(RAISED, self._raised[name], step=int(last["step"]))
 
     async def judge(self, line: Metrics) -> Metrics:
         """Take in a step and return its line with how many alarms are raised (``alarms``), and which.
@@ -165,22 +167,22 @@ class Health:
         self._lines.append(line)
         before, self._raised = self._raised, self._judged()
         step = int(line["step"])
-        for name in sorted(self._told.keys() | self._raised.keys()):
-            told = self._told.get(name)
-            if told is not None and step <= told.step:
+        for name in sorted(self._published.keys() | self._raised.keys()):
+            last = self._published.get(name)
+            if last is not None and step <= last.step:
                 continue  # it is trained again
-            was_raised = told is not None and told.event == RAISED
-            if told is not None and was_raised and name not in self._raised:
-                await self._tell(AlarmCleared, before.get(name, told.alarm), line)
+            was_raised = last is not None and last.event == RAISED
+            if last is not None and was_raised and name not in self._raised:
+                await self._publish(AlarmCleared, before.get(name, last.alarm), line)
             elif name in self._raised and not was_raised:
-                await self._tell(AlarmRaised, self._raised[name], line)
+                await self._publish(AlarmRaised, self._raised[name], line)
         names = {"alarm_names": " ".join(self._raised)} if self._raised else {}
         return {**line, "alarms": len(self._raised), **names}
 
     def _judged(self) -> dict[str, Alarm]:
         return {alarm.name: alarm for alarm in alarms(list(self._lines), self.settings)}
 
-    async def _tell(self, kind: type[AlarmEvent], alarm: Alarm, line: Metrics) -> None:
+    async def _publish(self, kind: type[AlarmEvent], alarm: Alarm, line: Metrics) -> None:
         event = kind(
             name=alarm.name,
             step=int(line["step"]),
@@ -189,7 +191,7 @@ class Health:
             value=alarm.value,
             bound=alarm.bound,
         )
-        tell = log.warning if kind is AlarmRaised else log.info
-        tell(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
-        self._told[alarm.name] = _told(event.kind, alarm, step=event.step)
+        write = log.warning if kind is AlarmRaised else log.info
+        write(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
+        self._published[alarm.name] = _news(event.kind, alarm, step=event.step)
         await self._bus.publish_event(event)

@@ -41,7 +41,7 @@ RANK_DEADLINE_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepDifference:
-    """Between a replayed step and the recorded one."""
+    """Difference of one metric between a replayed step and the recorded one."""
 
     step: int
     name: str
@@ -50,7 +50,7 @@ class StepDifference:
 
     @property
     def relative(self) -> float:
-        """To the larger of the two; infinite where one of them is no number."""
+        """Difference relative to the larger of the two; infinite where one of them is no number."""
         if not (math.isfinite(self.recorded) and math.isfinite(self.replayed)):
             return 0.0 if str(self.recorded) == str(self.replayed) else math.inf
         scale = max(abs(self.recorded), abs(self.replayed), SMALLEST_LOSS)

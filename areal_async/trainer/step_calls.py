@@ -25,7 +25,7 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepReport:
-    """What the calls of a step report."""
+    """Results of the calls of a step."""
 
     stats: StepStats
     others: dict[str, float]
@@ -41,7 +41,7 @@ class StepCalls:
         self._settings = settings
         self._engines = engines
         self._threads = threads
-        # Each rank of the model's layout makes the calls on the rows it holds, whoever else holds the same.
+        # Each rank of the model's layout makes the calls on the rows it holds, even where other ranks hold the same.
         self._gather = engines.actor.dims.data.gather_bytes
         self._rule = advantage_rule(settings)
         self._graph = step_graph(settings).rest(ELSEWHERE)

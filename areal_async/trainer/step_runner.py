@@ -72,7 +72,7 @@ class StepRunner:
         self.lineage = lineage
         self.ledger = Ledger(Version(lineage, 0))
         self.step = 0
-        """The newest one that the engines have trained."""
+        """The newest step that the engines have trained."""
         self.step_settings = settings
         """Settings that the newest step was trained with: the same on every rank."""
         self.culprits_of = 0
@@ -80,7 +80,7 @@ class StepRunner:
 
     @property
     def version(self) -> Version:
-        """What the engines hold now."""
+        """The version of the weights that the engines hold now."""
         return Version(self.lineage, self.step)
 
     async def load(self, checkpoint: Path) -> None:
@@ -238,10 +238,7 @@ class StepRunner:
             if self._feed is not None:
                 await self._feed.settle([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step)
             else:
-                max_attempts = self._settings.rollout.max_attempts
-                await fail_group(
-                    self._bus, group_id, cut, reason=reason, lineage=self.lineage, max_attempts=max_attempts
-                )
+                await fail_group(self._bus, self._settings, cut, group_id, reason=reason, lineage=self.lineage)
 
     async def _find_here(
         self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str

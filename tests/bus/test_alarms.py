@@ -9,7 +9,7 @@ import pytest
 from areal_async.bus import Bus, Role
 from areal_async.config.health import HealthSettings
 from areal_async.protocol.events import AlarmCleared, AlarmRaised
-from areal_async.trainer.health import Health, told_alarms
+from areal_async.trainer.health import Health, newest_alarm_events
 from tests.brokers import PATIENCE_S, OpenRole, until
 
 pytestmark = pytest.mark.anyio
@@ -23,7 +23,7 @@ def line(step: int, *, num_equal: int) -> dict[str, Any]:
 
 
 async def _has_told(trainer: Bus, newest: tuple[str, int]) -> bool:
-    told = (await told_alarms(trainer)).get("equal_rewards")
+    told = (await newest_alarm_events(trainer)).get("equal_rewards")
     return told is not None and (told.event, told.step) == newest
 
 

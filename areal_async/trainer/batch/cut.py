@@ -26,10 +26,10 @@ class OpenGroup:
     ticket_version: Version
     num_failed_attempts: int
     order: int
-    """Of becoming known: older groups first."""
+    """Number in the order of becoming known: older groups have lower ones."""
     slots: dict[int, CutSlot] = field(default_factory=dict)
     is_counted: bool = False
-    """Already counted among the groups found whole."""
+    """Whether it is counted among the groups found whole."""
 
     @property
     def is_complete(self) -> bool:
@@ -56,7 +56,7 @@ class OpenGroup:
         return min(age(end, end) for span in self.spans for end in span)
 
     def add(self, message: StoredMessage) -> list[Slot]:
-        """Take a message's slots; return those whose place another producer's already fills."""
+        """Take a message's slots; return those whose sibling another producer has stored before."""
         duplicates = []
         for slot in message.slots:
             held = self.slots.setdefault(slot.sibling, CutSlot(slot=slot, sequence=message.sequence))
@@ -106,7 +106,7 @@ class CutRules:
     max_staleness: int
     when_stale: Literal["wait", "mask", "drop"]
     group_deadline_s: float
-    """How long a due group is waited for."""
+    """Seconds for which a due group is waited for."""
     max_attempts: int
     """Failed attempts at a prompt, of which the last is recorded ``dead``."""
     lr: float = 0.0
@@ -125,15 +125,15 @@ class CutRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CutPlan:
-    """What a step would train, and what it still waits for."""
+    """Groups that a step would train, and those that it still waits for."""
 
     taken: list[OpenGroup]
     stale: list[OpenGroup]
     """Complete, but too old for this step: never trained."""
     waits_for: list[OpenGroup]
-    """Due and incomplete."""
+    """Groups that are due and incomplete."""
     num_missing: int
-    """Complete groups still wanted to fill the batch."""
+    """Number of complete groups still wanted to fill the batch."""
 
     @property
     def is_ready(self) -> bool:

@@ -32,7 +32,7 @@ from areal_async.telemetry import spans, wait_graph
 from areal_async.trainer.batch.cut import CutRules, GroupRules
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write, untrained_outcome
+from areal_async.trainer.batch.planner import BatchPlanner, RetryLater, Settle, StreamRoom, Write
 
 INBOX_BATCH = 512
 DECISION_POLL_S = 1.0
@@ -51,7 +51,7 @@ class BatchFeed:
         self.now = settings
         """The settings with what operators have changed."""
         self._lineage = lineage
-        self.planner: BatchPlanner[Delivery] = BatchPlanner(cut_rules(settings), journal, lineage=lineage.number)
+        self.planner: BatchPlanner[Delivery] = BatchPlanner(_cut_rules(settings), journal, lineage=lineage.number)
         self._sweep = bus.sweep(bus.names.trajectories_stream, is_newest=lineage.is_newest)
         self._limits = TrainingLimits(settings)
         self._caught_up = {"inbox": anyio.Event(), "tickets": anyio.Event()}
@@ -100,7 +100,7 @@ class BatchFeed:
         failpoint("trainer.after_acks")
 
     async def make_room(self) -> None:
-        """Remove every settled message now, whatever it costs."""
+        """Remove every settled message now, also where that takes an ack for each."""
         await self._sweep.flush()
 
     # its loops
@@ -255,27 +255,18 @@ async def store_outcome(bus: Bus, outcome: Outcome) -> None:
         await bus.publish(names.outcomes, outcome, msg_id=f"{outcome.lineage}.{uid}.{outcome.kind}")
 
 
-async def fail_group(bus: Bus, group_id: str, cut: Cut, *, reason: str, lineage: int, max_attempts: int) -> None:
+async def fail_group(bus: Bus, settings: Settings, cut: Cut, group_id: str, *, reason: str, lineage: int) -> None:
     """Record that a group of a cut has failed, from a rank that settles nothing else.
 
     Its messages stay, as in a crash.
     """
-    group = next((one for one in cut.groups if one.group_id == group_id), None)
-    await store_outcome(
-        bus,
-        untrained_outcome(
-            group_id,
-            group,
-            OutcomeKind.FAILED,
-            reason=reason,
-            step=cut.step,
-            lineage=lineage,
-            max_attempts=max_attempts,
-        ),
-    )
+    journal = Journal(cuts={cut.step: cut})
+    planner: BatchPlanner[Delivery] = BatchPlanner(_cut_rules(settings), journal, lineage=lineage)
+    for outcome in planner.of_untrained([group_id], OutcomeKind.FAILED, reason=reason, step=cut.step):
+        await store_outcome(bus, outcome)
 
 
-def cut_rules(settings: Settings) -> CutRules:
+def _cut_rules(settings: Settings) -> CutRules:
     """Return what the settings say of cuts."""
     rollout = settings.rollout
     return CutRules(

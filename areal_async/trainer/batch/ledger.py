@@ -14,16 +14,16 @@ from areal_async.protocol.wire import decode_json
 
 
 class LedgerFile(msgspec.Struct):
-    """What the file holds."""
+    """Content of the ledger's file."""
 
     version: VersionText
-    """Of the weights beside it."""
+    """Version of the weights beside the file."""
     trained: dict[StepText, list[str]]
     """step -> group ids, for every step in the lineage of these weights."""
 
 
 class Ledger:
-    """What the weights were trained on, step by step."""
+    """Groups that the weights were trained on, step by step."""
 
     def __init__(self, version: Version) -> None:
         """Begin with weights that were trained on nothing."""
@@ -31,7 +31,7 @@ class Ledger:
         self.newest: Sequence[str] = ()
         """Group ids of the newest step."""
         self._members = bytearray()
-        """Of the file's ``trained``, as they stand between its braces."""
+        """Encoded members of the file's ``trained``, as they stand between its braces."""
 
     @classmethod
     def decode(cls, payload: bytes, *, what: str) -> "Ledger":

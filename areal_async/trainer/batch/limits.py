@@ -1,10 +1,10 @@
 """Whether a trajectory can be trained in this run, by its header and by its tokens: the one place that says so.
 
 ``wire`` lets through what is well formed. What this model, these settings and this step can make use of is another
-question, which only the trainer can answer: whoever may store a trajectory may store a token that the model does not
+question, which only the trainer can answer: anyone who may store a trajectory may store a token that the model does not
 have. What is refused here goes the way of what cannot be read: a dead letter, and its group's outcome. Pure.
 
-Invariant: the engine trains whatever passes, and every number that a step reports of it is finite.
+Invariant: the engine trains all that passes, and every number that a step reports of it is finite.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from areal_async.protocol.types import Cut, Sequence, Slot, SlotStatus, StoredMe
 
 
 class TrainingLimits:
-    """What one run can train."""
+    """Limits of the trajectories that one run can train."""
 
     def __init__(self, settings: Settings, *, vocab_size: int | None = None) -> None:
         """``vocab_size``: tokens that every model of the step has; ``None`` where headers alone are checked."""

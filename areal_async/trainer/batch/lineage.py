@@ -2,10 +2,10 @@
 
 One trainer at a time: a compare-and-set on KV ``lineage`` takes the next number; the broker's consumer of
 the older lineage is deleted, so a zombie's acks reach nothing, and a ``begin`` entry in the journal fences
-its cuts and outcomes for every reader. Whatever else a lineage writes is compare-and-set as well.
+its cuts and outcomes for every reader. All else that a lineage writes is compare-and-set as well.
 """
 
-from areal_async.bus import Bus, take_trainer_consumer
+from areal_async.bus import Bus, Message, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
 from areal_async.process.failpoints import failpoint
 from areal_async.protocol.events import CheckpointDamaged, CheckpointWritten, WeightsAnnounced
@@ -40,7 +40,7 @@ class Lineage:
         except ConflictError as exc:
             raise FencedError(f"lineage {lineage.number}: another trainer took it first; only one may run") from exc
         await take_trainer_consumer(bus, lineage.number)
-        # Only now: whoever takes a newer one from here on finds this consumer, and deletes it.
+        # Only now: anyone who takes a newer one from here on finds this consumer, and deletes it.
         record, _ = await bus.get(LINEAGE, LineageRecord)
         lineage._check_newest(record.lineage if record else 0)
         await lineage._take_checkpoint()
@@ -58,11 +58,7 @@ class Lineage:
         names = self._bus.names
         journal = Journal(own_lineage=self.number) if is_whole else Journal()
         async for message in self._bus.find_messages(names.outcomes_stream, names.log):
-            entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
-            if isinstance(entry, Cut):
-                journal.add_cut(entry, sequence=message.sequence)
-            elif isinstance(entry, Outcome):
-                journal.add_outcome(entry)
+            await read_entry(self._bus, message, journal)
             if message.subject == names.cuts:
                 self._last_cut_sequence = message.sequence  # also of one that cannot be read
         self._check_newest(journal.lineage)
@@ -110,7 +106,7 @@ class Lineage:
     async def is_newest(self) -> bool:
         """Say whether the journal's last entry is this lineage's.
 
-        If so, no newer one has begun, and whichever does finds in the log whatever was stored there before this call.
+        If so, no newer one has begun, and one that begins later finds in the log all that was stored before this call.
         """
         names = self._bus.names
         last = await self._bus.get_last(names.outcomes_stream, names.cuts)
@@ -167,3 +163,12 @@ class Lineage:
             self._revisions[key] = await self._bus.compare_and_set(key, record, self._revisions[key])
         except ConflictError as exc:
             raise FencedError(f"lineage {self.number}: a newer trainer writes {key}; this one must stop") from exc
+
+
+async def read_entry(bus: Bus, message: Message, journal: Journal) -> None:
+    """Add an entry of the log, a cut or an outcome, to a journal; one that cannot be read becomes a dead letter."""
+    entry = await bus.decode(message, Cut if message.subject == bus.names.cuts else Outcome)
+    if isinstance(entry, Cut):
+        journal.add_cut(entry, sequence=message.sequence)
+    elif isinstance(entry, Outcome):
+        journal.add_outcome(entry)

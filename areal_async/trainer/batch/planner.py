@@ -4,7 +4,7 @@ Pure and deterministic: it is told what has come, decides, and carries nothing o
 model of the protocol) does as ``decide`` says, reports it (``note_written``, ``note_recorded``), and asks again.
 
 Invariants: a group is in one cut at most, and only in one for whose step all its tokens are fresh enough. A slot
-counts once, whatever is delivered again. A group's end is recorded once per lineage, and nothing of a group is handed
+counts once, even if it is delivered again. A group's end is recorded once per lineage, and nothing of a group is handed
 over to be acked before its outcome is stored; a trained group's outcome waits for its checkpoint.
 
 What it keeps of groups that have ended are numbers, nearly all of which follow one another (``id_sets``). They tell
@@ -47,7 +47,7 @@ NOT_TRAINED = (OutcomeKind.FILTERED, OutcomeKind.STALE)
 
 
 class StreamRoom(IntEnum):
-    """What is left of the stream of trajectories."""
+    """Room left in the stream of trajectories."""
 
     NONE = 0
     """A producer may be waiting for room."""
@@ -85,7 +85,7 @@ class RetryLater:
 
     what_for: str
     on: tuple[str, ...] = ()
-    """Those who are waited for, as ``wait_graph`` names them; none for the trainer's own next step."""
+    """Names in ``wait_graph`` of what is waited for; none for the trainer's own next step."""
 
 
 Decision = Settle | Write | RetryLater
@@ -99,7 +99,7 @@ class BatchPlanner(Generic[D]):
         self.rules = rules
         self.lineage = lineage
         self.step = 1
-        """The next one to be cut."""
+        """The next step to be cut."""
         self.is_stopping = False
         """Cut nothing more: the journal's next entry ends the lineage."""
         self.has_ended = False
@@ -150,7 +150,7 @@ class BatchPlanner(Generic[D]):
             return []
         is_new = not self.messages.has_come(message.sequence) and self.is_caught_up
         if message.group_id in self._closed:
-            # What is delivered again may be what was trained; so may whatever was there before this lineage.
+            # What is delivered again may be what was trained; so may all that was there before this lineage.
             kind = OutcomeKind.LATE
             unusable = [slot for slot in message.slots if is_new and slot.status is SlotStatus.SCORED]
         else:
@@ -329,15 +329,23 @@ class BatchPlanner(Generic[D]):
         return [cut for number, cut in sorted(self.unacked_cuts.items()) if number <= step]
 
     def _untrained(self, group_id: str, kind: OutcomeKind, *, reason: str, step: int) -> Outcome:
-        return untrained_outcome(
-            group_id,
-            self.open.get(group_id) or self._in_cuts.get(group_id),
-            kind,
-            reason=reason,
-            step=step,
+        group = self.open.get(group_id) or self._in_cuts.get(group_id)
+        num_failed = group.num_failed_attempts if group else 0
+        scored = group.scored if isinstance(group, OpenGroup) and kind in NOT_TRAINED else []
+        if kind is OutcomeKind.FAILED:
+            num_failed += 1
+            if num_failed >= self.rules.max_attempts:
+                kind = OutcomeKind.DEAD
+        return Outcome(
+            group_id=group_id,
+            kind=kind,
             lineage=self.lineage,
-            max_attempts=self.rules.max_attempts,
+            step=step,
+            reason=reason,
+            num_failed_attempts=num_failed,
+            mean_reward=mean([item.slot.reward for item in scored]) if scored else None,
             num_whole_before=self._num_whole,
+            workflow=group.workflow if group else "",
         )
 
     # inside: the next decision
@@ -434,42 +442,6 @@ class BatchPlanner(Generic[D]):
         deadline_s = min(overdue.values())  # those of another deadline are asked for next
         reason = f"still incomplete {deadline_s:g} s after the trainer began to wait for it"
         return Settle(sorted(name for name in overdue if overdue[name] == deadline_s), OutcomeKind.FAILED, reason)
-
-
-def untrained_outcome(
-    group_id: str,
-    group: OpenGroup | CutGroup | None,
-    kind: OutcomeKind,
-    *,
-    reason: str,
-    step: int,
-    lineage: int,
-    max_attempts: int,
-    num_whole_before: int = 0,
-) -> Outcome:
-    """Return the outcome of a group that ends without training; one that fails for the last time is ``dead``.
-
-    Args:
-        group: what is known of it; None where nothing is.
-        num_whole_before: groups found whole since the last one that failed.
-    """
-    num_failed = group.num_failed_attempts if group else 0
-    scored = group.scored if isinstance(group, OpenGroup) and kind in NOT_TRAINED else []
-    if kind is OutcomeKind.FAILED:
-        num_failed += 1
-        if num_failed >= max_attempts:
-            kind = OutcomeKind.DEAD
-    return Outcome(
-        group_id=group_id,
-        kind=kind,
-        lineage=lineage,
-        step=step,
-        reason=reason,
-        num_failed_attempts=num_failed,
-        mean_reward=mean([item.slot.reward for item in scored]) if scored else None,
-        num_whole_before=num_whole_before,
-        workflow=group.workflow if group else "",
-    )
 
 
 def _describe(step: int, plan: CutPlan) -> str:

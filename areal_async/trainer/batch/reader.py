@@ -7,7 +7,8 @@ import anyio
 
 from areal_async.bus import Bus
 from areal_async.protocol.journal import Journal
-from areal_async.protocol.types import Cut, CutKind, Outcome
+from areal_async.protocol.types import Cut, CutKind
+from areal_async.trainer.batch.lineage import read_entry
 
 
 class JournalReader:
@@ -21,14 +22,10 @@ class JournalReader:
         self.journal = Journal(own_lineage=lineage, own_step=restored_step)
 
     async def run(self) -> None:
-        """Follow the log for ever."""
+        """Follow the log until cancelled."""
         names = self._bus.names
         async for message in self._bus.follow(names.outcomes_stream, names.log):
-            entry = await self._bus.decode(message, Cut if message.subject == names.cuts else Outcome)
-            if isinstance(entry, Cut):
-                self.journal.add_cut(entry, sequence=message.sequence)
-            elif isinstance(entry, Outcome):
-                self.journal.add_outcome(entry)
+            await read_entry(self._bus, message, self.journal)
             self._sequence = message.sequence
             self._changed.set()
             self._changed = anyio.Event()

@@ -25,7 +25,7 @@ from areal_async.trainer.packing.rows import TrainRow
 _STEP_BITS = 0xFFFFFFFF
 """Bits of a packed version that hold its step. Versions are compared by step: a replayed one stands in for the lost."""
 DIGITS = {"loss": 9, "value_loss": 9}
-"""Significant ones of what ``replay`` compares to 1e-6."""
+"""Significant digits of the metrics that ``replay`` compares to 1e-6."""
 
 
 class AgeStats(msgspec.Struct):
@@ -65,12 +65,12 @@ def add_up_info(infos: Iterable[Mapping[str, float]]) -> dict[str, tuple[float, 
 
 
 class Report(msgspec.Struct):
-    """What a rank says before a step."""
+    """Message of a rank to the others before a step."""
 
     missing: list[tuple[SlotKey, str]] = []
     """Slots whose payload it could not get or verify, each with why."""
     stop: bool = False
-    """Rank 0's wish to end before this step."""
+    """Whether rank 0 wants to end before this step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class AgreedBatch:
 
     slots: list[BatchSlot]
     advantages: dict[int, NDArray[np.float32]]
-    """By position: of each credited reply of the slot, or the one of a slot without credits."""
+    """Advantages [K] by position: one per credited reply of the slot, K = 1 without credits."""
     unusable: list[str]
     """Groups left with fewer than ``min_group_size`` slots."""
 
@@ -293,7 +293,7 @@ class StepResult:
     """A trained step."""
 
     version: Version
-    """That it made."""
+    """The version that the step made."""
     batch: dict[str, float | int | str]
     stats: StepStats
     started: float
