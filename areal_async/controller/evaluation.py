@@ -36,13 +36,6 @@ Answer = tuple[int, int]
 log = structlog.get_logger()
 
 
-def newest_due_step(step: int, *, every_steps: int, last_step: int) -> int:
-    """Return the newest step up to ``step`` whose version is evaluated: the first, the last, and every few between."""
-    if step >= last_step:
-        return last_step
-    return step - step % every_steps if every_steps else 0
-
-
 class Evaluator:
     """Evaluates one version at a time, all tasks side by side."""
 

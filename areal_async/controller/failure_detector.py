@@ -31,15 +31,15 @@ class FailureDetector:
             self._clock_s += passed_s
         self._ticked_s = now_s
 
-    def hear(self, node_id: str) -> None:
+    def on_report(self, node_id: str) -> None:
         """Take in that a node has spoken."""
         self._heard_s[node_id] = self._clock_s
 
-    def see(self, key: str, node_id: str, revision: int) -> None:
+    def on_server_state(self, key: str, node_id: str, revision: int) -> None:
         """Take in what the bucket holds of a node's server; a value not seen before is a word of that node."""
         if self._revisions.get(key) != revision:
             self._revisions[key] = revision
-            self.hear(node_id)
+            self.on_report(node_id)
 
     def note_own(self, key: str, revision: int) -> None:
         """Take in that this value is the controller's own word, and not the node's."""

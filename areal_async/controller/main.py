@@ -19,13 +19,16 @@ from areal_async.controller.evaluation import Evaluator
 from areal_async.controller.tasks import Tasks
 from areal_async.data.recorded_rows import Used, refuse_other_rows
 from areal_async.data.rows import load_rows
-from areal_async.errors import BusError, FencedError, PipelineError, UserError, leaves_of
+from areal_async.errors import BusError, ConflictError, DeniedError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.process import stacks
-from areal_async.protocol.run_state import RunState
+from areal_async.protocol.run_state import RunState, ServerState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.telemetry import log as logging
 from areal_async.telemetry.exporters.prometheus import exporting
 from areal_async.telemetry.exporters.traces import recording
+
+NOBODY, NO_REVISION = "nobody", 1 << 62
+"""A server and a revision of its key that there will never be."""
 
 log = structlog.get_logger()
 
@@ -106,6 +109,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         ca=settings.bus.ca,
         operation_deadline_s=settings.bus.operation_deadline_s,
     ) as bus:
+        await check_permissions(bus)
         evaluator = (
             Evaluator(bus, held_out, file=run_directory / "eval.jsonl", num_samples=settings.eval.samples)
             if len(held_out)
@@ -119,6 +123,26 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
         except* PipelineError as group:
             await _record_failure(bus, group)
             raise
+
+
+async def check_permissions(bus: Bus) -> None:
+    """Refuse a broker at which the servers of a lost node could not be disowned: all would wait for them for ever.
+
+    The write that tries it is one that cannot succeed where it is allowed.
+
+    Raises:
+        UserError: it is such a broker.
+    """
+    nobody = ServerState(server_id=NOBODY, node_id=NOBODY, url="", version="", fenced=True)
+    try:
+        await bus.compare_and_set(bus.names.server_key(NOBODY), nobody, NO_REVISION)
+    except ConflictError:
+        return
+    except DeniedError as exc:
+        raise UserError(
+            f"bus: {exc}, need it to take back the servers of a node that is lost; give the broker's users the "
+            "permissions of this version"
+        ) from exc
 
 
 async def _record_failure(bus: Bus, group: ExceptionGroup[PipelineError]) -> None:

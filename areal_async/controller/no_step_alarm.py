@@ -24,12 +24,8 @@ class NoStepAlarm:
         self.sentence = ""
         """What is raised now; empty for nothing."""
 
-    def restore(self, settings: Settings) -> None:
-        """Take in the log as a controller finds it: what that shows, the one before has told."""
-        self.look(settings)
-
-    def look(self, settings: Settings) -> AlarmEvent | None:
-        """Return what is to be told now: that it has begun, or that it is over."""
+    def check(self, settings: Settings) -> AlarmEvent | None:
+        """Return the event that is due now, which says that the alarm has begun or is over; None for neither."""
         untrained, batches = self._accounts.untrained, settings.health.untrained_batches
         count, was = untrained.total(), self.sentence
         bound = None if batches is None else batches * settings.rollout.batch_groups

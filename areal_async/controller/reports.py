@@ -5,10 +5,12 @@ these itself), the trainer going from one thing to the next, and, on any node, a
 trajectory.
 """
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import anyio
 import msgspec
 
 from areal_async.telemetry import wait_graph
@@ -36,6 +38,31 @@ class AwakeClock:
             self._slept_s += overslept_s
         self._ticked_s = now_s
         return now_s - self._slept_s
+
+
+class RunProgress:
+    """When the run made its last progress, in seconds of this process's own activity."""
+
+    def __init__(self) -> None:
+        self.clock_s = self._moved_s = time.monotonic()
+        """The time now, as an ``AwakeClock`` told last."""
+        self.changed = anyio.Event()
+        """Set at the next progress that is announced; another one takes its place then."""
+
+    @property
+    def quiet_s(self) -> float:
+        """Seconds since the last progress."""
+        return max(self.clock_s - self._moved_s, 0.0)
+
+    def note(self) -> None:
+        """Take in progress that nobody in this process waits for."""
+        self._moved_s = self.clock_s
+
+    def announce(self) -> None:
+        """Take in progress, and wake all who wait for it."""
+        self.note()
+        self.changed.set()
+        self.changed = anyio.Event()
 
 
 @dataclass(kw_only=True)

@@ -9,7 +9,8 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_async.bus import EmbeddedBroker, Role
+from areal_async.bus import EmbeddedBroker, Role, declare, open_bus
+from areal_async.bus.permissions import Permissions, permissions
 from areal_async.config.settings import (
     BusSettings,
     DatasetSettings,
@@ -21,8 +22,9 @@ from areal_async.config.settings import (
     TaskSettings,
 )
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import CutKind
-from tests.brokers import OpenRole, until
+from tests.brokers import OpenRole, running_broker, until
 from tests.bus.test_controller import World
 
 pytestmark = pytest.mark.anyio
@@ -62,6 +64,8 @@ async def test_sigterm_ends_it_by_that_signal_after_its_spans_are_written(
         process.send_signal(signal.SIGTERM)
         assert await process.wait() == -signal.SIGTERM
 
+    keys = await world.node.keys("server.")
+    assert keys == [settings.names.server_key("s")], "its try of the broker's permissions leaves nothing"
     lines = (directory.path / "traces" / "controller-0.jsonl").read_text().splitlines()
     spans = [span for line in lines for span in json.loads(line)["resourceSpans"][0]["scopeSpans"][0]["spans"]]
     assert [one["name"] for one in spans].count("admit w") == len(await world.all_tickets())
@@ -88,6 +92,31 @@ async def test_rows_in_another_order_end_it_before_it_admits_any_of_them(
     assert ended.returncode == 2
     assert b"run test: tasks.0.dataset: got 5 rows with SHA-256" in ended.stderr
     assert b"Traceback" not in ended.stderr
+
+
+async def test_a_broker_at_which_no_lost_nodes_server_could_be_disowned_is_refused_at_the_start(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All would wait for its weights without end, and admission with them."""
+
+    def older(role: Role, names: Names) -> Permissions:
+        now = permissions(role, names)
+        return Permissions(tuple(one for one in now.publish if not one.endswith(".server.>")), now.subscribe)
+
+    monkeypatch.setattr("areal_async.bus.accounts.permissions", older)
+    directory = RunDirectory(settings.run_directory)
+    async with running_broker(settings) as broker:
+        directory.write_settings(settings)
+        directory.write_bus_url(broker.url)
+        key = broker.credentials(Role.OPERATOR)
+        async with open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key) as operator:
+            await declare(operator, settings)
+        command = [sys.executable, "-m", "areal_async", "controller", "--run-directory", str(directory.path)]
+        with anyio.fail_after(120.0):
+            ended = await anyio.run_process(command, check=False)
+
+    assert ended.returncode == 2
+    assert b"server.nobody: denied to the role controller, need it to take back" in ended.stderr
 
 
 def _swap_first_lines(file: Path) -> None:

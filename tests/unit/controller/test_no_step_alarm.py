@@ -19,7 +19,7 @@ class Log:
 
     def __init__(self) -> None:
         self.accounts = Accounts(max_groups_in_flight=4)
-        self.drought = NoStepAlarm(self.accounts)
+        self.alarm = NoStepAlarm(self.accounts)
         self.num_groups = 0
 
     def end(self, kind: OutcomeKind, reason: str) -> None:
@@ -33,7 +33,7 @@ class Log:
         self.accounts.add_cut(cut, sequence=1)
 
     def told(self, settings: Settings = SETTINGS) -> tuple[str, str] | None:
-        event = self.drought.look(settings)
+        event = self.alarm.check(settings)
         return event and (event.kind, event.sentence)
 
 
@@ -52,9 +52,9 @@ def test_groups_that_end_untrained_one_after_another_raise_it_once(log: Log) -> 
     assert log.told() == ("alarm.raised", sentence)
     log.end(OutcomeKind.STALE, "over age")
     assert log.told() is None
-    assert log.drought.report()["alarms"] == [log.drought.sentence]
-    assert log.drought.sentence.startswith("5 groups in a row ended untrained (3 filtered, 1 rejected, 1 stale; ")
-    assert (log.drought.report()["untrained"], log.drought.report()["alarm_names"]) == (5, "no_step")
+    assert log.alarm.report()["alarms"] == [log.alarm.sentence]
+    assert log.alarm.sentence.startswith("5 groups in a row ended untrained (3 filtered, 1 rejected, 1 stale; ")
+    assert (log.alarm.report()["untrained"], log.alarm.report()["alarm_names"]) == (5, "no_step")
 
 
 def test_a_batch_clears_it_and_the_count_begins_anew(log: Log) -> None:
@@ -66,7 +66,7 @@ def test_a_batch_clears_it_and_the_count_begins_anew(log: Log) -> None:
     cleared = log.told()
     assert cleared is not None
     assert cleared[0] == "alarm.cleared"
-    assert log.drought.report() == {"untrained": 0, "alarms": [], "alarm_names": ""}
+    assert log.alarm.report() == {"untrained": 0, "alarms": [], "alarm_names": ""}
     log.end(OutcomeKind.FILTERED, "all rewards are 1")
     assert log.told() is None
 
@@ -81,11 +81,11 @@ def test_groups_that_were_only_given_up_do_not_count(log: Log) -> None:
 def test_what_the_log_shows_as_a_controller_begins_was_told_by_the_one_before(log: Log) -> None:
     for _ in range(4):
         log.end(OutcomeKind.FILTERED, "all rewards are 1")
-    log.drought.restore(SETTINGS)
+    log.alarm.check(SETTINGS)
 
     log.end(OutcomeKind.FILTERED, "all rewards are 1")
     assert log.told() is None
-    assert log.drought.sentence
+    assert log.alarm.sentence
 
 
 def test_its_bound_may_change_and_none_is_none(log: Log) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.controller.evaluation import newest_due_step
+from areal_async.controller.evaluation_schedule import newest_due_step
 from areal_async.controller.sampler import (
     MAX_PERIOD,
     MixedSampler,

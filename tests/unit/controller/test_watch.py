@@ -6,7 +6,7 @@ import pytest
 
 from areal_async.controller.reports import AwakeClock, Heard, Reports
 from areal_async.controller.watch import StallVerdict, explain
-from areal_async.launch.stalls import crew_of
+from areal_async.launch.stalls import group_of
 from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
 
 NOW_S = 1000.0
@@ -225,7 +225,7 @@ def test_no_node_has_a_process_that_it_names_killed_for_a_stall(told: tuple[str,
     verdict = explain(reports.by_name, now_s=0.0, silence_s=5.0)
 
     assert verdict.culprit == "group 0-17-0"
-    assert crew_of(verdict.culprit) is None
+    assert group_of(verdict.culprit) is None
 
 
 def test_time_for_which_the_watching_process_was_stopped_does_not_pass() -> None:

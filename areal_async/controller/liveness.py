@@ -1,0 +1,143 @@
+"""Who of the run is alive: nodes that are gone lose their servers, and of a run that stands still the culprit is named.
+
+A node is judged by its silence (``FailureDetector``), a run by the time since its last progress (``RunProgress``).
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import anyio
+import msgspec
+import structlog
+
+from areal_async.bus import Bus
+from areal_async.config.settings import RunSettings
+from areal_async.controller.failure_detector import FailureDetector
+from areal_async.controller.reports import AwakeClock, Reports, RunProgress
+from areal_async.controller.watch import explain, silence_after
+from areal_async.errors import ConflictError, WireError
+from areal_async.protocol.events import ServerFenced
+from areal_async.protocol.run_state import DISOWNED, ServerState
+from areal_async.protocol.wire import decode_json
+from areal_async.telemetry.wait_graph import Stall
+
+MAX_INTERVAL_S = 1.0
+"""Between two looks at how long nothing has moved."""
+IDLE = {"node": "runs 0 groups", "trainer": "waiting"}
+"""Role -> how its state begins once it has nothing to finish; other roles never have anything to."""
+
+log = structlog.get_logger()
+
+
+class LivenessWatch:
+    """What the roles of one run say of themselves, and what follows where they are silent."""
+
+    def __init__(
+        self,
+        bus: Bus,
+        run: RunSettings,
+        *,
+        progress: RunProgress,
+        may_rest: Callable[[], bool],
+        detector: FailureDetector,
+    ) -> None:
+        """``may_rest`` says whether nothing is to move once what was admitted is done, as in a run that is paused."""
+        self._bus = bus
+        self._run = run
+        self._progress = progress
+        self._may_rest = may_rest
+        self._detector = detector
+        self._reports = Reports()
+
+    async def run_reports(self) -> None:
+        """Remember what the roles say of themselves.
+
+        consumes:     everybody's metrics
+        waits for:    the next ones
+        produces:     nothing
+        unblocked by: cancellation alone
+        """
+        async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
+            async for subject, data in messages:
+                try:
+                    said = decode_json(data, dict[str, Any], what=subject)
+                except WireError as exc:
+                    log.warning("report.unreadable", subject=subject, reason=str(exc))
+                    continue
+                role = subject.split(".")[3]
+                if role == "controller":
+                    self._detector.tick(time.monotonic())
+                elif role == "node" and "node_id" in said:
+                    self._detector.on_report(str(said["node_id"]))
+                if self._reports.take(role, said, now_s=self._progress.clock_s):
+                    self._progress.note()
+
+    async def run_stalls(self) -> None:
+        """Say, when nothing has moved for ``watchdog_s`` seconds, who waits for whom, and who is the culprit.
+
+        consumes:     what the roles said last
+        waits for:    the next look
+        produces:     an event
+        unblocked by: cancellation alone
+        """
+        interval_s = min(MAX_INTERVAL_S, self._run.watchdog_s / 10)
+        clock = AwakeClock(time.monotonic(), interval_s=interval_s)
+        while True:
+            await anyio.sleep(interval_s)
+            self._progress.clock_s = clock.tick(time.monotonic())
+            if self._may_rest() and self._has_nothing_to_finish:
+                self._progress.note()  # nothing moves because nobody wants it to
+            if self._progress.quiet_s >= self._run.watchdog_s:
+                await self._publish_stall(self._progress.quiet_s)
+                self._progress.note()
+
+    async def disown_gone(self, entries: Mapping[str, tuple[ServerState, int]]) -> None:
+        """Fence the servers of nodes that are gone for good: nobody is to wait for what they hold.
+
+        A node that comes back claims its servers again. Where it speaks at this very moment, its word stands.
+
+        Args:
+            entries: the key of each server -> its state and the key's revision.
+        """
+        for key, (state, revision) in entries.items():
+            self._detector.on_server_state(key, state.node_id, revision)
+        gone = self._detector.gone(state.node_id for state, _ in entries.values() if not state.fenced)
+        for key, (state, revision) in entries.items():
+            if state.fenced or state.node_id not in gone:
+                continue
+            silent_s = round(self._detector.silent_s(state.node_id))
+            disowned = msgspec.structs.replace(state, version="", fenced=True, reason=DISOWNED)
+            try:
+                self._detector.note_own(key, await self._bus.compare_and_set(key, disowned, revision))
+            except ConflictError:
+                continue
+            log.warning("server.disowned", server_id=state.server_id, node_id=state.node_id, silent_s=silent_s)
+            await self._bus.publish_event(
+                ServerFenced(server_id=state.server_id, reason=f"node not heard for {silent_s} s")
+            )
+
+    @property
+    def _has_nothing_to_finish(self) -> bool:
+        """Whether what was admitted before a pause is done, as far as the roles have said."""
+        # A node that is gone has left its last words behind.
+        said = [
+            (name.split()[0], heard.state)
+            for name, heard in self._reports.by_name.items()
+            if not name.startswith("node ") or self._progress.clock_s - heard.heard_s <= self._detector.lost_s
+        ]
+        return all(state.startswith(IDLE.get(role, "")) for role, state in said)
+
+    async def _publish_stall(self, quiet_s: float) -> None:
+        silence_s = silence_after(self._run.watchdog_s)
+        verdict = explain(self._reports.by_name, now_s=self._progress.clock_s, silence_s=silence_s)
+        stall = Stall(
+            quiet_s=round(quiet_s),
+            sentence=verdict.sentence,
+            culprit=verdict.culprit,
+            chain=verdict.chain,
+            is_starting=verdict.is_starting,
+            waits_for=self._reports.summary(),
+        )
+        log.error(stall.kind, sentence=stall.sentence, culprit=stall.culprit, quiet_s=stall.quiet_s, **stall.waits_for)
+        await self._bus.publish_event(stall)
