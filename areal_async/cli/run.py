@@ -39,7 +39,7 @@ from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.launch.backend import Backend
 from areal_async.launch.backends import BACKENDS
-from areal_async.launch.plan import plan_crews
+from areal_async.launch.plan import plan_groups
 from areal_async.launch.reach import place_of, refuse_loopback
 from areal_async.launch.run import EMBEDDED, hold, launch
 from areal_async.launch.run_directory import FirstStart, RunDirectory
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         say(notice)
     check(settings)
     backend = BACKENDS[settings.launch.backend]()
-    plan_crews(
+    plan_groups(
         settings, directory, gpus=gpus, hosts=backend.hosts
     )  # refuses what this host cannot hold, before anything is removed
     check_hosts(settings, backend)

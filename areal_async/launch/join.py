@@ -26,7 +26,7 @@ from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.gpus import share_gpus
 from areal_async.launch.heartbeat_lock import BEAT_S, NUM_MISSED, held, next_word, run_beats
-from areal_async.launch.plan import FIRST_NODE, node_crew
+from areal_async.launch.plan import FIRST_NODE, node_group
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
@@ -147,7 +147,7 @@ def _why_over(state: RunState | None, control: Control | None) -> str | None:
 
 
 class _Guest:
-    """A node of a run that lives elsewhere, through that run's absences."""
+    """A node of a run that lives elsewhere, also while that run is away."""
 
     def __init__(
         self, invitation: Invitation, *, node_id: str, backend: Backend, prepare: Prepare, notify: Notify
@@ -176,19 +176,19 @@ class _Guest:
             settings = localised(_read_settings(shared, self._run), self._invitation)
             await self._check_open(bus)
             self._check_files(settings, shared)
-            settings = self._prepare(settings)  # before the id is claimed: nobody is to wait for a host that is refused
+            settings = self._prepare(settings)  # before the id is taken: nobody is to wait for a host that is refused
             self._wait_s = settings.launch.join_wait_s
             self._met, _ = await bus.get(LAUNCHER, Holder)
             if await next_word(bus, LAUNCHER, within_s=NUM_MISSED * BEAT_S) is None:
                 return None
-            claim = held(
+            locking = held(
                 bus,
                 bus.names.node_key(self._node_id),
                 what=f"--node-id: node {self._node_id} of run {self._run}",
                 refusal="need another id; leave it out for a new one",
                 notify=self._notify,
             )
-            async with claim as holder:
+            async with locking as holder:
                 return await self._stay_as(holder, settings, bus)
 
     async def wait_for_run(self) -> RunEnd | None:
@@ -242,9 +242,9 @@ class _Guest:
             tasks.start_soon(run_blockages, directory.path, self._notify)
             tasks.start_soon(run_rotation, directory.logs)
             for key, kind in ((RUN_STATE, RunState), (CONTROL, Control)):
-                tasks.start_soon(self._heed, bus, key, kind, supervisor.stop)
+                tasks.start_soon(self._stop_when_over, bus, key, kind, supervisor.stop)
             tasks.start_soon(self._follow_launcher, bus, silent_s, supervisor.stop)
-            tasks.start_soon(functools.partial(_claim, bus, bus.names.node_key(self._node_id), holder, what=what))
+            tasks.start_soon(functools.partial(_keep_lock, bus, bus.names.node_key(self._node_id), holder, what=what))
             log.info("node.joined", run=self._run, node_id=self._node_id)
             self._notify(f"node {self._node_id} joins run {self._run}; its logs are in {directory.logs}")
             try:
@@ -262,17 +262,19 @@ class _Guest:
         frozen = settings.frozen_policies.values()
         num_gpus = settings.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
         gpus, _ = share_gpus(visible_gpus(), num_inference=num_gpus, num_trainer=0)
-        crew = node_crew(settings, directory, node_id=self._node_id, gpus=gpus)
+        group = node_group(settings, directory, node_id=self._node_id, gpus=gpus)
 
         async def read_failure() -> str | None:
             state, _ = await bus.get(RUN_STATE, RunState)
             return self._failure_in(state)
 
         return RunSupervisor(
-            [crew], backend=self._backend, notify=self._notify, read_failure=read_failure, stopping=STOPPING
+            [group], backend=self._backend, notify=self._notify, read_failure=read_failure, stopping=STOPPING
         )
 
-    async def _heed(self, bus: Bus, key: str, kind: type[RunState] | type[Control], stop: Callable[[], None]) -> None:
+    async def _stop_when_over(
+        self, bus: Bus, key: str, kind: type[RunState] | type[Control], stop: Callable[[], None]
+    ) -> None:
         """Stop the node when the run is over.
 
         consumes:     one of the keys that say so
@@ -326,12 +328,12 @@ class _Guest:
                         if (over := _why_over(self._state, control)) is not None:
                             self._notify(f"the run {over}")
                             return self._end_of_run(RunEnd.STOPPED)
-                        revision, is_told = seen, is_told or self._tell_away()
+                        revision, is_told = seen, is_told or self._notify_away()
                         await anyio.sleep(BEAT_S / 2)
-            is_told = is_told or self._tell_away()
+            is_told = is_told or self._notify_away()
             await anyio.sleep(BEAT_S)
 
-    def _tell_away(self) -> bool:
+    def _notify_away(self) -> bool:
         self._notify(f"run {self._run} is away; waiting up to {self._wait_s:g} s for it to come back")
         log.warning("run.away", run=self._run, wait_s=self._wait_s)
         return True
@@ -388,16 +390,16 @@ class _Guest:
         run, node_id = self._run, self._node_id
         if (over := _why_over(*await _state_of(bus))) is not None:
             raise UserError(f"run {run}: it {over}; start it again before nodes join")
-        crew, _ = await bus.get(bus.names.crew_key(f"node-{node_id}"), CrewState)
+        group, _ = await bus.get(bus.names.crew_key(f"node-{node_id}"), CrewState)
         holder, _ = await bus.get(bus.names.node_key(node_id), Holder)
         # The launcher tells of nodes that have joined, too: whether those live, their own keys say.
-        if node_id == FIRST_NODE or (holder is None and crew is not None and crew.state == "running"):
+        if node_id == FIRST_NODE or (holder is None and group is not None and group.state == "running"):
             raise UserError(
                 f"--node-id: run {run} has a node {node_id} already, need another id; leave it out for a new one"
             )
 
 
-async def _claim(bus: Bus, key: str, holder: Holder, *, what: str) -> None:
+async def _keep_lock(bus: Bus, key: str, holder: Holder, *, what: str) -> None:
     """Keep the node's id for as long as the broker is there; that it is not, ``_follow_launcher`` notices."""
     try:
         await run_beats(bus, key, holder, what=what)

@@ -1,4 +1,4 @@
-"""Who is there: what becomes of each crew, under its key for ``status`` and as events for the run's history.
+"""Who is there: what becomes of each group, under its key for ``status`` and as events for the run's history.
 
 The launcher knows why a process that it started has died, and hears when its successor works. A node that joined
 from elsewhere it knows by hearing alone: silence is all there is to tell of its end.
@@ -16,7 +16,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 from areal_async.bus import Bus
 from areal_async.controller.reports import AwakeClock
 from areal_async.errors import WireError
-from areal_async.launch.supervisor import CrewChange
+from areal_async.launch.supervisor import GroupChange
 from areal_async.protocol.events import Event, RoleLeft, RoleLost, RoleReturned, RoleStarted
 from areal_async.protocol.run_state import CrewState
 from areal_async.protocol.subjects import TOKEN
@@ -29,15 +29,15 @@ SILENT_S = 2.5
 """Everybody speaks every second."""
 DEAF_S = 1.5
 """When nobody has been heard for this long it is the broker that is away, and nobody else's silence says anything."""
-MAX_CREW_CHARACTERS = 256
-"""Whoever speaks for nodes may call one as he likes."""
+MAX_GROUP_CHARACTERS = 256
+"""A process that speaks for nodes may call one as it likes."""
 
 log = structlog.get_logger()
 
 
 @dataclass(slots=True)
 class _Known:
-    """A crew as it was seen last."""
+    """A process group as it was seen last."""
 
     state: str
     num_starts: int
@@ -48,75 +48,75 @@ class _Known:
 
 
 class Membership:
-    """What is known of every crew. Pure: it is told what happens and when, and returns what there is to tell."""
+    """What is known of every process group. Pure: it takes in what happens and when, and returns what is to be told."""
 
     def __init__(self) -> None:
         self._known: dict[str, _Known] = {}
         self._heard_s = -math.inf
 
-    def change(self, change: CrewChange, *, now_s: float) -> Iterator[Event]:
+    def on_change(self, change: GroupChange, *, now_s: float) -> Iterator[Event]:
         """Take in what the launcher itself has done or seen."""
-        known = self._known.setdefault(change.crew, _Known(change.state, change.num_starts))
+        known = self._known.setdefault(change.group, _Known(change.state, change.num_starts))
         known.state, known.num_starts, known.heard_s = change.state, change.num_starts, None
         match change.state:
             case "running" if change.num_starts == 1:
-                yield RoleStarted(crew=change.crew, at=change.at)
+                yield RoleStarted(crew=change.group, at=change.at)
             case "died":
                 known.lost_s = now_s
-                yield RoleLost(crew=change.crew, reason=change.reason, num_starts=change.num_starts, at=change.at)
+                yield RoleLost(crew=change.group, reason=change.reason, num_starts=change.num_starts, at=change.at)
             case "finished" | "stopped":
-                yield RoleLeft(crew=change.crew, at=change.at)
+                yield RoleLeft(crew=change.group, at=change.at)
 
-    def hear(self, crew: str, *, now_s: float) -> Iterator[Event | CrewChange]:
-        """Take in that a process of a crew has spoken."""
+    def on_report(self, group: str, *, now_s: float) -> Iterator[Event | GroupChange]:
+        """Take in that a process of a group has spoken."""
         self._heard_s = now_s
-        known = self._known.get(crew)
+        known = self._known.get(group)
         if known is None:
-            self._known[crew] = _Known("running", 1, heard_s=now_s)
-            yield CrewChange(crew=crew, state="running", num_starts=1)
-            yield RoleStarted(crew=crew)
+            self._known[group] = _Known("running", 1, heard_s=now_s)
+            yield GroupChange(group=group, state="running", num_starts=1)
+            yield RoleStarted(crew=group)
             return
         if known.heard_s is not None:
             known.heard_s = now_s
             if known.state != "running":
                 known.state, known.num_starts = "running", known.num_starts + 1
-                yield CrewChange(crew=crew, state="running", num_starts=known.num_starts)
+                yield GroupChange(group=group, state="running", num_starts=known.num_starts)
         if known.state == "running" and known.lost_s is not None:
             away_s = round(now_s - known.lost_s, 1)
             known.lost_s = None
-            yield RoleReturned(crew=crew, num_starts=known.num_starts, away_s=away_s)
+            yield RoleReturned(crew=group, num_starts=known.num_starts, away_s=away_s)
 
-    def leave(self, crew: str) -> Iterator[Event | CrewChange]:
+    def on_farewell(self, group: str) -> Iterator[Event | GroupChange]:
         """Take in that a process has said farewell; of one that the launcher keeps it knows better itself."""
-        known = self._known.get(crew)
+        known = self._known.get(group)
         if known is not None and known.heard_s is not None and known.state == "running":
             known.state = "stopped"
-            yield CrewChange(crew=crew, state="stopped", num_starts=known.num_starts)
-            yield RoleLeft(crew=crew)
+            yield GroupChange(group=group, state="stopped", num_starts=known.num_starts)
+            yield RoleLeft(crew=group)
 
-    def look(self, *, now_s: float) -> Iterator[Event | CrewChange]:
+    def check(self, *, now_s: float) -> Iterator[Event | GroupChange]:
         """Look who is not heard any more."""
         if now_s - self._heard_s > DEAF_S:
             return
-        for crew, known in self._known.items():
+        for group, known in self._known.items():
             if known.heard_s is not None and known.state == "running" and now_s - known.heard_s > SILENT_S:
                 known.state, known.lost_s = "died", now_s
                 reason = f"not heard for {now_s - known.heard_s:.1f} s"
-                yield CrewChange(crew=crew, state="died", num_starts=known.num_starts, reason=reason)
-                yield RoleLost(crew=crew, reason=reason, num_starts=known.num_starts)
+                yield GroupChange(group=group, state="died", num_starts=known.num_starts, reason=reason)
+                yield RoleLost(crew=group, reason=reason, num_starts=known.num_starts)
 
 
-class PresenceKeeper:
-    """Tells what ``Membership`` finds."""
+class MembershipPublisher:
+    """Publishes what ``Membership`` finds: a key for ``status``, and events for the run's history."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus
-        self._presence = Membership()
+        self._membership = Membership()
         self._reasons: dict[str, str] = {}
         self._clock_s = time.monotonic()
 
-    async def run_changes(self, changes: MemoryObjectReceiveStream[CrewChange]) -> None:
-        """Tell what becomes of the crews that the launcher keeps.
+    async def run_changes(self, changes: MemoryObjectReceiveStream[GroupChange]) -> None:
+        """Tell what becomes of the groups that the launcher keeps.
 
         consumes:     changes
         waits for:    the next one
@@ -125,49 +125,49 @@ class PresenceKeeper:
         """
         with changes:
             async for change in changes:
-                await self._tell(change)
-                for event in self._presence.change(change, now_s=self._clock_s):
-                    await self._tell(event)
-                if change.crew == BROKER:  # that what is told here was stored is its return
-                    await self._tell_all(self._presence.hear(change.crew, now_s=self._clock_s))
+                await self._publish(change)
+                for event in self._membership.on_change(change, now_s=self._clock_s):
+                    await self._publish(event)
+                if change.group == BROKER:  # that what is told here was stored is its return
+                    await self._publish_all(self._membership.on_report(change.group, now_s=self._clock_s))
 
-    async def run_hearing(self) -> None:
+    async def run_reports(self) -> None:
         """Tell who is heard again, who joins, and who has joined and falls silent; until cancelled."""
         async with anyio.create_task_group() as loops:
-            loops.start_soon(self._run_look)
+            loops.start_soon(self._run_checks)
             async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
                 async for subject, data in messages:
-                    crew = crew_of_metrics(subject)
-                    if len(crew) > MAX_CREW_CHARACTERS or not TOKEN.fullmatch(crew):  # it is to become a key
+                    group = group_of_metrics(subject)
+                    if len(group) > MAX_GROUP_CHARACTERS or not TOKEN.fullmatch(group):  # it is to become a key
                         log.warning("report.of_nobody", subject=subject)
                         continue
                     if _is_farewell(data, subject):
-                        await self._tell_all(self._presence.leave(crew))
+                        await self._publish_all(self._membership.on_farewell(group))
                     else:
-                        await self._tell_all(self._presence.hear(crew, now_s=self._clock_s))
+                        await self._publish_all(self._membership.on_report(group, now_s=self._clock_s))
 
-    async def _run_look(self) -> None:
+    async def _run_checks(self) -> None:
         clock = AwakeClock(self._clock_s, interval_s=TICK_S)
         while True:
             await anyio.sleep(TICK_S)
             self._clock_s = clock.tick(time.monotonic())
-            await self._tell_all(self._presence.look(now_s=self._clock_s))
+            await self._publish_all(self._membership.check(now_s=self._clock_s))
 
-    async def _tell_all(self, news: Iterator[Event | CrewChange]) -> None:
+    async def _publish_all(self, news: Iterator[Event | GroupChange]) -> None:
         for one in list(news):
-            await self._tell(one)
+            await self._publish(one)
 
-    async def _tell(self, news: Event | CrewChange) -> None:
+    async def _publish(self, news: Event | GroupChange) -> None:
         if isinstance(news, Event):
             await self._bus.publish_event(news)
             return
-        self._reasons[news.crew] = reason = news.reason or self._reasons.get(news.crew, "")
-        state = CrewState(name=news.crew, state=news.state, reason=reason, num_starts=news.num_starts, at=news.at)
-        await self._bus.put(self._bus.names.crew_key(news.crew), state)
+        self._reasons[news.group] = reason = news.reason or self._reasons.get(news.group, "")
+        state = CrewState(name=news.group, state=news.state, reason=reason, num_starts=news.num_starts, at=news.at)
+        await self._bus.put(self._bus.names.crew_key(news.group), state)
 
 
-def crew_of_metrics(subject: str) -> str:
-    """Return the crew of the process that speaks on a metrics subject."""
+def group_of_metrics(subject: str) -> str:
+    """Return the process group of which a process speaks on a metrics subject."""
     role, _, instance = subject.split(".", 3)[-1].partition(".")
     return f"node-{instance}" if role == "node" else role
 

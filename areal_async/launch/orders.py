@@ -17,7 +17,7 @@ async def take_back_stop(bus: Bus) -> None:
         await bus.compare_and_set(CONTROL, msgspec.structs.replace(control, is_stopping=False), revision)
 
 
-async def heed_stop(bus: Bus, *, stop: Callable[[], None], notify: Notify) -> None:
+async def run_stop_orders(bus: Bus, *, stop: Callable[[], None], notify: Notify) -> None:
     """Stop the run when it is ordered. Orders are told as events; only a pause from before this start is told here.
 
     consumes:     the key ``control``

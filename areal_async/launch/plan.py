@@ -27,10 +27,10 @@ ARENAS = "MALLOC_ARENA_MAX"
 rank grew by 4.3 kB a step, and by nothing with a single one. Tensors are too large to come from any."""
 
 
-def plan_crews(
+def plan_groups(
     settings: Settings, directory: RunDirectory, *, gpus: tuple[str, ...], hosts: Sequence[str] = (LOOPBACK,)
 ) -> list[ProcessGroup]:
-    """Return the crews of a run, in the order in which they are to be stopped.
+    """Return the process groups of a run, in the order in which they are to be stopped.
 
     One host has everything. Of several, the first has the trainer and the controller, and each other one a node.
 
@@ -70,7 +70,7 @@ def plan_crews(
             may_finish=True,
         ),
         *(
-            node_crew(settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done)
+            node_group(settings, directory, node_id=str(index), gpus=node_gpus, host=host, work_done=work_done)
             for index, (host, node_gpus) in enumerate(places, int(FIRST_NODE))
         ),
         ProcessGroup(
@@ -85,7 +85,7 @@ def plan_crews(
     ]
 
 
-def node_crew(
+def node_group(
     settings: Settings,
     directory: RunDirectory,
     *,
@@ -94,7 +94,7 @@ def node_crew(
     host: str | None = None,
     work_done: Callable[[], int] | None = None,
 ) -> ProcessGroup:
-    """Return the crew of one node, which reads its settings and the broker's address from ``directory``."""
+    """Return the process group of one node, which reads its settings and the broker's address from ``directory``."""
     name = f"node-{node_id}"
     num_threads = settings.inference.num_threads
     spec = role_spec(directory, name, "node", "--node-id", node_id, num_threads=num_threads, gpus=gpus, host=host)

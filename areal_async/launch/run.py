@@ -29,15 +29,15 @@ from areal_async.launch.backend import Backend
 from areal_async.launch.blockages import run_blockages
 from areal_async.launch.heartbeat_lock import own_holder, run_beats, wait_released
 from areal_async.launch.lost import find_lost
-from areal_async.launch.membership import BROKER, PresenceKeeper
-from areal_async.launch.orders import heed_stop, take_back_stop
-from areal_async.launch.plan import plan_crews
+from areal_async.launch.membership import BROKER, MembershipPublisher
+from areal_async.launch.orders import run_stop_orders, take_back_stop
+from areal_async.launch.plan import plan_groups
 from areal_async.launch.reach import refuse_loopback
 from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import FirstStart, LiveError, RunDirectory
 from areal_async.launch.stalls import StallWatch
 from areal_async.launch.starts import LAST_WORDS_S, Start, begin, has_tickets, is_finished, resume_point
-from areal_async.launch.supervisor import CrewChange, Notify, RunEnd, RunSupervisor
+from areal_async.launch.supervisor import GroupChange, Notify, RunEnd, RunSupervisor
 from areal_async.process.host import LOOPBACK, visible_gpus
 from areal_async.protocol.run_state import RunState, SharedSettings
 from areal_async.protocol.subjects import LAUNCHER, NODES, RUN_STATE, SETTINGS
@@ -47,7 +47,7 @@ CONNECT_DEADLINE_S = 10.0
 TRY_S = 2.0
 """At one address of a live run's broker; then it is looked whether the run lives still, and where."""
 POLL_S = 0.1
-SEE_OFF_S = 15.0
+JOINED_NODES_S = 15.0
 """For joined nodes to end, while the broker still runs."""
 
 
@@ -75,11 +75,11 @@ async def launch(
         UserError: the settings, the workflow or the data are at fault, or other hosts could not find the broker.
         PipelineError: the run failed.
     """
-    crews = plan_crews(settings, directory, gpus=visible_gpus(), hosts=backend.hosts)
+    groups = plan_groups(settings, directory, gpus=visible_gpus(), hosts=backend.hosts)
     host = await _broker_host(settings, backend, notify)
-    said, changes = anyio.create_memory_object_stream[CrewChange](math.inf)  # a crew changes a few times at most
+    said, changes = anyio.create_memory_object_stream[GroupChange](math.inf)  # a group changes a few times at most
 
-    def note(change: CrewChange) -> None:
+    def note(change: GroupChange) -> None:
         with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):  # the run has ended
             said.send_nowait(change)
 
@@ -95,25 +95,13 @@ async def launch(
         if await is_finished(bus, steps=settings.run.steps):
             return RunEnd.ALREADY_FINISHED
         await begin(bus, directory, settings, start, notify=notify)
-        await bus.put(RUN_STATE, RunState())
-        shared = SharedSettings(
-            settings=settings.model_dump_json(),
-            library=areal_async.__version__,
-            files=source_hashes(task.workflow for task in settings.tasks),
-        )
-        await bus.put(SETTINGS, shared)
-        await take_back_stop(bus)
-        await forget_earlier(bus, with_nodes=settings.bus.url == EMBEDDED)
+        await _publish_start(bus, settings)
         holder = own_holder()
         await bus.put(LAUNCHER, holder)
-
-        async def read_failure() -> str | None:
-            now, _ = await bus.get(RUN_STATE, RunState)
-            return now.reason if now is not None and now.state == "failed" else None
-
-        presence = PresenceKeeper(bus)
-        supervisor = RunSupervisor(crews, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
-        stalls = StallWatch(bus, settings.run, crews=supervisor, notify=notify)
+        membership = MembershipPublisher(bus)
+        read_failure = functools.partial(_failure_of, bus)
+        supervisor = RunSupervisor(groups, backend=backend, notify=notify, read_failure=read_failure, on_change=note)
+        stalls = StallWatch(bus, settings.run, groups=supervisor, notify=notify)
         end: RunEnd | None = None
         failure: BaseException | None = None
         try:
@@ -121,13 +109,13 @@ async def launch(
                 tasks.start_soon(watch, bus)
                 tasks.start_soon(stalls.run)
                 tasks.start_soon(functools.partial(run_beats, bus, LAUNCHER, holder, what=f"run {settings.run.name}"))
-                tasks.start_soon(presence.run_hearing)
+                tasks.start_soon(membership.run_reports)
                 tasks.start_soon(run_blockages, directory.path, notify)
                 tasks.start_soon(run_rotation, directory.logs)
-                tasks.start_soon(functools.partial(heed_stop, bus, stop=supervisor.stop, notify=notify))
+                tasks.start_soon(functools.partial(run_stop_orders, bus, stop=supervisor.stop, notify=notify))
                 async with anyio.create_task_group() as telling:
                     with said:
-                        telling.start_soon(presence.run_changes, changes)
+                        telling.start_soon(membership.run_changes, changes)
                         end = await supervisor.run()
                     telling.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_S
                 tasks.cancel_scope.cancel()
@@ -140,9 +128,28 @@ async def launch(
                 if end is not RunEnd.FINISHED and await has_tickets(bus):
                     notify(f"another start goes on from step {await resume_point(bus, directory)}")
                 if settings.bus.url == EMBEDDED and bus.connection.is_connected and end is not RunEnd.KILLED:
-                    await see_off(bus)
+                    await wait_for_joined_nodes(bus)
         assert end is not None  # else something was raised
         return end
+
+
+async def _publish_start(bus: Bus, settings: Settings) -> None:
+    """Say that the run goes on, and with which settings; forget what an earlier start has said of its processes."""
+    await bus.put(RUN_STATE, RunState())
+    shared = SharedSettings(
+        settings=settings.model_dump_json(),
+        library=areal_async.__version__,
+        files=source_hashes(task.workflow for task in settings.tasks),
+    )
+    await bus.put(SETTINGS, shared)
+    await take_back_stop(bus)
+    await forget_earlier(bus, with_nodes=settings.bus.url == EMBEDDED)
+
+
+async def _failure_of(bus: Bus) -> str | None:
+    """Return why the run as a whole has failed; None while it has not."""
+    now, _ = await bus.get(RUN_STATE, RunState)
+    return now.reason if now is not None and now.state == "failed" else None
 
 
 async def _note_begun(bus: Bus, settings: Settings, first: FirstStart) -> None:
@@ -174,9 +181,9 @@ async def note_end(bus: Bus, *, failure: BaseException | None = None) -> None:
             await bus.compare_and_set(RUN_STATE, end, revision)
 
 
-async def see_off(bus: Bus) -> None:
+async def wait_for_joined_nodes(bus: Bus) -> None:
     """Let nodes that have joined give back what they hold, before the broker ends with the run."""
-    with anyio.move_on_after(SEE_OFF_S, shield=True), suppress(BusError):
+    with anyio.move_on_after(JOINED_NODES_S, shield=True), suppress(BusError):
         await wait_released(bus, NODES)
 
 
@@ -352,7 +359,7 @@ async def _open_run(
     *,
     host: str,
     is_fresh: bool,
-    on_change: Callable[[CrewChange], None],
+    on_change: Callable[[GroupChange], None],
     notify: Notify,
 ) -> AsyncIterator[Bus]:
     """Have a broker with the run's streams, its address in the run directory, and the operator's connection to it."""
@@ -367,14 +374,14 @@ async def _open_run(
 
 @asynccontextmanager
 async def _broker(
-    settings: Settings, host: str = LOOPBACK, on_change: Callable[[CrewChange], None] = lambda _: None
+    settings: Settings, host: str = LOOPBACK, on_change: Callable[[GroupChange], None] = lambda _: None
 ) -> AsyncIterator[str]:
     if settings.bus.url != EMBEDDED:
         yield settings.bus.url
         return
 
     def tell(state: str, reason: str, num_starts: int) -> None:
-        on_change(CrewChange(crew=BROKER, state=state, num_starts=num_starts, reason=reason))
+        on_change(GroupChange(group=BROKER, state=state, num_starts=num_starts, reason=reason))
 
     broker = EmbeddedBroker(settings, host=host, on_change=tell)
     await broker.start()

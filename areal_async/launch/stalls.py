@@ -17,7 +17,7 @@ from areal_async.config.settings import RunSettings
 from areal_async.controller.reports import AwakeClock
 from areal_async.controller.watch import silence_after
 from areal_async.errors import PipelineError, WireError
-from areal_async.launch.membership import crew_of_metrics
+from areal_async.launch.membership import group_of_metrics
 from areal_async.launch.supervisor import Notify
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
@@ -32,7 +32,7 @@ LAST_WORDS_S = 2.0
 log = structlog.get_logger()
 
 
-class Crews(Protocol):
+class ProcessGroups(Protocol):
     """What is asked of a ``RunSupervisor``."""
 
     def ask_stacks(self) -> None: ...
@@ -41,19 +41,19 @@ class Crews(Protocol):
 
 
 class StallWatch:
-    """Hears of stalls, and of nothing."""
+    """What the launcher does about a run that stands still, or of which nobody is heard."""
 
-    def __init__(self, bus: Bus, settings: RunSettings, *, crews: Crews, notify: Notify) -> None:
+    def __init__(self, bus: Bus, settings: RunSettings, *, groups: ProcessGroups, notify: Notify) -> None:
         self._bus = bus
         self._settings = settings
-        self._crews = crews
+        self._groups = groups
         self._notify = notify
         self._clock_s = time.monotonic()
         self._heard_s = self._clock_s
         self._controller_heard_s: float | None = None
         """``None`` before the first time, and once it was found to be silent."""
         self.spoken_in: dict[str, int] = {}
-        """Crew -> the start since which it has spoken."""
+        """Process group -> the start since which it has spoken."""
 
     async def run(self) -> None:
         """Watch until cancelled.
@@ -83,10 +83,10 @@ class StallWatch:
     async def _run_metrics(self) -> None:
         async with self._bus.subscribe(self._bus.names.all_metrics) as messages:
             async for subject, _ in messages:
-                crew = crew_of_metrics(subject)
-                self.spoken_in[crew] = self._crews.num_starts(crew)
+                group = group_of_metrics(subject)
+                self.spoken_in[group] = self._groups.num_starts(group)
                 self._heard_s = self._clock_s
-                if crew == wait_graph.CONTROLLER:
+                if group == wait_graph.CONTROLLER:
                     self._controller_heard_s = self._clock_s
 
     async def _run_silence(self) -> None:
@@ -99,9 +99,9 @@ class StallWatch:
             silent_s = self._clock_s - self._controller_heard_s
             if silent_s >= self._settings.watchdog_s:
                 self._controller_heard_s = None
-                await self._tell_silence(silent_s)
+                await self._act_on_silence(silent_s)
 
-    async def _tell_silence(self, silent_s: float) -> None:
+    async def _act_on_silence(self, silent_s: float) -> None:
         is_alone = self._clock_s - self._heard_s < silence_after(self._settings.watchdog_s)
         culprit = wait_graph.CONTROLLER if is_alone else wait_graph.BROKER
         who = "the controller has not" if is_alone else "over the broker nobody has"
@@ -111,16 +111,16 @@ class StallWatch:
         await self._act(culprit, sentence, is_starting=False)
 
     async def _act(self, culprit: str, sentence: str, *, is_starting: bool) -> None:
-        self._crews.ask_stacks()
-        crew = crew_of(culprit)
-        if crew is not None and self.spoken_in.get(crew) != self._crews.num_starts(crew):
+        self._groups.ask_stacks()
+        group = group_of(culprit)
+        if group is not None and self.spoken_in.get(group) != self._groups.num_starts(group):
             is_starting = True
         if is_starting:
             return
         match self._settings.on_stall:
-            case "restart" if crew is not None and self._crews.num_starts(crew):
-                self._notify(f"{culprit} holds up the run: killing {crew}, to start it again")
-                self._crews.restart(crew)
+            case "restart" if group is not None and self._groups.num_starts(group):
+                self._notify(f"{culprit} holds up the run: killing {group}, to start it again")
+                self._groups.restart(group)
             case "restart":
                 self._notify(f"{culprit} holds up the run, and is no process to be started again")
             case "end":
@@ -131,8 +131,8 @@ class StallWatch:
                 raise PipelineError(cause)
 
 
-def crew_of(culprit: str) -> str | None:
-    """Return the crew that a process belongs to; None for what is none."""
+def group_of(culprit: str) -> str | None:
+    """Return the process group that an entity of ``wait_graph`` belongs to; None for one that is in none."""
     kind, _, name = culprit.partition(" ")
     match kind:
         case "trainer" | "controller" if not name:

@@ -1,13 +1,13 @@
 """Keeping the processes of a run alive, and ending them in the right order. On any backend.
 
-    crew      processes that live and die together: the controller, a node, all ranks of the trainer
-    a death   the whole crew is started again after a pause, until its limit; then the run ends with the cause. Deaths
+    group     processes that live and die together: the controller, a node, all ranks of the trainer
+    a death   the whole group is started again after a pause, until its limit; then the run ends with the cause. Deaths
               long ago, or before work that lasts, no longer count: a run of weeks outlives any number of them. Nor
               does one with an excuse: what caused it is known and will not be run again
     status 2  the user's mistake: the run ends at once with that process's sentence
-    the end   the crew that ``ends_run`` exits 0, then the others are stopped
+    the end   the group that ``ends_run`` exits 0, then the others are stopped
 
-The first SIGINT or SIGTERM stops crew by crew (the trainer checkpoints first), the second kills everything;
+The first SIGINT or SIGTERM stops group by group (the trainer checkpoints first), the second kills everything;
 neither loses anything that was stored, so the run can be resumed after both.
 """
 
@@ -40,10 +40,10 @@ Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CrewChange:
-    """What has become of a crew."""
+class GroupChange:
+    """What has become of a process group."""
 
-    crew: str
+    group: str
     state: str
     """As in ``types.CrewState``."""
     num_starts: int
@@ -84,13 +84,17 @@ class ProcessGroup:
     """Exiting 0 finishes the run; the others are then stopped."""
     may_finish: bool = False
     """Exiting 0 is no death: its work is done."""
+    first_pause_s: float = FIRST_PAUSE_S
+    """Seconds before the first restart; twice as many before each further one."""
+    farewell_s: float = FAREWELL_S
+    """Seconds in which, after one process has died, the others may still say why."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """A crew at work."""
+    """A process group at work."""
 
-    crew: ProcessGroup
+    group: ProcessGroup
     processes: list[Process] = field(default_factory=list)
     ended: anyio.Event = field(default_factory=anyio.Event)
     deaths: deque[float] = field(default_factory=deque)
@@ -109,7 +113,7 @@ class _Member:
     def excuse(self, death: Death) -> str | None:
         """Return why a death does not count; None when it does."""
         self._note_work()
-        excuse = self.crew.excuse(death) if self.crew.excuse is not None else None
+        excuse = self.group.excuse(death) if self.group.excuse is not None else None
         if excuse is None or self.num_excused == MAX_EXCUSED:
             return None
         self.num_excused += 1
@@ -117,14 +121,14 @@ class _Member:
 
     def note_death(self) -> None:
         """Count one more, and forget those that no longer tell against a restart."""
-        crew, now = self.crew, time.monotonic()
+        group, now = self.group, time.monotonic()
         self._note_work()
         self.deaths.append(now)
-        while crew.restart_window_s is not None and self.deaths[0] < now - crew.restart_window_s:
+        while group.restart_window_s is not None and self.deaths[0] < now - group.restart_window_s:
             self.deaths.popleft()
 
     def _note_work(self) -> None:
-        work_done = self.crew.work_done() if self.crew.work_done is not None else 0
+        work_done = self.group.work_done() if self.group.work_done is not None else 0
         if work_done > self.work_done:
             self.work_done = work_done
             self.deaths.clear()
@@ -138,34 +142,30 @@ class _Member:
 
 
 class RunSupervisor:
-    """Runs crews until the run ends. One use each."""
+    """Runs the process groups of one run until that ends. One use each."""
 
     def __init__(
         self,
-        crews: Sequence[ProcessGroup],
+        groups: Sequence[ProcessGroup],
         *,
         backend: Backend,
         notify: Notify,
         read_failure: Callable[[], Awaitable[str | None]],
-        on_change: Callable[[CrewChange], None] = lambda _: None,
-        first_pause_s: float = FIRST_PAUSE_S,
-        farewell_s: float = FAREWELL_S,
+        on_change: Callable[[GroupChange], None] = lambda _: None,
         stopping: str = STOPPING,
     ) -> None:
-        """Take the crews in the order in which they are to be stopped.
+        """Take the groups in the order in which they are to be stopped.
 
         Args:
             stopping: what the user is told when a stop begins.
             read_failure: asked after each death: why the run as a whole has failed, ``None`` when it has not.
             on_change: told of every start, death and end. It must not block.
         """
-        self._members = [_Member(crew) for crew in crews]
+        self._members = [_Member(group) for group in groups]
         self._backend = backend
         self._notify = notify
         self._read_failure = read_failure
         self._on_change = on_change
-        self._first_pause_s = first_pause_s
-        self._farewell_s = farewell_s
         self._stopping_sentence = stopping
         self._stopping = anyio.Event()
         self._is_asked_to_stop = anyio.Event()
@@ -173,16 +173,16 @@ class RunSupervisor:
         self._end: RunEnd | None = None
 
     async def run(self) -> RunEnd:
-        """Start all crews and return when the run has ended and no process is left.
+        """Start all groups and return when the run has ended and no process is left.
 
         consumes:     exits of processes, SIGINT and SIGTERM
         waits for:    the end of the run
         produces:     restarts, and one line for the user about each
-        unblocked by: a crew that ends the run, a signal, or a failure
+        unblocked by: a group that ends the run, a signal, or a failure
 
         Raises:
             UserError: a process exited with status 2.
-            PipelineError: a crew died too often, or the run was declared failed.
+            PipelineError: a group died too often, or the run was declared failed.
         """
         try:
             async with anyio.create_task_group() as tasks:
@@ -206,13 +206,13 @@ class RunSupervisor:
             process.ask_stacks()
 
     def num_starts(self, name: str) -> int:
-        """Return how often a crew was started; 0 when there is none of that name."""
-        return sum(member.num_starts for member in self._members if member.crew.name == name)
+        """Return how often a process group was started; 0 when there is none of that name."""
+        return sum(member.num_starts for member in self._members if member.group.name == name)
 
     def restart(self, name: str) -> None:
-        """Kill a crew, frozen or not, so that it is started again as one that died."""
+        """Kill a process group, frozen or not, so that it is started again as one that died."""
         for member in self._members:
-            if member.crew.name == name and not self._stopping.is_set():
+            if member.group.name == name and not self._stopping.is_set():
                 for process in member.processes:
                     process.kill()
 
@@ -224,74 +224,75 @@ class RunSupervisor:
     def _processes(self) -> list[Process]:
         return [process for member in self._members for process in member.processes]
 
-    # Crews
+    # Process groups
 
     async def _run_member(self, member: _Member) -> None:
-        """Keep one crew alive until it is done, is stopped or dies too often.
+        """Keep one group alive until it is done, is stopped or dies too often.
 
         consumes:     exits of its processes
         waits for:    the first death, or all of them exiting 0
         produces:     restarts
         unblocked by: the processes themselves; the pause between restarts also by a stop
         """
-        crew = member.crew
+        group = member.group
         while not self._stopping.is_set():
             death = await self._run_once(member)
             if self._stopping.is_set():
                 if death is not None and death.status > 0:
                     self._notify(f"while stopping, {death}")
                 break
-            if death is None and (crew.ends_run or crew.may_finish):
-                self._tell(member, "finished")
-            if death is None and crew.ends_run:
-                self._notify(f"{crew.name} has finished the run")
+            if death is None and (group.ends_run or group.may_finish):
+                self._note_change(member, "finished")
+            if death is None and group.ends_run:
+                self._notify(f"{group.name} has finished the run")
                 await self._stop_others(member)
                 self._finish(RunEnd.FINISHED)
                 break
-            if death is None and crew.may_finish:
+            if death is None and group.may_finish:
                 break
-            await self._judge(member, death or Death(crew.name, 0, "nobody asked it to end"))
+            await self._judge(member, death or Death(group.name, 0, "nobody asked it to end"))
         if self._stopping.is_set():
-            self._tell(member, "stopped")
+            self._note_change(member, "stopped")
         member.ended.set()
 
     async def _judge(self, member: _Member, death: Death) -> None:
-        """End the run because of a death, or wait until the crew may be started again."""
+        """End the run because of a death, or wait until the group may be started again."""
         log.info("process.died", process=death.name, status=death.status, sentence=death.sentence)
-        self._tell(member, "died", str(death))
+        self._note_change(member, "died", str(death))
         if death.status == UserError.exit_code:
             raise UserError(death.sentence or f"{death}; see {self._output_of(member, death)}")
         if (reason := await self._read_failure()) is not None:
             raise PipelineError(reason)
-        crew = member.crew
+        group = member.group
         if (excuse := member.excuse(death)) is not None:
-            self._notify(f"{excuse}; starting {crew.name} again")
+            self._notify(f"{excuse}; starting {group.name} again")
             return
         member.note_death()
-        if len(member.deaths) > crew.max_restarts:
-            window = f" in {crew.restart_window_s / 60:g} minutes" if crew.restart_window_s else ""
-            progress = " without getting any further" if crew.work_done else ""
+        if len(member.deaths) > group.max_restarts:
+            window = f" in {group.restart_window_s / 60:g} minutes" if group.restart_window_s else ""
+            progress = " without getting any further" if group.work_done else ""
             raise PipelineError(
-                f"{crew.name}: died {len(member.deaths)} times{window}{progress}, need at most {crew.max_restarts}; "
+                f"{group.name}: died {len(member.deaths)} times{window}{progress}, need at most {group.max_restarts}; "
                 f"last, {death}; see {self._output_of(member, death)}"
             )
-        pause_s = min(LONGEST_PAUSE_S, self._first_pause_s * 2 ** (len(member.deaths) - 1))
-        self._notify(f"{death}; starting {crew.name} again (restart {len(member.deaths)} of {crew.max_restarts})")
+        pause_s = min(LONGEST_PAUSE_S, group.first_pause_s * 2 ** (len(member.deaths) - 1))
+        self._notify(f"{death}; starting {group.name} again (restart {len(member.deaths)} of {group.max_restarts})")
         with anyio.move_on_after(pause_s):
             await self._stopping.wait()
 
     async def _run_once(self, member: _Member) -> Death | None:
         member.processes = []
         member.num_starts += 1
-        self._tell(member, "running", member.last_death)
+        self._note_change(member, "running", member.last_death)
+        group = member.group
         return await run_together(
-            member.crew.make_specs(), self._backend, on_start=member.on_start, farewell_s=self._farewell_s
+            group.make_specs(), self._backend, on_start=member.on_start, farewell_s=group.farewell_s
         )
 
-    def _tell(self, member: _Member, state: str, reason: str = "") -> None:
+    def _note_change(self, member: _Member, state: str, reason: str = "") -> None:
         if state == "died":
             member.last_death = reason
-        self._on_change(CrewChange(crew=member.crew.name, state=state, num_starts=member.num_starts, reason=reason))
+        self._on_change(GroupChange(group=member.group.name, state=state, num_starts=member.num_starts, reason=reason))
 
     # The end
 
@@ -327,7 +328,7 @@ class RunSupervisor:
                         tasks.start_soon(self._stop_all)
 
     async def _stop_all(self) -> None:
-        """Stop crew by crew, each by its own deadline."""
+        """Stop group by group, each by its own deadline."""
         self._notify(self._stopping_sentence)
         await self._stop_others(None)
         self._finish(RunEnd.STOPPED)
@@ -339,12 +340,12 @@ class RunSupervisor:
                 await self._stop_member(member)
 
     async def _stop_member(self, member: _Member) -> None:
-        """Ask a crew to end, and kill it when it does not."""
+        """Ask a group to end, and kill it when it does not."""
         member.ask_to_end()
-        with anyio.move_on_after(member.crew.stop_deadline_s):
+        with anyio.move_on_after(member.group.stop_deadline_s):
             await member.ended.wait()
             return
-        self._notify(f"{member.crew.name} did not end within {member.crew.stop_deadline_s:g} s; killing it")
+        self._notify(f"{member.group.name} did not end within {member.group.stop_deadline_s:g} s; killing it")
         for process in member.processes:
             process.kill()
         await member.ended.wait()

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from areal_async.bus import Role
-from areal_async.launch.orders import heed_stop
+from areal_async.launch.orders import run_stop_orders
 from areal_async.protocol.run_state import Control
 from areal_async.protocol.subjects import CONTROL
 from tests.brokers import PATIENCE_S, OpenRole
@@ -30,7 +30,7 @@ async def test_a_pause_is_told_of_at_the_start_alone(
 
     monkeypatch.setattr(bus, "watch_key", begin_watching)
     async with anyio.create_task_group() as heeding:
-        heeding.start_soon(lambda: heed_stop(bus, stop=stopped.set, notify=told.append))
+        heeding.start_soon(lambda: run_stop_orders(bus, stop=stopped.set, notify=told.append))
         with anyio.fail_after(PATIENCE_S):
             await watching.wait()
             await bus.put(CONTROL, Control(is_paused=True, by="bob"))

@@ -6,7 +6,7 @@ import pytest
 from areal_async.bus import Bus, Role, take_trainer_consumer
 from areal_async.bus.inbox import SIZE_HEADER
 from areal_async.config.settings import Settings
-from areal_async.launch.membership import PresenceKeeper
+from areal_async.launch.membership import MembershipPublisher
 from areal_async.launch.run import forget_earlier
 from areal_async.protocol import wire
 from areal_async.protocol.run_state import CrewState, ServerState
@@ -55,11 +55,11 @@ async def test_a_subject_that_is_no_text_does_not_stop_its_readers(open_role: Op
 
 @pytest.mark.parametrize("token", ["a.b", "a.b.c.d", "é", "x" * 4000, "a,b", "$KV"])
 async def test_who_speaks_under_no_name_is_nobody_to_the_launcher(open_role: OpenRole, token: str) -> None:
-    """It keeps a key for each crew; what ends its hearing ends the run."""
+    """It keeps a key for each group; what ends its hearing ends the run."""
     operator, node = await open_role(Role.OPERATOR), await open_role(Role.NODE)
     names = operator.names
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(PresenceKeeper(operator).run_hearing)
+        tasks.start_soon(MembershipPublisher(operator).run_reports)
 
         async def is_heard() -> bool:
             await node.connection.publish(f"areal.{names.run}.metrics.node.{token}", b"{}")

@@ -9,7 +9,7 @@ import yaml
 from areal_async.cli.run import check
 from areal_async.config.settings import Settings
 from areal_async.config.sources import load_settings
-from areal_async.launch.plan import plan_crews
+from areal_async.launch.plan import plan_groups
 from areal_async.launch.run_directory import RunDirectory
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +44,7 @@ def test_run_passes_the_checks_that_need_no_gpu(path: Path, tmp_path: Path, monk
         settings = settings.model_copy(update={"inference": settings.inference.model_copy(update={"python": None})})
 
     check(with_what_other_verbs_make(settings))
-    plan_crews(settings, RunDirectory(tmp_path), gpus=tuple(map(str, range(NUM_GPUS))))
+    plan_groups(settings, RunDirectory(tmp_path), gpus=tuple(map(str, range(NUM_GPUS))))
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)

@@ -6,7 +6,7 @@ from areal_async.config.settings import Settings
 from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, warning
 from areal_async.doctor.preflight.machine import Machine, free_disk_bytes
 from areal_async.doctor.preflight.memory import NUM_BYTES, STATE_BYTES, ModelSize
-from areal_async.launch.plan import plan_crews
+from areal_async.launch.plan import plan_groups
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.process.host import LOOPBACK, free_port, visible_gpus
 
@@ -28,7 +28,7 @@ def check_processes(
         hosts: that the run would have, this one first; of several, the others have the servers.
     """
     gpus = visible_gpus()
-    plan_crews(settings, RunDirectory(settings.run_directory), gpus=gpus, hosts=hosts)
+    plan_groups(settings, RunDirectory(settings.run_directory), gpus=gpus, hosts=hosts)
     if gpus:
         names = ", ".join(sorted({gpu.name for gpu in machine.gpus})) or "the driver does not name them"
         yield good("GPUs", f"{len(gpus)} ({names})")

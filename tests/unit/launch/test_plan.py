@@ -8,7 +8,7 @@ import pytest
 from areal_async.config.settings import InferenceSettings, PolicySettings, Settings, TrainerSettings
 from areal_async.errors import UserError
 from areal_async.launch.gpus import share_gpus
-from areal_async.launch.plan import plan_crews
+from areal_async.launch.plan import plan_groups
 from areal_async.launch.run_directory import RunDirectory
 
 FOUR = ("0", "1", "2", "3")
@@ -37,17 +37,17 @@ def test_more_ranks_or_servers_than_gpus_are_refused() -> None:
         share_gpus(FOUR, num_inference=5, num_trainer=1)
 
 
-def test_crews_are_planned_in_the_order_in_which_they_are_stopped(tmp_path: Path) -> None:
-    crews = plan_crews(Settings(), RunDirectory(tmp_path), gpus=())
+def test_process_groups_are_planned_in_the_order_in_which_they_are_stopped(tmp_path: Path) -> None:
+    groups = plan_groups(Settings(), RunDirectory(tmp_path), gpus=())
 
-    assert [crew.name for crew in crews] == ["trainer", "node-0", "controller"]
-    assert [crew.ends_run for crew in crews] == [False, False, True]
-    assert [crew.may_finish for crew in crews] == [True, False, False]
+    assert [group.name for group in groups] == ["trainer", "node-0", "controller"]
+    assert [group.ends_run for group in groups] == [False, False, True]
+    assert [group.may_finish for group in groups] == [True, False, False]
 
 
 def test_ranks_find_each_other_as_torchruns_would(tmp_path: Path) -> None:
     settings = Settings(trainer=TrainerSettings(num_ranks=2, num_threads=3), inference=InferenceSettings(num_threads=2))
-    trainer, node, controller = plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR)
+    trainer, node, controller = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR)
 
     first, second = trainer.make_specs()
 
@@ -72,7 +72,7 @@ def test_a_rank_has_one_heap_for_all_its_threads_or_as_many_as_the_environment_s
     monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
     if given is not None:
         monkeypatch.setenv("MALLOC_ARENA_MAX", given)
-    trainer, *_ = plan_crews(Settings(), RunDirectory(tmp_path), gpus=())
+    trainer, *_ = plan_groups(Settings(), RunDirectory(tmp_path), gpus=())
 
     assert [spec.environment["MALLOC_ARENA_MAX"] for spec in trainer.make_specs()] == [taken]
 
@@ -81,18 +81,18 @@ def test_of_several_hosts_the_first_trains_with_all_its_gpus_and_the_others_gene
     settings = Settings(trainer=TrainerSettings(num_ranks=4), inference=InferenceSettings(num_servers=4))
     hosts = ("a", "b", "c")
 
-    trainer, *nodes, controller = plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=hosts)
+    trainer, *nodes, controller = plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR, hosts=hosts)
 
     assert trainer.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
-    assert [(spec.name, spec.host) for crew in nodes for spec in crew.make_specs()] == [
+    assert [(spec.name, spec.host) for group in nodes for spec in group.make_specs()] == [
         ("node-0", "b"),
         ("node-1", "c"),
     ]
-    assert {spec.host for crew in (trainer, controller) for spec in crew.make_specs()} == {None}
+    assert {spec.host for group in (trainer, controller) for spec in group.make_specs()} == {None}
     # Which GPUs another host gives away is known there alone.
-    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for crew in nodes for spec in crew.make_specs())
+    assert all("CUDA_VISIBLE_DEVICES" not in spec.environment for group in nodes for spec in group.make_specs())
     with pytest.raises(UserError, match="got 4 GPUs, need at most 3"):
-        plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR[:3], hosts=hosts)
+        plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR[:3], hosts=hosts)
 
 
 def test_frozen_policies_have_gpus_of_their_own(tmp_path: Path) -> None:
@@ -104,16 +104,16 @@ def test_frozen_policies_have_gpus_of_their_own(tmp_path: Path) -> None:
         }
     )
 
-    trainer, node, _ = plan_crews(settings, RunDirectory(tmp_path), gpus=(*FOUR, "4"))
+    trainer, node, _ = plan_groups(settings, RunDirectory(tmp_path), gpus=(*FOUR, "4"))
 
     assert node.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == "0,1,2,3"
     assert trainer.make_specs()[0].environment["CUDA_VISIBLE_DEVICES"] == "4"
     with pytest.raises(UserError, match="those of frozen policies: got 4 GPUs, need at most 3"):
-        plan_crews(settings, RunDirectory(tmp_path), gpus=FOUR[:3])
+        plan_groups(settings, RunDirectory(tmp_path), gpus=FOUR[:3])
 
 
 def test_roles_are_told_where_the_run_is(tmp_path: Path) -> None:
-    for crew in plan_crews(Settings(), RunDirectory(tmp_path), gpus=()):
-        for spec in crew.make_specs():
+    for group in plan_groups(Settings(), RunDirectory(tmp_path), gpus=()):
+        for spec in group.make_specs():
             assert spec.command[1:3] == ("-m", "areal_async")
             assert spec.command[-2:] == ("--run-directory", str(tmp_path))

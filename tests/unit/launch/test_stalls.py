@@ -8,14 +8,14 @@ import pytest
 from areal_async.bus import Bus, Role
 from areal_async.config.settings import Settings
 from areal_async.errors import PipelineError, leaves_of
-from areal_async.launch.stalls import StallWatch, crew_of
+from areal_async.launch.stalls import StallWatch, group_of
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.telemetry.wait_graph import Stall
 from tests.brokers import OpenRole, until
 
 
-class _Crews:
+class _Groups:
     """A node, and what was asked of it."""
 
     def __init__(self) -> None:
@@ -36,25 +36,25 @@ class _Scene:
     """A launcher that watches, and the roles that it hears."""
 
     def __init__(self, launcher: Bus, controller: Bus, node: Bus, settings: Settings, *, on_stall: str) -> None:
-        self.crews = _Crews()
+        self.groups = _Groups()
         self.told: list[str] = []
         self._controller, self._node = controller, node
         run = settings.run.model_copy(update={"on_stall": on_stall})
-        self.watch = StallWatch(launcher, run, crews=self.crews, notify=self.told.append)
+        self.watch = StallWatch(launcher, run, groups=self.groups, notify=self.told.append)
 
     async def stall(self, culprit: str, *, is_starting: bool = False) -> list[str]:
-        """Have a stall heard; return what was asked of the crews for it."""
-        before = len(self.crews.asked)
+        """Have a stall heard; return what was asked of the groups for it."""
+        before = len(self.groups.asked)
         stall = Stall(quiet_s=9, sentence="so it is", culprit=culprit, chain=[], is_starting=is_starting, waits_for={})
 
         async def is_heard() -> bool:
-            if len(self.crews.asked) == before:  # the first ones may come before anybody listens
+            if len(self.groups.asked) == before:  # the first ones may come before anybody listens
                 await self._controller.tell(stall)
                 await anyio.sleep(0.05)
-            return len(self.crews.asked) > before
+            return len(self.groups.asked) > before
 
         await until(is_heard)
-        return self.crews.asked[before:]
+        return self.groups.asked[before:]
 
     async def node_speaks(self) -> None:
         await self._node.emit(self._node.names.metrics("node", "0"), b"{}")
@@ -67,7 +67,7 @@ async def buses(open_role: OpenRole) -> tuple[Bus, Bus, Bus]:
 
 
 @pytest.mark.parametrize(
-    ("culprit", "crew"),
+    ("culprit", "group"),
     [
         ("trainer", "trainer"),
         ("rank 1", "trainer"),
@@ -81,8 +81,8 @@ async def buses(open_role: OpenRole) -> tuple[Bus, Bus, Bus]:
         ("trainer, cut 5, admission", None),
     ],
 )
-def test_the_crew_of_a_culprit_is_that_of_its_process(culprit: str, crew: str | None) -> None:
-    assert crew_of(culprit) == crew
+def test_the_process_group_of_a_culprit_is_that_of_its_process(culprit: str, group: str | None) -> None:
+    assert group_of(culprit) == group
 
 
 @pytest.mark.anyio
@@ -97,7 +97,7 @@ async def test_only_a_process_that_has_spoken_since_its_start_is_started_again(
         await scene.node_speaks()
         assert await scene.stall("server 0-1", is_starting=True) == ["stacks"]
         assert await scene.stall("server 0-1") == ["stacks", "node-0"]
-        scene.crews.starts["node-0"] += 1
+        scene.groups.starts["node-0"] += 1
         assert await scene.stall("node 0") == ["stacks"]
         assert await scene.stall("slot 0-17-0.3") == ["stacks"]
         tasks.cancel_scope.cancel()

@@ -1,4 +1,4 @@
-"""Crews live, are restarted, give up and are stopped as the run promises; the processes are real, their work is not."""
+"""Process groups live, are restarted, give up and are stopped as promised; they are real, their work is not."""
 
 import os
 import signal
@@ -49,11 +49,11 @@ def _fails_first(times: int, *, last: str = "pass") -> str:
 
 
 class _Stage:
-    """A supervisor over crews of one-line programs, and what it told."""
+    """A supervisor over groups of one-line programs, and what it told."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.crews: list[ProcessGroup] = []
+        self.groups: list[ProcessGroup] = []
         self.told: list[str] = []
         self.failure: str | None = None
         self.first_pause_s = 0.01
@@ -83,7 +83,7 @@ class _Stage:
                 for process, code in zip(names, codes, strict=True)
             ]
 
-        self.crews.append(
+        self.groups.append(
             ProcessGroup(
                 name=name,
                 make_specs=make_specs,
@@ -94,6 +94,8 @@ class _Stage:
                 stop_deadline_s=stop_deadline_s,
                 ends_run=ends_run,
                 may_finish=may_finish,
+                first_pause_s=self.first_pause_s,
+                farewell_s=0.5,
             )
         )
 
@@ -108,12 +110,10 @@ class _Stage:
             return self.failure
 
         supervisor = RunSupervisor(
-            self.crews,
+            self.groups,
             backend=self.backend,
             notify=self.told.append,
             read_failure=read_failure,
-            first_pause_s=self.first_pause_s,
-            farewell_s=0.5,
         )
         self.supervisors.append(supervisor)
         with anyio.fail_after(DEADLINE_S):
@@ -201,7 +201,7 @@ async def test_exit_0_of_a_process_that_has_no_end_of_its_own_is_a_death(stage: 
         await stage.run()
 
 
-async def test_crew_that_dies_too_often_ends_the_run_with_its_cause(stage: _Stage) -> None:
+async def test_a_process_group_that_dies_too_often_ends_the_run_with_its_cause(stage: _Stage) -> None:
     stage.add("node", "raise RuntimeError('no memory')", max_restarts=2)
     stage.add("controller", SERVE, ends_run=True)
 
@@ -232,7 +232,7 @@ async def test_deaths_before_work_that_lasts_are_forgotten(stage: _Stage) -> Non
     assert restarts == [f"restart {number} of 2)" for number in (1, 1, 2, 1, 2)]
 
 
-async def test_crew_that_gets_no_further_is_given_up_however_much_it_did_before(stage: _Stage) -> None:
+async def test_a_process_group_that_gets_no_further_is_given_up_however_much_it_did_before(stage: _Stage) -> None:
     stage.add("trainer", "raise RuntimeError('no memory')", max_restarts=2, work_done=lambda: 7)
     stage.add("controller", SERVE, ends_run=True)
 
@@ -322,7 +322,7 @@ async def test_rank_that_ends_later_may_still_name_the_users_mistake(stage: _Sta
         await stage.run()
 
 
-async def test_first_signal_stops_crew_by_crew_in_order(stage: _Stage) -> None:
+async def test_first_signal_stops_one_process_group_after_the_other_in_order(stage: _Stage) -> None:
     log = stage.directory / "order"
     names = ["trainer", "node", "controller"]
     for name in names:
@@ -361,7 +361,7 @@ async def test_stop_asks_the_first_rank_alone(stage: _Stage) -> None:
     assert stage.lines("trainer-1") == ["ready"]
 
 
-async def test_crew_that_does_not_end_in_time_is_killed(stage: _Stage) -> None:
+async def test_a_process_group_that_does_not_end_in_time_is_killed(stage: _Stage) -> None:
     stage.add("trainer", STUBBORN, may_finish=True, stop_deadline_s=0.05)
 
     end = await stage.run_and_signal((lambda: "ready" in stage.lines("trainer"), signal.SIGINT))
@@ -433,7 +433,7 @@ async def test_death_while_stopping_is_told_and_not_mended(stage: _Stage) -> Non
     assert len(stage.backend.started) == 1
 
 
-async def test_a_crew_that_is_frozen_is_killed_and_started_again_when_asked_to(stage: _Stage) -> None:
+async def test_a_process_group_that_is_frozen_is_killed_and_started_again_when_asked_to(stage: _Stage) -> None:
     stage.add("node", SERVE)
     stage.add("controller", "import time, os, pathlib\nwhile not pathlib.Path(os.environ['OUTPUT'] + '.go').exists(): "
               "time.sleep(0.01)", ends_run=True)  # fmt: skip
