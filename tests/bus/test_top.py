@@ -11,10 +11,10 @@ import anyio
 import anyio.to_thread
 import pytest
 
-from areal_async.bus import EmbeddedBroker, Role, declare, hearing_reports, open_bus
-from areal_async.cli.top import _Top
+from areal_async.bus import EmbeddedBroker, Role, declare, open_bus
 from areal_async.config.settings import Settings
 from areal_async.launch.run_directory import RunDirectory
+from areal_async.monitor.top.feed import TopFeed
 from areal_async.monitor.top.view import TopView
 from tests.brokers import running_broker, until
 from tests.e2e.terminal import SHELL, Terminal
@@ -44,20 +44,15 @@ async def test_a_run_that_ends_is_looked_for_until_it_is_started_again_elsewhere
             connecting = open_bus(broker.url, names=settings.names, role=Role.OPERATOR, credentials=key)
             bus = await visit.enter_async_context(connecting)
             await declare(bus, settings)
-            top = _Top(settings, bus, view=view, by="me", directory=directory)
-
-            async def ask() -> None:
-                async with hearing_reports(bus, top._hear) as ask_all:
-                    await top._run_asking(ask_all, lambda: None)
-
-            tasks.start_soon(ask)
+            feed = TopFeed(settings, bus, view=view, directory=directory)
+            tasks.start_soon(feed.run, lambda: None)
             await until(lambda: view.status is not None)
             held = directory.lock.stat().st_mtime_ns
         await until(lambda: view.status is not None and view.status.state == "ended")
         assert directory.lock.stat().st_mtime_ns == held
-        assert not top.has_moved
+        assert not feed.has_moved
         async with _launched(settings, directory):
-            await until(lambda: top.has_moved)
+            await until(lambda: feed.has_moved)
 
 
 async def test_a_stopped_top_leaves_the_terminal_as_it_was_and_fg_has_it_draw_again(settings: Settings) -> None:
@@ -85,6 +80,8 @@ def _stop_and_go_on(run: Path) -> None:
 
     (top,) = Path(f"/proc/{shell.process.pid}/task/{shell.process.pid}/children").read_text().split()
     os.kill(int(top), signal.SIGSTOP)  # which nobody can heed: the shell has to find its modes again by itself
+    state = Path(f"/proc/{top}/stat")
+    shell.wait(lambda _: state.read_text().rpartition(") ")[2].startswith("T"), "that it is stopped")
     shell.press("stty sane; clear; echo $((41+2))\n")
     shell.wait(lambda text: _lean(text).startswith("43\n"), "the shell")
     shell.press("fg\n")

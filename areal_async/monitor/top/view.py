@@ -23,7 +23,6 @@ from areal_async.monitor.top.rows import (
     WAIT_COLUMNS,
     Column,
     PaneRows,
-    Row,
     Told,
     event_rows,
     lease_rows,
@@ -75,15 +74,8 @@ class TopView:
     reports: dict[tuple[str, str], Report] = field(default_factory=dict)
     pane: int = 0
     sorts: dict[str, int] = field(default_factory=dict)
-    offset: int = 0
-    """Rows of the pane that are scrolled away."""
     filter: str = ""
     """Only rows with this text in them are shown, whether its letters are large or small."""
-    is_typing: bool = False
-    """Keys go to the filter."""
-    shows_help: bool = False
-    notice: str = ""
-    """What became of the last order."""
     trouble: str = ""
     """Why nothing is known yet."""
     _heard_s: dict[tuple[str, str], float] = field(default_factory=dict)
@@ -134,7 +126,7 @@ class TopView:
         self._heard_s.clear()
         self._scored.clear()
 
-    # the keys
+    # what is chosen
 
     @property
     def panes(self) -> tuple[str, ...]:
@@ -150,31 +142,9 @@ class TopView:
     def sort_name(self) -> str:
         return SORTS[self.pane_name][self.sorts.get(self.pane_name, 0)]
 
-    def turn_to(self, pane: int) -> None:
-        """Show another pane; past the last comes the first."""
-        self.pane, self.offset = pane % len(self.panes), 0
-
     def sort_next(self) -> None:
         """Sort the pane by its next column."""
         self.sorts[self.pane_name] = (self.sorts.get(self.pane_name, 0) + 1) % len(SORTS[self.pane_name])
-        self.offset = 0
-
-    def scroll(self, num_rows: int) -> None:
-        """Move through the pane, within its rows."""
-        self.offset = max(0, min(self.offset + num_rows, len(self.rows()) - 1))
-
-    def type(self, key: str) -> None:
-        """Change the filter by a key: a letter, ``backspace``, ``enter`` to keep it, ``escape`` to drop it."""
-        match key:
-            case "enter":
-                self.is_typing = False
-            case "escape":
-                self.filter, self.is_typing = "", False
-            case "backspace":
-                self.filter = self.filter[:-1]
-            case _ if len(key) == 1 and key.isprintable():
-                self.filter += key
-        self.offset = 0
 
     # what is to be seen
 
@@ -232,10 +202,6 @@ class TopView:
             case "tasks":
                 return task_rows(tasks_of(self.steps, self.status.shares, self.status.changes), self.sort_name)
         return event_rows(self.events if self.sort_name == "oldest" else reversed(self.events))
-
-    def newest_events(self, count: int) -> list[Row]:
-        """Return rows of the last events, the newest first."""
-        return list(event_rows(list(self.events)[: -count - 1 : -1]))
 
     def _servers(self) -> list[dict[str, Any]]:
         assert self.status is not None

@@ -10,7 +10,7 @@ import pytest
 from areal_async.cli.main import VERBS, expected_error, main, split_overrides
 from areal_async.errors import BusError, PipelineError, UserError
 
-HEAVY = {"anyio", "matplotlib", "nats", "numpy", "pydantic", "rich", "structlog", "torch", "transformers"}
+HEAVY = {"anyio", "nats", "numpy", "pydantic", "rich", "structlog", "textual", "torch", "transformers"}
 
 
 def _raise(error: BaseException) -> Callable[..., int]:

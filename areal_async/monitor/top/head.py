@@ -1,0 +1,102 @@
+"""The head of ``top``: progress, reward, speed, age, groups and alarms of a run, one line each. Pure."""
+
+from collections.abc import Iterator
+
+from rich.text import Text
+
+from areal_async.monitor.display import sparkline
+from areal_async.monitor.evaluated import figure
+from areal_async.monitor.token_text import visible
+from areal_async.monitor.top.view import TopView
+from areal_async.monitor.view import number, trained_tokens_per_s
+
+MAX_ALARMS = 3
+BAR_WIDTH = 12
+MAX_CHARACTERS = 1000
+"""Of one value, which may be of any length: more than any terminal shows on a line."""
+
+
+def shown(value: str) -> str:
+    """Return a value as it can be shown on one line, whatever bytes it is made of."""
+    return visible(value[:MAX_CHARACTERS], newline=" ")
+
+
+def head_lines(view: TopView, width: int) -> Iterator[Text]:
+    """Yield the lines of the head; what is wider than ``width`` cells is for the screen to cut off."""
+    status = view.status
+    if status is None:
+        yield Text(f"asking ... ({shown(view.trouble)})" if view.trouble else "asking ...")
+        return
+    title = Text.assemble(
+        (f"run {shown(status.run)}: ", "bold"),
+        (shown(status.state), "bold green" if status.state == "running" else "bold yellow"),
+        f"  step {view.step}/{status.steps}  weights {shown(status.weights_version) or 'none yet'}",
+    )
+    yield title.append(f"  ({shown(status.reason)})") if status.reason else title
+    stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
+    facts = {
+        "reward": _reward(view, width),
+        "speed": _speed(view),
+        "a step": _step_time(view),
+        "staleness": "".join(_staleness(view)) or "no step yet",
+        "groups": _groups(view),
+        "stored": ", ".join(stored),
+    }
+    for name, fact in facts.items():
+        yield Text.assemble((f"{name:<10}", "bold"), shown(fact))
+    alarms = status.notes[:MAX_ALARMS]
+    if len(status.notes) > MAX_ALARMS:
+        alarms[-1] = f"and {len(status.notes) - MAX_ALARMS + 1} alarms more"
+    for alarm in alarms:
+        yield Text(f"! {shown(alarm)}", style="bold red")
+    if not alarms:
+        yield Text("no alarm", style="dim")
+
+
+def _reward(view: TopView, width: int) -> str:
+    rewards = [number(line, "reward_mean") for line in view.steps]
+    if not rewards:
+        return "no step yet"
+    text = f"{rewards[-1]:.3f}, last {min(10, len(rewards))}: {sum(rewards[-10:]) / len(rewards[-10:]):.3f}"
+    if view.status is not None and view.status.evaluation:
+        text += f", evaluation {figure(view.status.evaluation)}"
+    return f"{text}  {sparkline(rewards[-max(1, min(80, width - 12 - len(text))) :])}"
+
+
+def _speed(view: TopView) -> str:
+    generated = sum(number(node, "tokens_per_s") for node in view.nodes.values())
+    trained = f", {trained_tokens_per_s(view.steps[-1]):.0f} trained" if view.steps else ""
+    return f"{generated:.0f} tokens/s generated{trained}, {view.trajectories_per_s:.1f} trajectories/s"
+
+
+def _step_time(view: TopView) -> str:
+    if not view.steps:
+        return "no step yet"
+    line = view.steps[-1]
+    return (
+        f"{number(line, 'time_step_s'):.1f} s: {number(line, 'time_wait_data_s'):.1f} waiting for data,"
+        f" {number(line, 'time_train_s'):.1f} training, {number(line, 'time_weights_s'):.1f} weights"
+    )
+
+
+def _staleness(view: TopView) -> Iterator[str]:
+    """Yield each age with its share of the tokens trained last, and the bound."""
+    by_age = view.tokens_by_age
+    total = sum(by_age.values())
+    for age, tokens in sorted(by_age.items()) if total else ():
+        share = tokens / total
+        percent = "<1" if 0 < share < 0.01 else f"{100 * share:.0f}"
+        yield f"{age} {'█' * round(BAR_WIDTH * share) or '▏'} {percent} %  "
+    if total and "max_staleness" in view.controller:
+        yield f"of at most {view.controller['max_staleness']}"
+
+
+def _groups(view: TopView) -> str:
+    status = view.status
+    if status is None or "admitted" not in view.controller:
+        return "the controller keeps the books, and does not answer"
+    running = sum(int(number(node, "num_groups_running")) for node in view.nodes.values())
+    return (
+        f"{status.in_flight} in flight ({running} running), {status.credits} credits,"
+        f" {status.admitted} admitted, {status.settled} settled"
+    )
