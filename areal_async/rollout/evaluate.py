@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 async def run_eval_ticket(place: NodeContext, ticket: EvalTicket, delivery: Delivery) -> None:
     """Answer one held-out prompt, store the result and acknowledge the ticket."""
-    with spans.leased_row(ticket, delivery, node_id=place.node_id):
+    with spans.leased(ticket, delivery, node_id=place.node_id):
         await _run(place, ticket, delivery)
 
 

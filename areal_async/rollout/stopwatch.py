@@ -8,7 +8,7 @@ from typing import Any
 from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.policy import Generator
-from areal_async.telemetry.wait_graph import Ended
+from areal_async.telemetry.wait_graph import EndedWait
 
 Interval = tuple[float, float]
 
@@ -74,7 +74,7 @@ class Times:
     """In ``@reward`` functions, waiting for a worker included; others are the workflow's own time."""
 
     @classmethod
-    def of(cls, *, total_s: float, calls: Iterable[TimedCall], waits: Iterable[Ended]) -> "Times":
+    def of(cls, *, total_s: float, calls: Iterable[TimedCall], waits: Iterable[EndedWait]) -> "Times":
         """Add up."""
         ended = list(waits)
 

@@ -140,7 +140,7 @@ class Trial:
         started = time.monotonic()
         with (
             wait_graph.doing(wait_graph.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
-            wait_graph.keeping() as ended,
+            wait_graph.recording_ended() as ended,
             structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
             spans.tried(self._name, eval_id=self._eval_id, index=prompt.index, sample=siblings[0]) as span,
         ):

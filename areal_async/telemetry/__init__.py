@@ -1,1 +1,1 @@
-"""What a process tells about itself: logs, waits, traces, and the exporters of numbers."""
+"""Observation of one process: logs, waits, traces, and the exporters of metrics."""

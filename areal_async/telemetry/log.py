@@ -77,7 +77,7 @@ def record_failure(error: BaseException) -> None:
 
 
 class _Role:
-    """Adds the role; unlike a context variable it also reaches threads."""
+    """A processor that adds the role; unlike a context variable it also reaches threads."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -88,7 +88,7 @@ class _Role:
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is at the time: a live display replaces it."""
+    """A handler that writes to the current ``sys.stderr``, which a live display replaces."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -102,19 +102,19 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
         raise AttributeError("stream: always sys.stderr; replace that instead")
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Say nothing of a line that stderr does not take: the file has it."""
+        """Pass over a line that stderr does not take: the file has it."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handleError(record)
 
 
 class _FileHandler(logging.handlers.WatchedFileHandler):
-    """Adds lines to its file, wherever that is at the time. One that cannot be written is no reason to fail."""
+    """A handler that appends to its file, opened again where it was moved, and counts lines that the disk refuses."""
 
     num_left_out = 0
-    """Lines since the last that was written."""
+    """Number of lines lost since the last that was written."""
 
     def _open(self) -> TextIOWrapper:
-        """Open it without a buffer, which would hold what a full disk does not take, and fail again at each line."""
+        """Open the file without a buffer, which would keep what a full disk refuses and fail again at each line."""
         Path(self.baseFilename).parent.mkdir(exist_ok=True)  # but no run that was taken away whole
         return TextIOWrapper(FileIO(self.baseFilename, "a"), "utf-8", errors="backslashreplace", write_through=True)
 
@@ -137,7 +137,7 @@ class _FileHandler(logging.handlers.WatchedFileHandler):
             self.handleError(record)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Count the line, where it is the disk that does not take it."""
+        """Count the line where the disk refuses it."""
         if isinstance(sys.exc_info()[1], OSError):
             self.num_left_out += 1
         else:

@@ -1,4 +1,4 @@
-"""The spans of each station on the road from a ticket to a gradient: their names and what is said of them.
+"""The spans of each step on the road from a ticket to a gradient: their names and attributes.
 
 A group's trace, below the admission, with who records it:
 
@@ -10,7 +10,7 @@ A group's trace, below the admission, with who records it:
     |  +- publish trajectories     ... each message
     +- await cut                   the trainer: from the last slot's storage to the cut
     +- train                       ... linked to the step's own trace
-    +- settle                      whoever records the outcome
+    +- settle                      the process that records the outcome
 
 ``lease`` is over when its work begins, so that what a killed node did has a parent that was sent. A training step has a
 trace of its own: ``step`` and, below it, ``cut``, ``fetch``, the calls of its graph on each rank, ``publish weights``,
@@ -55,16 +55,15 @@ from areal_async.protocol.types import (
 from areal_async.telemetry import tracing
 from areal_async.telemetry.tracing import CLIENT, CONSUMER, PRODUCER, Attributes, RecordedSpan
 
-NATS = "nats"
 FAILED = (OutcomeKind.FAILED, OutcomeKind.DEAD)
 
 
 class DeliveredMessage(Protocol):
-    """A delivered message."""
+    """The delivery of a message."""
 
     @property
     def stored_ns(self) -> int:
-        """By the broker's clock."""
+        """Time of its storage, in nanoseconds since 1970 by the broker's clock."""
         ...
 
     @property
@@ -75,13 +74,13 @@ class DeliveredMessage(Protocol):
 
 
 def admitted(ticket: Ticket) -> Span:
-    """The first span of a group: its ticket is published."""
+    """Return the first span of a group: the publication of its ticket."""
     return tracing.first_span(
         f"admit {ticket.workflow}",
-        tracing.of_group(ticket.group_id),
+        _first_of(ticket),
         kind=PRODUCER,
         attributes={
-            **_of_group(ticket.group_id, ticket.workflow),
+            **_of_ticket(ticket),
             "areal.group_size": ticket.group_size,
             "areal.weights.version": ticket.version,
             "areal.ticket.number": ticket.number,
@@ -91,76 +90,59 @@ def admitted(ticket: Ticket) -> Span:
 
 
 @contextmanager
-def leased(ticket: Ticket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
+def leased(ticket: Ticket | EvalTicket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
     """Run a ticket's work for its lease, which it has waited for since it was stored."""
-    of_group = _of_group(ticket.group_id, ticket.workflow)
-    place = tracing.of_group(ticket.group_id)
-    with _leased(place, ticket.workflow, delivery, of_group, node_id=node_id, destination="tickets"):
-        yield
-
-
-@contextmanager
-def _leased(
-    place: SpanContext | None,
-    workflow: str,
-    delivery: DeliveredMessage,
-    about: Attributes,
-    *,
-    node_id: str,
-    destination: str,
-) -> Iterator[None]:
-    if place is None:
-        yield
-        return
     lease = tracing.past(
-        f"lease {workflow}",
-        place,
+        f"lease {ticket.workflow}",
+        _first_of(ticket),
         start_ns=delivery.stored_ns,
         kind=CONSUMER,
         attributes={
-            **about,
+            **_of_ticket(ticket),
             "areal.node_id": node_id,
             "areal.ticket.num_delivered": delivery.num_delivered,
-            **_received(destination),
+            **_received("tickets" if isinstance(ticket, Ticket) else "eval"),
         },
     )
+    if lease is tracing.NOTHING:
+        yield
+        return
     with trace.use_span(lease):
         yield
 
 
 def episode(ticket: Ticket, siblings: Iterable[int]) -> Span:
-    """One call of a workflow, for the siblings whose slots it fills."""
-    return tracing.span(
-        f"invoke_workflow {ticket.workflow}",
-        tracing.current(),
-        attributes={
-            **_of_group(ticket.group_id, ticket.workflow),
-            "areal.siblings": [str(sibling) for sibling in siblings],
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": ticket.workflow,
-        },
-    )
+    """Return the span of one call of a workflow, for the siblings whose slots it fills."""
+    siblings_of = {"areal.siblings": [str(sibling) for sibling in siblings]}
+    return _invocation(ticket.workflow, tracing.current(), {**_of_ticket(ticket), **siblings_of})
+
+
+def _invocation(workflow: str, parent: SpanContext | None, attributes: Attributes, *, is_first: bool = False) -> Span:
+    make = tracing.first_span if is_first else tracing.span
+    attributes = {**attributes, "gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": workflow}
+    return make(f"invoke_workflow {workflow}", parent, attributes=attributes)
 
 
 def note_trajectories(span: Span, trajectories: Iterable[Trajectory]) -> None:
-    """Say of an episode what came of it."""
+    """Note in an episode what came of it."""
     for slot in (one.slot for one in trajectories):
-        said: dict[str, AnyValue] = {
-            "areal.sibling": slot.sibling,
-            "gen_ai.evaluation.name": "reward",
-            "gen_ai.evaluation.score.label": slot.status.value,
-        }
-        if slot.status is SlotStatus.SCORED:
-            said["gen_ai.evaluation.score.value"] = slot.reward
-        elif slot.status is SlotStatus.REJECTED:
-            said |= tracing.quoted("areal.rejected", slot.reason)
-        span.add_event("gen_ai.evaluation.result", said)
-        if slot.status is SlotStatus.FAILED:
-            tracing.fail(span, slot.status.value, slot.reason)
+        attributes: dict[str, AnyValue] = {"areal.sibling": slot.sibling}
+        if slot.status is SlotStatus.REJECTED:
+            attributes |= tracing.quoted("areal.rejected", slot.reason)
+        _note_reward(span, slot.status, slot.reward, slot.reason, attributes)
+
+
+def _note_reward(span: Span, status: SlotStatus, reward: float, reason: str, attributes: Attributes) -> None:
+    score: dict[str, AnyValue] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": status.value}
+    if status is SlotStatus.SCORED:
+        score["gen_ai.evaluation.score.value"] = reward
+    elif status is SlotStatus.FAILED:
+        tracing.fail(span, status.value, reason)
+    span.add_event("gen_ai.evaluation.result", {**attributes, **score})
 
 
 def completion(model: str, num_prompt_tokens: int, sampling_params: Mapping[str, Any]) -> Span:
-    """One call of a model, over however many streams it takes."""
+    """Return the span of one call of a model, over all its streams."""
     name = "text_completion"
     return tracing.span(
         f"{name} {model}" if model else name,
@@ -180,43 +162,47 @@ def completion(model: str, num_prompt_tokens: int, sampling_params: Mapping[str,
 
 
 def note_turn(span: Span, turn: Turn, *, server_id: str) -> None:
-    """Say of a completion what came of it; ``server_id`` is where it ended."""
-    span.set_attribute("gen_ai.usage.output_tokens", len(turn.output_ids))
-    span.set_attribute("gen_ai.response.finish_reasons", [turn.finish_reason])
-    span.set_attribute("areal.weights.versions", [one.version for one in turn.spans])
-    span.set_attribute("areal.server_id", server_id)
+    """Note in a completion what came of it; ``server_id`` is where it ended."""
+    span.set_attributes(
+        {
+            "gen_ai.usage.output_tokens": len(turn.output_ids),
+            "gen_ai.response.finish_reasons": [turn.finish_reason],
+            "areal.weights.versions": [one.version for one in turn.spans],
+            "areal.server_id": server_id,
+        }
+    )
 
 
 def note_stream(server_id: str, version: str, *, num_tokens: int) -> None:
     """Note in a completion that a stream is asked for: the first one, or one that goes on from ``num_tokens``."""
-    said: dict[str, AnyValue] = {
-        "areal.server_id": server_id,
-        "areal.weights.version": version,
-        "areal.num_tokens": num_tokens,
-    }
-    tracing.current_span().add_event("stream.begun", said)
+    tracing.current_span().add_event(
+        "stream.begun",
+        {"areal.server_id": server_id, "areal.weights.version": version, "areal.num_tokens": num_tokens},
+    )
 
 
 def note_break(server_id: str, kind: str, cause: str, *, num_tokens: int) -> None:
     """Note in a completion that a stream broke after ``num_tokens`` in all, with which kind of error, and why."""
-    said: dict[str, AnyValue] = {
-        "areal.server_id": server_id,
-        "error.type": kind,
-        "areal.num_tokens": num_tokens,
-        **tracing.quoted("areal.cause", cause),
-    }
-    tracing.current_span().add_event("stream.broken", said)
+    tracing.current_span().add_event(
+        "stream.broken",
+        {
+            "areal.server_id": server_id,
+            "error.type": kind,
+            "areal.num_tokens": num_tokens,
+            **tracing.quoted("areal.cause", cause),
+        },
+    )
 
 
 def note_first_token() -> None:
-    """Note in a completion that it has begun to come."""
+    """Note in a completion the time to its first token."""
     span = tracing.current_span()
     if isinstance(span, RecordedSpan):
         span.set_attribute("gen_ai.response.time_to_first_chunk", span.age_s)
 
 
 def tool_call(call: ToolCall, *, is_known: bool) -> Span:
-    """A model's call of a tool. The name of one that is not there is the model's own words."""
+    """Return the span of a model's call of a tool; the name of an unknown tool is the model's text and left out."""
     name = call.name if is_known else "unknown"
     return tracing.span(
         f"execute_tool {name}",
@@ -231,18 +217,18 @@ def tool_call(call: ToolCall, *, is_known: bool) -> Span:
 
 
 def reward(name: str) -> Span:
-    """A ``@reward`` function, from its call to its score: the wait for a worker is in it."""
+    """Return the span of a ``@reward`` function, from its call to its score, with the wait for a worker."""
     return tracing.span(f"reward {name}", tracing.current(), attributes={"gen_ai.evaluation.name": name})
 
 
 def published(ticket: Ticket, slots: Iterable[Slot], *, num_bytes: int) -> Span:
-    """A message of finished slots, from its first send to its storage: the wait for room in the stream is in it."""
+    """Return the span of a message of finished slots, from its first send to its storage, with the wait for room."""
     return tracing.span(
         "publish trajectories",
         tracing.current(),
         kind=PRODUCER,
         attributes={
-            **_of_group(ticket.group_id, ticket.workflow),
+            **_of_ticket(ticket),
             "areal.siblings": [str(slot.sibling) for slot in slots],
             **_sent("trajectories"),
             "messaging.message.body.size": num_bytes,
@@ -252,10 +238,10 @@ def published(ticket: Ticket, slots: Iterable[Slot], *, num_bytes: int) -> Span:
 
 @contextmanager
 def cut(entry: Cut, stored: Mapping[str, Mapping[int, DeliveredMessage]]) -> Iterator[None]:
-    """Write a journal entry; of a cut, say of its groups how long they have waited for it.
+    """Run the writing of a journal entry; for a cut, record how long each of its groups has waited for it.
 
     Args:
-        stored: group id -> its messages.
+        stored: group id -> sibling -> its message.
     """
     if entry.kind is not CutKind.CUT or not tracing.is_on():
         yield
@@ -280,7 +266,7 @@ def cut(entry: Cut, stored: Mapping[str, Mapping[int, DeliveredMessage]]) -> Ite
 
 
 def settled(outcome: Outcome) -> Span:
-    """The outcome of a group, or of one of its slots, is recorded."""
+    """Return the span of the recording of an outcome, of a group or of one of its slots."""
     kind = outcome.kind
     span = tracing.span(
         f"settle {kind}" if kind.settles else f"record {kind}",
@@ -303,81 +289,42 @@ def settled(outcome: Outcome) -> Span:
 
 
 def asked(ticket: EvalTicket) -> Span:
-    """The first span of a row: its ticket is published; those of other samples, or published again, are below it."""
-    place = tracing.of_row(ticket.eval_id, ticket.index)
+    """Return the span of a row's published ticket: its first one, or, for other samples and attempts, one below it."""
     make = tracing.span if ticket.attempt or ticket.sample else tracing.first_span
-    return make(f"ask {ticket.workflow}", place, kind=PRODUCER, attributes={**_of_row(ticket), **_sent("eval")})
-
-
-@contextmanager
-def leased_row(ticket: EvalTicket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
-    """As ``leased``."""
-    place = tracing.of_row(ticket.eval_id, ticket.index)
-    with _leased(place, ticket.workflow, delivery, _of_row(ticket), node_id=node_id, destination="eval"):
-        yield
+    attributes = {**_of_ticket(ticket), **_sent("eval")}
+    return make(f"ask {ticket.workflow}", _first_of(ticket), kind=PRODUCER, attributes=attributes)
 
 
 def answer(ticket: EvalTicket) -> Span:
-    """The one call of a workflow that answers a row."""
-    return tracing.span(
-        f"invoke_workflow {ticket.workflow}",
-        tracing.current(),
-        attributes={
-            **_of_row(ticket),
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": ticket.workflow,
-        },
-    )
+    """Return the span of the call of a workflow that answers a row."""
+    return _invocation(ticket.workflow, tracing.current(), _of_ticket(ticket))
 
 
 def tried(workflow: str, *, eval_id: str, index: int, sample: int) -> Span:
-    """The first span of a row that no ticket asks for: a call of a workflow that answers it; others are below it."""
-    make = tracing.span if sample else tracing.first_span
-    return make(
-        f"invoke_workflow {workflow}",
-        tracing.of_row(eval_id, index),
-        attributes={
-            "areal.eval_id": eval_id,
-            "areal.eval.index": index,
-            "areal.eval.sample": sample,
-            "areal.workflow": workflow,
-            "gen_ai.operation.name": "invoke_workflow",
-            "gen_ai.workflow.name": workflow,
-        },
-    )
+    """Return the span of a workflow's call for a row without a ticket, the first of its trace for sample 0."""
+    attributes = {**_of_row(eval_id, index, sample), "areal.workflow": workflow}
+    return _invocation(workflow, tracing.of_row(eval_id, index), attributes, is_first=not sample)
 
 
 def note_result(span: Span, result: EvalResult) -> None:
-    """Say of an answer what came of it."""
-    status = SlotStatus.FAILED if result.error else SlotStatus.SCORED
-    said: dict[str, AnyValue] = {"gen_ai.evaluation.name": "reward", "gen_ai.evaluation.score.label": status.value}
-    if result.error:
-        tracing.fail(span, status.value, result.error)
-    else:
-        said["gen_ai.evaluation.score.value"] = result.reward
-    span.add_event("gen_ai.evaluation.result", said)
+    """Note in an answer what came of it."""
+    _note_reward(span, SlotStatus.FAILED if result.error else SlotStatus.SCORED, result.reward, result.error, {})
 
 
 def published_result(ticket: EvalTicket) -> Span:
-    """A row's result, from when it is sent to its storage."""
-    return tracing.span(
-        "publish result", tracing.current(), kind=PRODUCER, attributes={**_of_row(ticket), **_sent("eval")}
-    )
+    """Return the span of a row's result, from its sending to its storage."""
+    attributes = {**_of_ticket(ticket), **_sent("eval")}
+    return tracing.span("publish result", tracing.current(), kind=PRODUCER, attributes=attributes)
 
 
 def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
-    """A row's result has come to who asked for it."""
+    """Record the wait of a row's result for the process that asked for it."""
     tracing.past(
         "await result",
         tracing.of_row(result.eval_id, result.index),
         start_ns=delivery.stored_ns,
         kind=CONSUMER,
-        attributes={
-            "areal.eval_id": result.eval_id,
-            "areal.eval.index": result.index,
-            "areal.eval.sample": result.sample,
-            **_received("eval"),
-        },
+        attributes={**_of_row(result.eval_id, result.index, result.sample), **_received("eval")},
     )
 
 
@@ -385,7 +332,7 @@ def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
 
 
 def part_of_step(made: Version, name: str, **attributes: AnyValue) -> Span:
-    """A part of the step that makes ``made``, on whichever process."""
+    """Return the span of a part of the step that makes ``made``, on any process."""
     return tracing.span(
         name,
         tracing.of_step(made),
@@ -394,30 +341,30 @@ def part_of_step(made: Version, name: str, **attributes: AnyValue) -> Span:
 
 
 def call_of_step(name: str, role: str) -> Span:
-    """One call of a step's graph, on this rank: the wait for its model's thread is in it."""
+    """Return the span of one call of a step's graph on this rank, with the wait for its model's thread."""
     return tracing.span(name, tracing.current(), attributes={"areal.model_role": role})
 
 
 def trained(made: Version, group_ids: Iterable[str], *, since_s: float, wait_s: float, train_s: float) -> None:
-    """A step is over, weights and all; it began to wait for its groups at ``since_s`` of the monotonic clock."""
+    """Record a whole step, weights included, which began to wait for its groups at monotonic time ``since_s``."""
     step = tracing.of_step(made)
     if step is None:
         return
     start_ns, begins_ns = tracing.wall_ns(since_s), tracing.wall_ns(since_s + wait_s)
-    places = [(group_id, place) for group_id in group_ids if (place := tracing.of_group(group_id)) is not None]
+    groups = {group_id: first for group_id in group_ids if (first := tracing.of_group(group_id)) is not None}
     tracing.past(
         f"step {made.step}",
         step,
         start_ns=start_ns,
         attributes=_of_step(made),
-        links=[place for _, place in places],
+        links=groups.values(),
         is_first=True,
     )
     tracing.past("await data", step, start_ns=start_ns, end_ns=begins_ns, attributes=_of_step(made))
-    for group_id, place in places:
+    for group_id, first in groups.items():
         tracing.past(
             f"train in step {made.step}",
-            place,
+            first,
             start_ns=begins_ns,
             end_ns=begins_ns + int(train_s * 1e9),
             attributes={**_of_group(group_id), **_of_step(made)},
@@ -429,14 +376,21 @@ def _of_group(group_id: str, workflow: str = "") -> dict[str, AnyValue]:
     return {"areal.group_id": group_id, **({"areal.workflow": workflow} if workflow else {})}
 
 
-def _of_row(ticket: EvalTicket) -> dict[str, AnyValue]:
-    return {
-        "areal.eval_id": ticket.eval_id,
-        "areal.eval.index": ticket.index,
-        "areal.eval.attempt": ticket.attempt,
-        "areal.eval.sample": ticket.sample,
-        "areal.workflow": ticket.workflow,
-    }
+def _of_row(eval_id: str, index: int, sample: int) -> dict[str, AnyValue]:
+    return {"areal.eval_id": eval_id, "areal.eval.index": index, "areal.eval.sample": sample}
+
+
+def _of_ticket(ticket: Ticket | EvalTicket) -> dict[str, AnyValue]:
+    if isinstance(ticket, Ticket):
+        return _of_group(ticket.group_id, ticket.workflow)
+    row = _of_row(ticket.eval_id, ticket.index, ticket.sample)
+    return {**row, "areal.eval.attempt": ticket.attempt, "areal.workflow": ticket.workflow}
+
+
+def _first_of(ticket: Ticket | EvalTicket) -> SpanContext | None:
+    if isinstance(ticket, Ticket):
+        return tracing.of_group(ticket.group_id)
+    return tracing.of_row(ticket.eval_id, ticket.index)
 
 
 def _of_step(made: Version) -> dict[str, AnyValue]:
@@ -444,18 +398,17 @@ def _of_step(made: Version) -> dict[str, AnyValue]:
 
 
 def _sent(destination: str) -> dict[str, AnyValue]:
-    return {
-        "messaging.system": NATS,
-        "messaging.operation.name": "publish",
-        "messaging.operation.type": "send",
-        "messaging.destination.name": destination,
-    }
+    return _message("publish", "send", destination)
 
 
 def _received(destination: str) -> dict[str, AnyValue]:
+    return _message("receive", "receive", destination)
+
+
+def _message(name: str, kind: str, destination: str) -> dict[str, AnyValue]:
     return {
-        "messaging.system": NATS,
-        "messaging.operation.name": "receive",
-        "messaging.operation.type": "receive",
+        "messaging.system": "nats",
+        "messaging.operation.name": name,
+        "messaging.operation.type": kind,
         "messaging.destination.name": destination,
     }

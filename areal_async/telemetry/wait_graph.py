@@ -1,13 +1,13 @@
 """What this process waits for at this moment, as edges between named things: who waits for what, and since when.
 
-    with waits.doing(waits.slot(group_id, 3), "the workflow of"):         group -> slot
-        with waits.on(waits.server("0-1"), "a stream on") as stream:      slot  -> server
+    with wait_graph.doing(wait_graph.slot(group_id, 3), "the workflow of"):         group -> slot
+        with wait_graph.on(wait_graph.server("0-1"), "a stream on") as stream:      slot  -> server
             stream.moved()                                                something came
 
 What runs inside ``doing`` waits in that thing's name, through tasks that it starts too. Invariant: an edge exists for
 as long as its block runs, however it is left. An edge costs some microseconds and belongs around whole waits (a
-completion, a fetch); ``moved`` stores a number and may be called for every event. Ages leave the process, never
-times: clocks of two processes have nothing to say to each other.
+completion, a fetch); ``moved`` stores a number and may be called for every event. Reports hold ages in seconds and no
+times: the clocks of two processes cannot be compared.
 """
 
 import time
@@ -21,7 +21,7 @@ import msgspec
 from areal_async.protocol.events import Event
 
 MAX_RECORDS = 200
-"""Waits that a process tells of at once, some ten kilobytes: whole chains, those that began first before the others."""
+"""Records in one report, some ten kilobytes: whole chains, the oldest first."""
 
 TRAINER = "trainer"
 CONTROLLER = "controller"
@@ -30,16 +30,16 @@ ADMISSION = "admission"
 
 STALLED = "run.stalled"
 ENDED = "ended"
-"""The state in which a node leaves in good order: nothing more is to be heard of it."""
+"""State of a node that has left in good order and reports nothing more."""
 
 
 def kind_of(entity: str) -> str:
-    """Return the first word of a name: what kind of thing it is of."""
+    """Return the kind of a named thing: the first word of its name."""
     return entity.partition(" ")[0]
 
 
 def rank(number: int) -> str:
-    """Name one process of the trainer; the first one speaks for it."""
+    """Name one process of the trainer; the first one has the trainer's own name."""
     return f"rank {number}" if number else TRAINER
 
 
@@ -48,7 +48,7 @@ def node(node_id: str) -> str:
 
 
 def room(node_id: str) -> str:
-    """Name what a node has none of while it runs as many groups as it may."""
+    """Name the free room on a node, which a node at its limit of groups waits for."""
     return f"room on node {node_id}"
 
 
@@ -91,7 +91,7 @@ def files(version: str) -> str:
 
 
 def publication(version: str) -> str:
-    """Name the making of a version: gathered, and sent or written."""
+    """Name the publication of a version: its tensors are gathered, and sent or written."""
     return f"publication {version}"
 
 
@@ -100,41 +100,41 @@ def row(answer: str) -> str:
 
 
 class WaitRecord(msgspec.Struct, frozen=True, array_like=True):
-    """One wait as it is told to others. An array on the wire: a node has many."""
+    """One wait in a report. An array on the wire: a node has many."""
 
     waiter: str
     on: str
     what: str
-    """Goes before ``on``: ``a stream on``."""
+    """Words that go before ``on``, as ``a stream on``."""
     age_s: float
-    """Since it began."""
+    """Time since the wait began."""
     quiet_s: float
-    """Since anything came of it, or of what is waited for below it."""
+    """Time since anything came of it, or of the waits below it."""
     num_more: int = 0
-    """Other waits of the same waiter, which are livelier and not told."""
+    """Number of other waits of the same waiter, which are livelier and left out."""
 
 
 class WaitReport(msgspec.Struct, frozen=True):
-    """What one process waits for."""
+    """The waits of one process."""
 
     records: list[WaitRecord] = []
     num_left_out: int = 0
-    """Waits beyond what is told at once."""
+    """Number of chains beyond the report's limit."""
 
 
 class Stall(Event, frozen=True, kw_only=True, tag=STALLED):
-    """The event that says that the run stands still, and why."""
+    """The event of a run that makes no progress, and its cause."""
 
     quiet_s: int
     sentence: str
     culprit: str
-    """A name from this module; several that wait for each other are joined by commas."""
+    """Name of the thing at fault, from this module; several that wait for each other are joined by commas."""
     chain: list[str]
-    """From the one that the run waits for to the culprit."""
+    """Names from the one that the run waits for to the culprit."""
     is_starting: bool
-    """The culprit has not begun to work; for that it has a deadline of its own, so nothing is done about it."""
+    """Whether the culprit has not begun to work; that has a deadline of its own, so nothing is done about it."""
     waits_for: dict[str, str]
-    """What each process says that it waits for, or else does."""
+    """Process -> what it waits for by its own report, or else does."""
 
 
 class Wait:
@@ -154,7 +154,7 @@ class Wait:
         self.moved_s = time.monotonic()
 
 
-class Ended(NamedTuple):
+class EndedWait(NamedTuple):
     """A wait that is over, by the monotonic clock of this process."""
 
     on: str
@@ -164,7 +164,7 @@ class Ended(NamedTuple):
 
 _waits: dict[Wait, None] = {}
 _current: ContextVar[Wait | None] = ContextVar("areal_async_wait", default=None)
-_kept: ContextVar[list[Ended] | None] = ContextVar("areal_async_kept_waits", default=None)
+_ended: ContextVar[list[EndedWait] | None] = ContextVar("areal_async_ended_waits", default=None)
 
 
 @contextmanager
@@ -172,9 +172,9 @@ def on(what_on: str, what: str = "", *, waiter: str | None = None) -> Iterator[W
     """Wait for something inside the block.
 
     Args:
-        what_on: the thing that is waited for.
-        what: of it; goes before its name.
-        waiter: who waits; ``None`` for the thing in whose name this code runs.
+        what_on: name of the thing that is waited for.
+        what: words that go before the name.
+        waiter: name of the thing that waits; ``None`` for the thing in whose name this code runs.
     """
     parent = _current.get()
     wait = Wait(waiter or (parent.on if parent is not None else ""), what_on, what, parent)
@@ -187,8 +187,8 @@ def on(what_on: str, what: str = "", *, waiter: str | None = None) -> Iterator[W
         del _waits[wait]
         if parent is not None:
             parent.moved()
-        if (kept := _kept.get()) is not None:
-            kept.append(Ended(what_on, wait.since_s, time.monotonic()))
+        if (ended := _ended.get()) is not None:
+            ended.append(EndedWait(what_on, wait.since_s, time.monotonic()))
 
 
 @contextmanager
@@ -203,24 +203,24 @@ def doing(what_on: str, what: str = "", *, waiter: str | None = None) -> Iterato
 
 
 @contextmanager
-def keeping() -> Iterator[list[Ended]]:
-    """Keep what ends inside the block, in tasks that it starts too: to say later where its time has gone."""
-    kept: list[Ended] = []
-    token = _kept.set(kept)
+def recording_ended() -> Iterator[list[EndedWait]]:
+    """Record the waits that end inside the block, in tasks that it starts too, to account for its time later."""
+    ended: list[EndedWait] = []
+    token = _ended.set(ended)
     try:
-        yield kept
+        yield ended
     finally:
-        _kept.reset(token)
+        _ended.reset(token)
 
 
 class PollingWaits:
-    """The waits of somebody who looks again and again whether they are over: those that stay keep their age.
+    """The waits of a loop that polls whether they are over: one that stays keeps its age.
 
-    They end with its ``with`` block at the latest.
+    All of them end with the ``with`` block.
     """
 
     def __init__(self) -> None:
-        self._mine: dict[tuple[str, str], Wait] = {}
+        self._waits: dict[tuple[str, str], Wait] = {}
 
     def __enter__(self) -> "PollingWaits":
         return self
@@ -229,29 +229,29 @@ class PollingWaits:
         self.replace("", ())
 
     def replace(self, waiter: str, ons: Iterable[str], what: str = "") -> None:
-        """Wait for these things from now on, and for nothing else."""
+        """Have ``waiter`` wait for these things from now on, and end every other wait."""
         wanted = {(waiter, one) for one in ons}
-        for gone in self._mine.keys() - wanted:
-            del _waits[self._mine.pop(gone)]
-        for new in wanted - self._mine.keys():
-            wait = self._mine[new] = Wait(*new, what, None)
+        for gone in self._waits.keys() - wanted:
+            del _waits[self._waits.pop(gone)]
+        for new in wanted - self._waits.keys():
+            wait = self._waits[new] = Wait(*new, what, None)
             _waits[wait] = None
 
 
 def report(of: str, *, limit: int = MAX_RECORDS) -> WaitReport:
     """Return what the process ``of`` waits for now, and below each of these waits the quietest chain."""
-    return tell(list(_waits), of=of, now_s=time.monotonic(), limit=limit)
+    return report_on(list(_waits), of=of, now_s=time.monotonic(), limit=limit)
 
 
-def tell(waits: list[Wait], *, of: str, now_s: float, limit: int) -> WaitReport:
-    """Return the report on these waits: chains, the one that began first before the others."""
+def report_on(waits: list[Wait], *, of: str, now_s: float, limit: int) -> WaitReport:
+    """Return the report on these waits: whole chains, the oldest first."""
     tree = _Tree(waits)
-    firsts = sorted(tree.firsts(of), key=lambda wait: wait.since_s)
+    roots = sorted(tree.roots(of), key=lambda wait: wait.since_s)
     records: list[WaitRecord] = []
-    for number, first in enumerate(firsts):
-        chain = tree.quietest_chain(first)
+    for number, root in enumerate(roots):
+        chain = tree.quietest_chain(root)
         if len(records) + len(chain) > limit:
-            return WaitReport(records=records, num_left_out=len(firsts) - number)
+            return WaitReport(records=records, num_left_out=len(roots) - number)
         for wait in chain:
             records.append(
                 WaitRecord(
@@ -267,7 +267,7 @@ def tell(waits: list[Wait], *, of: str, now_s: float, limit: int) -> WaitReport:
 
 
 class _Tree:
-    """Waits by their waiter. Circles are possible, and no reason to hang."""
+    """Waits by their waiter, with cycles where things wait for each other."""
 
     def __init__(self, waits: list[Wait]) -> None:
         self._below: dict[str, list[Wait]] = {}
@@ -278,8 +278,8 @@ class _Tree:
     def num_of(self, waiter: str) -> int:
         return len(self._below[waiter])
 
-    def firsts(self, of: str) -> list[Wait]:
-        """Return all waits of the process itself, and one of each waiter for whom nobody here waits."""
+    def roots(self, of: str) -> list[Wait]:
+        """Return all waits of the process itself, and the quietest of each waiter that no wait here is on."""
         others = [waiter for waiter in self._below if waiter != of and waiter not in self._waited_for]
         return self._below.get(of, []) + [self._quietest(waiter) for waiter in others]
 
@@ -293,7 +293,7 @@ class _Tree:
         return chain
 
     def moved_s(self, wait: Wait, above: frozenset[str] = frozenset()) -> float:
-        """Return when anything last came of a wait, or of those below it."""
+        """Return the monotonic time at which anything last came of a wait, or of those below it."""
         if wait.on in above:
             return wait.moved_s
         below = self._below.get(wait.on, [])

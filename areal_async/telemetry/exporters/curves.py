@@ -1,4 +1,4 @@
-"""Every step's and evaluation's numbers to TensorBoard and, on request, to Weights & Biases."""
+"""The numbers of every step and evaluation, written to TensorBoard and, on request, to Weights & Biases."""
 
 import shutil
 import socket
@@ -19,7 +19,7 @@ TAGS = {
     "staleness_mean": "staleness/mean",
     "staleness_max": "staleness/max",
 }
-"""Where a number's place on the board is not told by its first word."""
+"""Metric -> its tag, where the first word does not give its group."""
 GROUPS = {
     "time": "time", "logprob": "gap", "ratio": "policy", "clip": "policy", "entropy": "policy", "kl": "policy",
     "behave": "policy", "num": "batch", "groups": "batch", "output": "batch", "truncated": "batch",
@@ -36,7 +36,7 @@ def tag_of(key: str) -> str:
 
 
 class Curves:
-    """The boards that a run's numbers go to."""
+    """The boards of one run."""
 
     def __init__(self, settings: Settings, run_directory: Path) -> None:
         """Start anew: what an earlier start of the run wrote is to be written again.
@@ -53,7 +53,7 @@ class Curves:
             shutil.rmtree(self._directory, ignore_errors=True)
 
     def rewind(self, *, to_step: int) -> None:
-        """Have boards forget what they were given of later steps, which are done anew."""
+        """Have boards forget the steps after ``to_step``, which are done again."""
         if self._board is not None:
             self._board.close()
             self._num_rewinds += 1
@@ -78,7 +78,7 @@ class Curves:
             self._board.flush()
 
     def close(self) -> None:
-        """Write what is left."""
+        """Write the rest and close the boards."""
         if self._board is not None:
             self._board.close()
         if self._tracker is not None:
@@ -88,8 +88,8 @@ class Curves:
 class _Board:
     """One file of events.
 
-    The library's own ``EventFileWriter`` writes from a thread: an error ends that silently, as on a full disk, and then
-    whoever adds to its queue waits for ever. Here it is raised.
+    The library's own ``EventFileWriter`` writes from a thread, which an error ends silently, as on a full disk: the
+    next ``add`` then blocks without end. Here the error is raised.
     """
 
     def __init__(self, directory: Path, number: int, *, purge_step: int | None = None) -> None:

@@ -30,7 +30,7 @@ from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, MetricSample
 
 STOP_DEADLINE_S = 3.0
 HOST, PID, NAMESPACE = "__areal_host", "__areal_pid", "__areal_pid_namespace"
-"""Labels that say whose file it is: Prometheus drops those that begin so, once it has read them."""
+"""Labels of the process that wrote the file; Prometheus drops labels with this prefix once it has read them."""
 
 log = structlog.get_logger()
 
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 async def exporting(
     settings: Settings, run_directory: Path, *, role: str, report: Callable[[], dict[str, Any]], instance: str = "0"
 ) -> AsyncIterator[None]:
-    """Serve what ``report`` says while the block runs, where ``metrics.prometheus`` asks for it.
+    """Serve ``report``'s numbers while the block runs, where ``metrics.prometheus`` asks for it.
 
     Args:
         report: called for each scrape, on the event loop; it must not block or raise.
@@ -61,14 +61,14 @@ async def exporting(
     server, serving = serve_app(make_asgi_app(registry), listening, loop=asyncio.get_running_loop())
     target = f"{_host(settings.metrics.prometheus_host)}:{listening.getsockname()[1]}"
     # In one folder for all runs: the discovery follows patterns of file names, not of folders.
-    place = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"
-    remove_dead_targets(place.parent)
-    write_target(place, target, labels={"run": settings.run.name, "role": role, "instance": instance} | _own_labels())
+    path = settings.run.directory / "prometheus" / f"{settings.run.name}-{role}-{instance}.json"
+    remove_dead_targets(path.parent)
+    write_target(path, target, labels={"run": settings.run.name, "role": role, "instance": instance} | _own_labels())
     log.info("prometheus.serving", url=f"http://{target}/metrics")
     try:
         yield
     finally:
-        place.unlink(missing_ok=True)
+        path.unlink(missing_ok=True)
         server.should_exit = True
         with anyio.move_on_after(STOP_DEADLINE_S, shield=True):
             await asyncio.wait([serving])
@@ -76,7 +76,7 @@ async def exporting(
 
 
 def check_listening(metrics: MetricsSettings) -> None:
-    """Refuse an address to be scraped at that this host cannot listen at, before a process is started that would.
+    """Check that this host can listen at ``metrics.prometheus_host``, before a process is started that would.
 
     Raises:
         UserError: ``metrics.prometheus_host`` is no address of this host.
@@ -86,7 +86,7 @@ def check_listening(metrics: MetricsSettings) -> None:
 
 
 def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
-    """Write one group of targets, whole or not at all: Prometheus watches the folder."""
+    """Write one group of targets atomically: Prometheus watches the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n")
@@ -94,9 +94,9 @@ def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
 
 
 def remove_dead_targets(folder: Path) -> None:
-    """Remove the files of processes of this host that are there no more.
+    """Remove the target files of this host's processes that have ended.
 
-    Containers may share a host's name, and each numbers its own processes: one judges those of its own alone.
+    Containers may share a host's name, and each numbers its own processes: files of other PID namespaces are left.
     """
     own = _own_labels()
     for path in folder.glob("*.json"):
@@ -122,7 +122,7 @@ def _own_labels() -> dict[str, str]:
 
 
 class _Collector:
-    """Makes metric families of what a process reports now."""
+    """The metric families of a process's current report."""
 
     def __init__(self, read: Callable[[], Iterable[MetricSample]]) -> None:
         self._read = read

@@ -1,4 +1,4 @@
-"""What each role reports, as named numbers with units. Pure; the names are stable, as dashboards rely on them.
+"""The metrics of each role, as named numbers with units. Pure; dashboards rely on the names, which are stable.
 
 Names follow Prometheus: base units (seconds, bytes), ``_total`` on what only grows within one life of a process.
 """
@@ -13,7 +13,7 @@ GAUGE, COUNTER = "gauge", "counter"
 
 
 class MetricSample(NamedTuple):
-    """One number."""
+    """One number of one role, with its labels."""
 
     name: str
     kind: str

@@ -20,24 +20,24 @@ NOT_IN_JSON = {"nan": "NaN", "inf": "Infinity", "-inf": "-Infinity"}
 
 
 class FileExporter:
-    """Appends a line per batch."""
+    """A file with a line per batch."""
 
     is_in_trouble = False
-    """Nothing is tried again."""
+    """Always false: nothing is tried again."""
 
     def __init__(self, path: Path, resource: Attributes, *, scope: Mapping[str, str]) -> None:
-        """Take what is said of the process, and of the library that its spans are of."""
+        """Take the attributes of the process, and the name and version of the library that makes the spans."""
         self._path = path
         self._resource = {"attributes": _attributes(resource)}
         self._scope = scope
 
     def export(self, spans: Sequence[RecordedSpan]) -> None:
-        """Write them.
+        """Append one line with these spans.
 
         Raises:
             OSError: the file cannot be written.
         """
-        said = {
+        request = {
             "resourceSpans": [
                 {
                     "resource": self._resource,
@@ -46,10 +46,10 @@ class FileExporter:
             ]
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        _append(self._path, msgspec.json.encode(said) + b"\n")
+        _append(self._path, msgspec.json.encode(request) + b"\n")
 
     def shutdown(self) -> None:
-        """Nothing is held."""
+        """Do nothing: no file is held open."""
 
 
 def _append(path: Path, line: bytes) -> None:

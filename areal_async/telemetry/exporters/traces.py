@@ -1,7 +1,7 @@
-"""Spans of one process on their way to a collector, by OTLP over HTTP, or into a file (``trace_file``).
+"""The export of one process's spans to a collector, by OTLP over HTTP, or into a file (``trace_file``).
 
-Whoever records a span puts it into a bounded queue and goes on. A thread of its own translates what has come, once a
-second or sooner, and sends it; what finds the queue full, and what the collector did not take, is counted and told of.
+A recorded span goes into a bounded queue. A thread of its own translates what the queue holds, once a second or
+sooner, and sends it; spans that find the queue full, and those that the collector did not take, are counted and logged.
 Invariant: neither the event loop nor a training step nor the end of a process waits for a collector, but for the last
 ``CLOSE_DEADLINE_S``.
 """
@@ -38,10 +38,10 @@ PACKAGES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 ROUTE = "/v1/traces"
 SCOPE = "areal_async"
 INTERVAL_S = 1.0
-"""How long a span waits for others at the most; what a killed process takes with it."""
+"""Longest wait of a span for others, in seconds: what a killed process loses."""
 BATCH_SPANS = 512
 MAX_SPANS = 16_384
-"""In the queue: some thirty megabytes."""
+"""Limit of the queue, some thirty megabytes."""
 CLOSE_DEADLINE_S = 3.0
 POLL_S = 0.05
 
@@ -49,23 +49,23 @@ log = structlog.get_logger()
 
 
 class Exporter(Protocol):
-    """What takes spans away. Called in one thread; it may wait."""
+    """A sink of spans, called in one thread; it may wait."""
 
     def export(self, spans: Sequence[RecordedSpan]) -> None:
         """Send them.
 
         Raises:
-            OSError: they were not taken, and why.
+            OSError: they were not taken.
         """
         ...
 
     @property
     def is_in_trouble(self) -> bool:
-        """Whether what it sends now was not taken at once, and is tried again."""
+        """Whether the current batch was refused and is tried again."""
         ...
 
     def shutdown(self) -> None:
-        """Give up what is being tried again, and take nothing more."""
+        """Give up the current batch, and take no more."""
         ...
 
 
@@ -103,10 +103,10 @@ def recording(settings: Settings, run_directory: Path, *, role: str, instance: s
 
 
 def check_installed(metrics: MetricsSettings) -> None:
-    """Refuse to send traces with nothing to do it with; a file needs no package.
+    """Check that the packages for ``metrics.traces`` are there; a file needs none.
 
     Raises:
-        UserError: it is so.
+        UserError: a package is missing.
     """
     if metrics.traces not in (None, TO_FILES) and not are_installed():
         raise UserError(
@@ -136,12 +136,12 @@ def with_key(settings: Settings, read_earlier: Callable[[], Settings] | None) ->
 
 
 def endpoint(url: str) -> str:
-    """Return where spans are posted, given a collector's address with or without that route."""
+    """Return the URL that spans are posted to, given a collector's address with or without the route."""
     return url if url.rstrip("/").endswith(ROUTE) else url.rstrip("/") + ROUTE
 
 
 def resource_of(run: str, *, role: str, instance: str) -> dict[str, str | int]:
-    """Return what is said of this process."""
+    """Return the attributes of this process's resource."""
     return {
         "service.name": f"areal-{role}",
         "service.namespace": "areal",
@@ -162,20 +162,20 @@ class SpanOutbox:
         self._max_spans = max_spans
         self._spans: deque[RecordedSpan] = deque()
         self._wake = threading.Event()
-        self._num_in_hand = 0
+        self._num_sending = 0
         self._is_closing = False
         self._is_failing = False
-        self._is_overflow_told = False
+        self._is_overflow_logged = False
         self.num_sent = 0
         self.num_dropped = 0
-        """That found the queue full."""
+        """Spans that found the queue full."""
         self.num_refused = 0
-        """That the collector, or the disk, did not take."""
+        """Spans that the collector, or the disk, did not take."""
         self._thread = threading.Thread(target=self._run, name="traces", daemon=True)
         self._thread.start()
 
     def record(self, span: RecordedSpan) -> None:
-        """Take a span that is over."""
+        """Queue a span that is over."""
         if len(self._spans) >= self._max_spans:
             self.num_dropped += 1
             return
@@ -184,7 +184,7 @@ class SpanOutbox:
             self._wake.set()
 
     def close(self, deadline_s: float = CLOSE_DEADLINE_S) -> None:
-        """Send what is left, unless nobody takes it, and say what was lost."""
+        """Send the rest of the queue within ``deadline_s``, unless it is refused, and log how many spans were lost."""
         self._is_closing = True
         self._wake.set()
         ends_at_s = time.monotonic() + deadline_s
@@ -192,7 +192,7 @@ class SpanOutbox:
             self._thread.join(POLL_S)
         self._exporter.shutdown()
         self._thread.join(POLL_S)
-        num_lost = self.num_dropped + self.num_refused + self._num_in_hand + len(self._spans)
+        num_lost = self.num_dropped + self.num_refused + self._num_sending + len(self._spans)
         if num_lost:
             log.warning("traces.lost", where=self._where, num_lost=num_lost, num_sent=self.num_sent)
 
@@ -203,17 +203,17 @@ class SpanOutbox:
             is_last = self._is_closing
             while self._spans and not (self._is_closing and self._is_failing):
                 self._send([self._spans.popleft() for _ in range(min(BATCH_SPANS, len(self._spans)))])
-            self._tell_overflow()
+            self._log_overflow()
             if is_last:
                 return
 
     def _send(self, spans: list[RecordedSpan]) -> None:
-        self._num_in_hand = len(spans)
+        self._num_sending = len(spans)
         try:
             self._exporter.export(spans)
         except OSError as exc:
             self.num_refused += len(spans)
-            self._num_in_hand = 0
+            self._num_sending = 0
             if not self._is_failing:
                 log.warning("traces.not_sent", where=self._where, reason=str(exc), detail="the run goes on without")
             self._is_failing = True
@@ -221,12 +221,12 @@ class SpanOutbox:
         if self._is_failing:
             log.warning("traces.sent_again", where=self._where, num_lost=self.num_refused + self.num_dropped)
         self._is_failing = False
-        self._num_in_hand = 0
+        self._num_sending = 0
         self.num_sent += len(spans)
 
-    def _tell_overflow(self) -> None:
-        if self.num_dropped and not self._is_overflow_told:
-            self._is_overflow_told = True
+    def _log_overflow(self) -> None:
+        if self.num_dropped and not self._is_overflow_logged:
+            self._is_overflow_logged = True
             log.warning(
                 "traces.dropped",
                 detail=f"more than {self._max_spans} spans wait to be sent: some are left out from now on; "
@@ -241,7 +241,7 @@ class SdkExporter:
     """
 
     def __init__(self, exporter: "SpanExporter", resource: Mapping[str, str | int]) -> None:
-        """Take what is said of the process; ``OTEL_RESOURCE_ATTRIBUTES`` add to it."""
+        """Take the process's resource; ``OTEL_RESOURCE_ATTRIBUTES`` add to it."""
         # Imported here and below: a process without traces never loads it.
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.util.instrumentation import InstrumentationScope
@@ -299,12 +299,12 @@ def _all_sendable(attributes: Attributes) -> Attributes:
 
 
 class _FirstFailure(logging.Handler):
-    """Receives what the library logs while it fails, which is all that it says of why, and keeps it from other logs."""
+    """The reason of a failed export, taken from the library's log records, which are kept from other logs."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.reason = ""
-        """Of the first record since ``take``: what comes after it says that it was tried again."""
+        """Reason in the first record since ``take``; later records say that the batch was tried again."""
         logger = logging.getLogger("opentelemetry.exporter")
         logger.propagate = False
         logger.addHandler(self)
@@ -316,6 +316,6 @@ class _FirstFailure(logging.Handler):
             self.reason = errors[0].rpartition(": ")[2].strip("()'\"") if errors else record.getMessage()
 
     def take(self) -> str:
-        """Return the reason, and wait for the next."""
+        """Return the reason, and forget it."""
         reason, self.reason = self.reason, ""
         return " ".join(reason.split())

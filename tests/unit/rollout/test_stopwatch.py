@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_async.rollout.stopwatch import TimedCall, Times, covered_s
-from areal_async.telemetry.wait_graph import Ended
+from areal_async.telemetry.wait_graph import EndedWait
 
 SECONDS = st.integers(0, 30)
 
@@ -22,7 +22,7 @@ def test_time_is_told_by_what_was_waited_for() -> None:
     times = Times.of(
         total_s=9.0,
         calls=[call, TimedCall(since_s=2.0, first_s=None, until_s=4.0, turn=None)],
-        waits=[Ended("tool add", 4.0, 6.0), Ended("reward right", 6.0, 7.0), Ended("server own", 1.0, 3.0)],
+        waits=[EndedWait("tool add", 4.0, 6.0), EndedWait("reward right", 6.0, 7.0), EndedWait("server own", 1.0, 3.0)],
     )
 
     assert times == Times(total_s=9.0, model_s=3.0, tools_s=2.0, rewards_s=1.0)

@@ -184,7 +184,7 @@ def test_a_held_out_row_has_one_trace_however_often_it_is_asked_and_answered(kep
         ticket = EvalTicket(eval_id="1-40", index=7, workflow="w", row={}, attempt=attempt)
         with spans.asked(ticket):
             pass
-        with spans.leased_row(ticket, Came(), node_id="0"):
+        with spans.leased(ticket, Came(), node_id="0"):
             with spans.answer(ticket) as span:
                 spans.note_result(span, EvalResult(eval_id="1-40", index=7, reward=0.5))
             with spans.published_result(ticket):
@@ -279,7 +279,7 @@ async def test_what_a_model_wrote_is_in_no_span_unless_texts_are_let_in(*, has_t
     with pytest.raises(RewardError), span("reward r", of_group("0-1-0"), attributes={}):
         raise RewardError(f"reward r: {SECRET}")
     row = EvalTicket(eval_id="1-40", index=7, workflow="e", row={"question": SECRET})
-    with spans.asked(row), spans.leased_row(row, Came(), node_id="0"), spans.answer(row) as answer:
+    with spans.asked(row), spans.leased(row, Came(), node_id="0"), spans.answer(row) as answer:
         spans.note_result(answer, EvalResult(eval_id="1-40", index=7, error=SECRET))
     with spans.settled(Outcome(kind=OutcomeKind.FAILED, group_id="0-1-0", lineage=1, reason=SECRET)):
         pass

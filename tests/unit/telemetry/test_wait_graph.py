@@ -14,7 +14,7 @@ def _wait(waiter: str, on: str, *, since_s: float, moved_s: float | None = None)
 
 
 def _tell(found: list[Wait], *, limit: int = 100) -> wait_graph.WaitReport:
-    return wait_graph.tell(found, of="node 0", now_s=100.0, limit=limit)
+    return wait_graph.report_on(found, of="node 0", now_s=100.0, limit=limit)
 
 
 def test_a_chain_is_told_down_to_its_end_with_ages_and_the_livelier_ones_are_counted() -> None:
@@ -132,11 +132,11 @@ async def test_waits_that_end_are_kept_for_whoever_asks_and_for_nobody_else() ->
         with wait_graph.on(name):
             await anyio.lowlevel.checkpoint()
 
-    with wait_graph.keeping() as kept:
+    with wait_graph.recording_ended() as ended:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(call, "tool add")
             tasks.start_soon(call, "reward right")
     await call("tool later")
 
-    assert sorted(one.on for one in kept) == ["reward right", "tool add"]
-    assert all(one.since_s <= one.until_s for one in kept)
+    assert sorted(one.on for one in ended) == ["reward right", "tool add"]
+    assert all(one.since_s <= one.until_s for one in ended)
