@@ -28,9 +28,10 @@ from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.health import Health
 from areal_async.trainer.loop import Trainer
 from areal_async.trainer.output.broadcast import Broadcaster, address_towards
-from areal_async.trainer.output.checkpointer import Checkpointer
-from areal_async.trainer.output.publisher import WeightsPublisher, sends_adapter
+from areal_async.trainer.output.checkpointer import Checkpointer, CheckpointSource
+from areal_async.trainer.output.publisher import WeightsPublisher
 from areal_async.trainer.output.restoring import choose_checkpoint
+from areal_async.trainer.output.served_weights import ServedWeights, sends_adapter
 from areal_async.trainer.step_runner import StepRunner
 
 METRICS_INTERVAL_S = 1.0
@@ -98,24 +99,23 @@ async def _run_rank(
         publisher = WeightsPublisher(
             settings.inference,
             run_directory / "weights",
-            engine=engines.actor,
+            weights=ServedWeights(
+                engines.actor, bucket_bytes=settings.inference.bucket_bytes, is_adapter=sends_adapter(settings)
+            ),
             thread=thread,
-            beside=BackgroundJob(loops),
+            writing=BackgroundJob(loops),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster,
-            sends_adapter=sends_adapter(settings),
         )
         archiving = BackgroundJob(loops)
         checkpointer = Checkpointer(
             settings,
             run_directory,
-            ranks=ranks,
-            engines=engines,
-            thread=thread,
-            writer=writer,
+            rank=ranks.rank,
+            source=CheckpointSource(engines=engines, thread=thread, writer=writer),
             archiving=archiving,
-            beside=BackgroundJob(loops),
+            writing=BackgroundJob(loops),
             lineage=lineage,
             feed=feed,
         )

@@ -20,20 +20,18 @@ import structlog
 from torch import Tensor
 
 from areal_async.bus import Bus
-from areal_async.config.settings import InferenceSettings, Settings
+from areal_async.config.settings import InferenceSettings
 from areal_async.errors import PipelineError
-from areal_async.inference.commands import choose_backend
 from areal_async.inference.faults import StagingFault
 from areal_async.inference.swap import check_files
 from areal_async.process.atomic_folders import keep_newest
 from areal_async.protocol.run_state import ServerState
-from areal_async.protocol.types import ADAPTER, DISK, DISTRIBUTED, UpdateGroup, Version, WeightsVersion
+from areal_async.protocol.types import DISTRIBUTED, UpdateGroup, Version, WeightsVersion
 from areal_async.telemetry import wait_graph
 from areal_async.trainer.batch.lineage import Lineage
-from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
-from areal_async.trainer.engine.weights import witnesses
 from areal_async.trainer.output.broadcast import Broadcaster
+from areal_async.trainer.output.served_weights import ServedWeights
 
 NUM_KEPT_WEIGHTS = 3
 """Newest weights folders kept: the one announced, and those a slow server may still be reading."""
@@ -52,27 +50,24 @@ class WeightsPublisher:
         settings: InferenceSettings,
         directory: Path,
         *,
-        engine: FsdpEngine,
+        weights: ServedWeights,
         thread: EngineThread,
-        beside: BackgroundJob,
+        writing: BackgroundJob,
         bus: Bus,
         lineage: Lineage | None,
         broadcaster: Broadcaster | None,
-        sends_adapter: bool = False,
     ) -> None:
-        """Publish the weights of ``engine``, whole or, where ``sends_adapter``, its adapters alone, by disk.
+        """Publish ``weights``, which are gathered in ``thread`` and written into ``directory`` by ``writing``.
 
         ``lineage`` is rank 0's alone; ``broadcaster`` as well, and None where weights travel by disk alone.
         """
         self._directory = directory
-        self._engine = engine
+        self._weights = weights
         self._thread = thread
-        self._beside = beside
+        self._writing = writing
         self._bus = bus
         self._lineage = lineage
         self._broadcaster = broadcaster
-        self._sends_adapter = sends_adapter
-        self._buckets = engine.plan_adapter() if sends_adapter else engine.plan_buckets(max_bytes=settings.bucket_bytes)
         # A server may need all of it to start, and as much again to load.
         self._server_deadline_s = 2 * settings.start_deadline_s
         self._newest: WeightsVersion | None = None
@@ -84,14 +79,14 @@ class WeightsPublisher:
         if group is not None:
             tensors = await self._broadcast(version, group)
         else:
-            tensors = await self._thread.run(lambda: self._engine.gather_weights(self._buckets))
+            tensors = await self._thread.run(self._weights.gather)
         lineage = self._lineage
         if lineage is not None:
-            await self._beside.start(lambda: self._keep(version, tensors, lineage))
+            await self._writing.start(lambda: self._keep(version, tensors, lineage))
 
     async def finish(self) -> None:
         """Wait until the newest version is on disk, and announced so."""
-        await self._beside.finish()
+        await self._writing.finish()
 
     async def run_repairs(self) -> None:
         """End this trainer where servers cannot load the newest version since its files are not what was written.
@@ -156,7 +151,7 @@ class WeightsPublisher:
         group = await anyio.to_thread.run_sync(self._broadcaster.open, servers.values())
         if group is not None:
             await self._lineage.announce(
-                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self._buckets)
+                WeightsVersion(version=str(version), kind=DISTRIBUTED, group=group, buckets=self._weights.buckets)
             )
         return group
 
@@ -172,9 +167,7 @@ class WeightsPublisher:
                         wait_graph.publication(str(version)), map(wait_graph.server, group.ranks), "the broadcast to"
                     )
                     watch.start_soon(self._run_watch, broadcaster)
-                    tensors = await self._thread.run(
-                        lambda: self._engine.gather_weights(self._buckets, send=broadcaster.send)
-                    )
+                    tensors = await self._thread.run(lambda: self._weights.gather(send=broadcaster.send))
                     is_through = True
                     watch.cancel_scope.cancel()
         finally:
@@ -199,30 +192,9 @@ class WeightsPublisher:
 
     async def _keep(self, version: Version, tensors: dict[str, Tensor], lineage: Lineage) -> None:
         """Write the copy that any server can load, now or later, and say where it is."""
-        folder = self._directory / str(version)
-
-        def write() -> WeightsVersion:
-            engine, is_adapter = self._engine, self._sends_adapter
-            return WeightsVersion(
-                version=str(version),
-                path=str(folder.resolve()),
-                sha256=engine.write_adapter(tensors, folder) if is_adapter else engine.write_weights(tensors, folder),
-                tensors_sha256=engine.adapter_witnesses(tensors) if is_adapter else witnesses(tensors),
-                kind=ADAPTER if is_adapter else DISK,
-            )
-
-        self._newest = await anyio.to_thread.run_sync(write)
+        self._newest = await anyio.to_thread.run_sync(self._weights.write, tensors, version, self._directory)
         await lineage.announce(self._newest)
         await anyio.to_thread.run_sync(keep_newest, self._directory, NUM_KEPT_WEIGHTS)
-
-
-def sends_adapter(settings: Settings) -> bool:
-    """Say whether servers get adapters alone: where there are some, and all servers can merge them."""
-    lora = settings.trainer.lora
-    if not lora.is_on or lora.transfer == "merged":
-        return False
-    takes_adapters = choose_backend(settings) == "embedded" and settings.inference.weight_transfer == "disk"
-    return lora.transfer == "adapter" or takes_adapters
 
 
 def _laggards(servers: dict[str, tuple[ServerState, int]], version: Version) -> str:

@@ -23,7 +23,8 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.broadcast import Broadcaster
-from areal_async.trainer.output.publisher import WeightsPublisher, sends_adapter
+from areal_async.trainer.output.publisher import WeightsPublisher
+from areal_async.trainer.output.served_weights import ServedWeights, sends_adapter
 from tests.brokers import OpenRole
 from tests.unit.trainer.models import engine_of
 from tests.unit.trainer.receivers import DEADLINE_S, Receiver, are_equal, state_of
@@ -56,13 +57,12 @@ async def publishing(
         yield WeightsPublisher(
             settings,
             directory / "weights",
-            engine=engine,
+            weights=ServedWeights(engine, bucket_bytes=settings.bucket_bytes, is_adapter=sends_adapter),
             thread=EngineThread(),
-            beside=BackgroundJob(tasks),
+            writing=BackgroundJob(tasks),
             bus=bus,
             lineage=lineage,
             broadcaster=broadcaster if weight_transfer == "distributed" else None,
-            sends_adapter=sends_adapter,
         )
     broadcaster.close()
 
