@@ -1,4 +1,4 @@
-"""What tests of several packages share: two event loops, a real broker for each test that asks for one, one engine."""
+"""What tests of several packages share: their event loops, a real broker for each that asks for one, one engine."""
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
@@ -11,17 +11,25 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Role, declare, open_bus
 from areal_async.config.settings import BusSettings, RunSettings, Settings
 from tests.brokers import CONNECT_DEADLINE_S, OpenRole, as_operator, running_broker
-from tests.loops import on_both_loops
+from tests.loops import anyio_backend as anyio_backend
+from tests.loops import loop_options as loop_options
+from tests.loops import run_on_both
 from tests.quiet import logging_as_before
 
 if TYPE_CHECKING:
     from tests.unit.inference.embedded_engine import Server
 
-anyio_backend = on_both_loops
-
 # How long an example takes says how busy the machine is.
 hypothesis.settings.register_profile("untimed", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--both-loops", action="store_true", help="run every async test on asyncio's own loop too")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    run_on_both(metafunc)
 
 
 @pytest.fixture(autouse=True)

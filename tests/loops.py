@@ -1,24 +1,31 @@
 """The event loops of tests: uvloop, which every process of a run has, and asyncio's own in debug mode.
 
-The latter tells what the former lets pass, as a call from another thread, and takes two to eight times as long.
+The latter tells what the former lets pass, as a call from another thread, and takes two to eight times as long: tests
+that are marked ``both_loops`` run on it too, and with ``--both-loops`` all that do not choose their loop themselves.
 """
 
 from typing import Any
 
 import pytest
 
-ASYNCIO = pytest.param(("asyncio", {"debug": True}), id="asyncio")
-UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
-BOTH = [ASYNCIO, UVLOOP]
+UVLOOP = "asyncio", {"use_uvloop": True}
+ASYNCIO = "asyncio", {"debug": True}
 
 
-@pytest.fixture(params=BOTH)
-def on_both_loops(request: pytest.FixtureRequest) -> Any:
-    """Run every async test on both: the ``anyio_backend`` of whoever gives it no other."""
-    return request.param
+@pytest.fixture
+def loop_options() -> Any:
+    """Return the loop of a test that names none: anyio's backend and its options."""
+    return UVLOOP
 
 
-@pytest.fixture(params=[UVLOOP])
-def on_uvloop(request: pytest.FixtureRequest) -> Any:
-    """The ``anyio_backend`` of tests in which the loop is no part of what is tested."""
-    return request.param
+@pytest.fixture
+def anyio_backend(loop_options: Any) -> Any:
+    return loop_options
+
+
+def run_on_both(metafunc: pytest.Metafunc) -> None:
+    """Make two of each test that is to run on both loops."""
+    is_wanted = metafunc.config.getoption("both_loops") or metafunc.definition.get_closest_marker("both_loops")
+    chosen = [mark for mark in metafunc.definition.iter_markers("parametrize") if "anyio_backend" in mark.args[0]]
+    if is_wanted and not chosen and "loop_options" in metafunc.fixturenames:
+        metafunc.parametrize("loop_options", [ASYNCIO, UVLOOP], ids=["asyncio", "uvloop"])

@@ -44,7 +44,6 @@ from areal_async.protocol.types import (
 )
 from areal_async.protocol.wire import decode
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
-from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -262,7 +261,7 @@ async def test_failures_one_after_another_end_the_run_with_their_cause(
                 await world.outcome(one.group_id, OutcomeKind.FAILED, failed=1)
 
 
-@pytest.mark.parametrize("anyio_backend", BOTH)
+@pytest.mark.both_loops
 async def test_the_run_ends_when_the_final_version_is_held_and_the_rest_is_abandoned(
     open_role: OpenRole, settings: Settings, world: World
 ) -> None:

@@ -32,7 +32,6 @@ from areal_async.trainer.batch.reader import JournalReader
 from areal_async.trainer.batch.step import build_rows
 from tests.brokers import PATIENCE_S, OpenRole, until
 from tests.bus.stored import WORKFLOW, store, ticket
-from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -110,7 +109,7 @@ async def is_empty(bus: Bus) -> bool:
     return await num_stored(bus) == 0
 
 
-@pytest.mark.parametrize("anyio_backend", BOTH)
+@pytest.mark.both_loops
 async def test_a_full_batch_is_cut_and_acked_only_by_its_checkpoint(open_role: OpenRole, settings: Settings) -> None:
     node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
     async with running(trainer, settings) as station:

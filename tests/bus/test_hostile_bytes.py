@@ -14,7 +14,6 @@ from areal_async.protocol.types import DeadLetter
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
 from tests.bus.stored import WORKFLOW, store
 from tests.bus.test_controller import World, controlling
-from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +26,7 @@ async def _publish(bus: Bus, subject: bytes, data: bytes) -> None:
     await bus.api.ask("$JS.API.INFO")
 
 
-@pytest.mark.parametrize("anyio_backend", BOTH)
+@pytest.mark.both_loops
 @pytest.mark.parametrize("token", TOKENS)
 async def test_a_subject_that_is_no_text_does_not_stop_its_readers(open_role: OpenRole, token: bytes) -> None:
     """Stored, it would come again to every trainer that starts."""

@@ -6,10 +6,8 @@ import pytest
 from areal_async.bus import Bus, EmbeddedBroker, Inbox, Role, take_trainer_consumer
 from areal_async.errors import ConsumerGoneError, FencedError
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
-from tests.loops import on_both_loops
 
-pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 @pytest.fixture(autouse=True)

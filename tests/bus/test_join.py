@@ -26,7 +26,6 @@ from areal_async.protocol.run_state import Control, CrewState, Holder, RunState,
 from areal_async.protocol.subjects import CONTROL, LAUNCHER, NODES, RUN_STATE, SETTINGS
 from areal_async.rollout.user_code.source_hashes import source_hashes
 from tests.brokers import PATIENCE_S, OpenRole, until
-from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -152,7 +151,7 @@ async def test_a_joined_node_has_the_runs_settings_and_ends_when_the_run_does(
     assert here.bus.credentials == invitation.directory / "test" / "credentials" / "node.nk"
 
 
-@pytest.mark.parametrize("anyio_backend", BOTH)
+@pytest.mark.both_loops
 async def test_a_joined_node_of_a_run_that_fails_fails_with_its_cause(
     operator: Bus, launcher: Launcher, invitation: Invitation
 ) -> None:

@@ -11,10 +11,8 @@ from areal_async.protocol.run_state import ServerState
 from areal_async.protocol.subjects import ADMITTED, LINEAGE
 from areal_async.protocol.types import Admitted, LineageRecord
 from tests.brokers import PATIENCE_S, OpenRole, kill, until
-from tests.loops import on_both_loops
 
-pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 async def test_a_key_has_no_revision_before_it_is_set_and_keeps_one_after_it_is_deleted(open_role: OpenRole) -> None:

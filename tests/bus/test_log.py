@@ -5,10 +5,8 @@ import pytest
 
 from areal_async.bus import EmbeddedBroker, Message, Role
 from tests.brokers import PATIENCE_S, OpenRole, kill
-from tests.loops import on_both_loops
 
-pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 async def test_a_follower_gets_what_was_and_what_comes_once_each_over_kills_of_the_broker(

@@ -47,7 +47,6 @@ from areal_async.rollout.leases import Leases
 from areal_async.rollout.node import run_node
 from areal_async.rollout.node_context import NodeContext
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, until
-from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -239,7 +238,7 @@ async def test_a_new_server_waits_until_there_is_room_for_its_key(run: Run) -> N
             await run.server(lambda state: state.version == "1-0" and not state.fenced)
 
 
-@pytest.mark.parametrize("anyio_backend", BOTH)
+@pytest.mark.both_loops
 async def test_ticket_becomes_a_stored_group_with_tokens_and_versions_and_is_acknowledged(run: Run) -> None:
     await run.announce()
     await run.admit()

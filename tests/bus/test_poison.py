@@ -50,7 +50,6 @@ from tests.bus.stored import WORKFLOW, store, ticket, trajectory
 from tests.bus.test_controller import ROWS, World, controlling
 from tests.bus.test_feed import running
 from tests.bus.test_node import RUN_DEADLINE_S
-from tests.loops import BOTH
 
 pytestmark = pytest.mark.anyio
 
@@ -373,7 +372,7 @@ async def test_a_stored_message_cannot_pass_for_the_end_of_its_stream(operator: 
     assert await operator.get_message(names.outcomes_stream, 1) is not None
 
 
-@pytest.mark.parametrize("anyio_backend", BOTH)
+@pytest.mark.both_loops
 @pytest.mark.parametrize("headers", [b"NATS", b"NATS/1.0 \xff\xfe", b"\r\n\r\n\r\n", b"NATS/1.0\r\nA", b"X" * 300])
 async def test_headers_that_are_none_do_not_stop_the_connection(
     open_role: OpenRole, operator: Bus, headers: bytes

@@ -12,11 +12,8 @@ from areal_async.config.settings import BusSettings, RolloutSettings, RunSetting
 from areal_async.errors import BusError, ConflictError, StreamFullError
 from areal_async.protocol.types import Outcome, OutcomeKind
 from tests.brokers import PATIENCE_S, OpenRole, kill
-from tests.loops import on_both_loops
 
-pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
-
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 MAX_STREAM_BYTES = 1 << 20
 
 

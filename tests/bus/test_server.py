@@ -27,9 +27,6 @@ from areal_async.process.host import LOOPBACK, free_port
 from areal_async.protocol.subjects import ADMITTED
 from areal_async.protocol.types import Admitted
 from tests.brokers import PATIENCE_S, fetch_all, kill, running_broker, until
-from tests.loops import UVLOOP, on_both_loops
-
-anyio_backend = on_both_loops
 
 LAUNCHER = """
 import sys, anyio
@@ -303,7 +300,6 @@ def test_the_broker_dies_with_its_launcher(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks a process up in /proc")
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", [UVLOOP])
 async def test_a_broker_left_over_by_a_killed_launcher_is_stopped(tmp_path: Path, settings: Settings) -> None:
     launcher, pid = start_launcher(tmp_path)
     os.kill(pid, signal.SIGSTOP)  # it cannot follow the signal that its launcher's death sends

@@ -14,11 +14,8 @@ from areal_async.trainer.batch.lineage import Lineage
 from tests.brokers import PATIENCE_S, OpenRole, fetch_all, kill, until
 from tests.bus.stored import store
 from tests.bus.test_feed import num_stored, running, with_room_for
-from tests.loops import on_both_loops
 
-pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
-
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 MANY = 4 * FEW
 
 

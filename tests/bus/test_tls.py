@@ -28,10 +28,8 @@ from areal_async.protocol.subjects import ADMITTED, Names
 from areal_async.protocol.types import Admitted
 from tests.brokers import PATIENCE_S, fetch_all, until
 from tests.bus.stored import WORKFLOW, store, ticket
-from tests.loops import UVLOOP, on_both_loops
 
 pytestmark = pytest.mark.anyio
-anyio_backend = on_both_loops
 
 
 @dataclass(frozen=True)
@@ -103,7 +101,6 @@ async def test_the_bus_works_over_tls_with_credentials(tmp_path: Path, port: int
     await _work(tmp_path, port, tmp_path / "user.nk", authority)
 
 
-@pytest.mark.parametrize("anyio_backend", [UVLOOP])
 async def test_the_bus_works_with_a_folder_of_keys_and_the_accounts_that_are_made_for_them(
     tmp_path: Path, authority: Authority, monkeypatch: pytest.MonkeyPatch
 ) -> None:

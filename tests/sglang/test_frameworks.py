@@ -11,7 +11,6 @@ import pytest
 from tests.sglang.conftest import SglangServer, find_sglang
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.test_frameworks import (
-    anyio_backend,
     folder,
     python,
     test_instructor,
@@ -21,7 +20,6 @@ from tests.unit.rollout.endpoint.test_frameworks import (
 )
 
 __all__ = [
-    "anyio_backend",
     "folder",
     "python",
     "test_instructor",

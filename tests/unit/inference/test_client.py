@@ -18,7 +18,7 @@ from areal_async.telemetry import tracing
 from areal_async.telemetry.tracing import RecordedSpan
 from tests.fakes.fake_sglang import EventStream, FakeSglang, Script, event
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 STOP = {"type": "stop"}
 PARAMS = {"max_new_tokens": 16, "stop_token_ids": [2]}

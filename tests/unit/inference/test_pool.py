@@ -7,7 +7,7 @@ from anyio import wait_all_tasks_blocked
 from areal_async.errors import GenerationError
 from areal_async.inference.pool import ServerHandle, ServerPool
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 def pool_of(*outstanding_tokens: int, deadline_s: float = 5.0) -> tuple[ServerPool, list[ServerHandle]]:

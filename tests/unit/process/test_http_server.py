@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from areal_async.process.http_server import ConnectionLimits, serve_app
 from tests.brokers import until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 HALF = b"GET / HTTP/1.1\r\nhost"

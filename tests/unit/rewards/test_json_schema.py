@@ -119,7 +119,6 @@ async def test_nothing_is_fetched(served: tuple[str, list[str]]) -> None:
     assert not asked
 
 
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # five seconds of a processor
 async def test_a_pattern_that_never_ends_is_killed_and_no_zero() -> None:
     with pytest.raises(RewardError, match="was killed"):
         await json_matches(json.dumps("a" * 60 + "b"), {"type": "string", "pattern": "^(a+)+$"})

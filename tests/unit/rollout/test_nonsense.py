@@ -26,7 +26,7 @@ from areal_async.rollout.user_code import task_scope
 from tests.unit.rollout import sample_rewards
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 @pytest.fixture(autouse=True)

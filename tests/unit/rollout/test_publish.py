@@ -19,7 +19,7 @@ from areal_async.protocol.types import NOT_SAMPLED, Sequence, Slot, SlotStatus, 
 from areal_async.protocol.wire import decode_headers, decode_trajectory, split_message
 from areal_async.rollout.publish import Backpressure, Outbox
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 TICKET = Ticket(group_id="0-7-0", workflow="w", row={}, group_size=8, version="1-0")
 

@@ -8,11 +8,9 @@ from areal_async.bus import Role, open_bus
 from areal_async.process.host import LOOPBACK
 from areal_async.protocol.subjects import Names
 from tests.brokers import PATIENCE_S
-from tests.loops import on_uvloop
 from tools.faults_server import running_server
 
 pytestmark = pytest.mark.anyio
-anyio_backend = on_uvloop
 
 
 async def test_whoever_has_no_key_may_ask_for_everything(tmp_path: Path) -> None:

@@ -100,7 +100,6 @@ def test_a_broker_with_another_time_is_a_warning() -> None:
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # ten seconds
 async def test_a_broker_that_is_not_there_is_one_error(tmp_path: Path) -> None:
     """With the address that was tried."""
     settings = Settings(run=RunSettings(directory=tmp_path), bus=BusSettings(url="nats://127.0.0.1:9"))

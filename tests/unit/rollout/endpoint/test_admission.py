@@ -24,7 +24,6 @@ from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
 from tests.brokers import until
-from tests.loops import UVLOOP
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
@@ -156,7 +155,6 @@ def many_files() -> Iterator[int]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (before, hard))
 
 
-@pytest.mark.parametrize("anyio_backend", [UVLOOP])
 async def test_of_thousands_of_requests_some_run_some_wait_and_others_are_told_to_come_again(many_files: int) -> None:
     num_parallel = min(NUM_PARALLEL, many_files // 2 - 500)
     statuses: list[int] = []

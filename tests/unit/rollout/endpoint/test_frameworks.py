@@ -17,20 +17,16 @@ import pytest
 
 from areal_async.config.settings import InferenceSettings, SamplingSettings
 from areal_async.inference.client import InferenceClient
-from areal_async.inference.pool import ServerHandle as PoolServer
-from areal_async.inference.pool import ServerPool
+from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.policy import Generator
 from areal_async.rollout.policy.text import load_codec
-from tests.loops import on_uvloop
-from tests.unit.inference.embedded_engine import ServerHandle
+from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.terse import build_terse
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(600)]
-
-anyio_backend = on_uvloop
 
 AGENTS = Path(__file__).parent / "agents"
 AGENTS_PYTHON = Path(os.environ.get("NEED_AGENTS", ".venv-agents/bin/python"))
@@ -43,8 +39,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[ServerHandle]:
-    server = ServerHandle(folder)
+def engine(folder: Path) -> Iterator[Server]:
+    server = Server(folder)
     yield server
     server.close()
 
@@ -71,9 +67,9 @@ class Noting:
         prompt_ids: list[int],
         sampling_params: Mapping[str, Any],
         *,
-        preferred: PoolServer | None = None,
+        preferred: ServerHandle | None = None,
         on_tokens: Callable[[list[int]], None] | None = None,
-    ) -> tuple[Turn, PoolServer]:
+    ) -> tuple[Turn, ServerHandle]:
         turn, server = await self._generator.generate(
             prompt_ids, sampling_params, preferred=preferred, on_tokens=on_tokens
         )
@@ -82,7 +78,7 @@ class Noting:
 
 
 @asynccontextmanager
-async def served_by(engine: ServerHandle, folder: Path) -> AsyncIterator[tuple[ServedPolicy, Noting]]:
+async def served_by(engine: Server, folder: Path) -> AsyncIterator[tuple[ServedPolicy, Noting]]:
     pool = ServerPool(["s0"], deadline_s=60)
     pool.admit(pool.servers["s0"], url=str(engine.http.base_url).rstrip("/"), version="0-0")
     async with AsyncExitStack() as stack:
@@ -105,7 +101,7 @@ async def told(python: str, program: str, policy: ServedPolicy) -> dict[str, Any
     return dict(json.loads(line) for line in done.stdout.decode().splitlines())
 
 
-def assert_engine_s_own(policy: ServedPolicy, noting: Noting, engine: ServerHandle) -> None:
+def assert_engine_s_own(policy: ServedPolicy, noting: Noting, engine: Server) -> None:
     """What is recorded is what the engine says to the same prompt under the same grammar."""
     assert len(policy.turns) == len(noting.calls)
     for turn, (generated, params) in zip(policy.turns, noting.calls, strict=True):
@@ -121,7 +117,7 @@ def assert_paint(value: Any) -> None:
     assert value["coats"] in (1, 2, 3)
 
 
-async def test_pydantic_ai(python: str, engine: ServerHandle, folder: Path) -> None:
+async def test_pydantic_ai(python: str, engine: Server, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "pydantic_ai_modes.py", policy)
 
@@ -131,7 +127,7 @@ async def test_pydantic_ai(python: str, engine: ServerHandle, folder: Path) -> N
         assert_engine_s_own(policy, noting, engine)
 
 
-async def test_langchain(python: str, engine: ServerHandle, folder: Path) -> None:
+async def test_langchain(python: str, engine: Server, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "langchain_modes.py", policy)
 
@@ -147,7 +143,7 @@ async def test_langchain(python: str, engine: ServerHandle, folder: Path) -> Non
         assert_engine_s_own(policy, noting, engine)
 
 
-async def test_instructor(python: str, engine: ServerHandle, folder: Path) -> None:
+async def test_instructor(python: str, engine: Server, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "instructor_modes.py", policy)
 
@@ -157,7 +153,7 @@ async def test_instructor(python: str, engine: ServerHandle, folder: Path) -> No
         assert_engine_s_own(policy, noting, engine)
 
 
-async def test_smolagents(python: str, engine: ServerHandle, folder: Path) -> None:
+async def test_smolagents(python: str, engine: Server, folder: Path) -> None:
     async with served_by(engine, folder) as (policy, noting):
         answers = await told(python, "smolagents_modes.py", policy)
 

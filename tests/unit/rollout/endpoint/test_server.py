@@ -22,7 +22,7 @@ from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import TINY, codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 PROMPT = Prompt(epoch=0, index=0, row={})
 CHAT, RESPONSES, MESSAGES = "/chat/completions", "/v1/responses", "/v1/messages"

@@ -23,7 +23,7 @@ from tests.brokers import until
 
 REPOSITORY = Path(__file__).parents[4]
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 def hold_up_the_loop(logs: list[Any]) -> None:

@@ -17,7 +17,7 @@ from areal_async.rollout.user_code import per_node as made
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.workflows import load_workflow, policies_taken
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 FILE = """
 from areal_async import group_workflow, per_node

@@ -7,7 +7,7 @@ import pytest
 
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
 
 async def test_a_job_goes_on_beside_its_starter_and_the_next_waits_for_it() -> None:
