@@ -10,7 +10,7 @@ SGLANG := .venv-sglang
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents test test-runs test-sglang test-slurm faults faults-quick check setup clean
+.PHONY: run browser agents test test-runs test-sglang test-slurm faults faults-quick nightly check setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
@@ -40,6 +40,13 @@ faults: $(STAMP)  ## every fault of the matrix against real runs; under an hour 
 
 faults-quick: $(STAMP)  ## a selection of the faults, one seed each; under 8 minutes on two cores
 	$(BIN)/python -m tools.faults --quick $(ARGS)
+
+nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fault, millions of inputs and of steps of the protocol
+	$(MAKE) test ARGS=--both-loops
+	$(MAKE) faults
+	$(BIN)/python -m tools.fuzz --inputs 1000000
+	$(BIN)/python -m tools.hostile --inputs 1000000 --processes 2
+	$(BIN)/python -m tools.explore_protocol --steps 2000000
 
 check: $(STAMP)  ## format, lint, types
 	$(BIN)/ruff format --check .
