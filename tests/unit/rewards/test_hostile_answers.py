@@ -45,33 +45,34 @@ def anyio_backend() -> object:
     return "asyncio", {"use_uvloop": True}
 
 
-@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", AWAITED)
-async def test_no_reward_in_a_worker_pays_for_it(kind: str, name: str) -> None:
-    try:
-        with anyio.fail_after(MOST_S):
-            outcome: float | str = await AWAITED[kind](MALFORMED[name])
-    except RewardError as exc:
-        outcome = str(exc)
+async def test_no_reward_in_a_worker_pays_for_it(kind: str) -> None:
+    for name, text in MALFORMED.items():
+        try:
+            with anyio.fail_after(MOST_S):
+                outcome: float | str = await AWAITED[kind](text)
+        except RewardError as exc:
+            outcome = str(exc)
 
-    may_take_too_long = kind == "a program" and "was killed" in str(outcome)
-    assert outcome == 0.0 or may_take_too_long, "it may not break a reward"
+        may_take_too_long = kind == "a program" and "was killed" in str(outcome)
+        assert outcome == 0.0 or may_take_too_long, f"{name}: it may not break a reward"
 
 
-@pytest.mark.parametrize("name", MALFORMED)
 @pytest.mark.parametrize("kind", PLAIN)
-def test_no_reward_in_the_loop_pays_for_it_or_holds_the_loop_up(kind: str, name: str) -> None:
-    started = time.process_time()
+def test_no_reward_in_the_loop_pays_for_it_or_holds_the_loop_up(kind: str) -> None:
+    for name, text in MALFORMED.items():
+        started = time.process_time()
 
-    assert PLAIN[kind](MALFORMED[name]) == 0.0
+        assert PLAIN[kind](text) == 0.0, name
 
-    assert time.process_time() - started < 0.5
+        assert time.process_time() - started < 0.5, name
 
 
-@pytest.mark.parametrize("name", MALFORMED)
-def test_finding_a_program_takes_no_time(name: str) -> None:
-    started = time.process_time()
+def test_finding_a_program_takes_no_time() -> None:
+    for name, text in MALFORMED.items():
+        started = time.process_time()
 
-    program_in(MALFORMED[name])
+        program_in(text)
 
-    assert time.process_time() - started < 0.5
+        assert time.process_time() - started < 0.5, name
