@@ -80,6 +80,65 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
     Each that nodes may write to has a limit, so that there is always room in the others.
     """
     names, run = settings.names, f"areal.{settings.run.name}"
+    work: dict[str, Any] = {"retention": "workqueue"}
+    # no rollup of a bucket: by its header anyone who may write one key could purge them all
+    audit: dict[str, Any] = {"retention": "limits", "deny_delete": True}
+    bucket = {**audit, "max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": False}
+    streams = {
+        names.tickets_stream: {
+            **work,
+            "subjects": [f"{run}.tickets.>"],
+            "description": "prompts to try, until they were",
+        },
+        names.trajectories_stream: {
+            **work,
+            "subjects": [f"{run}.trajectories.>"],
+            "description": "what came of them, until a checkpoint contains it",
+            "max_bytes": settings.rollout.max_stream_bytes,
+            "max_msg_size": MAX_PAYLOAD_BYTES,
+            "allow_atomic": True,
+        },
+        names.outcomes_stream: {
+            **audit,
+            "subjects": [names.outcomes, names.cuts],
+            "description": "what became of every group, and the journal of cuts",
+        },
+        names.eval_stream: {
+            **work,
+            "subjects": [f"{run}.eval.>"],
+            "description": "held-out rows and their results",
+            "max_bytes": MAX_EVAL_BYTES,
+        },
+        names.dead_stream: {
+            **audit,
+            "subjects": [f"{run}.dead.>"],
+            "description": "what failed every attempt or cannot be read",
+            "max_bytes": MAX_DEAD_BYTES,
+        },
+        names.events_stream: {
+            **audit,
+            "subjects": [names.all_events, *_advisories(names)],
+            "description": "what has happened",
+            "discard": "old",
+            "max_bytes": MAX_EVENTS_BYTES,
+            "max_msg_size": MAX_EVENT_BYTES,
+            "max_age": _ns(MAX_EVENT_AGE_S),
+        },
+        f"KV_{names.bucket}": {
+            **bucket,
+            "subjects": [f"$KV.{names.bucket}.>"],
+            "description": "the state of the run",
+        },
+        f"KV_{names.nodes_bucket}": {
+            **bucket,
+            "subjects": [f"$KV.{names.nodes_bucket}.>"],
+            "description": "what nodes say of themselves and their servers",
+            "max_msgs_per_subject": NODES_HISTORY,
+            "max_msgs": MAX_NODES_KEYS,
+            "max_msg_size": MAX_NODES_VALUE_BYTES,
+            "max_bytes": MAX_NODES_KEYS * (MAX_NODES_VALUE_BYTES + MAX_SUBJECT_BYTES),  # never reached
+        },
+    }
     common = {
         "storage": "file",
         "num_replicas": 1,
@@ -88,102 +147,23 @@ def stream_configs(settings: Settings) -> list[dict[str, Any]]:
         "duplicate_window": _ns(settings.duplicate_window_s),
         "metadata": {**SCHEMA, "areal.run": settings.run.name},
     }
-    trajectories = {
-        "max_bytes": settings.rollout.max_stream_bytes,
-        "max_msg_size": MAX_PAYLOAD_BYTES,
-        "allow_atomic": True,
-    }
-    # no rollup: by its header whoever may write one key could purge them all
-    bucket = {"max_msgs_per_subject": HISTORY, "allow_rollup_hdrs": False, "deny_delete": True}
-    nodes_bucket = {
-        **bucket,
-        "max_msgs_per_subject": NODES_HISTORY,
-        "max_msgs": MAX_NODES_KEYS,
-        "max_msg_size": MAX_NODES_VALUE_BYTES,
-        "max_bytes": MAX_NODES_KEYS * (MAX_NODES_VALUE_BYTES + MAX_SUBJECT_BYTES),  # never reached
-    }
-    audit = {"deny_delete": True}
-    history = {
-        "discard": "old",
-        "max_bytes": MAX_EVENTS_BYTES,
-        "max_msg_size": MAX_EVENT_BYTES,
-        "max_age": _ns(MAX_EVENT_AGE_S),
-    }
-    return [
-        _stream(names.tickets_stream, "workqueue", [f"{run}.tickets.>"], "prompts to try, until they were", common),
-        _stream(
-            names.trajectories_stream,
-            "workqueue",
-            [f"{run}.trajectories.>"],
-            "what came of them, until a checkpoint contains it",
-            common,
-            trajectories,
-        ),
-        _stream(
-            names.outcomes_stream,
-            "limits",
-            [names.outcomes, names.cuts],
-            "what became of every group, and the journal of cuts",
-            common,
-            audit,
-        ),
-        _stream(
-            names.eval_stream,
-            "workqueue",
-            [f"{run}.eval.>"],
-            "held-out rows and their results",
-            common,
-            {"max_bytes": MAX_EVAL_BYTES},
-        ),
-        _stream(
-            names.dead_stream,
-            "limits",
-            [f"{run}.dead.>"],
-            "what failed every attempt or cannot be read",
-            common,
-            audit,
-            {"max_bytes": MAX_DEAD_BYTES},
-        ),
-        _stream(
-            names.events_stream,
-            "limits",
-            [names.all_events, *_advisories(names)],
-            "what has happened",
-            common,
-            audit,
-            history,
-        ),
-        _stream(f"KV_{names.bucket}", "limits", [f"$KV.{names.bucket}.>"], "the state of the run", common, bucket),
-        _stream(
-            f"KV_{names.nodes_bucket}",
-            "limits",
-            [f"$KV.{names.nodes_bucket}.>"],
-            "what nodes say of themselves and their servers",
-            common,
-            nodes_bucket,
-        ),
-    ]
+    return [{"name": name, **common, **config} for name, config in streams.items()]
 
 
 def consumer_configs(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     """Return the shared consumers, each with its stream's name."""
     names, run = settings.names, f"areal.{settings.run.name}"
-    lease = {
-        "ack_wait": _ns(settings.ticket_ack_wait_s),
-        "max_ack_pending": max(MIN_ACK_PENDING, 2 * settings.max_tickets),
-    }
+    num_pending = max(MIN_ACK_PENDING, 2 * settings.max_tickets)
+
+    def leased(name: str, *, max_ack_pending: int = num_pending, **config: str) -> dict[str, Any]:
+        return _consumer(name, ack_wait=_ns(settings.ticket_ack_wait_s), max_ack_pending=max_ack_pending, **config)
+
+    # results are acked when the evaluation is whole, however many rows it has
+    results = leased(names.eval_controller_consumer, filter_subject=f"{run}.eval.results.>", max_ack_pending=-1)
     return [
-        (names.tickets_stream, _consumer(names.nodes_consumer, lease)),
-        (names.eval_stream, _consumer(names.eval_nodes_consumer, lease, {"filter_subject": f"{run}.eval.tickets.>"})),
-        (
-            names.eval_stream,
-            _consumer(
-                names.eval_controller_consumer,
-                lease,
-                # results are acked when the evaluation is whole, however many rows it has
-                {"filter_subject": f"{run}.eval.results.>", "max_ack_pending": -1},
-            ),
-        ),
+        (names.tickets_stream, leased(names.nodes_consumer)),
+        (names.eval_stream, leased(names.eval_nodes_consumer, filter_subject=f"{run}.eval.tickets.>")),
+        (names.eval_stream, results),
     ]
 
 
@@ -210,8 +190,8 @@ async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
             if exc.err_code != CONSUMER_NOT_FOUND:
                 raise
         log.info("lineage.fenced", consumer=other, by=name)
-    held = {"ack_wait": _ns(TRAJECTORY_ACK_WAIT_S), "max_ack_pending": -1, "headers_only": True}
-    await _create_consumer(bus, stream, _consumer(name, held))
+    config = _consumer(name, ack_wait=_ns(TRAJECTORY_ACK_WAIT_S), max_ack_pending=-1, headers_only=True)
+    await _create_consumer(bus, stream, config)
     return name
 
 
@@ -316,17 +296,8 @@ async def _create_consumer(bus: Bus, stream: str, config: dict[str, Any]) -> Non
     await bus.api.ask(subject, {"stream_name": stream, "config": config})
 
 
-def _stream(name: str, retention: str, subjects: list[str], description: str, *parts: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {
-        "name": name, "retention": retention, "subjects": subjects, "description": description,
-    }  # fmt: skip
-    for part in parts:
-        config.update(part)
-    return config
-
-
-def _consumer(name: str, *parts: dict[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {
+def _consumer(name: str, **config: Any) -> dict[str, Any]:
+    return {
         "name": name,
         "durable_name": name,
         "ack_policy": "explicit",
@@ -334,10 +305,8 @@ def _consumer(name: str, *parts: dict[str, Any]) -> dict[str, Any]:
         "replay_policy": "instant",
         "max_deliver": -1,
         "metadata": SCHEMA,
+        **config,
     }
-    for part in parts:
-        config.update(part)
-    return config
 
 
 def _agrees(existing: Any, wanted: Any) -> bool:
