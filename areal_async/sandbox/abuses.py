@@ -248,7 +248,7 @@ for _ in range(4):
             block[0] = 1
 time.sleep(60)
 """,
-    "starve its keeper": """
+    "starve the fork server": """
 import resource, time
 for kind in range(16):
     try:
@@ -284,7 +284,7 @@ raise SystemExit(object())
     "no program": "def no program",
     "nested without end": "(" * 100_000,
     "a program of megabytes": "x = 1\n" * 300_000,
-    "a verdict for whoever listens": """
+    "a verdict for anyone who listens": """
 import os
 for number in range(3, 1024):
     try:

@@ -1,7 +1,7 @@
 """What programs hold, the kernel's memory with it: a control group of a sandbox's own counts it, where one may be made.
 
 A look at processes sees their pages, and not what the kernel keeps for them: what waits in sockets and pipes, maps of
-memory, tables of pages. The group only counts; ends are made by whoever looks. Where the control groups are closed to
+memory, tables of pages. The group only counts; the one who looks ends a program. Where the control groups are closed to
 us, as in most containers, there is none, and the filter of system calls alone bounds what the kernel keeps.
 
 Sources: ``Documentation/admin-guide/cgroup-v1/memory.rst`` and ``cgroup-v2.rst``.

@@ -1,6 +1,6 @@
-"""Become nobody, then bubblewrap, then the warden. Run as a file by ``python -I -S``: the standard library alone.
+"""Become nobody, then bubblewrap, then the fork server. Run as a file by ``python -I -S``: the standard library alone.
 
-    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "warden": ...,
+    python -I -S enter.py '{"mount_point": ..., "bubblewrap": ..., "libraries": ..., "interpreter": ..., "server": ...,
                             "prefix": ..., "group": ...}'
 
 Root's own files may be closed to others (an interpreter under ``/root``), so what the sandbox needs of them is bound to
@@ -28,8 +28,8 @@ def main() -> None:
     with contextlib.suppress(OSError), open(config["group"], "w") as group:
         group.write("0")
     prefix, bubblewrap, libraries = config["prefix"], config["bubblewrap"], config["libraries"]
-    warden = os.open(config["warden"], os.O_RDONLY)
-    os.set_inheritable(warden, True)
+    server = os.open(config["server"], os.O_RDONLY)
+    os.set_inheritable(server, True)
     if os.geteuid() == 0:
         place = config["mount_point"]
         _mount_privately(place)
@@ -41,10 +41,10 @@ def main() -> None:
         os.setresuid(NOBODY, NOBODY, NOBODY)
     os.umask(0o022)
     environment = {"LD_LIBRARY_PATH": libraries} if libraries else {}
-    os.execve(bubblewrap, [bubblewrap, *_arguments(prefix, warden, config["interpreter"])], environment)
+    os.execve(bubblewrap, [bubblewrap, *_arguments(prefix, server, config["interpreter"])], environment)
 
 
-def _arguments(prefix: str, warden: int, interpreter: str) -> list[str]:
+def _arguments(prefix: str, server: int, interpreter: str) -> list[str]:
     arguments = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     arguments += ["--uid", str(NOBODY), "--gid", str(NOBODY), "--hostname", "sandbox"]
     arguments += ["--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN"]
@@ -60,9 +60,9 @@ def _arguments(prefix: str, warden: int, interpreter: str) -> list[str]:
     arguments += ["--dev", "/dev", "--dev-bind", "/dev/null", "/dev/zero", "--perms", "0777", "--dir", "/tmp"]
     # terminals are few on a machine, and their buffers are the kernel's memory
     arguments += ["--tmpfs", "/dev/pts", "--remount-ro", "/dev/pts"]
-    arguments += ["--ro-bind-data", str(warden), "/warden.py", "--remount-ro", "/dev", "--remount-ro", "/"]
+    arguments += ["--ro-bind-data", str(server), "/init.py", "--remount-ro", "/dev", "--remount-ro", "/"]
     arguments += ["--chdir", "/", "--clearenv", "--setenv", "LD_LIBRARY_PATH", "/python/lib"]
-    return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", "/warden.py"]
+    return [*arguments, "--", f"/python/{interpreter}", "-I", "-S", "/init.py"]
 
 
 def _mount_privately(place: str) -> None:

@@ -192,17 +192,17 @@ for name in ("AS", "CPU", "FSIZE", "NPROC", "NOFILE", "CORE", "MEMLOCK"):
 print("held" if not found else found)
 """,
     # processes
-    "the process group of its keeper": "import os\nprint('held' if os.getpgrp() and os.getsid(0) else 'shared')",
+    "the process group of the fork server": "import os\nprint('held' if os.getpgrp() and os.getsid(0) else 'shared')",
     "see processes": "import os\nprint('held' if os.getpid() == 2 and not os.path.exists('/proc/self') else 'sees')",
     "signal a process outside": _raises("os.kill", "3", "9"),
-    "end its own keeper": """
+    "end the fork server": """
 import os, signal, time
 for number in range(1, 65):
     os.kill(1, number)
 time.sleep(0.05)
 print("held")
 """,
-    "end its own keeper by a file's signal": """
+    "end the fork server by a file's signal": """
 import fcntl, os, signal, time
 reader, writer = os.pipe()
 fcntl.fcntl(reader, fcntl.F_SETOWN, 1)
@@ -212,7 +212,7 @@ os.write(writer, b"x")
 time.sleep(0.05)
 print("held")
 """,
-    "open files left by the keeper": """
+    "open files left by the fork server": """
 import os
 def is_open(number):
     try:

@@ -4,10 +4,10 @@ Standard input is a socket to the outside. Its first message is the filter of sy
 program's limits as JSON, with four files attached: source, standard input, output and error. The answer is one JSON
 object. ``{"kill": true}`` in between ends the program that runs.
 
-    warden ── init (process 1 of new namespaces) ── program
+    fork server ── init (process 1 of new namespaces) ── program
 
-The warden never reads a program or its output: the program's own process does, so that none can find another's traces
-in the memory it was forked from. When ``init`` ends, the kernel ends everything else in its namespaces.
+The fork server never reads a program or its output: the program's own process does, so that none can find another's
+traces in the memory it was forked from. When ``init`` ends, the kernel ends everything else in its namespaces.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ import types
 
 NEW_MOUNT_NAMESPACE = 0x20000
 NEW_NAMESPACES = NEW_MOUNT_NAMESPACE | 0x08000000 | 0x20000000
-"""Mounts, IPC, processes."""
+"""Flags of the namespaces of mounts, IPC and processes."""
 READ_ONLY_FROM_NOW_ON = 0x1 | 0x20 | 0x1000
 RELATIVE_TIMES = 0x200000
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty")
@@ -56,7 +56,9 @@ def main() -> None:
     """Serve until the outside hangs up."""
     for name in PRELOADED:
         importlib.import_module(name)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # else a program may send it to its keeper, who inherits the handler
+    signal.signal(
+        signal.SIGINT, signal.SIG_DFL
+    )  # else a program may send it to the fork server, which has the handler too
     close_devices()
     gc.freeze()  # what is here now is shared with every program; a collection would copy it
     outside = socket.socket(fileno=os.dup(0))
@@ -151,7 +153,7 @@ def fork_into_namespaces() -> int:
 def be_init(limits: dict[str, int], files: list[int], instructions: bytes, writer: int) -> None:
     """Be process 1: make an empty place, collect whatever ends, and end with the program."""
     check(LIBC.prctl(SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0), "death signal")
-    os.setsid()  # else the warden is in the program's process group: signals and priorities for one would reach it
+    os.setsid()  # else the fork server is in the program's process group: signals and priorities for one would reach it
     check(LIBC.mount(b"none", b"/", None, PRIVATE_BELOW, None), "private mounts")
     options = f"size={limits['tmp_bytes']},nr_inodes={limits['num_files']},mode=0777".encode()
     for folder in (b"/tmp", b"/dev/shm"):
@@ -198,7 +200,7 @@ def be_program(limits: dict[str, int], files: list[int], instructions: bytes) ->
 def bound(limits: dict[str, int]) -> None:
     """Set the limits of resources; nobody inside may raise them again."""
     memory, files, processes = limits["memory_bytes"], limits["file_bytes"], limits["num_processes"]
-    # bubblewrap, the warden and init are of the same user, and count as well
+    # bubblewrap, the fork server and init are of the same user, and count as well
     for kind, value in (
         (resource.RLIMIT_AS, memory),
         (resource.RLIMIT_CPU, limits["cpu_s"]),

@@ -12,7 +12,7 @@ class SandboxLimits:
 
     wall_s: float = 10.0
     cpu_s: int = 10
-    """Of each of its processes, in whole seconds as the kernel counts them."""
+    """Processor time of each of its processes, in whole seconds as the kernel counts them."""
     memory_bytes: int = 512 * MIB
     """Resident; also the address space of each process."""
     num_processes: int = 16
@@ -24,7 +24,7 @@ class SandboxLimits:
     num_files: int = 4096
     """Files and folders in ``/tmp`` and ``/dev/shm``, each: empty ones take the kernel's memory too."""
     output_bytes: int = 64 * 1024
-    """How much of each output is kept; the rest is cut."""
+    """Size to which each output is cut."""
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
@@ -36,7 +36,7 @@ class End(StrEnum):
     """Why a program came to its end."""
 
     ENDED = "ended"
-    """By itself, or by a signal of its own making or the kernel's: see the status."""
+    """It ended by itself, or by a signal of its own or the kernel's: see the status."""
     OUT_OF_TIME = "out of time"
     OUT_OF_MEMORY = "out of memory"
 

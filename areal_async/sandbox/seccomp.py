@@ -39,7 +39,7 @@ _DEVICE_COMMANDS = (
 _F_SETFL = 4
 _FILE_COMMANDS = (0, 1, 2, 3, _F_SETFL, 8, 9, 10, 11, 15, 16, 1027, 1030, 1032, 1034)
 """``F_{DUPFD,GETFD,SETFD,GETFL,SETFL}``, whom signals go to, ``F_DUPFD_{QUERY,CLOEXEC}``, ``F_GET{PIPE_SZ,_SEALS}``.
-Not locks, leases, hints and watches, which whoever opens the file sees; nor larger pipes, which all of a user share."""
+Not locks, leases, hints and watches, which all who open the file see; nor larger pipes, which share one limit."""
 _PROCESS_COMMANDS = (22, 62, 67)
 """``PR_SET_SECCOMP``, ``PR_SCHED_CORE``, ``PR_SET_MEMORY_MERGE``: filters are the kernel's memory, and who shares
 a core or equal pages is told of others."""
@@ -67,7 +67,7 @@ _SAME_EVERYWHERE = {
     "memfd_secret": 447,
     "process_mrelease": 448,
 }
-"""Since 5.1 every architecture has the same numbers."""
+"""Numbers of calls that are the same on every architecture: those since Linux 5.1."""
 
 
 _ANSWERED_EVERYWHERE = {"clone3": (435, errno.ENOSYS), "openat2": (437, errno.ENOSYS)}
@@ -86,7 +86,7 @@ class Rule:
     mask: int = _ALL_BITS
     refused: tuple[int, ...] = ()
     allowed: tuple[int, ...] = ()
-    """Where there are any: all others are refused."""
+    """Values of the argument that pass; where there are any, all others are refused."""
     only_with: tuple[int, int] | None = None
     """An argument and its value: with another the rule does not hold."""
 

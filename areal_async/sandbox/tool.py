@@ -15,7 +15,7 @@ from areal_async.sandbox.shared import shared_sandbox
 
 LIMITS: Final = SandboxLimits(wall_s=5.0, cpu_s=5)
 MOST_CHARACTERS: Final = 4000
-"""Of what comes back: a conversation has to hold it."""
+"""Bound of what comes back: a conversation has to hold it."""
 NOTHING_PRINTED: Final = "(it ended and printed nothing; print what you want to see)"
 
 

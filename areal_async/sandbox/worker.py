@@ -24,11 +24,11 @@ from areal_async.sandbox.seccomp import ARCHITECTURES, build_filter
 HERE = Path(__file__).parent
 START_DEADLINE_S = 20.0
 GRACE_S = 5.0
-"""Beyond a program's own deadline, for the inside to end it and answer."""
+"""Time beyond a program's own deadline for the inside to end it and answer."""
 LOOK_S = 0.05
-"""From one look at a program's memory to the next."""
+"""Time from one look at a program's memory to the next."""
 NUM_BESIDES = 8
-"""Processes of the user that are not the program's: bubblewrap's two, the warden, init, and some."""
+"""Processes of the user that are not the program's: bubblewrap's two, the fork server, init, and some."""
 MAX_CAUSE_CHARS = 400
 _SOCKET_BYTES = 212992
 """The most that waits in one (``net.core.wmem_default``, which a program cannot change)."""
@@ -49,7 +49,7 @@ class SandboxWorker:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._group: ControlGroup | None = None
         self._own_bytes = 0
-        """What it takes without a program."""
+        """Memory that it takes without a program."""
 
     @property
     def is_running(self) -> bool:
@@ -168,7 +168,7 @@ class SandboxWorker:
         except TimeoutError:
             raise SandboxGone("did not answer in time") from None
         finally:
-            if not is_answered:  # whoever called has gone, or it hangs: what runs there must not run on
+            if not is_answered:  # the caller has gone, or it hangs: what runs there must not run on
                 await self.stop()
 
     async def _send(self, data: bytes, files: list[int] | None = None) -> None:
@@ -236,7 +236,7 @@ def _places(mount_point: Path) -> dict[str, str]:
         "libraries": str(libraries) if libraries.is_dir() else "",
         "prefix": prefix,
         "interpreter": str(interpreter.relative_to(prefix)),
-        "warden": str(HERE / "init.py"),
+        "server": str(HERE / "init.py"),
     }
 
 

@@ -135,7 +135,7 @@ def is_sandboxed(pid: int) -> bool:
         line = Path(f"/proc/{pid}/cmdline").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return b"bwrap" in line or b"/warden.py" in line
+    return b"bwrap" in line or b"/init.py" in line
 
 
 async def idle(sandbox: Sandbox) -> int:
