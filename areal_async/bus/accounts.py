@@ -1,6 +1,6 @@
-"""The broker's accounts: one for each role, so that an answer never leaves the role of whoever asked for it.
+"""The broker's accounts: one for each role, so that an answer never leaves the role that asked for it.
 
-The broker checks where a client writes, and not where it has an answer sent. Among users of one account, whoever may
+The broker checks where a client writes, and not where it has an answer sent. Among users of one account, anyone who may
 ask it anything at all (read a message, pull one, store one) can so have it write anywhere, in its own name. So the
 operator's account holds the streams, and from another role's nothing leads there but what that role may publish.
 """
@@ -17,7 +17,7 @@ from areal_async.protocol.subjects import Names
 MANY_ANSWERS = ("$JS.API.DIRECT.GET.", "$JS.API.CONSUMER.MSG.NEXT.")
 OTHERS = [role for role in Role if role is not Role.OPERATOR]
 ANSWERS_END = "10s"
-"""So long after the newest answer the broker forgets who asked; a pull waits for less."""
+"""Time after its newest answer when the broker forgets who asked; a pull waits for less."""
 
 
 def key_path(folder: Path, role: Role) -> Path:

@@ -104,7 +104,7 @@ class JetStreamApi:
         retry.check()
 
     async def request(self, subject: str, payload: bytes = b"", headers: Mapping[str, str] | None = None) -> Received:
-        """Return the answer of whoever serves ``subject``, however often it must be asked.
+        """Return the answer of the service at ``subject``, however often it must be asked.
 
         Raises:
             BusError: no answer within the operation's deadline, or the subject is denied.

@@ -1,8 +1,8 @@
 """The client library's client, with holes closed through which another client of the broker could end a connection.
 
-Whoever may publish chooses the bytes of a subject and of the headers, and the broker checks neither: it takes any byte
-in a subject but blanks, tabs and line ends, and passes on headers that are none. Where the library stumbles over one, a
-message that is stored ends the connection of its reader at every delivery, for ever.
+Every publisher chooses the bytes of a subject and of the headers, and the broker checks neither: it takes any byte in
+a subject but blanks, tabs and line ends, and passes on headers that are none. Where the library stumbles over one, a
+message that is stored ends the connection of its reader at every delivery.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import nats.protocol.parser
 import structlog
 
 FORWARDED = "Areal-Forwarded"
-"""Added here, to what was read and had been the answer to a read before it was stored."""
+"""The header that is added here to a message that was the answer to a read before it was stored."""
 _READ_MARK = b"Nats-Sequence: "
 """The broker adds this header to what it reads for somebody; no message of ours is stored with it."""
 ASKER = "Nats-Request-Info"
@@ -41,7 +41,7 @@ class Client(nats.aio.client.Client):
     """One connection. ``tls://`` means TLS, no subject and no headers end it, and it can be closed."""
 
     def _connect_command(self) -> bytes:
-        # At every connect, reconnects included: whoever answers without TLS is not shown the credentials.
+        # At every connect, reconnects included: a server without TLS is not shown the credentials.
         server, transport = self._current_server, self._transport
         assert server is not None
         assert transport is not None

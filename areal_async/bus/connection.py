@@ -88,7 +88,7 @@ class Listener:
 
 
 class Connection:
-    """A named, authenticated connection that reconnects for ever. Made by ``connect``."""
+    """A named, authenticated connection that reconnects until it is closed. Made by ``connect``."""
 
     def __init__(self, url: str, *, name: str, role: Role) -> None:
         self.url = url
@@ -97,7 +97,7 @@ class Connection:
         self.on_reconnect: list[Callable[[], None]] = []
         """Called in order each time the connection is back. They must not block."""
         self.num_losses = 0
-        """How often the connection was lost: unchanged means that everything sent in between has arrived in order."""
+        """Number of losses of the connection: unchanged means that everything sent in between has arrived in order."""
         self._raw = Client()
         self._connected = anyio.Event()
         self._is_closing = False
@@ -301,7 +301,7 @@ class Connection:
     async def _on_closed(self) -> None:
         if not self._is_closing:
             log.error("bus.connection_ended", connection=self.name, error=str(self._last_error))
-        self._connected.set()  # whoever waits finds out that it is closed
+        self._connected.set()  # those who wait find out that it is closed
         self._fail_calls(ConnectionLostError, "the connection was closed")
 
 

@@ -1,8 +1,8 @@
 """Messages that their reader cannot use: stored once more as dead letters, with the reason, and counted.
 
-Whoever may store messages may store any number of such: what one process makes of them is bounded, and so is the
+Anyone who may store messages may store any number of such: what one process makes of them is bounded, and so is the
 stream of letters, which refuses what is new, as the first ones tell most. Beyond, only the count, the events and the
-log go on. The reader goes on as if they had never come. Whoever reads such a message does the same, so a dead
+log go on. The reader goes on as if they had never come. Every reader of such a message does the same, so a dead
 letter's id is that of the message: within the stream's duplicate window it is stored once.
 """
 
@@ -26,9 +26,9 @@ R = TypeVar("R", bound=Record)
 MAX_DATA_BYTES = 64 << 10
 MAX_HEADER_CHARACTERS = 4096
 MAX_STORED_BYTES = 32 << 20
-"""Of letters with what their message held, by one process; later ones say where it was and why it cannot be used."""
+"""Bytes of letters that hold their message, from one process; later ones say where it was and what is wrong."""
 MAX_LETTERS = 10_000
-"""By one process; a later message is told of in the log and by an event alone."""
+"""Letters from one process; a later message is in the log and in an event alone."""
 
 log = structlog.get_logger()
 
@@ -51,13 +51,13 @@ class StreamMessage(Protocol):
 
 
 class DeadLetters:
-    """What one process could not read."""
+    """The messages that one process could not use."""
 
     def __init__(self, api: JetStreamApi, names: Names) -> None:
         self._api = api
         self._names = names
         self.num_letters = 0
-        """Only grows."""
+        """Messages that could not be used, stored as letters or not; only grows."""
         self._stored_bytes = 0
 
     async def add(self, message: StreamMessage, reason: str) -> None:
@@ -95,7 +95,7 @@ def decode(message: StreamMessage, kind: type[R]) -> R:
     """Return the record in a message.
 
     Raises:
-        WireError: it holds none, or whoever wrote it had the broker write it.
+        WireError: it holds none, or its sender had the broker write it.
     """
     if message.is_forwarded:
         raise WireError(f"{kind.__name__}: an answer of the broker, sent here by somebody who may not write here")

@@ -20,21 +20,21 @@ from areal_async.errors import ConsumerGoneError
 PULL_S = 1.5
 """A waiting pull lives this long: a restarted broker has forgotten it, and it is asked again."""
 GRACE_S = 0.5
-"""How much later than its end a pull's last word may come."""
+"""Time after a pull's end within which its last answer may come."""
 SETTLE_CHUNK = 128
 """Acks that one confirmation covers."""
 SINGLE_DEADLINE_S = 2.0
 MAX_SINGLES = 1024
 """Acks asked for one by one, at once, after a chunk could not be confirmed."""
 BUSY_PAUSE_S = 0.05
-"""After a pull that was refused."""
+"""Pause after a pull that was refused."""
 
 RECORD_BYTES = 34
-"""What the broker adds to subject, headers and payload of a message that has headers."""
+"""Size that the broker adds to subject, headers and payload of a message that has headers."""
 HEADER_FRAME_BYTES = len("NATS/1.0\r\n" + "\r\n")
 HEADER_LINE_BYTES = len(": " + "\r\n")
 SIZE_HEADER = "Nats-Msg-Size"
-"""Added where only headers are delivered."""
+"""The header for a payload's size where only headers are delivered."""
 MAX_SIZE_DIGITS = 19
 
 log = structlog.get_logger()
@@ -46,18 +46,18 @@ class Delivery:
     def __init__(self, connection: Connection, received: Received, num_losses: int) -> None:
         self._connection = connection
         self.num_losses = num_losses
-        """The connection's, when it came."""
+        """The connection's count of losses when it came."""
         self._reply = received.reply
         tokens = received.reply.split(".")
         self.stream, _, *numbers = tokens[2:] if len(tokens) == 9 else tokens[4:]
         self.subject = received.subject
         self.headers = received.headers
         self.data = received.data
-        """Empty where the consumer delivers headers only."""
+        """The payload; empty where the consumer delivers headers only."""
         self.num_delivered = int(numbers[0])
-        """From 1; more says that it was given out before and not settled."""
+        """Number of this delivery, from 1; more than 1 where it was delivered before and not settled."""
         self.sequence = int(numbers[1])
-        """In the stream: a hint, never a key."""
+        """Its number in the stream: a hint, never a key."""
         self._numbers = numbers
 
     @property
@@ -81,7 +81,7 @@ class Delivery:
     def is_forwarded(self) -> bool:
         """Whether it is an answer of the broker that was sent here.
 
-        A request may name any subject for its answer, also one on which the asker may not publish: whoever may read
+        A request may name any subject for its answer, also one on which the asker may not publish: anyone who may read
         what it wrote could so have the broker write it anywhere.
         """
         return "Nats-Sequence" in self.headers
@@ -140,11 +140,6 @@ class Inbox:
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
-
-    @property
-    def num_unfetched(self) -> int:
-        """Messages that have arrived, and that the next ``fetch`` will return."""
-        return len(self._arrived)
 
     async def fetch(self, max_messages: int, *, wait_s: float, max_bytes: int | None = None) -> list[Delivery]:
         """Return what is there, at most ``max_messages``; when nothing is, wait up to ``wait_s`` for the first.

@@ -24,7 +24,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UserError
 
 OTHERS_S = 10.0
-"""For others to have looked into a run that is stopped; each starts its broker for a second or two."""
+"""Time for others to look into a run that is stopped; each starts its broker for a second or two."""
 POLL_S = 0.1
 MARGIN_BYTES = 512 << 20
 """Disk that is left beside the copy, for the broker's own needs."""
@@ -46,7 +46,7 @@ class StoreCopy(NamedTuple):
 
     broker: EmbeddedBroker
     notes: list[str]
-    """What had to be done to the copy before the broker came up."""
+    """Repairs of the copy that the broker needed before it came up, a sentence each."""
 
 
 @asynccontextmanager

@@ -61,7 +61,7 @@ class StreamState(NamedTuple):
 
 
 class Subscription(AsyncIterator[tuple[str, bytes]]):
-    """Core messages as they pass by, as ``(subject, data)``, for ever; BusError when the connection ends for good."""
+    """Core messages as they pass by, as ``(subject, data)``, without end; BusError when the connection is closed."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -156,7 +156,7 @@ class Bus:
                 wait_s = min(MAX_FULL_WAIT_S, 2 * wait_s)
 
     async def emit(self, subject: str, payload: bytes | Record) -> None:
-        """Tell whoever listens now. Never waits long: without a connection the message is dropped."""
+        """Send a message to those who listen now. Never waits long: without a connection the message is dropped."""
         data = wire.encode(payload) if isinstance(payload, Record) else payload
         with anyio.move_on_after(EMIT_DEADLINE_S):
             try:
@@ -165,7 +165,7 @@ class Bus:
                 log.debug("bus.event_dropped", subject=subject)
 
     async def publish_event(self, event: Event, *, instance: str = "0") -> None:
-        """Tell what has happened, for whoever listens now and for the stream of events. Never waits long."""
+        """Send an event to those who listen now and to the stream of events. Never waits long."""
         await self.emit(self.names.event(event.kind, self.role, instance), msgspec.json.encode(event))
 
     # streams: reading

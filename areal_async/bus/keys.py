@@ -29,8 +29,8 @@ R = TypeVar("R", bound=Record)
 HISTORY = 16
 """Values kept per key: far enough back to find a write of one's own that others have since overwritten."""
 NODES_HISTORY = 1
-"""Of a node's key: one that is there can be written again however full its bucket is, as a value then takes the place
-of another."""
+"""Values kept of a node's key: one that is there can be written again however full its bucket is, as a value
+then takes the place of another."""
 MAX_REMEMBERED = 4096
 """Unreadable values of which no second dead letter is stored at the next look."""
 

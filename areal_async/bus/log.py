@@ -1,4 +1,4 @@
-"""Reading stored messages: one by one, in order up to now, and in order for ever.
+"""Reading stored messages: one by one, in order up to now, and in order without end.
 
 Reads are direct gets, which hold no state at the broker: after a restart the next one simply goes on
 where the last one ended. New messages are noticed by a bell (the messages themselves pass by on their
@@ -37,7 +37,7 @@ class Message(NamedTuple):
     headers: dict[str, str]
     data: bytes
     stored_at: str = ""
-    """When, as the broker wrote it down (RFC 3339)."""
+    """Time of storing by the broker's clock (RFC 3339)."""
 
     @property
     def is_forwarded(self) -> bool:

@@ -21,11 +21,12 @@ from areal_async.protocol.subjects import (
 )
 
 SERVICES_INBOX = "_INBOX_services"
-"""Where operators hear what services answer. The broker's answers reach them there as well, so that a person's client
-needs one prefix; programs that act on these hear them in their own inbox, where nobody but the broker can write."""
+"""Prefix of the subjects on which operators receive what services answer. The broker's answers reach them there too, so
+that a person's client needs one prefix; programs that act on these hear them in their own inbox, where nobody but the
+broker can write."""
 
 SERVER = "server"
-"""What a node speaks for besides itself: the kind of service that an inference server is."""
+"""Role name of the service that a node runs for each of its inference servers."""
 
 
 class Role(StrEnum):

@@ -40,7 +40,7 @@ from areal_async.protocol.subjects import Names
 from areal_async.protocol.wire import decode_json
 
 Report = dict[str, Any]
-"""What a process says of itself, as JSON can write it."""
+"""The status of a process, in JSON's types."""
 Schema = dict[str, Any]
 """A JSON Schema."""
 
@@ -149,7 +149,7 @@ async def serving(
                     "response_schema": json.dumps(endpoint.response),
                 },
             )
-        # After the endpoints, so that whoever finds it can ask it.
+        # After the endpoints, so that all who find it can ask it.
         with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
             await service.start()
         await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
@@ -176,7 +176,7 @@ async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadli
     """
     run = bus.names.run
     with anyio.move_on_after(deadline_s):
-        async with _asked(bus, subject, msgspec.json.encode(body)) as answers:
+        async with _requested(bus, subject, msgspec.json.encode(body)) as answers:
             async for answer in answers:
                 if answer.status is not None:
                     raise UnansweredError(
@@ -196,7 +196,7 @@ async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], 
     """Ask every process of this run what it does; return {(role, instance): report} of those that answer in time."""
     found: dict[tuple[str, str], Report] = {}
     with anyio.move_on_after(within_s), suppress(ConnectionLostError):
-        async with _asked(bus, "$SRV.STATS") as answers:
+        async with _requested(bus, "$SRV.STATS") as answers:
             async for answer in answers:
                 if answer.status is not None:
                     break  # nobody listens
@@ -254,7 +254,9 @@ def _speaks_as(role: str, answer: Received, run: str) -> bool:
 
 
 @asynccontextmanager
-async def _asked(bus: Bus, subject: str, payload: bytes = b"") -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
+async def _requested(
+    bus: Bus, subject: str, payload: bytes = b""
+) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
     """Send a request, and have its answers while the block runs.
 
     Raises:
@@ -273,7 +275,7 @@ async def _asked(bus: Bus, subject: str, payload: bytes = b"") -> AsyncIterator[
             send.close()
 
 
-def _is_asked(request: Request) -> bool:
+def _is_request(request: Request) -> bool:
     """Say whether somebody asks, rather than the broker: what it sends for others says so, or waits for no answer.
 
     Where all roles are in one account, a request to the broker may have its answer sent to a service.
@@ -283,7 +285,7 @@ def _is_asked(request: Request) -> bool:
 
 
 class _LoopLag:
-    """By how much this process's event loop was late, lately."""
+    """The delays of this process's event loop, lately."""
 
     def __init__(self) -> None:
         self._lags_s: deque[float] = deque([0.0], maxlen=NUM_BEATS)
@@ -308,7 +310,7 @@ class _LoopLag:
 
 def _handler(endpoint: ServiceEndpoint) -> Callable[[Request], Awaitable[None]]:
     async def handle(request: Request) -> None:
-        if not _is_asked(request):  # whoever sent it there chose where an answer would go
+        if not _is_request(request):  # its sender chose where an answer would go
             log.warning("request.not_believed", subject=request.subject)
             return
         try:

@@ -32,11 +32,11 @@ MAX_EVENTS_BYTES = 16 << 20
 MAX_EVENT_BYTES = 64 << 10
 MAX_EVENT_AGE_S = 30 * 86400.0
 ADVISORIES = ("CREATED", "DELETED", "MSG_TERMINATED", "MAX_DELIVERIES")
-"""What the broker tells of a consumer and is kept: a lineage is taken, a message is given up."""
+"""Advisories about consumers that are kept: a lineage is taken, a message is given up."""
 MAX_EVAL_BYTES = 64 << 20
-"""Of tickets and results of evaluations; who finds no room waits for it."""
+"""Room for the tickets and results of evaluations; a writer that finds none waits for it."""
 MAX_DEAD_BYTES = 64 << 20
-"""Of dead letters. Newer ones are refused and told of by events and logs; no flood of them displaces the first."""
+"""Room for dead letters. Newer ones are refused, with an event and a log line; no flood displaces the first."""
 MAX_NODES_KEYS = 1000
 """Keys that nodes write; one that is there can always be written again. Of more than 1024 the broker refuses to tell
 the newest values."""
@@ -44,7 +44,7 @@ MAX_NODES_VALUE_BYTES = 16 << 10
 MAX_SUBJECT_BYTES = 4 << 10
 """The broker's own limit, with what it writes beside a message."""
 ROOM_BYTES = 64 << 20
-"""Of the embedded broker's disk, for what no node may write: prompts, the log and the run's own keys."""
+"""Room on the embedded broker's disk for what no node may write: prompts, the log and the run's own keys."""
 STORAGE_RESERVED = 10047
 """The broker's disk limit is below what the streams reserve."""
 

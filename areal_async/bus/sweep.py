@@ -29,7 +29,7 @@ from areal_async.bus.inbox import Delivery, settle
 from areal_async.errors import BusError
 
 FEW = 8
-"""So many acks cost no more than finding out what can be purged."""
+"""Number of acks that cost no more than finding out what can be purged."""
 MAX_HELD = 1024
 """Settled messages that wait for older ones which are not; beyond it they are acked."""
 

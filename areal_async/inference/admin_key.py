@@ -6,7 +6,7 @@ It comes by the environment, which other users of the host cannot read, as they 
 import os
 
 VARIABLE = "AREAL_ADMIN_API_KEY"
-"""Of the environment that a server is started with."""
+"""Environment variable with the key, for the server that is started."""
 
 
 def take_admin_key() -> str:

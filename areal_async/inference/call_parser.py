@@ -30,7 +30,7 @@ class FoundCall(msgspec.Struct, frozen=True):
 
     name: str
     parameters: str
-    """JSON."""
+    """Arguments of the call, as JSON."""
 
 
 class FoundCalls(msgspec.Struct, frozen=True):

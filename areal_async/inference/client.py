@@ -46,7 +46,7 @@ MAX_FRUITLESS_STREAMS = 6
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 5.0
 DEADLINE_SLACK = 0.1
-"""By how much of itself the deadline between two events may be overrun."""
+"""Share of the deadline between two events by which it may be overrun."""
 ABORT_DEADLINE_S = 2.0
 NUM_ADMIN_CONNECTIONS = 256
 

@@ -14,7 +14,7 @@ from areal_async.inference.admin_key import VARIABLE
 from areal_async.process.host import visible_gpus
 
 NO_VERSION = "0-0"
-"""What a server that has just started calls its weights: older than anything a trainer announces."""
+"""Weights version of a server that has just started: older than any that a trainer announces."""
 SGLANG_ON_CPU = (
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--disable-cuda-graph"),

@@ -36,7 +36,7 @@ class Completion:
 
         Args:
             params: SGLang's sampling parameters, with ``max_new_tokens``.
-            on_tokens: called with new tokens, each once, for whoever wants them as they come.
+            on_tokens: called with new tokens as they come, each once.
         """
         self._params = params
         self._num_held_back = num_held_back(params)

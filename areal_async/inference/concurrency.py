@@ -15,7 +15,7 @@ SHRINK_FACTOR = 0.8
 WAITING_SHARE = 0.125
 """Requests that may wait at the server for each that runs there: the next ones are then at hand."""
 FULL_TOKEN_USAGE = 0.95
-"""Beyond this share of the cache a server takes running requests back and computes them again later."""
+"""Share of the cache beyond which a server retracts running requests and computes them again later."""
 ROOMY_TOKEN_USAGE = 0.85
 
 

@@ -1,6 +1,6 @@
 """Servers that are used as they are: one started here with the model's own weights, or what already runs somewhere.
 
-For trying a workflow. Nothing follows announced weights and nothing is restarted: whoever asked a server that fails is
+For trying a workflow. Nothing follows announced weights and nothing is restarted: a caller of a server that fails is
 told why it did. Invariant: before a server is sent anything it has said that its streams and versions are such as the
 client reads; one that is merely OpenAI's kind of server is refused, since it gives no token ids.
 """
@@ -25,17 +25,17 @@ from areal_async.protocol.fields import is_version
 NUM_CONNECTIONS = 16
 ASK_DEADLINE_S = 10.0
 LOST_DEADLINE_S = 10.0
-"""How long a request waits for a server that has failed to be well again."""
+"""Time for which a request waits for a failed server to recover."""
 RECHECK_S = 1.0
 OWN_ID = "own"
 FLAGS = f"--incremental-streaming-output --weight-version {NO_VERSION}"
-"""What SGLang has to be started with."""
+"""Options that SGLang has to be started with."""
 
 log = structlog.get_logger()
 
 
 class Facts(NamedTuple):
-    """What a server says of itself."""
+    """The answers of a server about itself."""
 
     url: str
     version: str
@@ -116,7 +116,7 @@ async def visited_servers(
 
 
 async def _fence_at_end(pool: ServerPool, server: ServerHandle, process: ServerProcess) -> None:
-    """Send nothing more to a server whose process has ended; whoever waits for it is told its last words."""
+    """Send nothing more to a server whose process has ended; a caller that waits for it is told its last words."""
     pool.fence(server, await process.wait_ended())
     log.warning("server.failed", server_id=server.id, reason=server.fence)
 

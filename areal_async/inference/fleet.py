@@ -25,7 +25,7 @@ from areal_async.inference.verify import Verifier
 LEFT = "left"
 """Why a server that was not wanted any more is fenced."""
 LEAVE_DEADLINE_S = 5.0
-"""For the requests of a server that leaves to end there; those that do not are broken off."""
+"""Time for the requests of a server that leaves to end there; those that do not are broken off."""
 ABORT_INTERVAL_S = 0.5
 NUM_CONNECTIONS = 256
 
@@ -80,7 +80,7 @@ class Fleet:
         self._changed.set()
 
     async def run(self) -> None:
-        """Keep as many servers as are wanted, for ever.
+        """Keep as many servers as are wanted, until cancelled.
 
         consumes:     the number wanted
         waits for:    a change of it, or a server that has left

@@ -23,7 +23,7 @@ CONNECT_S = 30.0
 KEEP_ALIVE_S = 3.0
 """Below the five seconds after which the servers close an idle connection: reusing one at that moment fails."""
 SGLANG_SPARE_TOKENS = 6
-"""Of its context, beyond what it calls the longest prompt."""
+"""Tokens of SGLang's context beyond what it calls the longest prompt."""
 MAX_CONTEXT_TOKENS = 1 << 40
 """No context is longer; a server that says so says nothing."""
 JSON = {"content-type": "application/json"}
@@ -34,7 +34,7 @@ _parsed = lru_cache(maxsize=1024)(httpx.URL)
 _NOT_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 TRANSPORT_ERRORS = (httpx.HTTPError, httpx.StreamError, aiohttp.ClientError, OSError)
-"""What a broken connection raises; the transport translates most, not all, of aiohttp's errors."""
+"""Exceptions of a broken connection; the transport translates most, not all, of aiohttp's errors."""
 
 
 def make_client(*, max_connections: int) -> httpx.AsyncClient:
@@ -130,7 +130,7 @@ class Checksums(NamedTuple):
     """What a server says of the weights it runs."""
 
     ranks: list[dict[str, str]]
-    """Of each rank: tensor name -> hash of its bytes there."""
+    """Hash of each tensor's bytes by its name, for each rank."""
     whole: str
     """One over all tensors of all ranks."""
 

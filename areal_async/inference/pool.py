@@ -17,7 +17,7 @@ from areal_async.telemetry import wait_graph
 MIN_ROOM_TOKENS = 7
 """SGLang, and the embedded engine as it does, refuses a prompt that leaves less of the context than this."""
 KEPT_TOKENS = 2
-"""Of the context, which no answer gets."""
+"""Tokens of the context that no answer gets."""
 STARTING = "starting"
 """Why nothing is sent to a server whose process is not ready yet."""
 
@@ -56,11 +56,11 @@ class ServerHandle:
     num_first_tokens: int = 0
     """Streams that have given a token."""
     first_token_total_s: float = 0.0
-    """From their requests to these tokens, over all of them."""
+    """Time from their requests to these tokens, summed."""
     num_swaps: int = 0
     """Weights versions that it was given."""
     swap_total_s: float = 0.0
-    """For which these have paused it, over all of them."""
+    """Time for which swaps have paused it, summed."""
 
     is_held: bool = False
     """It changes its weights in place; what was sent to it now would run on what is left of the old ones."""
@@ -123,7 +123,7 @@ class ServerPool:
         return server
 
     def remove(self, server: ServerHandle, reason: str) -> None:
-        """Forget a server. Whoever still has a place on it gives it back as ever."""
+        """Forget a server. Requests that have a place on it still give it back."""
         del self.servers[server.id]
         self._num_tokens_of_gone += server.num_generated_tokens
         self.fence(server, reason)

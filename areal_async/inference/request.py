@@ -13,7 +13,7 @@ from areal_async.errors import GenerationError
 
 NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0}
 BESIDE = "top_logprobs_num"
-"""What SGLang has beside the sampling parameters of a request."""
+"""Field of a request that SGLang has beside the sampling parameters."""
 
 
 def is_steered(params: Mapping[str, Any]) -> bool:

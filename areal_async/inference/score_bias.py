@@ -15,7 +15,7 @@ from areal_async.errors import UserError
 WITH_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 """Architectures whose head has a bias in SGLang 0.5.23."""
 DEFAULT_LABELS = ("LABEL_0", "LABEL_1")
-"""Of a config that names none, as transformers has it."""
+"""Labels of a config that names none, as transformers has them."""
 BIAS = "score.bias"
 BIAS_FILE = "score_bias.safetensors"
 INDEX = "model.safetensors.index.json"

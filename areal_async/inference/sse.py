@@ -20,7 +20,7 @@ Logprob = Annotated[float, Meta(ge=-3.5e38, le=3.5e38)]
 """Within 32 bits: SGLang writes the smallest such number for what has no probability."""
 
 IMPOSSIBLE = -3e38
-"""What has no probability is written with less."""
+"""Log-probability below which a token has none."""
 TopLogprobs = list[list[tuple[Logprob, int, Any]]]
 """The likeliest tokens at each position, likeliest first, as (logprob, id, text)."""
 

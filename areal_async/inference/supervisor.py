@@ -29,7 +29,7 @@ MAX_FAILED_REQUESTS = 4
 """A server can claim to be healthy and answer nobody; this many doubts in a row are not coincidence."""
 LOADS_INTERVAL_S = 1.0
 MAX_RESTARTS = 5
-"""Of starts in a row that came to nothing: ended before a token was generated. One more ends the node."""
+"""Starts in a row that may end before a token was generated. One more ends the node."""
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 30.0
 DYING_S = 2.0
@@ -39,7 +39,7 @@ log = structlog.get_logger()
 
 
 class ServerSupervisor:
-    """The one task that starts, watches, fences and restarts a server. Whoever runs it stops the server afterwards."""
+    """The one task that starts, watches, fences and restarts a server. Its caller stops the server afterwards."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class ServerSupervisor:
         server.limit, server.admin_key = self._limit.value, command.admin_key
 
     async def run(self) -> None:
-        """Serve for ever, through restarts. When cancelled, the server still runs.
+        """Serve until cancelled, through restarts; the server still runs then.
 
         consumes:     announced weights versions
         waits for:    the server

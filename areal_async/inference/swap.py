@@ -24,9 +24,9 @@ from areal_async.process.failpoints import failpoint
 from areal_async.protocol.types import WeightsVersion
 
 ORDER_DEADLINE_S = 60.0
-"""For pausing, continuing and the like, which wait for one step of the server at most."""
+"""Deadline of pausing, continuing and the like, which wait for one step of the server at most."""
 ABANDON_DEADLINE_S = 20.0
-"""For a server that waits in a broadcast to notice that the trainer has closed the group."""
+"""Time for a server that waits in a broadcast to notice that the trainer has closed the group."""
 
 Step = Callable[[], Awaitable[None]]
 

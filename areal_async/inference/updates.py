@@ -2,7 +2,7 @@
 
 Level-triggered: each turn looks at what is announced and what the server holds, and closes the gap, so a lost event, a
 restart and a late joiner are one case. Invariants: the node's state says that a server holds a version after it does,
-never before; a server whose update failed is fenced at once, and whoever is fenced returns only with a version from
+never before; a server whose update failed is fenced at once, and a fenced server returns only with a version from
 disk that was verified.
 """
 
@@ -28,7 +28,7 @@ from areal_async.telemetry import spans, wait_graph
 
 STAGING_RETRY_S = 2.0
 REACH_DEADLINE_S = 5.0
-"""For finding the trainer's store where a broadcast says it is."""
+"""Deadline for finding the trainer's store where a broadcast says it is."""
 
 log = structlog.get_logger()
 

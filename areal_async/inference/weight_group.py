@@ -29,7 +29,7 @@ _Gloo: Any = ProcessGroupGloo
 """As it is: torch's stubs have its options wrong."""
 
 _NEVER = timedelta(days=7)
-"""For NCCL's watchdog, which ends the whole process: the deadline is kept here instead."""
+"""Deadline for NCCL's watchdog, which ends the whole process: ours is kept here instead."""
 _POLL_S = 0.001
 
 
@@ -42,7 +42,7 @@ class WeightGroup:
 
     def __init__(self, store: TCPStore, *, rank: int, size: int, name: str, backend: str, deadline_s: float) -> None:
         self.port = store.port
-        """Where rank 0's store listens."""
+        """Port of rank 0's store."""
         self.rank = rank
         self.size = size
         self.name = name
@@ -125,7 +125,7 @@ class WeightGroup:
                 self._start_broadcast(flat).wait()
 
     def close(self) -> None:
-        """Leave the group; whoever waits for this rank raises. Closing twice is no error."""
+        """Leave the group; ranks that wait for this one raise. Closing twice is no error."""
         backend, self._backend = self._backend, None
         if self._kind == NCCL and backend is not None:
             # Aborting may itself wait for a peer that is gone.
@@ -136,7 +136,7 @@ class WeightGroup:
         self.close_store()
 
     def close_store(self) -> None:
-        """Have rank 0 and whoever else still meets in its store raise. From any thread; ``close`` must follow."""
+        """Have rank 0 and all that still meet in its store raise. From any thread; ``close`` must follow."""
         self._hosted = None
 
     def __enter__(self) -> Self:

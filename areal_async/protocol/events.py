@@ -147,7 +147,7 @@ class AlarmEvent(Event, frozen=True, kw_only=True):
     sentence: str
     value: float
     bound: float
-    """What ``value`` was held against."""
+    """The threshold that ``value`` crossed."""
 
 
 class AlarmRaised(AlarmEvent, frozen=True, kw_only=True, tag="alarm.raised"):

@@ -1,6 +1,6 @@
 """What the fields of a record may hold, as types that msgspec checks where a record is decoded.
 
-Whoever holds a record that came over the wire can parse its ids and trust its bounds.
+Code that holds a record from the wire can parse its ids and trust its bounds.
 """
 
 import re
@@ -17,21 +17,21 @@ OWN_INFO = "rollout/"
 MAX_INFO_KEYS = 64
 """Numbers that a workflow brings along in one trajectory (``policy.info``)."""
 MAX_INFO = 1e30
-"""Of each: their sum over a batch has to be finite too."""
+"""Bound of each number of ``info``: their sum over a batch has to be finite too."""
 MAX_REWARD = 1e6
 """Either way. What is made of it in float32, gradients and their squares among them, is finite up to there."""
 MAX_LOGPROB = 1e4
 """Either way, of a sampled token in nats. Some servers say -9999 of what cannot be sampled."""
 MAX_TEMPERATURE = 100.0
-"""Beyond which every token is about as likely as every other."""
+"""Temperature beyond which every token is about as likely as every other."""
 MAX_TOP_K = (1 << 31) - 1
 """The servers hold it in 32 bits."""
 MAX_EXACT = 1 << 53
 """Up to which a float holds every whole number."""
 INT64 = range(-(1 << 63), 1 << 63)
-"""What numbers in files, tensors and generators of random numbers are held in."""
+"""Range of the integers in files, tensors and generators of random numbers."""
 MAX_STEP = 10**9 - 1
-"""Of the nine digits that a weights version, and what is kept by step, have for it; no run is given more steps."""
+"""Largest step: a weights version has nine digits for it, and no run is given more steps."""
 
 _VERSION = "[0-9]{1,9}-[0-9]{1,9}"
 _GROUP_ID = "[0-9]{1,9}-[0-9]{1,15}-[0-9]{1,9}"
@@ -43,11 +43,11 @@ is_version = re.compile(_VERSION).fullmatch
 is_group_id = re.compile(_GROUP_ID).fullmatch
 
 VersionText = Annotated[str, Meta(pattern=rf"\A{_VERSION}\Z")]
-"""What ``Version.parse`` reads."""
+"""Text that ``Version.parse`` reads."""
 OptionalVersionText = Annotated[str, Meta(pattern=rf"\A({_VERSION})?\Z")]
 """A version, or empty for none."""
 GroupIdText = Annotated[str, Meta(pattern=rf"\A{_GROUP_ID}\Z")]
-"""What ``GroupId.parse`` reads."""
+"""Text that ``GroupId.parse`` reads."""
 SampleUidText = Annotated[str, Meta(pattern=r"\A[!-~]{1,400}\Z")]
 """A slot's, which goes into a header: no blank, no line break, nothing beyond ASCII."""
 TokenText = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-]{1,200}\Z")]
@@ -62,6 +62,6 @@ StretchText = Annotated[str, Meta(pattern=r"\A[0-9]{1,9}-[0-9]{1,9}\Z")]
 """A pool of rows and its stretch, as the key of a JSON object."""
 Count = Annotated[int, Meta(ge=0, le=MAX_EXACT)]
 NumAttempts = Annotated[int, Meta(ge=0, le=10**9 - 1)]
-"""At one prompt: a group's id has nine digits for them."""
+"""Number of attempts at one prompt: a group's id has nine digits for it."""
 GroupSize = Annotated[int, Meta(ge=1, le=MAX_GROUP_SIZE)]
 NumServers = Annotated[int, Meta(ge=0, le=MAX_SERVERS)]

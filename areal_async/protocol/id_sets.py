@@ -23,7 +23,7 @@ class NumberSet(AbstractSet[int]):
 
     def __init__(self, numbers: Iterable[int] = ()) -> None:
         self._first = array(_INT64)
-        """Of each interval, ascending; no two of them touch."""
+        """First number of each interval, ascending; no two intervals touch."""
         self._last = array(_INT64)
         self._num = 0
         for number in numbers:

@@ -26,7 +26,7 @@ class Journal:
     own_lineage: int = 0
     """A trainer's: what older ones tell of their checkpoints closes no cut after ``own_step``, as it replays those."""
     own_step: int = 0
-    """Of the checkpoint that the trainer begins from, which may be older than what outcomes tell of."""
+    """Step of the checkpoint that the trainer begins from; outcomes may know of a later one."""
     lineage: int = 0
     restored_step: int = 0
     cuts: dict[int, Cut] = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Journal:
     settled: GroupIds = field(default_factory=GroupIds)
     """Groups with a settling outcome, of which the first counts (``end_of``)."""
     branches: dict[str, int] = field(default_factory=dict)
-    """Where lineages parted, by the newest entry that says so (``Cut.branches``)."""
+    """Last common step with each older lineage, by the newest entry that has them (``Cut.branches``)."""
     last_cut_sequence: int = 0
     """Stream sequence of the newest journal entry: what the next one must follow."""
     given_up: dict[str, CutGroup] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Journal:
     _untrained: dict[OutcomeKind, GroupIds] = field(default_factory=dict)
     """Groups that have ended otherwise than trained, by how."""
     _checkpointed_step: int = 0
-    """Of the newest checkpoint that outcomes tell of."""
+    """Step of the newest checkpoint that an outcome names."""
     _closed_steps: "array[int]" = field(default_factory=lambda: array("q"))
     """Ascending."""
     _num_closed: "array[int]" = field(default_factory=lambda: array("q"))
@@ -155,7 +155,7 @@ class Journal:
     def without_end(self) -> list[CutGroup]:
         """Return the groups of given-up cuts that are neither recorded nor cut again.
 
-        Whoever gave them up did not come to record it; with their messages gone nobody else would know of them.
+        The lineage that gave them up did not record it; with their messages gone nobody else would know of them.
         """
         cut_again = self.open_groups()
         return [group for name, group in self.given_up.items() if name not in self.settled and name not in cut_again]

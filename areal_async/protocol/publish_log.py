@@ -32,7 +32,7 @@ class ProducerSequence(Record, frozen=True, kw_only=True):
 
     producer: str
     number: Count
-    """From 1."""
+    """Number of the message in its producer's sequence, from 1."""
     num_acknowledged: Count
     """This producer's messages 1 to this one were all acknowledged when this one was made."""
 
@@ -43,7 +43,7 @@ class ReceivedSlot(Record, frozen=True, kw_only=True):
     sibling: Count
     sample_uid: str
     crc32: Count
-    """Of its payload."""
+    """CRC-32 of its payload."""
 
 
 class Receipt(Record, frozen=True, kw_only=True):

@@ -14,10 +14,10 @@ class Control(Record, frozen=True, kw_only=True):
     is_stopping: bool = False
     """The launcher ends the run as at SIGTERM; it takes this back when the run is started again."""
     by: str = ""
-    """Who gave the last order."""
+    """Name of the person or process that gave the last order."""
     reason: str = ""
     at: str = ""
-    """When, in UTC as ISO 8601."""
+    """Time, in UTC as ISO 8601."""
 
 
 class CrewState(Record, frozen=True, kw_only=True):
@@ -30,7 +30,7 @@ class CrewState(Record, frozen=True, kw_only=True):
     """Why it died the last time."""
     num_starts: Count = 0
     at: str = ""
-    """Since when it is so, in UTC as ISO 8601."""
+    """Time of the last change, in UTC as ISO 8601."""
 
 
 class Holder(Record, frozen=True, kw_only=True):
@@ -38,13 +38,13 @@ class Holder(Record, frozen=True, kw_only=True):
     again, and a key that is not written any more is kept by nobody."""
 
     holder_id: str
-    """Different for every holder."""
+    """Id, different for every holder."""
     host: str
     pid: Count
     since: str
-    """In UTC as ISO 8601."""
+    """Time of taking hold, in UTC as ISO 8601."""
     has_left: bool = False
-    """In good order: nobody needs to find out."""
+    """Whether it left in good order, so that no failure has to be detected."""
 
     @property
     def place(self) -> str:
@@ -57,11 +57,11 @@ class Change(Record, frozen=True, kw_only=True):
 
     value: float
     given: float | None
-    """What the settings said then, None included. The change holds while they still do."""
+    """Value in the settings at that time, None included. The change holds while they still have it."""
     by: str = ""
     reason: str = ""
     at: str = ""
-    """When, in UTC as ISO 8601."""
+    """Time, in UTC as ISO 8601."""
 
 
 class Changes(Record, frozen=True, kw_only=True):
@@ -101,7 +101,7 @@ class ServerState(Record, frozen=True, kw_only=True):
     node_id: str
     url: str
     version: OptionalVersionText
-    """Empty until it holds an announced version."""
+    """Weights version that it holds; empty until that is an announced one."""
     incarnation: str = ""
     """Different after every start of its process."""
     num_ranks: Count = 1

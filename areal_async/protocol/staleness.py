@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from areal_async.protocol.types import Version
 
 UNKNOWN_AGE = 1 << 30
-"""Over any bound."""
+"""Age of a token of unknown version: over any bound."""
 
 
 def age_at(*, step: int, version: Version, lineage: int, branches: Mapping[int, int] | None = None) -> int:

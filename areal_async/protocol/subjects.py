@@ -16,10 +16,10 @@ CONTROL = "control"
 LAUNCHER = "launcher"
 LINEAGE = "lineage"
 NODES = "node."
-"""What the keys of joined nodes begin with."""
+"""Prefix of the keys of joined nodes."""
 RUN_STATE = "run"
 SERVERS = "server."
-"""What the keys of inference servers begin with."""
+"""Prefix of the keys of inference servers."""
 SETTINGS = "settings"
 
 

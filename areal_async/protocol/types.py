@@ -52,7 +52,7 @@ class Prompt(Record, frozen=True, kw_only=True):
     """One dataset row with a stable id. ``prompt["question"]`` reads a column."""
 
     epoch: int
-    """Of its task, where tasks have epochs of their own."""
+    """Epoch of its task, where tasks have epochs of their own."""
     index: int
     """Position in the data set (tasks concatenated in the order of the settings), from 0."""
     row: dict[str, Any]
@@ -182,18 +182,18 @@ class Slot(Record, frozen=True, kw_only=True):
     num_tokens: Count = 0
     """Over all sequences, prompt included."""
     num_output_tokens: Count = 0
-    """Sampled ones."""
+    """Number of sampled tokens."""
     oldest: VersionText
     """Oldest version of any sampled token, or at submission; of the ticket when nothing was sampled."""
     newest: VersionText
     crc32: Count = 0
-    """Of the slot's payload bytes."""
+    """CRC-32 of the slot's payload bytes."""
     index: Count = 0
     """Position of the payload inside its message."""
     num_truncated: Count = 0
     """Turns that ended by length."""
     credits: Annotated[list[Credit], msgspec.Meta(max_length=MAX_CREDITS)] = []
-    """Of its replies, in the order they were given; empty where one reward is for all of it."""
+    """Rewards of its replies, in the order they were given; empty where one reward is for all of it."""
 
 
 class Trajectory(Record, frozen=True, kw_only=True):
@@ -201,7 +201,7 @@ class Trajectory(Record, frozen=True, kw_only=True):
 
     slot: Slot
     sequences: list[Sequence]
-    """Empty unless scored."""
+    """Token sequences of the episode; empty unless it was scored."""
     info: dict[str, float] = {}
     """The workflow's own metrics, and those that each trajectory has (``fields.OWN_INFO``)."""
 
@@ -212,7 +212,7 @@ class StoredMessage(Record, frozen=True, kw_only=True):
     group_id: str
     workflow: str
     ticket_version: str
-    """``Ticket.version``."""
+    """Weights version in the ticket (``Ticket.version``)."""
     num_failed_attempts: int
     group_size: int
     slots: list[Slot]
@@ -232,11 +232,11 @@ class OutcomeKind(StrEnum):
     ABANDONED = "abandoned"
     DEAD = "dead"
     LATE = "late"
-    """Of one slot: it came after its group was settled. Settles nothing."""
+    """One slot came after its group was settled. Settles nothing."""
     DUPLICATE = "duplicate"
-    """Of one slot: another producer's was taken. Settles nothing."""
+    """One slot was dropped for another producer's. Settles nothing."""
     READMITTED = "readmitted"
-    """Of a dead group, by the operator: its prompt gets ``max_attempts`` new attempts. Settles nothing."""
+    """A dead group is tried again by the operator: its prompt gets ``max_attempts`` attempts. Settles nothing."""
 
     @property
     def settles(self) -> bool:
@@ -255,20 +255,20 @@ class Outcome(Record, frozen=True, kw_only=True):
     group_id: GroupIdText
     kind: OutcomeKind
     lineage: Count
-    """Of the trainer (or the controller's view of it) that recorded this; 0 before the first."""
+    """Lineage of the trainer (or the controller's view of it) that recorded this; 0 before the first."""
     step: Count = 0
     """The training step, for ``trained`` and for what was found while cutting one."""
     reason: str = ""
     num_failed_attempts: Count = 0
-    """At this prompt, this attempt included when it failed."""
+    """Number of failed attempts at this prompt, this one included when it failed."""
     mean_reward: float | None = None
     """Over the scored slots, of a group that was whole and trained nothing all the same (``filtered``, ``stale``)."""
     num_whole_before: Count = 0
     """Groups found whole since the outcome that failed before this one: whether failures follow one another."""
     sample_uid: str = ""
-    """For ``late`` and ``duplicate``."""
+    """Producer's id of the slot, for ``late`` and ``duplicate``."""
     workflow: str = ""
-    """The group's, where it is known to whoever recorded this."""
+    """The group's, where the recorder knew it."""
 
 
 class CutSlot(Record, frozen=True, kw_only=True):
@@ -296,7 +296,7 @@ class CutKind(StrEnum):
     CUT = "cut"
     """The batch of ``step``."""
     BRANCH = "branch"
-    """What was cut after ``step`` cannot be replayed: those cuts are given up, their groups tried again."""
+    """Cuts after ``step`` cannot be replayed: they are given up, their groups tried again."""
     CHECKPOINT = "checkpoint"
     """The trainer's ranks checkpoint ``step`` before they train another: the stream needs the room."""
     END = "end"
@@ -345,9 +345,9 @@ class UpdateGroup(Record, frozen=True, kw_only=True):
     """New with every change of membership."""
     address: str
     port: int
-    """Where the trainer's store listens."""
+    """Port of the trainer's store."""
     backend: str
-    """``gloo`` or ``nccl``."""
+    """Library of the broadcast: ``gloo`` or ``nccl``."""
     size: int
     """Ranks, the trainer's included."""
     ranks: dict[str, int]
@@ -362,7 +362,7 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
     """KV ``weights.<policy>``: where the newest weights are.
 
     A version that is broadcast is announced twice: when the broadcast begins, with its group and before it is on
-    disk; and when it is on disk, without the group, for whoever did not get it.
+    disk; and when it is on disk, without the group, for those who did not get it.
     """
 
     version: VersionText
@@ -377,7 +377,7 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
     group: UpdateGroup | None = None
     """Whose members receive it now, in ``buckets``."""
     buckets: list[list[TensorSpec]] = []
-    """What travels in each broadcast, in order, flattened into one tensor of bytes."""
+    """Tensors of each broadcast, in order, flattened into one tensor of bytes."""
     final: bool = False
     """The run's last version."""
 
@@ -389,7 +389,7 @@ class CheckpointRecord(Record, frozen=True, kw_only=True):
     path: str
     """Its folder; empty while there is none."""
     sums_sha256: str = ""
-    """Of its ``SHA256SUMS``; empty where it has none."""
+    """SHA-256 of its ``SHA256SUMS``; empty where it has none."""
 
 
 class Mix(Record, frozen=True, kw_only=True):
@@ -411,11 +411,11 @@ class Admitted(Record, frozen=True, kw_only=True):
     num_fresh: Count = 0
     """The position in the sampler's endless sequence: prompts admitted for the first time, or passed over."""
     num_readmitted: Count = 0
-    """How many of the re-admissible outcomes, in their stored order, were admitted again."""
+    """Number of re-admissible outcomes, in their stored order, that were admitted again."""
     num_skipped: Count = 0
     """Prompts that the curriculum has passed over."""
     known: dict[StretchText, Count] = {}
-    """For each stretch that the curriculum decides about: how many visits were known when it began."""
+    """Number of visits that were known when a stretch began, for each that the curriculum decides about."""
     mixes: list[Mix] = []
     """The mix of the tasks now, and those to come, by their starts; none where rows have one order in common."""
 
@@ -447,7 +447,7 @@ class EvalResult(Record, frozen=True, kw_only=True):
     index: Count
     reward: float = 0.0
     error: str = ""
-    """Set when there is no reward."""
+    """Reason why there is no reward; empty where there is one."""
     oldest: OptionalVersionText = ""
     newest: OptionalVersionText = ""
     sample: Count = 0

@@ -47,7 +47,7 @@ R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 
 _MALFORMED = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that it cannot read as the wanted type."""
+"""Exceptions of msgspec for bytes that it cannot read as the wanted type."""
 
 
 def encode(record: Record) -> bytes:
@@ -131,7 +131,7 @@ _SEQUENCE_FRAME_BYTES = 32
 _TURNS_FRAME_BYTES = 16
 _RUNS_FRAME_BYTES = 24
 _RUN_BYTES = 20
-"""At least what msgpack adds: up to 9 bytes for a number, and 5 for the length of whatever has one."""
+"""Bound of what msgpack adds to a run: up to 9 bytes for a number, and 5 for a length."""
 
 
 def encode_trajectory(trajectory: Trajectory) -> bytes:
@@ -193,7 +193,7 @@ class EncodedMessage(NamedTuple):
     payload: bytes
     headers: dict[str, str]
     slots: list[Slot]
-    """With ``crc32`` and ``index`` filled in, as in the headers: content and headers cannot disagree."""
+    """Slots with ``crc32`` and ``index`` filled in, as in the headers: content and headers cannot disagree."""
 
 
 def encode_message(

@@ -122,7 +122,7 @@ async def test_leaving_an_inbox_gives_back_what_nobody_fetched(open_role: OpenRo
     async with node.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:
         await leave_a_pull_behind(operator, inbox)
         await publish_tickets(controller, 1)
-        await until(lambda: inbox.num_unfetched > 0)
+        await until(lambda: bool(inbox._arrived))
 
     other = await open_role(Role.NODE, "1")
     async with other.consume(node.names.tickets_stream, node.names.nodes_consumer) as inbox:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from areal_async.inference.embedded.engine.text import Tokenizer
 
 _SWITCH_INTERVAL_S = 0.0005
-"""How long one thread keeps the interpreter while another waits. Python's default, 5 ms, is a whole decoding step: the
-model thread would stand still while the event loop writes chunks."""
+"""Time for which one thread keeps the interpreter while another waits. Python's default, 5 ms, is a whole decoding
+step: the model thread would stand still while the event loop writes chunks."""
 _SHUTDOWN_GRACE_S = 2
 
 

@@ -22,7 +22,7 @@ CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _ROOT = "base_model.model."
 _IN, _OUT = ".lora_A.weight", ".lora_B.weight"
 _PLAIN = {"bias": "none", "fan_in_fan_out": False, "use_dora": False, "lora_bias": False}
-"""What is served; anything else is refused."""
+"""Options of an adapter that is served; with any other it is refused."""
 _UNKNOWN = ("rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication", "target_parameters")
 
 
@@ -39,7 +39,7 @@ class Adapter(NamedTuple):
     """An adapter in memory, as it is stored."""
 
     tensors: dict[str, torch.Tensor]
-    """By PEFT's names."""
+    """Tensors by PEFT's names."""
     scale: float
 
     @property

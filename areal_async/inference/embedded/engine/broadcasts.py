@@ -22,7 +22,7 @@ from areal_async.protocol.types import TensorSpec
 log = structlog.get_logger()
 
 _DEADLINE_S = 1800.0
-"""For every wait for the trainer, as in SGLang. Who orders an update has a shorter one, and ends the process."""
+"""Deadline of every wait for the trainer, as in SGLang. A caller has a shorter one, and ends the process."""
 _NO_SESSION = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 _MIXED = "Earlier buckets are served already: load a whole version from disk."
 
@@ -33,7 +33,7 @@ class Broadcasts:
     def __init__(self, service: EngineService) -> None:
         self._service = service
         self._groups: dict[str, WeightGroup | None] = {}
-        """By name; None while it is being joined."""
+        """Groups by name; None while one is being joined."""
         self._is_open = False
 
     async def join(self, name: str, *, address: str, port: int, rank: int, size: int, backend: str) -> None:

@@ -69,7 +69,7 @@ class _SlotLayer(CacheLayerMixin):
         super().__init__()  # type: ignore[no-untyped-call]
         self._owner = owner
         self.store: list[torch.Tensor] = []
-        """Keys, then values; empty until the first forward pass tells their shapes."""
+        """Tensors of keys, then of values; empty until the first forward pass gives their shapes."""
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.store = [self._allocate(new.shape[1], new.shape[3], new) for new in (key_states, value_states)]

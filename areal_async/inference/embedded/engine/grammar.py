@@ -1,6 +1,6 @@
 """Grammars that an answer keeps to: XGrammar's, which is what SGLang has by default.
 
-A grammar is compiled in a thread of its own, once for all who ask for it, and whoever asks waits no longer than a
+A grammar is compiled in a thread of its own, once for all who ask for it, and none of them waits longer than a
 deadline. Invariant: what XGrammar would leave out of a schema without a word, or end the process with, is refused.
 """
 
@@ -28,7 +28,7 @@ ANY_JSON = "$$ANY$$"
 """SGLang's word for the schema of whatever is JSON."""
 COMPILE_DEADLINE_S = 30.0
 MAX_KEPT = 256
-"""Compiled grammars."""
+"""Number of compiled grammars that are kept."""
 MAX_THREADS = 4
 """One compilation takes no more."""
 MAX_DEPTH = 100
@@ -132,7 +132,7 @@ class Grammars:
             raise RequestError(f"{kind}: not compiled within {self._deadline_s:g} s; make it simpler") from exc
 
     def _start(self, key: tuple[str, str]) -> asyncio.Future[xgrammar.CompiledGrammar]:
-        """Compile in a thread: one that takes for ever holds up nobody but who asks for it."""
+        """Compile in a thread: a grammar without end holds up only those who ask for it."""
         while len(self._compiled) >= MAX_KEPT:
             self._compiled.popitem(last=False)
         compiling = asyncio.ensure_future(

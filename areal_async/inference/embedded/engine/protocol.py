@@ -135,7 +135,7 @@ class SamplingParams:
     """How one request is sampled and when it ends; None is resolved, numbers are checked."""
 
     max_new_tokens: int | None = 128
-    """None means up to the context length."""
+    """Most tokens of the answer; None means up to the context length."""
     is_length_explicit: bool = False
     """Whether the client sent ``max_new_tokens``: then it is refused, not cut, when it does not fit."""
     temperature: float = 1.0
@@ -154,7 +154,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: frozenset[int] = field(default_factory=frozenset)
     ignore_eos: bool = False
-    """Also disables ``stop_token_ids``, as in SGLang."""
+    """Whether the end token is one like others; also disables ``stop_token_ids``, as in SGLang."""
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     stream_interval: int | None = None

@@ -38,7 +38,7 @@ class ModelRunner:
     def __init__(self, model: Any, *, context_length: int, max_total_tokens: int | None) -> None:
         self.model = model
         self.merged = Merged()
-        """What is merged into the model's weights; replaced, never changed."""
+        """Adapter that is merged into the model's weights; replaced, never changed."""
         self.device: torch.device = model.device
         self.vocab_size: int = model.config.get_text_config().vocab_size
         self.cache = SlotCache(model.config.get_text_config().num_hidden_layers)

@@ -25,7 +25,7 @@ _UNIT = 2.0**-52
 """52 bits, so that a uniform number times any total stays strictly below that total."""
 
 _IMPOSSIBLE = torch.finfo(torch.float32).min
-"""How SGLang writes the log-probability of what cannot come; JSON has no infinity."""
+"""Log-probability of a token that cannot come, as SGLang writes it; JSON has no infinity."""
 
 UInt64s = npt.NDArray[np.uint64]
 

@@ -24,7 +24,7 @@ class Piece:
     top_logprobs: list[TopLogprobs]
     """One per token where they were asked for, else none."""
     weight_version: str
-    """Of the newest token; while nothing was produced, what the engine runs."""
+    """Version that produced the newest token; before the first, the version that the engine runs."""
     num_output_tokens: int
     num_retractions: int
     cached_tokens: int
@@ -43,7 +43,7 @@ class RunningSequence:
     max_new_tokens: int
     stop_token_ids: frozenset[int]
     end_token_ids: frozenset[int] = frozenset()
-    """What may not come before ``min_new_tokens``, whether or not it would end the answer."""
+    """Tokens that may not come before ``min_new_tokens``, whether or not they would end the answer."""
     stop_strings: StopStrings | None
     grammar: Grammar | None = None
     """As far as ``output_ids`` have come in it."""

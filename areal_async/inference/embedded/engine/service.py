@@ -87,7 +87,7 @@ class EngineService:
         self.options = options
         self.tokenizer = tokenizer
         self.model_path = options.model_path
-        """Where the served weights came from; updates move it."""
+        """Folder that the served weights came from; updates change it."""
         self.weight_version = options.weight_version
         self._eos_token_ids = eos_token_ids
         self.grammars = Grammars(tokenizer, vocab_size=runner.vocab_size, eos_token_ids=eos_token_ids)

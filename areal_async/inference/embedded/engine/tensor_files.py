@@ -1,7 +1,7 @@
 """Reading safetensors files, again and again.
 
 The library's own reader leaves two numbers behind for every tensor that it reads (safetensors 0.8.0, with torch): a
-server, which reads all of them at every step, would grow for ever.
+server, which reads all of them at every step, would grow without bound.
 
 Source of the format: https://github.com/huggingface/safetensors#format
 """
@@ -34,7 +34,7 @@ class _Place(msgspec.Struct):
 
 
 def read_tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield name and tensor [``shape`` of the file], each a view of the file: whoever keeps one copies it.
+    """Yield name and tensor [``shape`` of the file], each a view of the file: copy one to keep it.
 
     Raises:
         OSError: the file cannot be opened.

@@ -29,7 +29,7 @@ class StagedWeights:
 
     tensors: dict[str, torch.Tensor]
     merged: Merged | None = None
-    """What is merged into them; ``None`` for weights that replace what is merged."""
+    """Adapter that is merged into them; ``None`` for weights that replace what is merged."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Merged:
     """The adapter that is merged into the served weights, and what these were before."""
 
     adapter: dict[str, torch.Tensor] = field(default_factory=dict)
-    """By PEFT's names; empty where there is none."""
+    """Adapter's tensors by PEFT's names; empty where there is none."""
     base: dict[str, torch.Tensor] = field(default_factory=dict)
     """The tensors that it changed, as they were, by the model's names."""
 
