@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,8 @@ from areal_async.trainer.packing.pack import balance
 from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
 
 Named = dict[str, Tensor]
+Launch = Callable[[argparse.Namespace, int, Path], None]
+"""(the chosen layouts, number of ranks, folder for what comes of it)"""
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp2": (2, {}),
     "replicas": (2, {"replicas": 2}),
@@ -55,10 +57,7 @@ def main() -> int:
     with joined_ranks(deadline_s=arguments.deadline_s) as ranks:
         if arguments.output is None:
             return compare(arguments, ranks)
-        for layout in arguments.layouts:
-            results = {role: train(role, arguments, ranks, LAYOUTS[layout][1]) for role in roles(arguments)}
-            if ranks.rank == 0:
-                torch.save(results, arguments.output / layout)
+        train_layouts(ranks, arguments, arguments.output)
         return 0
 
 
@@ -81,8 +80,20 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def compare(arguments: argparse.Namespace, alone: Ranks) -> int:
-    """Record or read the batch, train it here and in each layout, and return the exit status."""
+def train_layouts(ranks: Ranks, arguments: argparse.Namespace, output: Path) -> None:
+    """Train in each of the layouts on these ranks; the first one writes what comes of it into ``output``."""
+    for layout in arguments.layouts:
+        results = {role: train(role, arguments, ranks, LAYOUTS[layout][1]) for role in roles(arguments)}
+        if ranks.rank == 0:
+            torch.save(results, output / layout)
+
+
+def compare(arguments: argparse.Namespace, alone: Ranks, *, launch: Launch | None = None) -> int:
+    """Record or read the batch, train it here and in each layout, and return the exit status.
+
+    Args:
+        launch: has some ranks call ``train_layouts``; None starts a process for each.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         if arguments.batch is None:
             arguments.batch = Path(scratch, "batch")
@@ -93,7 +104,8 @@ def compare(arguments: argparse.Namespace, alone: Ranks) -> int:
         print(f"{'model':7} {'layout':16} {'ranks':>5}  {'gradients':>9}  {'changes':>9}  largest of")
         for num_ranks in sorted({LAYOUTS[layout][0] for layout in arguments.layouts}):
             layouts = [layout for layout in arguments.layouts if LAYOUTS[layout][0] == num_ranks]
-            _launch(arguments, layouts, num_ranks=num_ranks, output=Path(scratch))
+            chosen = argparse.Namespace(**vars(arguments) | {"layouts": layouts})
+            (launch or _launch)(chosen, num_ranks, Path(scratch))
             for layout in layouts:
                 found = torch.load(Path(scratch, layout), weights_only=True)
                 worst = max(worst, *(_judge(role, layout, expected[role], found[role]) for role in roles(arguments)), 0)
@@ -161,9 +173,9 @@ def _difference(expected: Tensor, found: Tensor) -> float:
     return float(torch.linalg.norm(found - expected) / torch.linalg.norm(expected).clamp(min=1e-30))
 
 
-def _launch(arguments: argparse.Namespace, layouts: Sequence[str], *, num_ranks: int, output: Path) -> None:
+def _launch(arguments: argparse.Namespace, num_ranks: int, output: Path) -> None:
     """Run this file once per rank and wait for all of them."""
-    given = vars(arguments) | {"output": output, "layouts": ",".join(layouts)}
+    given = vars(arguments) | {"output": output, "layouts": ",".join(arguments.layouts)}
     flags = ["--critic"] * given.pop("critic")
     options = [word for name, value in given.items() for word in (f"--{name.replace('_', '-')}", str(value))] + flags
     shared = {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(num_ranks)}

@@ -1,4 +1,4 @@
-"""A trainer of one rank and a small model, made once for all tests of this folder."""
+"""A trainer of one rank, others of several, and a small model, made once for all tests of this folder."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,6 +7,7 @@ import pytest
 
 from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
 from tests.unit.trainer.models import save_model
+from tests.unit.trainer.rank_workers import RankWorkers
 
 
 @pytest.fixture(scope="session")
@@ -15,6 +16,20 @@ def ranks() -> Iterator[Ranks]:
     ranks = join_ranks(deadline_s=100.0)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[RankWorkers]:
+    """Return two processes that are the ranks of a trainer."""
+    with RankWorkers(2) as workers:
+        yield workers
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[RankWorkers]:
+    """Return four processes that are the ranks of a trainer."""
+    with RankWorkers(4) as workers:
+        yield workers
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,5 @@
-"""What one of four ranks does in ``test_pipeline.py``: it trains in three layouts, and rank 0 writes what it saw."""
+"""What each of four ranks does in ``test_pipeline.py``: it trains in three layouts, and rank 0 writes what it saw."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.critic import CriticEngine
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.reference import ReferenceEngine
 from areal_async.trainer.packing.rows import RETURNS, VALUES, TrainRow, with_columns
@@ -112,9 +111,8 @@ def _show_average(trained: TrainState) -> None:
             parameter.copy_(trained.optimizer.state[parameter]["exp_avg"])
 
 
-def main(model: Path, directory: Path) -> None:
+def train_in_stages(ranks: Ranks, model: Path, directory: Path) -> None:
     """Train in every layout; save in one, and go on in another from what one rank saved."""
-    ranks = join_ranks(deadline_s=120.0)
     for name, layout in LAYOUTS.items():
         engine, seen = run(model, ranks, ALGORITHMS[name], **layout)
         seen |= {f"gradient.{key}": one for key, one in gradients(model, ranks, **layout).items()}
@@ -132,8 +130,3 @@ def main(model: Path, directory: Path) -> None:
             seen |= {f"next.{key}": one for key, one in train(engine, 1).items()}
         if ranks.rank == 0:
             np.savez(directory / f"{name}.npz", **seen)
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

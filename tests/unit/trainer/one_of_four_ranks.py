@@ -1,16 +1,14 @@
-"""What one of four ranks does in ``test_layouts.py``; prints what it saw as JSON, on its last line."""
+"""What each of four ranks does in ``test_layouts.py``."""
 
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import TrainRow
-from tests.unit.trainer.learners import Learners, batch_rows
 from tests.unit.trainer.models import engine_of, random_rows
+from tests.unit.trainer.step_runner import StepRunner
 
 LAYOUTS = {
     "tensor_parallel": 2,
@@ -20,22 +18,21 @@ LAYOUTS = {
 """The policy's rows are on two data-parallel ranks, those of the critic and of the reference on four."""
 
 
-def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
+def train_and_count(ranks: Ranks, model: Path, algorithm: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train in three layouts at once, write a checkpoint, read another one, and look at collectives."""
-    ranks = join_ranks(deadline_s=200.0)
-    learners = Learners(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
-    rows, is_first = batch_rows(), learners.engines.actor.dims.data.rank == 0
-    mine = [rows[:5] if is_first else rows[5:], [] if is_first else rows, rows[:1] if is_first else rows[1:]]
-    stats = [learners.train(part, step=step) for step, part in enumerate(mine, start=1)]
-    learners.engines.save_checkpoint(directory / "of_four", b"of four")
-    trained = learners.fingerprint()
-    ledger = learners.engines.load_checkpoint(directory / "of_one").decode()
-    words = {"stats": stats, "fingerprint": trained, "ledger": ledger, "loaded": learners.fingerprint()}
-    words["exact"] = [_reduce(model, ranks, random_rows(count), reduce_dtype="float32") for count in (1, 6)]
-    words["compressed"] = _reduce(model, ranks, random_rows(6), reduce_dtype="bfloat16")
-    sys.stdout.write("\n" + json.dumps(words))
-    sys.stdout.flush()
-    ranks.close()
+    runner = StepRunner(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
+    stats = runner.train_shares(is_first=runner.engines.actor.dims.data.rank == 0)
+    runner.engines.save_checkpoint(directory / "of_four", b"of four")
+    trained = runner.fingerprint()
+    ledger = runner.engines.load_checkpoint(directory / "of_one").decode()
+    return {
+        "stats": stats,
+        "fingerprint": trained,
+        "ledger": ledger,
+        "loaded": runner.fingerprint(),
+        "exact": [_reduce(model, ranks, random_rows(count), reduce_dtype="float32") for count in (1, 6)],
+        "compressed": _reduce(model, ranks, random_rows(6), reduce_dtype="bfloat16"),
+    }
 
 
 def _reduce(model: Path, ranks: Ranks, rows: list[TrainRow], *, reduce_dtype: str) -> dict[str, Any]:
@@ -58,7 +55,3 @@ class Reductions(TorchDispatchMode):
         if "reduce_scatter" in str(func):
             self.dtypes.append(str(args[0].dtype))
         return func(*args, **(kwargs or {}))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))

@@ -1,24 +1,20 @@
-"""One of two ranks: the second leaves, and the first says of what its collective raised whether that was a peer's."""
+"""What each of two ranks does, of which the second leaves."""
 
 import os
 
 import torch
 import torch.distributed as dist
 
-from areal_async.trainer.engine.parallel.ranks import is_of_peers, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 
 
-def main() -> None:
-    ranks = join_ranks(deadline_s=60.0)
+def miss_a_peer(ranks: Ranks) -> bool:
+    """Say on the first rank of what its collective raised whether that was a peer's."""
     ranks.barrier()
     if ranks.rank == 1:
         os._exit(0)
     try:
         ranks.reduce(torch.zeros(4), dist.ReduceOp.SUM)
     except RuntimeError as exc:
-        print(is_of_peers(ExceptionGroup("calls", [exc])), flush=True)
-    os._exit(0)
-
-
-if __name__ == "__main__":
-    main()
+        return is_of_peers(ExceptionGroup("calls", [exc]))
+    return False

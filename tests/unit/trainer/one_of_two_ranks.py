@@ -1,18 +1,17 @@
-"""What one of two ranks does in ``test_distributed.py``; prints what it saw as JSON, on its last line."""
+"""What each of two ranks does in ``test_ranks.py``."""
 
-import json
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from areal_async.errors import PipelineError
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.parallel.division import divide
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.rows import TrainRow
@@ -20,11 +19,10 @@ from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_senders import send_together
 
 
-def main(model: Path, directory: Path) -> None:
+def speak_and_train(ranks: Ranks, model: Path, directory: Path) -> dict[str, Any]:
     """Speak to the other rank, then train beside it: each with rows, then all rows on one; last, broadcast."""
-    ranks = join_ranks(deadline_s=120.0)
     is_first = ranks.rank == 0
-    words = {
+    words: dict[str, Any] = {
         "broadcast": ranks.broadcast_bytes(b"\x00from the first\xff" if is_first else None).hex(),
         "empty": ranks.broadcast_bytes(b"" if is_first else None).hex(),
         "gather": [part.hex() for part in ranks.gather_bytes(b"" if is_first else b"abc")],
@@ -47,8 +45,7 @@ def main(model: Path, directory: Path) -> None:
     words["refused"] = _refusal_in(model / "config.json" / "1-1", engine)
     words["beside"] = _write_beside_steps(directory / "beside", engine, rows if is_first else [], ranks)
     send_together(model, directory, ranks)
-    ranks.close()
-    sys.stdout.write(json.dumps(words))
+    return words
 
 
 def _refusal_in(directory: Path, engine: FsdpEngine) -> str:
@@ -95,7 +92,3 @@ def _lengths_of_rows(lengths: Sequence[int], ranks: Ranks) -> list[list[int]]:
     ]
     linear = DecoderFlops(per_token=1, per_scored_token=0, per_pair=0)
     return [[lengths[i] for i in row] for row in divide(rows, flops=linear, token_budget=10, ranks=ranks)]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,16 +1,18 @@
 """However ranks divide a model, it learns what it would on one, and its checkpoints load in any other layout."""
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from tests.unit.trainer.learners import NUM_STEPS, Learners, batch_rows
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
-from tests.unit.trainer.processes import run_on_ranks
-from tools.compare_layouts import compare, parser
+from tests.unit.trainer.one_of_four_ranks import train_and_count
+from tests.unit.trainer.rank_workers import RankWorkers
+from tests.unit.trainer.step_runner import NUM_STEPS, StepRunner, batch_rows
+from tools.compare_layouts import compare, parser, train_layouts
 
 pytestmark = pytest.mark.timeout(300)
 """Processes that import torch take their time on a busy machine."""
@@ -19,13 +21,17 @@ PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
 
 
 def test_copies_and_divided_matrices_have_the_gradients_of_one_rank(
-    ranks: Ranks, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    ranks: Ranks, two_ranks: RankWorkers, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Of every parameter in three steps, and its change over them; policy and critic, biases and an untied head."""
     model = save_model(tmp_path / "qwen2", family="qwen2", tied=False, vocab_size=66)
     given = ["--model", str(model), "--layouts", "replicas,tensor", "--sequences", "7", "--max-tokens", "24"]
 
-    status = compare(parser().parse_args([*given, "--critic"]), ranks)
+    def launch(arguments: Namespace, num_ranks: int, output: Path) -> None:
+        assert num_ranks == 2
+        two_ranks.run(train_layouts, arguments, output)
+
+    status = compare(parser().parse_args([*given, "--critic"]), ranks, launch=launch)
 
     output = capfd.readouterr().out
     assert "all layouts agree with one rank" in output
@@ -36,25 +42,25 @@ def test_copies_and_divided_matrices_have_the_gradients_of_one_rank(
 
 
 @pytest.fixture(scope="module")
-def four(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[dict[str, Any]]]:
+def four(
+    ranks: Ranks, four_ranks: RankWorkers, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path, list[dict[str, Any]]]:
     """Return a model, the folder that four ranks worked in, and what each of them saw."""
     directory = tmp_path_factory.mktemp("four")
     # Two parts share its words evenly, and then two ranks unevenly.
     model = save_model(directory / "model", vocab_size=62)
-    first = Learners(model, ranks, **PPO)
+    first = StepRunner(model, ranks, **PPO)
     first.train(batch_rows(), step=1)
     first.engines.save_checkpoint(directory / "of_one", b"of one")
     (directory / "of_one.json").write_text(json.dumps(first.fingerprint()))
-    words = (str(model), json.dumps(PPO), str(directory))
-    printed = run_on_ranks(4, "tests.unit.trainer.one_of_four_ranks", *words, deadline_s=250.0)
-    return model, directory, [json.loads(output.splitlines()[-1]) for output in printed]
+    return model, directory, four_ranks.run(train_and_count, model, PPO, directory)
 
 
 def test_models_of_other_layouts_than_the_policy_learn_as_on_one_rank(
     four: tuple[Path, Path, list[dict[str, Any]]], ranks: Ranks
 ) -> None:
     model, _, seen = four
-    alone = Learners(model, ranks, **PPO)
+    alone = StepRunner(model, ranks, **PPO)
 
     stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]
 
@@ -67,7 +73,7 @@ def test_models_of_other_layouts_than_the_policy_learn_as_on_one_rank(
 
 def test_checkpoints_load_in_another_layout(four: tuple[Path, Path, list[dict[str, Any]]], ranks: Ranks) -> None:
     model, directory, seen = four
-    resumed = Learners(model, ranks, **PPO)
+    resumed = StepRunner(model, ranks, **PPO)
 
     assert resumed.engines.load_checkpoint(directory / "of_four") == b"of four"
 

@@ -1,6 +1,5 @@
 """Adapters are trained as PEFT trains them, alone, and what is written and served is what was trained."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -35,8 +34,8 @@ from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.output.export import export_policy
 from areal_async.trainer.packing.rows import REFERENCE, TrainRow, with_columns
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
-from tests.unit.trainer.one_of_two_adapting import LORA
-from tests.unit.trainer.processes import run_on_ranks
+from tests.unit.trainer.one_of_two_adapting import LORA, train_adapters
+from tests.unit.trainer.rank_workers import RankWorkers
 
 NUM_ADAPTED = 2 * 7
 """Linear modules of two layers: four of attention, three of the rest."""
@@ -176,13 +175,15 @@ def test_what_proves_a_version_tells_adapters_and_bases_apart(model: Path, ranks
     assert others == {f"model.layers.{layer}.mlp.down_proj.base_layer.weight" for layer in (0, 1)}
 
 
-def test_two_ranks_train_the_adapters_that_one_does(model: Path, ranks: Ranks, tmp_path: Path) -> None:
-    printed = run_on_ranks(2, "tests.unit.trainer.one_of_two_adapting", str(model), str(tmp_path))
+def test_two_ranks_train_the_adapters_that_one_does(
+    model: Path, ranks: Ranks, two_ranks: RankWorkers, tmp_path: Path
+) -> None:
+    seen = two_ranks.run(train_adapters, model, tmp_path)
     rows, alone = random_rows(7), engine_of(model, ranks, lora=LORA)
     expected = [asdict(alone.train_step(rows, step=step, total_steps=2)) for step in (1, 2)]
 
-    for output in printed:
-        for found, one in zip(json.loads(output.splitlines()[-1]), expected, strict=True):
+    for stats in seen:
+        for found, one in zip(stats, expected, strict=True):
             assert found == pytest.approx(one, rel=1e-4, abs=1e-6)
     together = engine_of(model, ranks, lora=LORA)
     assert together.load_checkpoint(tmp_path / "checkpoint") == b"ledger"

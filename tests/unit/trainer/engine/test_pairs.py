@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,10 +15,10 @@ from areal_async.algorithms.preference import bradley_terry_loss, packed_bradley
 from areal_async.config.settings import ModelSettings, TrainerSettings
 from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.pairs import Pair, PairEngine
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.engine.test_critic import reward_model as reward_model
 from tests.unit.trainer.models import VOCAB, random_rows
-from tests.unit.trainer.processes import run_on_ranks
+from tests.unit.trainer.rank_workers import RankWorkers
 
 
 def engine_of(model: Path, ranks: Ranks, **trainer: Any) -> PairEngine:
@@ -139,19 +138,16 @@ def test_exported_folder_is_a_plain_classifier_and_starts_a_critic_as_it_is(
 
 
 @pytest.mark.timeout(300)
-def test_two_ranks_make_the_updates_of_one(reward_model: Path, ranks: Ranks) -> None:
+def test_two_ranks_make_the_updates_of_one(reward_model: Path, ranks: Ranks, two_ranks: RankWorkers) -> None:
     pairs = random_pairs(7)
     engine = engine_of(reward_model, ranks)
     expected = [asdict(engine.train_step(pairs, step=step, total_steps=2)) for step in (1, 2)]
     norms = fingerprint(engine)
 
-    first, second = (
-        json.loads(said.splitlines()[-1])
-        for said in run_on_ranks(2, "tests.unit.trainer.engine.test_pairs", str(reward_model))
-    )
+    first, second = two_ranks.run(train_together, reward_model)
 
-    for said in (first, second):
-        for mine, other in zip(said["stats"], expected, strict=True):
+    for seen in (first, second):
+        for mine, other in zip(seen["stats"], expected, strict=True):
             assert mine | {"num_tokens": 0} == pytest.approx(other | {"num_tokens": 0}, rel=1e-3, abs=1e-5)
     assert first["fingerprint"] == pytest.approx(norms, rel=1e-3, abs=1e-6)
     for layout, stats in first["layouts"].items():
@@ -163,9 +159,8 @@ def fingerprint(engine: PairEngine) -> dict[str, float]:
     return {name: float(one.double().norm()) for name, one in engine.full_parameters().items()}
 
 
-def main(model: Path) -> None:
+def train_together(ranks: Ranks, model: Path) -> dict[str, Any]:
     """Train beside another rank: first both with pairs, then all pairs on one; and as parts of one model."""
-    ranks = join_ranks(deadline_s=120.0)
     engine, pairs, is_first = engine_of(model, ranks), random_pairs(7), ranks.rank == 0
     mine = [pairs[:5] if is_first else pairs[5:], [] if is_first else pairs]
     stats = [asdict(engine.train_step(part, step=step, total_steps=2)) for step, part in enumerate(mine, start=1)]
@@ -173,10 +168,4 @@ def main(model: Path) -> None:
     for layout in ("pipeline_parallel", "tensor_parallel"):
         divided = engine_of(model, ranks, num_ranks=2, **{layout: 2})
         layouts[layout] = asdict(divided.train_step(pairs, step=1, total_steps=2))
-    sys.stdout.write("\n" + json.dumps({"stats": stats, "fingerprint": fingerprint(engine), "layouts": layouts}))
-    sys.stdout.flush()
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return {"stats": stats, "fingerprint": fingerprint(engine), "layouts": layouts}

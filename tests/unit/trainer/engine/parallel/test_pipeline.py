@@ -16,7 +16,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
 from tests.unit.trainer import one_of_a_pipeline as one
 from tests.unit.trainer.models import engine_of, random_rows, save_model
-from tests.unit.trainer.processes import run_on_ranks
+from tests.unit.trainer.rank_workers import RankWorkers
 
 Seen = dict[str, dict[str, NDArray[Any]]]
 
@@ -34,12 +34,12 @@ def deep(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def seen(ranks: Ranks, folder: Path, deep: Path) -> Seen:
+def seen(ranks: Ranks, four_ranks: RankWorkers, folder: Path, deep: Path) -> Seen:
     """Return by layout what rank 0 of four wrote, where one rank had saved a checkpoint before."""
     engine = engine_of(deep, ranks)
     one.train(engine, 1)
     engine.save_checkpoint(folder / "saved_on_one", b"one")
-    run_on_ranks(4, "tests.unit.trainer.one_of_a_pipeline", str(deep), str(folder))
+    four_ranks.run(one.train_in_stages, deep, folder)
     return {name: dict(np.load(folder / f"{name}.npz")) for name in one.LAYOUTS}
 
 

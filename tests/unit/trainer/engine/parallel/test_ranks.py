@@ -1,6 +1,5 @@
 """Two ranks do what one would: the same words on both, the same step, and files that one rank alone can load."""
 
-import json
 import threading
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,9 @@ from areal_async.protocol.types import TensorSpec, UpdateGroup
 from areal_async.trainer.engine.parallel.division import divide_shares
 from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 from tests.unit.trainer.models import engine_of, random_rows
-from tests.unit.trainer.processes import run_on_ranks
+from tests.unit.trainer.one_of_two_leaving import miss_a_peer
+from tests.unit.trainer.one_of_two_ranks import speak_and_train
+from tests.unit.trainer.rank_workers import RankWorkers
 from tests.unit.trainer.receivers import Receiver, are_equal
 from tools.compare_ranks import compare, parser
 
@@ -34,7 +35,7 @@ class Pair(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+def pair(model: Path, two_ranks: RankWorkers, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     directory = tmp_path_factory.mktemp("pair")
     receiver = Receiver("0-0")
     is_over = threading.Event()
@@ -51,12 +52,12 @@ def pair(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     player = threading.Thread(target=play)
     player.start()
     try:
-        printed = run_on_ranks(2, "tests.unit.trainer.one_of_two_ranks", str(model), str(directory))
+        words = two_ranks.run(speak_and_train, model, directory)
     finally:
         is_over.set()
         player.join()
         receiver.leave()
-    return Pair(directory, [json.loads(output.splitlines()[-1]) for output in printed], receiver.tensors)
+    return Pair(directory, words, receiver.tensors)
 
 
 def test_bytes_and_votes_reach_both_ranks(pair: Pair) -> None:
@@ -161,8 +162,9 @@ def test_the_comparison_tool_starts_ranks_of_its_own_and_finds_them_in_agreement
 
 
 def test_who_misses_a_peer_knows_that_it_is_no_fault_of_what_it_trains() -> None:
-    first, _ = run_on_ranks(2, "tests.unit.trainer.one_of_two_leaving")
+    with RankWorkers(2) as workers:
+        first, _ = workers.run(miss_a_peer)
 
-    assert first.splitlines()[-1] == "True"
+    assert first
     assert not is_of_peers(RuntimeError("index out of range in self"))
     assert not is_of_peers(ExceptionGroup("calls", [ValueError("of gloo")]))

@@ -1,7 +1,5 @@
-"""Steps of PPO with a critic and a reference on one rank or on one of two; run as a module it prints what it saw."""
+"""Steps of PPO with a critic and a reference, on one rank or on each of several."""
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ from areal_async.protocol.types import CutSlot, Slot, SlotStatus
 from areal_async.trainer.batch.payloads import BatchSlot
 from areal_async.trainer.batch.step import AgreedBatch
 from areal_async.trainer.engine.engines import Engines, EngineThreads
-from areal_async.trainer.engine.parallel.ranks import Ranks, join_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.step_calls import StepCalls
@@ -23,7 +21,7 @@ from tests.unit.trainer.models import random_rows, tempered
 NUM_STEPS = 3
 
 
-class Learners:
+class StepRunner:
     """Everything that trains, and its calls."""
 
     def __init__(self, model: Path, ranks: Ranks, *, trainer: dict[str, Any] | None = None, **algorithm: Any) -> None:
@@ -43,6 +41,12 @@ class Learners:
         """Train on these rows of the batch, by ``settings`` as they are now; return everything that is reported."""
         trained = anyio.run(lambda: self._calls.run(rows, batch(), step=step, settings=self.settings))
         return asdict(trained.stats) | trained.others
+
+    def train_shares(self, *, is_first: bool) -> list[dict[str, float]]:
+        """Train three steps on this rank's share of two: five rows of seven, none of them, and one."""
+        rows = batch_rows()
+        mine = [rows[:5], [], rows[:1]] if is_first else [rows[5:], rows, rows[1:]]
+        return [self.train(part, step=step) for step, part in enumerate(mine, start=1)]
 
     def fingerprint(self) -> dict[str, float]:
         """Return numbers that tell the parameters of actor and critic."""
@@ -78,18 +82,9 @@ def batch() -> AgreedBatch:
     return AgreedBatch(slots=slots, advantages=outcomes, unusable=[])
 
 
-def main(model: Path, algorithm: dict[str, Any], directory: Path) -> None:
-    """Train beside another rank: each with rows, then all rows on one; last, write a checkpoint."""
-    ranks = join_ranks(deadline_s=120.0)
-    learners = Learners(model, ranks, **algorithm)
-    rows, is_first = batch_rows(), ranks.rank == 0
-    mine = [rows[:5] if is_first else rows[5:], [] if is_first else rows, rows[:1] if is_first else rows[1:]]
-    stats = [learners.train(part, step=step) for step, part in enumerate(mine, start=1)]
-    learners.engines.save_checkpoint(directory / "checkpoint", b"ledger")
-    sys.stdout.write("\n" + json.dumps({"stats": stats, "fingerprint": learners.fingerprint()}))
-    sys.stdout.flush()
-    ranks.close()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), json.loads(sys.argv[2]), Path(sys.argv[3]))
+def train_together(ranks: Ranks, model: Path, algorithm: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """Train on one of two ranks, write a checkpoint, and return what was seen."""
+    runner = StepRunner(model, ranks, **algorithm)
+    stats = runner.train_shares(is_first=ranks.rank == 0)
+    runner.engines.save_checkpoint(directory / "checkpoint", b"ledger")
+    return {"stats": stats, "fingerprint": runner.fingerprint()}
