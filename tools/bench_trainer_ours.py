@@ -119,7 +119,7 @@ class DensePolicy(PolicyModel):
         mask_BL = None
         if min(self.lengths) < length:
             mask_BL = (torch.arange(length) < torch.tensor(self.lengths)[:, None]).long()
-        causal_lm: Any = self.causal_lm
+        causal_lm: Any = self.decoder
         hidden_BLH = causal_lm.base_model(ids_BL, attention_mask=mask_BL, use_cache=False).last_hidden_state
         hidden_SH = hidden_BLH.flatten(0, 1).index_select(0, row.predicting_S)
         return self._score(hidden_SH, row.targets_S, row.temperature)

@@ -42,7 +42,7 @@ class TrainState(NamedTuple):
     """A model and its optimizer."""
 
     model: nn.Module
-    """This rank's part of it."""
+    """This rank's part of the model."""
     optimizer: torch.optim.Optimizer
     whole_name: Callable[[str], str] = own_name
     """What a parameter of ``model`` is called in the whole model: what a stage of a pipeline counts anew differs."""

@@ -132,7 +132,7 @@ def merge(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tenso
 
 @contextmanager
 def without_adapters(decoder: nn.Module) -> Iterator[None]:
-    """Have the decoder compute what its base does. For whoever calls it; in the one thread that may."""
+    """Have the decoder compute what its base does, for every caller: only the engine's thread may use it."""
     modules = adapters(decoder).values()
     for module in modules:
         module.has_adapter_on = False

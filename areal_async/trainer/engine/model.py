@@ -6,9 +6,8 @@ trained on must be those the server reports.
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +15,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from areal_async.config.lora import LoraSettings
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
 from areal_async.process.gc_pauses import importing
@@ -38,46 +36,46 @@ CAUSAL_LM, CLASSIFIER = "AutoModelForCausalLM", "AutoModelForSequenceClassificat
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sharding:
-    """How FSDP2 keeps and reduces what it shards."""
+class DecoderModel(nn.Module):
+    """A decoder over packed rows: what it says of their scored tokens, its kinds ``read`` from its last states."""
 
-    reduce_dtype: torch.dtype = torch.float32
-    """In which gradients cross the ranks."""
-    cpu_offload: bool = False
-    """Shards lie in the host's memory, and the optimizer works there."""
-
-    @classmethod
-    def of(cls, trainer: TrainerSettings) -> Self:
-        """Return what the settings say."""
-        return cls(reduce_dtype=DTYPES[trainer.reduce_dtype], cpu_offload=trainer.cpu_offload)
-
-
-class PolicyModel(nn.Module):
-    """The decoder and its head, run together so that they are one unit for sharding."""
-
-    def __init__(self, causal_lm: nn.Module, *, base_sha256: Mapping[str, str] | None = None) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         super().__init__()
-        self.causal_lm = causal_lm
-        self.attention = cast(Any, causal_lm).config._attn_implementation
+        self.decoder = decoder
+        self.attention = cast(Any, decoder).config._attn_implementation
+
+    def forward(self, row: PackedRow) -> Any:
+        """Return what ``read`` does of the row's tokens."""
+        return self.read(self.states(row)[0], row)
+
+    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
+        """Return the decoder's last states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
+        given = {"input_ids": row.token_ids_T[None]} if received is None else {"inputs_embeds": received}
+        given |= document_arguments(row.lengths, self.attention, row.token_ids_T.device)
+        base = cast(Any, self.decoder).base_model
+        hidden: Tensor = base(**given, position_ids=row.position_ids_T[None], use_cache=False).last_hidden_state
+        return hidden
+
+    def read(self, hidden_TH: Tensor, row: PackedRow) -> Any:
+        """Return what the last states [T, H] say of the row's scored tokens, in float32."""
+        raise NotImplementedError
+
+
+class PolicyModel(DecoderModel):
+    """A decoder with its head of words, run together so that they are one unit for sharding."""
+
+    def __init__(self, decoder: nn.Module, *, base_sha256: Mapping[str, str] | None = None) -> None:
+        super().__init__(decoder)
         self.base_sha256 = dict(base_sha256 or {})
         """Where adapters are trained, hashes that tell what they are trained over (``weights.base_witnesses``)."""
 
     @property
     def chunk_tokens(self) -> int:
         """Tokens whose logits are held at once, in the forward pass."""
-        return max(1, HEAD_CHUNK_ELEMENTS // num_local_words(cast(Any, self.causal_lm).get_output_embeddings()))
-
-    def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """Return logprob and entropy of every scored token, both float32 [S]."""
-        return self.read(self.states(row)[0], row)
-
-    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
-        """Return the decoder's states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
-        return _states(self.causal_lm, row, self.attention, received)
+        return max(1, HEAD_CHUNK_ELEMENTS // num_local_words(cast(Any, self.decoder).get_output_embeddings()))
 
     def read(self, hidden_TH: Tensor, row: PackedRow) -> tuple[Tensor, Tensor]:
-        """Return ``forward``'s logprobs and entropies of the last states."""
+        """Return logprob and entropy of every scored token, both [S]."""
         hidden_SH = hidden_TH.index_select(0, row.predicting_S)
         if len(row.targets_S) <= self.chunk_tokens:
             return self._score(hidden_SH, row.targets_S, row.temperature)
@@ -90,7 +88,7 @@ class PolicyModel(nn.Module):
         return torch.cat([logprobs for logprobs, _ in scored]), torch.cat([entropy for _, entropy in scored])
 
     def _score(self, hidden_SH: Tensor, targets_S: Tensor, temperature: float | Tensor) -> tuple[Tensor, Tensor]:
-        head = cast(Any, self.causal_lm).get_output_embeddings()
+        head = cast(Any, self.decoder).get_output_embeddings()
         logits_SV = head(hidden_SH).float() / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
         if is_divided(head):
             return divided_scores(head, logits_SV, targets_S)
@@ -99,83 +97,49 @@ class PolicyModel(nn.Module):
         return -F.nll_loss(log_probs_SV, targets_S, reduction="none"), entropy_S
 
 
-class Critic(nn.Module):
+class Critic(DecoderModel):
     """A decoder with a head of one output: the value of what stands before a token, in units of reward.
 
     The whole is what transformers calls a sequence classifier of one label, read at every scored token instead of the
     last; so a reward model's folder starts a critic as it is.
     """
 
-    def __init__(self, classifier: nn.Module) -> None:
-        super().__init__()
-        self.classifier = classifier
-        self.attention = cast(Any, classifier).config._attn_implementation
-
-    def forward(self, row: PackedRow) -> Tensor:
-        """Return the value before every scored token, float32 [S]."""
-        return self.read(self.states(row)[0], row)
-
-    def states(self, row: PackedRow, received: Tensor | None = None) -> Tensor:
-        """Return the decoder's states [1, T, H], of the row's tokens or of another stage's states (``stages``)."""
-        return _states(self.classifier, row, self.attention, received)
-
     def read(self, hidden_TH: Tensor, row: PackedRow) -> Tensor:
-        """Return ``forward``'s values of the last states."""
+        """Return the value before every scored token [S]."""
         hidden_SH = hidden_TH.index_select(0, row.predicting_S)
-        values_S1: Tensor = cast(Any, self.classifier).score(hidden_SH).float()
+        values_S1: Tensor = cast(Any, self.decoder).score(hidden_SH).float()
         return values_S1.sum(-1)  # of one; a view would be no output that FSDP can hook
 
 
 def load_policy(
-    folder: Path,
-    dims: ParallelDims,
-    *,
-    dtype: torch.dtype,
-    activation_checkpointing: bool,
-    is_frozen: bool = False,
-    stages_per_rank: int = 1,
-    sharding: Sharding = Sharding(),
-    lora: LoraSettings | None = None,
+    folder: Path, dims: ParallelDims, trainer: TrainerSettings, *, dtype: torch.dtype, is_frozen: bool = False
 ) -> PolicyModel | StagedModel:
     """Load the model's weights in float32 and shard them over the ranks, layer by layer.
 
     Args:
+        trainer: the layout, how FSDP2 shards, and the adapters that are trained in the model's stead, if any.
         dtype: of the forward and backward pass; parameters and gradients are float32.
         is_frozen: never trained; the parameters are then kept in ``dtype`` too, which gives the same numbers.
-        stages_per_rank: of a pipeline.
-        lora: the adapters to train in its stead, where they are on.
 
     Raises:
         UserError: the folder holds no causal language model that this can train.
     """
-    is_base = lora is not None and lora.is_on
-    stored = dtype if is_frozen or is_base else torch.float32
+    has_adapters = trainer.lora.is_on and not is_frozen
+    stored = dtype if is_frozen or has_adapters else torch.float32
     causal_lm, _ = _load(CAUSAL_LM, folder, dims.all.device, dtype, stored=stored)
     _check_trainable(causal_lm, folder)
     causal_lm.requires_grad_(not is_frozen)
     base_sha256: dict[str, str] = {}
-    if lora is not None and is_base:
-        adapt(causal_lm, lora)
+    if has_adapters:
+        adapt(causal_lm, trainer.lora)
         base_sha256 = base_witnesses(causal_lm)
     return _laid_out(
-        causal_lm,
-        dims,
-        dtype=dtype,
-        stages_per_rank=stages_per_rank,
-        activation_checkpointing=activation_checkpointing,
-        sharding=sharding,
-        wrap=functools.partial(PolicyModel, base_sha256=base_sha256),
+        causal_lm, dims, trainer, dtype=dtype, wrap=functools.partial(PolicyModel, base_sha256=base_sha256)
     )
 
 
 def load_critic(
-    folder: Path,
-    dims: ParallelDims,
-    *,
-    dtype: torch.dtype,
-    activation_checkpointing: bool,
-    stages_per_rank: int = 1,
-    sharding: Sharding = Sharding(),
+    folder: Path, dims: ParallelDims, trainer: TrainerSettings, *, dtype: torch.dtype
 ) -> Critic | StagedModel:
     """Load a critic as ``load_policy`` does a policy; of a folder without a head for it, with a head of zeros.
 
@@ -193,31 +157,7 @@ def load_critic(
         )
     if "score.weight" in missing:
         nn.init.zeros_(classifier.score.weight)
-    return _laid_out(
-        classifier,
-        dims,
-        dtype=dtype,
-        stages_per_rank=stages_per_rank,
-        activation_checkpointing=activation_checkpointing,
-        sharding=sharding,
-        wrap=Critic,
-    )
-
-
-def _states(decoder: nn.Module, row: PackedRow, attention: str, received: Tensor | None) -> Tensor:
-    """Return the last hidden state of every token [1, T, H]."""
-    given = {"input_ids": row.token_ids_T[None]} if received is None else {"inputs_embeds": received}
-    hidden: Tensor = (
-        cast(Any, decoder)
-        .base_model(
-            **given,
-            position_ids=row.position_ids_T[None],
-            use_cache=False,
-            **document_arguments(row.lengths, attention, row.token_ids_T.device),
-        )
-        .last_hidden_state
-    )
-    return hidden
+    return _laid_out(classifier, dims, trainer, dtype=dtype, wrap=Critic)
 
 
 def _load(
@@ -257,52 +197,37 @@ def _load(
 def _laid_out(
     decoder: Any,
     dims: ParallelDims,
+    trainer: TrainerSettings,
     *,
     dtype: torch.dtype,
-    stages_per_rank: int,
-    activation_checkpointing: bool,
-    sharding: Sharding,
     wrap: Callable[[nn.Module], M],
 ) -> M | StagedModel:
     """Return the model, whole or in stages, sharded."""
-    shard = functools.partial(
-        _shard, dims=dims, dtype=dtype, activation_checkpointing=activation_checkpointing, sharding=sharding
-    )
     if dims.sizes[PP] == 1:
         model = wrap(decoder)
-        shard(model, decoder)
+        _shard(model, decoder, dims, trainer, dtype)
         return model
-    staged = StagedModel(decoder, dims, dtype=dtype, stages_per_rank=stages_per_rank, wrap=wrap)
+    staged = StagedModel(decoder, dims, dtype=dtype, stages_per_rank=trainer.stages_per_rank, wrap=wrap)
     for stage in staged.own_stages:
-        shard(stage, stage.decoder)
+        _shard(stage, stage.decoder, dims, trainer, dtype)
     return staged
 
 
-def _shard(
-    whole: nn.Module,
-    decoder: Any,
-    *,
-    dims: ParallelDims,
-    dtype: torch.dtype,
-    activation_checkpointing: bool,
-    sharding: Sharding,
-) -> None:
+def _shard(whole: nn.Module, decoder: Any, dims: ParallelDims, trainer: TrainerSettings, dtype: torch.dtype) -> None:
     if dims.tp_mesh is not None:
         divide_decoder(decoder, dims.tp_mesh)
     layers = [layer for layer in decoder.base_model.layers if not isinstance(layer, Skipped)]
-    if activation_checkpointing:
+    if trainer.activation_checkpointing and any(one.requires_grad for one in whole.parameters()):
         for layer in layers:
             # The forward alone, so that FSDP's hooks around it do not run again in the backward pass.
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
-    mesh = dims.dp_mesh
     precision = MixedPrecisionPolicy(
-        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=sharding.reduce_dtype
+        param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=DTYPES[trainer.reduce_dtype]
     )
     # Pinned memory is a GPU's; without one the shards lie where they would anyway.
-    offload = CPUOffloadPolicy(pin_memory=dims.all.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=precision, offload_policy=offload)
-    fully_shard(whole, mesh=mesh, mp_policy=precision, offload_policy=offload)
+    offload = CPUOffloadPolicy(pin_memory=dims.all.device.type == "cuda") if trainer.cpu_offload else OffloadPolicy()
+    for module in (*layers, whole):
+        fully_shard(module, mesh=dims.dp_mesh, mp_policy=precision, offload_policy=offload)
 
 
 def _check_trainable(causal_lm: Any, path: Path) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import numpy as np
-import structlog
 import torch
 from torch import Tensor
 
@@ -20,22 +19,16 @@ from areal_async.algorithms.preference import packed_bradley_terry
 from areal_async.config.settings import ModelSettings, TrainerSettings
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine import weights
-from areal_async.trainer.engine.model import DTYPES, Sharding, load_critic
+from areal_async.trainer.engine.model import DTYPES, load_critic
 from areal_async.trainer.engine.parallel.dims import ParallelDims
-from areal_async.trainer.engine.parallel.execution import Execution
-from areal_async.trainer.engine.parallel.pipeline import execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
-from areal_async.trainer.engine.sharded import PackedPasses, TrainableModel
-from areal_async.trainer.engine.stats import Tally
-from areal_async.trainer.packing.flops import decoder_flops
+from areal_async.trainer.engine.sharded import TrainedEngine
 from areal_async.trainer.packing.pack import Parts
 from areal_async.trainer.packing.rows import PackedRow, TrainRow
 
 PER_PAIR = Aggregation("sequence_sum")
 """A pair's two scores are half a unit each: the denominator counts pairs."""
-
-log = structlog.get_logger()
 
 
 class Pair(NamedTuple):
@@ -55,58 +48,30 @@ class PairStats:
     """What one training step did. Equal on every rank; means are over the pairs of all."""
 
     loss: float
+    """Mean of -log sigmoid(preferred - other), Bradley and Terry's."""
     accuracy: float
     """Share of pairs whose preferred answer had the higher score, before the update."""
     margin_mean: float
     """Score of the preferred answer less that of the other."""
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradient before clipping."""
     lr: float
     num_pairs: int
     num_tokens: int
-    """Of this rank's pairs."""
+    """Tokens of this rank's pairs."""
     num_skipped: int
     """Updates left out because the gradient was not finite."""
 
 
-class PairedPasses(PackedPasses):
-    """Passes over rows of which every two, from the first, are a pair and stay together."""
-
-    def divide(self, rows: Sequence[TrainRow]) -> Parts:
-        """Return which rows share a packed one, the answers of a pair always, one after the other. A collective."""
-        # As one sequence a pair's attention costs about twice what it does: alike for all, which is all that counts.
-        pairs = [_joined(rows[place], rows[place + 1]) for place in range(0, len(rows), 2)]
-        return [[row for pair in part for row in (2 * pair, 2 * pair + 1)] for part in super().divide(pairs)]
-
-
-class PairEngine:
+class PairEngine(TrainedEngine[Tensor]):
     """A sequence classifier of one label sharded over the ranks (FSDP2), its optimizer and its loss."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self.dims = ParallelDims.of(ranks, trainer)
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
-        self._critic = load_critic(
-            self._source,
-            self.dims,
-            dtype=self._dtype,
-            activation_checkpointing=trainer.activation_checkpointing,
-            stages_per_rank=trainer.stages_per_rank,
-            sharding=Sharding.of(trainer),
-        )
-        self._execution: Execution[Tensor] = execution_of(self._critic, self.dims, num_outputs=1)
-        self.flops = decoder_flops(self._critic.classifier)
-        self._passes = PairedPasses(
-            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
-        )
-        self._trainable = TrainableModel(
-            self._critic,
-            execution=self._execution,
-            passes=self._passes,
-            dims=self.dims,
-            trainer=trainer,
-            aggregation=PER_PAIR,
-        )
+        dims = ParallelDims.of(ranks, trainer)
+        critic = load_critic(self._source, dims, trainer, dtype=self._dtype)
+        super().__init__(critic, dims, trainer=trainer, num_outputs=1, aggregation=PER_PAIR)
 
     def train_step(self, pairs: Sequence[Pair], *, step: int, total_steps: int) -> PairStats:
         """Train on this rank's pairs; ranks may hold different numbers of them, even none.
@@ -115,14 +80,8 @@ class PairEngine:
             step: counts from 1; decides the learning rate.
             total_steps: length of the learning rate's schedule.
         """
-        lr = self._trainable.begin(step, total_steps=total_steps)
-        tally = Tally()
-        for minibatch in self._trainable.minibatches(_rows(pairs)):
-            denominator = self._trainable.denominator(minibatch)
-            if denominator:
-                self._trainable.update(minibatch, _loss, tally, denominator=denominator)
-        if tally.num_skipped:
-            log.warning("pairs.skipped", step=step, num_skipped=tally.num_skipped, reason="gradient is not finite")
+        lr = self._begin(step, total_steps=total_steps)
+        tally = self._update_with(self._minibatches(_rows(pairs)), lambda _: _loss, step=step, event="pairs.skipped")
         sums = tally.totals(self.dims.data)
         num_pairs = sums.get("units") or 1.0
         return PairStats(
@@ -138,22 +97,23 @@ class PairEngine:
 
     def scores(self, pairs: Sequence[Pair]) -> Tensor:
         """Return the scores of this rank's pairs [P, 2]: of the preferred answers, and of the others."""
-        values = self._passes.infer(_rows(pairs), self._execution.infer)
+        values = self._infer(_rows(pairs), self._execution.infer)
         return torch.tensor([float(row[-1]) for row in values]).view(-1, 2)
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
-        buckets = weights.plan(self._critic.classifier, torch.float32, max_bytes=0)
-        return weights.gather(self._critic.classifier, buckets, self.dims.all)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
-        classifier = cast(Any, self._critic.classifier)
+        classifier = cast(Any, self._model.decoder)
         # The folder it came from may hold a model that generates.
         decoder = classifier.own_stages[0].decoder if isinstance(classifier, StagedModel) else classifier
         classifier.config.architectures = [type(decoder).__name__]
         buckets = weights.plan(classifier, self._dtype, max_bytes=0)
         return weights.save(classifier, buckets, directory, source=self._source, ranks=self.dims.all)
+
+    def _divide(self, rows: Sequence[TrainRow]) -> Parts:
+        """Return which rows share a packed one, the answers of a pair always, one after the other. A collective."""
+        # As one sequence a pair's attention costs about twice what it does: alike for all, which is all that counts.
+        pairs = [_joined(rows[place], rows[place + 1]) for place in range(0, len(rows), 2)]
+        return [[row for pair in part for row in (2 * pair, 2 * pair + 1)] for part in super()._divide(pairs)]
 
 
 def _loss(_number: int, row: PackedRow, scores_S: Tensor) -> LossTerms:

@@ -8,9 +8,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
-import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -25,25 +24,21 @@ from areal_async.process.hub import local_model
 from areal_async.trainer.engine import checkpoint, lora, weights
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.lora import AdapterState
-from areal_async.trainer.engine.model import DTYPES, PolicyModel, Sharding, load_policy
+from areal_async.trainer.engine.model import DTYPES, PolicyModel, load_policy
 from areal_async.trainer.engine.parallel.dims import ParallelDims
-from areal_async.trainer.engine.parallel.execution import Execution, Loss
-from areal_async.trainer.engine.parallel.pipeline import execution_of
+from areal_async.trainer.engine.parallel.execution import Loss
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.sharded import PackedPasses, TrainableModel
-from areal_async.trainer.engine.stats import StepStats, Tally
-from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
+from areal_async.trainer.engine.sharded import TrainedEngine
+from areal_async.trainer.engine.stats import StepStats
 from areal_async.trainer.packing.rows import REFERENCE, START, PackedRow, TrainRow
 
 __all__ = ["FsdpEngine", "StepStats"]
-
-log = structlog.get_logger()
 
 Scores = tuple[Tensor, Tensor]
 """Logprob and entropy of each scored token, both [S]."""
 
 
-class FsdpEngine:
+class FsdpEngine(TrainedEngine[Scores]):
     """A policy sharded over the ranks (FSDP2), its optimizer and its loss. World size 1 is no special case."""
 
     def __init__(
@@ -56,37 +51,23 @@ class FsdpEngine:
         num_minibatches: int = 1,
         aggregation: Aggregation = TOKEN_MEAN,
     ) -> None:
+        """Load the policy that ``model`` names; ``objective`` is its loss, summed as ``aggregation`` says."""
         self._path = model.path
         self._source = local_model(model.path)
         self._dtype = DTYPES[model.dtype]
-        self.dims = ParallelDims.of(ranks, trainer)
         self._objective = objective
-        self._policy = load_policy(
-            self._source,
-            self.dims,
-            dtype=self._dtype,
-            activation_checkpointing=trainer.activation_checkpointing,
-            stages_per_rank=trainer.stages_per_rank,
-            sharding=Sharding.of(trainer),
-            lora=trainer.lora,
-        )
-        self._lora = trainer.lora
-        self._base_sha256 = self._policy.base_sha256 if isinstance(self._policy, PolicyModel) else {}
-        self._adapters = AdapterState(self._policy.causal_lm, self._base_sha256) if self._lora.is_on else None
-        self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
-        self._execution: Execution[Scores] = execution_of(self._policy, self.dims, num_outputs=2)
-        self._passes = PackedPasses(
-            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
-        )
-        self._trainable = TrainableModel(
-            self._policy,
-            execution=self._execution,
-            passes=self._passes,
-            dims=self.dims,
+        dims = ParallelDims.of(ranks, trainer)
+        policy = load_policy(self._source, dims, trainer, dtype=self._dtype)
+        super().__init__(
+            policy,
+            dims,
             trainer=trainer,
+            num_outputs=2,
             num_minibatches=num_minibatches,
             aggregation=aggregation,
         )
+        self._base_sha256 = policy.base_sha256 if isinstance(policy, PolicyModel) else {}
+        self._adapters = AdapterState(policy.decoder, self._base_sha256) if trainer.lora.is_on else None
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
@@ -102,7 +83,7 @@ class FsdpEngine:
 
     def change(self, settings: Settings) -> None:
         """Take the loss and the peak of the learning rate's schedule of these, from the next step on."""
-        self._trainable.set_peak(settings.trainer.lr)
+        self._set_peak(settings.trainer.lr)
         self._objective = policy_objective(settings)
 
     def train_step(
@@ -110,51 +91,36 @@ class FsdpEngine:
     ) -> StepStats:
         """Train on this rank's rows; ranks may hold different numbers of them, even none.
 
-
         Args:
             step: counts from 1; decides the learning rate.
             total_steps: length of the learning rate's schedule.
             columns: that every rank's rows bring. ``START`` saves several updates a pass over all rows; a KL penalty
                 needs ``REFERENCE``.
         """
-        lr = self._trainable.begin(step, total_steps=total_steps)
-        minibatches = self._trainable.minibatches(rows, columns)
+        lr = self._begin(step, total_steps=total_steps)
+        minibatches = self._minibatches(rows, columns)
         # With a single update the weights of the step's start are those being trained: no second forward pass.
         needs_starts = len(minibatches) > 1 and not self._is_loglinear
         scored = _given_starts if START in columns else self._packed_logprobs
         starts = [scored(minibatch) if needs_starts else None for minibatch in minibatches]
-        tally = Tally()
-        for minibatch, start in zip(minibatches, starts, strict=True):
-            denominator = self._trainable.denominator(minibatch)
-            if denominator:
-                loss = self._loss(starts_S=start, keeps_S=self._kept(minibatch))
-                self._trainable.update(minibatch, loss, tally, denominator=denominator)
-        if tally.num_skipped:
-            log.warning("update.skipped", step=step, num_skipped=tally.num_skipped, reason="not finite")
-        return tally.stats(self.dims.data, lr=lr)
+
+        def loss_of(number: int) -> Loss[Scores]:
+            return self._loss(starts_S=starts[number], keeps_S=self._kept(minibatches[number]))
+
+        return self._update_with(minibatches, loss_of, step=step, event="update.skipped").stats(self.dims.data, lr=lr)
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L]."""
-        return self._passes.infer(rows, self._packed_logprobs)
-
-    @property
-    def vocab_size(self) -> int:
-        """Of the model's embedding."""
-        return int(self._config.vocab_size)
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Return a copy of every parameter, whole, in float32, on the CPU of rank 0; nothing elsewhere."""
-        buckets = weights.plan(self._policy.causal_lm, torch.float32, max_bytes=0)
-        return weights.gather(self._policy.causal_lm, buckets, self.dims.all)
+        return self._infer(rows, self._packed_logprobs)
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
         buckets = self.plan_buckets(max_bytes=0)
-        return weights.save(self._policy.causal_lm, buckets, directory, source=self._source, ranks=self.dims.all)
+        return weights.save(self._model.decoder, buckets, directory, source=self._source, ranks=self.dims.all)
 
     def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
         """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
-        return weights.plan(self._policy.causal_lm, self._dtype, max_bytes=max_bytes)
+        return weights.plan(self._model.decoder, self._dtype, max_bytes=max_bytes)
 
     def gather_weights(
         self, buckets: Sequence[weights.Bucket], *, send: Callable[[Tensor], None] | None = None
@@ -164,7 +130,7 @@ class FsdpEngine:
         Args:
             send: takes each bucket's bytes on rank 0's device. It may block, shorter than a collective may take.
         """
-        return weights.gather(self._policy.causal_lm, buckets, self.dims.all, send=send)
+        return weights.gather(self._model.decoder, buckets, self.dims.all, send=send)
 
     def write_weights(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write what ``gather_weights`` returned, as ``save_weights`` does. Rank 0's alone, from any thread."""
@@ -172,11 +138,11 @@ class FsdpEngine:
 
     def plan_adapter(self) -> list[weights.Bucket]:
         """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""
-        return weights.plan_adapter(self._policy.causal_lm, self._dtype)
+        return weights.plan_adapter(self._model.decoder, self._dtype)
 
     def write_adapter(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write gathered adapters as a folder of PEFT's, atomically; return {file: sha256}. Rank 0's alone."""
-        return lora.write(tensors, directory, settings=self._lora, base=self._path)
+        return lora.write(tensors, directory, settings=self._trainer.lora, base=self._path)
 
     def adapter_witnesses(self, tensors: dict[str, Tensor]) -> dict[str, str]:
         """Return hashes that prove that a server runs these adapters, merged into this base."""
@@ -193,26 +159,13 @@ class FsdpEngine:
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Be the model that training started from, which the adapters leave as it is. No collective."""
-        with lora.without_adapters(self._policy.causal_lm):
+        with lora.without_adapters(self._model.decoder):
             yield
-
-    def watch_gradients(self, see: Callable[[dict[str, Tensor]], None]) -> None:
-        """Have ``see`` called in every update with each parameter's gradient, whole, before clipping, on rank 0's CPU.
-
-        On the other ranks it is called with nothing. The update takes as much longer as gathering the model does.
-        """
-
-        def gather() -> None:
-            with self._trainable.gradients_as_parameters():
-                gradients = self.full_parameters()
-            see(gradients)
-
-        self._trainable.on_gradients = gather
 
     @property
     def trained(self) -> TrainState:
-        """What a checkpoint holds of this engine. No collective."""
-        return TrainState(self._adapters or self._policy.causal_lm, self._trainable.optimizer)
+        """What a checkpoint holds of this engine: of a policy with adapters, those alone. No collective."""
+        return super().trained if self._adapters is None else TrainState(self._adapters, self._optimizer)
 
     def save_checkpoint(
         self, directory: Path, ledger: bytes, *, others: Mapping[str, TrainState] | None = None
@@ -233,7 +186,7 @@ class FsdpEngine:
 
     @property
     def _config(self) -> Any:
-        return cast(Any, self._policy.causal_lm).config
+        return self._model.decoder.config
 
     def _packed_logprobs(self, minibatch: Sequence[PackedRow]) -> list[Tensor]:
         return [logprobs_S for logprobs_S, _ in self._execution.infer(minibatch)]

@@ -1,20 +1,17 @@
 """The engine of the reference: a policy that stays as it is, and says how likely it finds what another one does."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, Self, cast
+from typing import Protocol, Self
 
 from torch import Tensor
 
 from areal_async.config.settings import ModelSettings, Settings, TrainerSettings
 from areal_async.process.hub import local_model
-from areal_async.trainer.engine.model import DTYPES, Sharding, load_policy
+from areal_async.trainer.engine.model import DTYPES, load_policy
 from areal_async.trainer.engine.parallel.dims import ParallelDims
-from areal_async.trainer.engine.parallel.execution import Execution
-from areal_async.trainer.engine.parallel.pipeline import execution_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.sharded import PackedPasses
-from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
+from areal_async.trainer.engine.sharded import ModelEngine
 from areal_async.trainer.packing.rows import TrainRow
 
 
@@ -23,7 +20,7 @@ class Reference(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """Of the model's embedding."""
+        """Words of the model's embedding."""
         ...
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
@@ -42,7 +39,7 @@ class BareActor:
 
     @property
     def vocab_size(self) -> int:
-        """Of the model's embedding."""
+        """Words of the model's embedding."""
         return self._actor.vocab_size
 
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
@@ -51,25 +48,13 @@ class BareActor:
             return self._actor.logprobs(rows)
 
 
-class ReferenceEngine:
+class ReferenceEngine(ModelEngine[tuple[Tensor, Tensor]]):
     """A frozen policy sharded over the ranks. It has no optimizer, and its parameters take no more than served ones."""
 
     def __init__(self, *, model: ModelSettings, trainer: TrainerSettings, ranks: Ranks) -> None:
-        self.dims = ParallelDims.of(ranks, trainer)
-        self._policy = load_policy(
-            local_model(model.path),
-            self.dims,
-            dtype=DTYPES[model.dtype],
-            activation_checkpointing=False,
-            is_frozen=True,
-            stages_per_rank=trainer.stages_per_rank,
-            sharding=Sharding.of(trainer),
-        )
-        self._execution: Execution[tuple[Tensor, Tensor]] = execution_of(self._policy, self.dims, num_outputs=2)
-        self.flops: DecoderFlops = decoder_flops(self._policy.causal_lm)
-        self._passes = PackedPasses(
-            self.dims.data, token_budget=trainer.token_budget, flops=self.flops, fit=self._execution.fit_rows
-        )
+        dims = ParallelDims.of(ranks, trainer)
+        policy = load_policy(local_model(model.path), dims, trainer, dtype=DTYPES[model.dtype], is_frozen=True)
+        super().__init__(policy, dims, trainer=trainer, num_outputs=2)
 
     @classmethod
     def for_run(cls, settings: Settings, ranks: Ranks) -> Self:
@@ -80,11 +65,6 @@ class ReferenceEngine:
             ranks=ranks,
         )
 
-    @property
-    def vocab_size(self) -> int:
-        """Of the model's embedding."""
-        return int(cast(Any, self._policy.causal_lm).config.vocab_size)
-
     def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
         """Return for each row the logprob of every token in its loss; 0 elsewhere [L]. A collective."""
-        return self._passes.infer(rows, lambda packed: [logprobs_S for logprobs_S, _ in self._execution.infer(packed)])
+        return self._infer(rows, lambda packed: [logprobs_S for logprobs_S, _ in self._execution.infer(packed)])

@@ -25,9 +25,9 @@ class StepStats:
     """
 
     loss: float
-    """As it is aggregated: a mean over tokens, or over sequences."""
+    """The loss as it is aggregated: a mean over tokens, or over sequences."""
     grad_norm: float
-    """Before clipping; the mean over the step's updates."""
+    """Norm of the gradient before clipping; the mean over the step's updates."""
     grad_norm_embeddings: float
     """The same of parts of the model (``gradient_groups``); 0 where it has none."""
     grad_norm_attention: float
@@ -37,7 +37,7 @@ class StepStats:
     """0 where the head is the embeddings."""
     grad_norm_other: float
     grad_norm_layers_first: float
-    """Of a third of the decoder's layers."""
+    """Norm of the first third of the decoder's layers; the next two are of the others."""
     grad_norm_layers_middle: float
     grad_norm_layers_last: float
     entropy_mean: float
@@ -50,9 +50,9 @@ class StepStats:
     num_current_tokens: int
     """Tokens of the step's start version, without steered ones."""
     logprob_gap_all_mean: float
-    """The same over all trained tokens, stale and steered ones included."""
+    """Mean |trainer - server| logprob over all trained tokens, stale and steered ones included."""
     logprob_gap_max: float
-    """Largest one over tokens of the start version."""
+    """Largest |trainer - server| logprob, in nats, over tokens of the start version."""
     logprob_gap_over_0_001: float
     """Share of the tokens of the start version whose gap is larger, in nats: with the next three its histogram."""
     logprob_gap_over_0_01: float
@@ -63,20 +63,20 @@ class StepStats:
     ratio_max_deviation: float
     """Largest |exp(trainer - server) - 1| over tokens of the start version."""
     ratio_mean: float
-    """Of the importance ratio that is clipped."""
+    """Mean of the importance ratio that is clipped."""
     ratio_max: float
     clip_fraction: float
     """Share of tokens whose gradient the clip took away."""
     clip_fraction_lower: float
-    """Of them those whose ratio is under 1."""
+    """Share of tokens that were clipped with a ratio under 1."""
     clip_fraction_upper: float
-    """The others."""
+    """Share of tokens that were clipped with a ratio over 1."""
     behave_weight_mean: float
     behave_weight_max: float
     kl_mean: float
     """Estimated distance to the reference model, where it is a part of the loss or of the reward."""
     num_tokens: int
-    """Trained ones, each counted once."""
+    """Trained tokens, each counted once."""
     lr: float
     num_updates: int
     num_skipped: int
@@ -143,11 +143,11 @@ class Tally:
 
     @property
     def grad_norm(self) -> float:
-        """Mean over the updates that were made, 0 for none."""
+        """Mean norm of the gradients of the updates that were made, 0 for none."""
         return mean([update.grad_norm for update in self.updates if update.is_made])
 
     def group_norm(self, name: str) -> float:
-        """Return the same of one of ``GROUPS``."""
+        """Return the mean gradient norm of one of ``GROUPS`` over the updates that were made."""
         return mean([update.by_group.get(name, 0.0) for update in self.updates if update.is_made])
 
     def totals(self, ranks: Ranks) -> dict[str, float]:

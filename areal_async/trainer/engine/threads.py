@@ -37,7 +37,7 @@ class BackgroundJob:
         self._tasks.start_soon(self._run, job)
 
     async def finish(self) -> None:
-        """Wait until the last job has ended well; one that failed cancels whoever waits here."""
+        """Wait until the last job has ended well; one that failed cancels the waiter."""
         await self._done.wait()
 
     async def _run(self, job: Callable[[], Awaitable[None]]) -> None:

@@ -1,7 +1,6 @@
 """Weights as they are served: the buckets in which they are gathered and broadcast, and a plain Hugging Face folder.
 
-The folder holds all that the model's source folder held besides weights, so that any program that can load the source
-can load it.
+The folder holds all that the model's source folder held besides weights: a program that loads the source loads it too.
 """
 
 import hashlib
@@ -48,7 +47,7 @@ def plan(causal_lm: nn.Module, dtype: torch.dtype, *, max_bytes: int) -> list[Bu
 
 
 def plan_adapter(causal_lm: nn.Module, dtype: torch.dtype) -> list[Bucket]:
-    """Return the adapters alone, in ``dtype``, as one bucket."""
+    """Return the names and shapes of the adapters alone, in ``dtype``, as one bucket."""
     named = [(name, one.shape) for name, one in causal_lm.named_parameters() if is_adapter(name)]
     return [[describe(name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in named]]
 

@@ -17,7 +17,7 @@ from areal_async.trainer.packing.rows import PackedRow
 T = TypeVar("T")
 
 Loss = Callable[[int, PackedRow, T], LossTerms]
-"""Of a row, given its number, itself and what the model says of its scored tokens."""
+"""Loss of a row, given its number, itself and what the model says of its scored tokens."""
 
 
 class Execution(Protocol[T]):

@@ -25,10 +25,10 @@ class Ranks:
     size: int
     device: torch.device
     deadline_s: float
-    """How long any one collective may take."""
+    """Seconds that any one collective may take."""
     control: dist.ProcessGroup
     tensors: dist.ProcessGroup | None = None
-    """Of the collectives on tensors; None takes the default one."""
+    """Group of the collectives on tensors; None takes the default one."""
 
     def all_agree(self, flag: bool) -> bool:
         """Return whether every rank passed True."""

@@ -120,7 +120,7 @@ def hold_same_rows(dims: ParallelDims, other: ParallelDims) -> bool:
 
 
 def encode_rows(rows: Sequence[TrainRow]) -> bytes:
-    """Return the rows as bytes."""
+    """Return the rows as bytes, which travel between ranks and which tools keep a batch in."""
     parcels = [_Parcel(one.index, one.num_tokens, int(one.loss_mask.sum()), msgspec.Raw(_packed(one))) for one in rows]
     return msgspec.msgpack.encode(parcels)
 

@@ -156,13 +156,8 @@ class StagedModel(nn.Module):
         return [cast(Stage, stage) for stage in self.stages]
 
     @property
-    def causal_lm(self) -> "StagedModel":
-        """What a policy that is not cut calls its decoder."""
-        return self
-
-    @property
-    def classifier(self) -> "StagedModel":
-        """What a critic that is not cut calls its decoder."""
+    def decoder(self) -> "StagedModel":
+        """Itself: what stands for the decoder of a model that is not cut."""
         return self
 
     def named_parameters(

@@ -105,7 +105,7 @@ def test_only_adapters_change_and_the_base_stays_bit_for_bit(
     engine = adapted(model, ranks, activation_checkpointing=activation_checkpointing)
 
     stored = load_file(model / "model.safetensors")
-    frozen = {name: one for name, one in engine._policy.causal_lm.named_parameters() if not one.requires_grad}
+    frozen = {name: one for name, one in engine._model.decoder.named_parameters() if not one.requires_grad}
     assert frozen.keys() == stored.keys()
     assert all(torch.equal(one.full_tensor(), stored[name]) for name, one in frozen.items())
     trained = [one for group in engine.trained.optimizer.param_groups for one in group["params"]]
