@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_async.trainer.engine.parallel.division import divide_shares
+from areal_async.trainer.engine.parallel.division import divisions
 from areal_async.trainer.packing.flops import DecoderFlops
-from areal_async.trainer.packing.pack import balance, part_costs
+from areal_async.trainer.packing.pack import Parts, balance, pack, part_costs
 from tools.heavy_tail import SHORTEST_TOKENS, TAIL_EXPONENT
 
 QUESTIONS = Path("configs/data/gsm8k_tiny_sft.jsonl")
@@ -75,6 +75,28 @@ class Packed:
     """Share of the rows' token budget that no token fills."""
     idle: float
     """Share of the ranks' time that they wait for the slowest, by the cost model."""
+
+
+def divide_shares(
+    lengths: Sequence[Sequence[int]], costs: Sequence[Sequence[int]], *, token_budget: int
+) -> list[Parts]:
+    """Return what ``division.divide`` comes to on every rank, from the sequences of them all. Pure.
+
+    Raises:
+        UserError: a sequence is longer than a row.
+    """
+    num_rows = max(len(pack(own, token_budget=token_budget)) for own in lengths)
+    ways = [
+        divisions(own, dear, token_budget=token_budget, num_rows=num_rows)
+        for own, dear in zip(lengths, costs, strict=True)
+    ]
+
+    def takes(number: int) -> int:
+        rows = [part_costs(own[number], dear) for own, dear in zip(ways, costs, strict=True)]
+        return sum(max(met) for met in zip(*rows, strict=True))
+
+    best = min(range(len(ways[0])), key=takes) if len(lengths) > 1 else 0
+    return [own[best] for own in ways]
 
 
 def packed(lengths: Sequence[int], *, token_budget: int, num_ranks: int, flops: DecoderFlops) -> Packed:

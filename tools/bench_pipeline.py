@@ -5,7 +5,7 @@
 
 Draws the batches of ``tools/bench_lengths.py``, divides them as a training step does, and prints for each number of
 ranks and both schedules the rows that the batch needs and those that it is divided into, the bubble, and which share
-of the sent states is of no token. The bubble counts all rows and stages as alike (``pipeline.bubble``): rows are
+of the sent states is of no token. The bubble counts all rows and stages as alike (``bubble``): rows are
 balanced by cost, and layers are cut by it.
 """
 
@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from areal_async.trainer.engine.parallel.pipeline import bubble, num_microbatches
+from areal_async.trainer.engine.parallel.pipeline import num_microbatches
 from areal_async.trainer.packing.flops import DecoderFlops
 from areal_async.trainer.packing.pack import pack, part_costs, spread
 from tools.bench_lengths import KINDS, draw
@@ -47,6 +47,15 @@ def filled(
         bubble(num_rows, num_ranks=num_ranks, stages_per_rank=stages_per_rank),
         1.0 - sum(tokens) / (num_rows * max(tokens)),
     )
+
+
+def bubble(num_microbatches: int, *, num_ranks: int, stages_per_rank: int) -> float:
+    """Return the share of its time that a rank waits, were all microbatches and stages alike.
+
+    Source: Narayanan et al. 2021, arXiv 2104.04473, section 2.2: (p - 1) / v microbatches' time is added to m.
+    """
+    idle = (num_ranks - 1) / stages_per_rank
+    return idle / (num_microbatches + idle)
 
 
 def main() -> None:

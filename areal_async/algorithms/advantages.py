@@ -31,9 +31,9 @@ class Sibling:
 
     reward: float
     num_tokens: int = 1
-    """Sampled ones."""
+    """Tokens that the policy sampled."""
     credits: tuple[Credit, ...] = ()
-    """Of its replies, where it has any (``credit``); ``reward`` is then their mean."""
+    """Rewards of its replies, where it has any (``credit``); ``reward`` is then their mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +50,8 @@ class AdvantageRule:
     REINFORCE++ baseline    group          batch
     LitePPO                 group          batch_reward
     ======================  =============  ============
+
+    RLOO's ``leave_one_out`` is ``R_i - sum_{j != i} R_j / (n - 1)``, arXiv 2402.14740.
     """
 
     baseline: Baseline = "group"
@@ -124,17 +126,6 @@ def group_advantages(rewards_G: Sequence[float] | NDArray[np.float64], *, std: b
     if std:
         centred /= rewards.std(ddof=1) + STD_EPSILON
     advantages_G: NDArray[np.float32] = centred.astype(np.float32)
-    return advantages_G
-
-
-def leave_one_out_advantages(rewards_G: Sequence[float] | NDArray[np.float64]) -> NDArray[np.float32]:
-    """Return each sibling's reward above the mean of the others [G]; zeros for equal rewards or a single sibling.
-
-    ``A_i = R_i - sum_{j != i} R_j / (k - 1)``.
-
-    Source: RLOO, arXiv 2402.14740.
-    """
-    advantages_G: NDArray[np.float32] = _centred(_finite(rewards_G), "leave_one_out").astype(np.float32)
     return advantages_G
 
 

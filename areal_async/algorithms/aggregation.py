@@ -37,7 +37,7 @@ class Aggregation(NamedTuple):
 
     name: AggregationName = "token_mean"
     constant: float = 1.0
-    """L, of ``constant`` alone."""
+    """L, the length in tokens that ``constant`` alone divides by."""
 
     def share(self, num_tokens: int) -> TokenShare:
         """Return the share of each trained token of a trajectory that has ``num_tokens`` of them."""

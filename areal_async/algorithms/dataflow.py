@@ -42,7 +42,7 @@ class FunctionCall:
     name: str
     kind: CallKind
     role: str = ""
-    """Of the model that is called (``actor``, ``critic``, ...); empty for ``compute`` alone."""
+    """Role of the model that is called (``actor``, ``critic``, ...); empty for ``compute`` alone."""
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
 
@@ -82,7 +82,7 @@ class Graph:
     def having(self, call: FunctionCall) -> Self:
         """Return the graph with one more call.
 
-        One that takes and makes the same value comes between whoever made it and whoever takes it: the former's
+        One that takes and makes the same value comes between the call that made it and those that take it: the former's
         is then called ``<value>_before_<call>``.
         """
         calls, added = list(self.calls), call

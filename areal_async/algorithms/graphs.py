@@ -22,10 +22,9 @@ def step_graph(settings: Settings) -> Graph:
     """
     algorithm = settings.algorithm
     has_critic = algorithm.advantage_baseline == "critic"
-    has_kl_reward = algorithm.has_kl_reward
     # Rewards that still change, or that a critic's values come off, are no advantages yet.
-    credit = "outcomes" if has_critic or has_kl_reward else "advantages"
-    calls = [
+    credit = "outcomes" if has_critic or algorithm.has_kl_reward else "advantages"
+    calls = (
         FunctionCall(
             name="generate",
             kind=CallKind.GENERATE,
@@ -33,59 +32,13 @@ def step_graph(settings: Settings) -> Graph:
             inputs=("prompts",),
             outputs=("trajectories", "rewards"),
         ),
-        FunctionCall(name="batch", kind=CallKind.COMPUTE, inputs=("trajectories", "rewards"), outputs=("rows", credit)),
+        _compute("batch", ("trajectories", "rewards"), ("rows", credit)),
         *_inference(settings),
-    ]
-    results = ["actor_stats"]
-    if has_kl_reward:
-        calls.append(
-            FunctionCall(
-                name="kl_penalty",
-                kind=CallKind.COMPUTE,
-                inputs=("rows", "start_logprobs", "reference_logprobs"),
-                outputs=("penalties", "kl_mean"),
-            )
-        )
-        results.append("kl_mean")
-    penalties = ("penalties",) * has_kl_reward
-    if has_critic:
-        calls.append(
-            FunctionCall(
-                name="gae",
-                kind=CallKind.COMPUTE,
-                inputs=("rows", "outcomes", "values", *penalties),
-                outputs=("advantages", "returns", "value_quality"),
-            )
-        )
-        calls.append(
-            FunctionCall(
-                name="train_critic",
-                kind=CallKind.TRAIN,
-                role="critic",
-                inputs=("rows", "values", "returns"),
-                outputs=("critic_stats",),
-            )
-        )
-        results += ["critic_stats", "value_quality"]
-    elif has_kl_reward:
-        calls.append(
-            FunctionCall(
-                name="penalised_advantages",
-                kind=CallKind.COMPUTE,
-                inputs=("rows", "outcomes", "penalties"),
-                outputs=("advantages",),
-            )
-        )
-    calls.append(
-        FunctionCall(
-            name="train_actor",
-            kind=CallKind.TRAIN,
-            role="actor",
-            inputs=("rows", "advantages", *_columns(settings)),
-            outputs=("actor_stats",),
-        )
+        *_advantages(has_critic=has_critic, has_kl_reward=algorithm.has_kl_reward),
+        _train("actor", ("rows", "advantages", *_columns(settings))),
     )
-    graph = Graph(calls=tuple(calls), given=("prompts",), results=tuple(results))
+    wanted = ("kl_mean",) * algorithm.has_kl_reward + ("critic_stats", "value_quality") * has_critic
+    graph = Graph(calls=calls, given=("prompts",), results=("actor_stats", *wanted))
     for spec in algorithm.calls:
         call = read_call(spec)
         if "rows" in call.outputs or "outcomes" in call.outputs and not has_critic:
@@ -102,6 +55,29 @@ def step_graph(settings: Settings) -> Graph:
 def roles(algorithm: AlgorithmSettings) -> tuple[str, ...]:
     """Return the models that the trainer holds."""
     return ("actor", *algorithm.needs_models)
+
+
+def _compute(name: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> FunctionCall:
+    return FunctionCall(name=name, kind=CallKind.COMPUTE, inputs=inputs, outputs=outputs)
+
+
+def _train(role: str, inputs: tuple[str, ...]) -> FunctionCall:
+    return FunctionCall(name=f"train_{role}", kind=CallKind.TRAIN, role=role, inputs=inputs, outputs=(f"{role}_stats",))
+
+
+def _advantages(*, has_critic: bool, has_kl_reward: bool) -> list[FunctionCall]:
+    """Return the calls that make advantages of outcomes, and the critic's training; none where rewards say it all."""
+    calls, penalties = list[FunctionCall](), ("penalties",) * has_kl_reward
+    if has_kl_reward:
+        logprobs = ("start_logprobs", "reference_logprobs")
+        calls.append(_compute("kl_penalty", ("rows", *logprobs), ("penalties", "kl_mean")))
+    if has_critic:
+        made = ("advantages", "returns", "value_quality")
+        calls.append(_compute("gae", ("rows", "outcomes", "values", *penalties), made))
+        calls.append(_train("critic", ("rows", "values", "returns")))
+    elif has_kl_reward:
+        calls.append(_compute("penalised_advantages", ("rows", "outcomes", "penalties"), ("advantages",)))
+    return calls
 
 
 def _inference(settings: Settings) -> list[FunctionCall]:

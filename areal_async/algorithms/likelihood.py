@@ -6,7 +6,7 @@ from areal_async.algorithms.objective import LossTerms, ScoredTokens
 
 
 def likelihood_loss(tokens: ScoredTokens) -> LossTerms:
-    """Return the summed negative log likelihood of the masked tokens."""
+    """Return the negative log likelihood of the masked tokens, summed, in nats."""
     zero = tokens.logprobs_T.new_zeros(())
     loss = -torch.where(tokens.mask_T, tokens.logprobs_T, zero).sum()
     entropy = torch.where(tokens.mask_T, tokens.entropy_T.detach(), zero).sum()

@@ -11,14 +11,15 @@ class ScoredTokens:
     """Every tensor is [T]. Gradients flow through ``logprobs_T`` and ``entropy_T`` only."""
 
     logprobs_T: Tensor
-    """Of the weights being trained."""
+    """Logprobs by the weights being trained, in nats."""
     entropy_T: Tensor
-    """Of the distribution that each token was drawn from, by the weights being trained, in nats."""
+    """Entropy of the distribution that each token was drawn from, by the weights being trained, in nats."""
     start_T: Tensor
     """Logprobs by the weights that the training step starts from: the proximal policy."""
     behave_T: Tensor
     """Logprobs as the server reported them: the behaviour policy. Anything where ``mask_T`` is False."""
     advantages_T: Tensor
+    """Advantage of each token: what its reward says beyond what was to be expected."""
     mask_T: Tensor
     """Boolean; False takes a token out of the loss and of every number reported."""
     current_T: Tensor
@@ -40,6 +41,7 @@ class LossTerms:
     """A loss summed over its tokens, and what to report about it. The caller divides by the denominator."""
 
     loss: Tensor
+    """Sum over the tokens, a scalar that gradients flow through."""
     sums: dict[str, Tensor]
     """Detached sums over tokens; add over rows and ranks."""
     maxima: dict[str, Tensor]
@@ -47,3 +49,4 @@ class LossTerms:
 
 
 Objective = Callable[[ScoredTokens], LossTerms]
+"""Makes the loss of the scored tokens of one packed row."""

@@ -3,38 +3,43 @@
 ``loss = sum_t weight_t * (correction_t * surrogate_t + kl_coef * kl_t - entropy_coef * entropy_t)``
 """
 
-import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from areal_async.algorithms.corrections import Correction, truncate, uncorrected
+from areal_async.algorithms.corrections import Correction, uncorrected
 from areal_async.algorithms.kl import MAX_DISTANCE, k3, kl_estimate
 from areal_async.algorithms.objective import LossTerms, ScoredTokens
 from areal_async.algorithms.ratios import LogRatio, loglinear_proximal, token_log_ratio
 from areal_async.algorithms.sequences import masked_max, masked_sum
-from areal_async.algorithms.surrogates import Surrogate, ppo_clip
+from areal_async.algorithms.surrogates import Surrogate
 
 GAP_EDGES = (0.001, 0.01, 0.1, 1.0)
-"""Of the histogram of |trainer - server| logprob, in nats."""
+"""Edges of the histogram of |trainer - server| logprob, in nats."""
 
 
 def gap_name(edge: float) -> str:
-    """Return the sum that counts the start version's tokens whose gap is larger."""
+    """Return the name of the sum that counts the start version's tokens whose gap is larger."""
     return f"gap_over_{edge:g}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PolicyLoss:
-    """A policy loss as a record of choices; calling it gives the summed loss of the masked tokens."""
+    """A policy loss as a record of choices; calling it gives the summed loss of the masked tokens.
+
+    Decoupled, its ratio is taken, and clipped, against the weights that the step started from, and each token is
+    weighted by what ``correction`` makes of pi_start / pi_behave, through which no gradient flows.
+
+    Source: PPO, arXiv 1707.06347 eq. 7; decoupled, AReaL, arXiv 2505.24298 eq. 5. Each choice names its own.
+    """
 
     surrogate: Surrogate
     log_ratio: LogRatio = token_log_ratio
     decoupled: bool = False
     """Take the ratio against the proximal policy and correct for the rest, instead of against the server's logprobs."""
     correction: Correction = uncorrected
-    """Of a decoupled loss; another needs none."""
+    """Weight of each token in a decoupled loss; another has none."""
     is_loglinear: bool = False
     """Take the proximal policy from a line between behaviour and trained policy, instead of a forward pass."""
     kl_coef: float = 0.0
@@ -99,36 +104,6 @@ class PolicyLoss:
                 "current_ratio_deviation": masked_max(gap.clamp(max=MAX_DISTANCE).expm1().abs(), current),
             }
         return LossTerms(loss=loss, sums=sums, maxima=maxima)
-
-
-def policy_loss(
-    tokens: ScoredTokens,
-    *,
-    eps_clip: float,
-    eps_clip_higher: float | None = None,
-    behave_weight_cap: float | None = None,
-    entropy_coef: float = 0.0,
-) -> LossTerms:
-    """Return the summed PPO-clip loss of the masked tokens: the loss of GRPO as a function.
-
-    With a ``behave_weight_cap`` the objective is decoupled: the ratio is taken, and clipped, against the weights
-    the step started from, and each token is weighted by min(pi_start / pi_behave, cap), through which no gradient
-    flows. Without one the ratio is taken against the server's logprobs directly.
-
-    Args:
-        eps_clip_higher: upper clip range; None takes ``eps_clip``.
-        entropy_coef: the summed entropy times this is taken off the loss.
-
-    Source: PPO, arXiv 1707.06347 eq. 7; decoupled, arXiv 2505.24298 eq. 5; upper range, DAPO, arXiv 2503.14476.
-    """
-    high = eps_clip if eps_clip_higher is None else eps_clip_higher
-    loss = PolicyLoss(
-        surrogate=functools.partial(ppo_clip, eps_clip=eps_clip, eps_clip_higher=high),
-        decoupled=behave_weight_cap is not None,
-        correction=uncorrected if behave_weight_cap is None else functools.partial(truncate, cap=behave_weight_cap),
-        entropy_coef=entropy_coef,
-    )
-    return loss(tokens)
 
 
 def _needed(values_T: Tensor | None, name: str) -> Tensor:

@@ -1,4 +1,7 @@
-"""Losses on pairs of answers, one of them preferred. P: pairs. Each returns the mean over its pairs."""
+"""Losses on pairs of answers, one of them preferred. P: pairs. Each returns the mean over its pairs.
+
+``dpo_loss`` is offered to users, for objectives of their own; no preset takes it.
+"""
 
 import torch
 import torch.nn.functional as F

@@ -1,4 +1,7 @@
-"""Rewards that look at an answer's length or form. Pure, without torch: a workflow may call them too."""
+"""Rewards that look at an answer's length or form. Pure, without torch.
+
+The functions are offered to users: a workflow adds what they return to its reward. ``Overlong`` is the trainer's.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

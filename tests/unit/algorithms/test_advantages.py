@@ -16,7 +16,6 @@ from areal_async.algorithms.advantages import (
     Spread,
     group_advantages,
     is_informative,
-    leave_one_out_advantages,
     process_advantages,
     returns_to_go,
     spread_over_tokens,
@@ -73,8 +72,13 @@ def test_with_std_the_scale_of_rewards_does_not_matter(group: list[float], scale
 
 
 def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
-    assert leave_one_out_advantages([1.0, 0.0, 0.0, 0.0]) == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
-    assert leave_one_out_advantages([2.0]).tolist() == [0.0]
+    rule = AdvantageRule(baseline="leave_one_out", std="none")
+    groups = [[Sibling(reward=reward) for reward in rewards] for rewards in ([1.0, 0.0, 0.0, 0.0], [2.0])]
+
+    four, alone = step_advantages(groups, rule)
+
+    assert four == pytest.approx([1.0, -1 / 3, -1 / 3, -1 / 3])
+    assert alone.tolist() == [0.0]
 
 
 def reference_step(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.algorithms.objective import ScoredTokens
-from areal_async.algorithms.policy import policy_loss
+from tests.unit.algorithms.losses import policy_loss
 
 
 def tokens_of(logprobs: Tensor, **given: Any) -> ScoredTokens:

@@ -8,12 +8,12 @@ import torch
 
 from areal_async.algorithms.advantages import AdvantageRule, advantage_rule
 from areal_async.algorithms.aggregation import Aggregation
-from areal_async.algorithms.policy import policy_loss
 from areal_async.algorithms.presets import CORRECTIONS, SURROGATES, aggregation, policy_objective
 from areal_async.algorithms.ratios import RATIOS
 from areal_async.algorithms.shaping import Overlong
 from areal_async.config.algorithm import PRESETS
 from areal_async.config.settings import AlgorithmSettings, Settings
+from tests.unit.algorithms.losses import policy_loss
 from tests.unit.algorithms.plain import Choices, loss_of, packed, random_sequences
 
 TRAINABLE = [name for name in PRESETS if name != "ppo"]

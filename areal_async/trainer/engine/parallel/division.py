@@ -41,7 +41,7 @@ def divide(
     num_rows = int(most.item())
     if fit is not None and num_rows:
         num_rows = fit(num_rows)
-    ways = _ways(lengths, costs, token_budget=token_budget, num_rows=num_rows)
+    ways = divisions(lengths, costs, token_budget=token_budget, num_rows=num_rows)
     if ranks.size == 1 or not num_rows:
         return ways[0]
     dearest = torch.tensor([part_costs(way, costs) for way in ways], dtype=torch.float64, device=ranks.device)
@@ -49,29 +49,12 @@ def divide(
     return ways[int(takes.argmin().item())]
 
 
-def divide_shares(
-    lengths: Sequence[Sequence[int]], costs: Sequence[Sequence[int]], *, token_budget: int
-) -> list[Parts]:
-    """Return what ``divide`` comes to on every rank, from the sequences of them all. Pure.
+def divisions(lengths: Sequence[int], costs: Sequence[int], *, token_budget: int, num_rows: int) -> list[Parts]:
+    """Return the ways to divide one rank's sequences into ``num_rows`` rows, of which ranks choose one together. Pure.
 
     Raises:
         UserError: a sequence is longer than a row.
     """
-    num_rows = max(len(pack(own, token_budget=token_budget)) for own in lengths)
-    ways = [
-        _ways(own, dear, token_budget=token_budget, num_rows=num_rows) for own, dear in zip(lengths, costs, strict=True)
-    ]
-
-    def takes(number: int) -> int:
-        rows = [part_costs(own[number], dear) for own, dear in zip(ways, costs, strict=True)]
-        return sum(max(met) for met in zip(*rows, strict=True))
-
-    best = min(range(len(ways[0])), key=takes) if len(lengths) > 1 else 0
-    return [own[best] for own in ways]
-
-
-def _ways(lengths: Sequence[int], costs: Sequence[int], *, token_budget: int, num_rows: int) -> list[Parts]:
-    """Return the divisions of one rank's sequences that ranks choose from together."""
     packed = pack(lengths, token_budget=token_budget)
     return [
         spread(lengths, costs, token_budget=token_budget, num_rows=num_rows),

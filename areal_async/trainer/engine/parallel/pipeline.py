@@ -143,14 +143,5 @@ def num_microbatches(num_rows: int, *, num_ranks: int, is_interleaved: bool) -> 
     return next(count for count in itertools.count(least) if count % (count // num_ranks) == 0)
 
 
-def bubble(num_microbatches: int, *, num_ranks: int, stages_per_rank: int) -> float:
-    """Return the share of its time that a rank waits, were all microbatches and stages alike.
-
-    Source: Narayanan et al. 2021, section 2.2: (p - 1) / v microbatches' time is added to m.
-    """
-    idle = (num_ranks - 1) / stages_per_rank
-    return idle / (num_microbatches + idle)
-
-
 def _tensors(output: Any) -> tuple[Tensor, ...]:
     return output if isinstance(output, tuple) else (output,)

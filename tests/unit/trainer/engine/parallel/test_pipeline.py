@@ -11,12 +11,13 @@ import torch
 from numpy.typing import NDArray
 
 from areal_async.trainer.engine.parallel.division import divide
-from areal_async.trainer.engine.parallel.pipeline import bubble, num_microbatches
+from areal_async.trainer.engine.parallel.pipeline import num_microbatches
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.flops import DecoderFlops
 from tests.unit.trainer import one_of_a_pipeline as one
 from tests.unit.trainer.models import engine_of, random_rows, save_model
 from tests.unit.trainer.rank_workers import RankWorkers
+from tools.bench_pipeline import bubble
 
 Seen = dict[str, dict[str, NDArray[Any]]]
 

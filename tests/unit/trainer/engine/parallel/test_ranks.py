@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from areal_async.protocol.types import TensorSpec, UpdateGroup
-from areal_async.trainer.engine.parallel.division import divide_shares
 from areal_async.trainer.engine.parallel.ranks import Ranks, is_of_peers
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.one_of_two_leaving import miss_a_peer
 from tests.unit.trainer.one_of_two_ranks import speak_and_train
 from tests.unit.trainer.rank_workers import RankWorkers
 from tests.unit.trainer.receivers import Receiver, are_equal
+from tools.bench_lengths import divide_shares
 from tools.compare_ranks import compare, parser
 
 pytestmark = pytest.mark.timeout(300)
