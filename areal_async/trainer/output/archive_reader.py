@@ -18,7 +18,7 @@ from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, Credit, Slot, 
 from areal_async.protocol.types import Sequence as TokenSequence
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
-"""Of the sequences; the last three may be null, and older archives are without the last two or one."""
+"""Columns of the sequences; the last three may be null, and older archives are without the last two or one."""
 Line = Mapping[str, Any]
 
 
@@ -36,13 +36,13 @@ class ArchivedTrajectory:
     """One trained trajectory, or its header alone."""
 
     made: Version
-    """By the step that trained it."""
+    """Version that the step which trained it made."""
     position: int
-    """In the step's whole batch."""
+    """Place in the step's whole batch, from 0."""
     group_id: str
     workflow: str
     advantages: tuple[float, ...]
-    """Of each credited reply, or the one of a trajectory without credits."""
+    """Advantage of each credited reply, or the one of a trajectory without credits."""
     bound: Bound
     lr: float
     """Peak of the learning rate that its step was trained with; 0 for what the settings say."""
@@ -53,7 +53,7 @@ class ArchivedTrajectory:
 
     @property
     def advantage(self) -> float:
-        """Mean over its replies."""
+        """Mean advantage over its replies."""
         return sum(self.advantages) / len(self.advantages)
 
     def age(self, version: Version) -> int:

@@ -99,7 +99,7 @@ class Broadcaster:
         return ""
 
     def give_up(self, reason: str) -> None:
-        """Use the group no more, from any thread and at once; who says nothing new is not asked again."""
+        """Use the group no more, from any thread and at once; a member that says nothing new is not asked again."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:

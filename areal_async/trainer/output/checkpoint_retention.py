@@ -1,7 +1,7 @@
-"""Which checkpoints stay on disk, and which is the best: from what a run's directory says, whoever asks.
+"""Which checkpoints stay on disk, and which is the best: from what a run's directory says.
 
-Invariant: the newest ones, and the one that a restart would begin from, always stay; one that somebody reads stays
-until he has read it.
+Invariant: the newest ones, and the one that a restart would begin from, always stay; one that is being read stays
+until it has been.
 """
 
 import json

@@ -36,9 +36,9 @@ class TrainRow:
     loss_mask: NDArray[np.bool_]
     """True on the tokens that are trained: sampled by the policy and not over age. Never on the first."""
     behave_logprobs: NDArray[np.float32]
-    """The server's, of the tempered distribution; ignored where ``loss_mask`` is False."""
+    """Logprobs of the server, of the tempered distribution, in nats; ignored where ``loss_mask`` is False."""
     advantage: float | NDArray[np.float32]
-    """One for the sequence, or one per token [L]."""
+    """Advantage of the sequence, or of each token [L]."""
     current_mask: NDArray[np.bool_]
     """True on sampled tokens of the version that the step starts from, where trainer and server should agree: not on
     steered ones (``types.Sequence``)."""
@@ -48,7 +48,7 @@ class TrainRow:
     """What calls of other models say of each token, by name (``START``, ``VALUES``, ...); ignored where ``loss_mask``
     is False."""
     temperature: float | NDArray[np.float32] = 1.0
-    """That the policy sampled at, 0 for greedy: one for the sequence, or one per token [L]."""
+    """Temperature that the policy sampled at, 0 for greedy: one for the sequence, or one per token [L]."""
     turns: NDArray[np.int16] | None = None
     """Number of the credited reply that each token belongs to; None where the sequence is one. A ratio or a correction
     of whole sequences is then each reply's."""
@@ -66,7 +66,7 @@ class TrainRow:
 
     @property
     def num_tokens(self) -> int:
-        """L."""
+        """Length of the sequence, L."""
         return len(self.token_ids)
 
 
@@ -97,10 +97,10 @@ class PackedRow:
     """Several sequences in one row. T: tokens; S: scored ones, in the order of the row."""
 
     lengths: list[int]
-    """Of the sequences; they add up to T."""
+    """Tokens of each sequence; they add up to T."""
     token_ids_T: Tensor
     position_ids_T: Tensor
-    """Start anew in each sequence."""
+    """Positions [T], which start anew in each sequence."""
     predicting_S: Tensor
     """Position in the row whose output predicts the scored token."""
     targets_S: Tensor
@@ -114,7 +114,7 @@ class PackedRow:
     weights_S: Tensor
     """What each token counts in the loss (``algorithms.aggregation``)."""
     units_S: Tensor
-    """What it adds to the denominator; 0 on the token of an empty row."""
+    """What each token adds to the loss's denominator; 0 on the token of an empty row."""
     temperature: float | Tensor = 1.0
     """Divides the logits: one for all scored tokens, or each one's [S] where they differ. Greedy is 1."""
     ages_S: Tensor | None = None

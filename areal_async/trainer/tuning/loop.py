@@ -29,31 +29,31 @@ RANK_DEADLINE_S = 1800.0
 Conversation = list[Mapping[str, Any]]
 """Messages, as a chat template takes them."""
 
-Places = NDArray[np.int64]
+Indices = NDArray[np.int64]
 """Positions of examples in the data set."""
 
 
-class Lessons(Protocol):
+class TuningTask(Protocol):
     """Examples, and the model that learns them. Every method is a collective but ``costs``."""
 
     @property
     def data_ranks(self) -> Ranks:
-        """Those that hold other examples than this one."""
+        """The ranks that hold other examples than this one."""
         ...
 
-    def costs(self, places: Places) -> list[int]:
+    def costs(self, indices: Indices) -> list[int]:
         """Return what each of these examples costs to learn, in any unit."""
         ...
 
-    def train_step(self, mine: Places, *, step: int, total_steps: int) -> Mapping[str, float]:
+    def train_step(self, mine: Indices, *, step: int, total_steps: int) -> Mapping[str, float]:
         """Make an update from every rank's examples; return its line of ``metrics.jsonl``."""
         ...
 
-    def say_step(self, fields: Mapping[str, float]) -> str:
-        """Return what is printed of a step."""
+    def format_step(self, fields: Mapping[str, float]) -> str:
+        """Return the line that is printed of a step."""
         ...
 
-    def held_out(self, mine: Places) -> tuple[Mapping[str, float], str]:
+    def held_out(self, mine: Indices) -> tuple[Mapping[str, float], str]:
         """Return what every rank's examples, never learned, come to: the line of metrics, and what is printed."""
         ...
 
@@ -62,8 +62,8 @@ class Lessons(Protocol):
         ...
 
 
-def split(num_examples: int, settings: TuningSettings) -> tuple[Places, Places]:
-    """Return the places of the examples to learn and of those held out, in an order of the seed.
+def split(num_examples: int, settings: TuningSettings) -> tuple[Indices, Indices]:
+    """Return the indices of the examples to learn and of those held out, in an order of the seed.
 
     Raises:
         UserError: nothing is left to learn.
@@ -80,38 +80,38 @@ def split(num_examples: int, settings: TuningSettings) -> tuple[Places, Places]:
 
 def tune(
     settings: TuningSettings,
-    lessons: Lessons,
+    task: TuningTask,
     *,
-    trained: Places,
-    held_out: Places,
+    trained: Indices,
+    held_out: Indices,
     batch_size: int,
     is_first: bool,
 ) -> None:
     """Learn to the end and write the model. A collective; the rank that is first writes and prints."""
     total_steps = settings.run.steps or max(1, round(settings.run.epochs * len(trained) / batch_size))
-    journal = _Journal(settings.run_directory) if is_first else None
-    if journal:
-        journal.start(settings)
+    files = _RunFiles(settings.run_directory) if is_first else None
+    if files:
+        files.start(settings)
     batches = endless_batches(trained, size=batch_size, seed=settings.run.seed)
     for step in range(1, total_steps + 1):
         started = time.monotonic()
-        mine = _share(next(batches), lessons)
-        fields = lessons.train_step(mine, step=step, total_steps=total_steps)
-        if journal:
+        mine = _share(next(batches), task)
+        fields = task.train_step(mine, step=step, total_steps=total_steps)
+        if files:
             fields = {"step": step, **fields, "time_step_s": time.monotonic() - started}
-            journal.append(fields)
+            files.append(fields)
             if step % settings.run.log_every_steps == 0 or step == total_steps:
-                say(f"step {step}/{total_steps}  {lessons.say_step(fields)}")
-    figures, told = lessons.held_out(_share(held_out, lessons))
-    lessons.save(settings.run_directory)
-    if journal:
+                say(f"step {step}/{total_steps}  {task.format_step(fields)}")
+    figures, text = task.held_out(_share(held_out, task))
+    task.save(settings.run_directory)
+    if files:
         if len(held_out):
-            journal.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
-            say(f"held-out {told} over {len(held_out)} rows")
+            files.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
+            say(f"held-out {text} over {len(held_out)} rows")
         say(f"model written to {settings.run_directory / 'model'}")
 
 
-def endless_batches(rows: Places, *, size: int, seed: int) -> Iterator[Places]:
+def endless_batches(rows: Indices, *, size: int, seed: int) -> Iterator[Indices]:
     """Yield batches of ``size`` out of one shuffled epoch after another; a batch may span two."""
     shuffle = np.random.default_rng((seed, 1))
     waiting = rows[:0]
@@ -205,14 +205,14 @@ def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings,
     return UserError(f"dataset: {dataset.source} row {place}: {column} is {got}, need {need}")
 
 
-def _share(places: Places, lessons: Lessons) -> Places:
+def _share(indices: Indices, task: TuningTask) -> Indices:
     """Return this rank's share, which costs what the others' cost."""
-    ranks = lessons.data_ranks
-    return places[np.array(balance(lessons.costs(places), num_ranks=ranks.size)[ranks.rank], dtype=np.int64)]
+    ranks = task.data_ranks
+    return indices[np.array(balance(task.costs(indices), num_ranks=ranks.size)[ranks.rank], dtype=np.int64)]
 
 
 @dataclass(frozen=True, slots=True)
-class _Journal:
+class _RunFiles:
     """The run directory's ``config.yaml`` and ``metrics.jsonl``."""
 
     directory: Path

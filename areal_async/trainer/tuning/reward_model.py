@@ -23,7 +23,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.tuning.loop import (
     RANK_DEADLINE_S,
     Conversation,
-    Places,
+    Indices,
     conversations_of,
     encode_conversations,
     load_tokenizer,
@@ -42,10 +42,10 @@ def run_reward_model(settings: RewardModelSettings) -> None:
     with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         pairs = load_pairs(settings)
         trained, held_out = split(len(pairs), settings)
-        lessons = PairLessons(settings, pairs, ranks)
+        task = RewardModelTask(settings, pairs, ranks)
         tune(
             settings,
-            lessons,
+            task,
             trained=trained,
             held_out=held_out,
             batch_size=settings.trainer.batch_pairs,
@@ -53,8 +53,8 @@ def run_reward_model(settings: RewardModelSettings) -> None:
         )
 
 
-class PairLessons:
-    """Pairs to be told apart (``tuning.Lessons``)."""
+class RewardModelTask:
+    """Pairs to tell apart, and the classifier that learns to (``loop.TuningTask``)."""
 
     def __init__(self, settings: RewardModelSettings, pairs: Sequence[Pair], ranks: Ranks) -> None:
         self._pairs = pairs
@@ -62,38 +62,38 @@ class PairLessons:
 
     @property
     def data_ranks(self) -> Ranks:
-        """Those that hold other examples than this one."""
+        """The ranks that hold other examples than this one."""
         return self._engine.dims.data
 
-    def costs(self, places: Places) -> list[int]:
-        """Return the operations of each pair."""
-        return [sum(self._engine.flops.forward(len(one), 1) for one in pair) for pair in self._at(places)]
+    def costs(self, indices: Indices) -> list[int]:
+        """Return the floating-point operations of each pair's forward pass."""
+        return [sum(self._engine.flops.forward(len(one), 1) for one in pair) for pair in self._at(indices)]
 
-    def train_step(self, mine: Places, *, step: int, total_steps: int) -> Mapping[str, float]:
+    def train_step(self, mine: Indices, *, step: int, total_steps: int) -> Mapping[str, float]:
         """Make an update from every rank's pairs."""
         stats = self._engine.train_step(self._at(mine), step=step, total_steps=total_steps)
         names = ("loss", "accuracy", "margin_mean", "grad_norm", "lr", "num_pairs", "num_skipped")
         return {name: getattr(stats, name) for name in names}
 
-    def say_step(self, fields: Mapping[str, float]) -> str:
-        """Return what is printed of a step."""
+    def format_step(self, fields: Mapping[str, float]) -> str:
+        """Return the line that is printed of a step."""
         return (
             f"loss {fields['loss']:.4f}  pairs right {fields['accuracy']:.3f}  grad norm {fields['grad_norm']:.3f}  "
             f"lr {fields['lr']:.2e}  {fields['num_pairs'] / fields['time_step_s']:,.0f} pairs/s"
         )
 
-    def held_out(self, mine: Places) -> tuple[Mapping[str, float], str]:
+    def held_out(self, mine: Indices) -> tuple[Mapping[str, float], str]:
         """Return loss and accuracy of every rank's pairs."""
         figures = held_out_figures(self._engine, self._at(mine))
-        told = f"loss {figures['held_out_loss']:.4f}, pairs right {figures['held_out_accuracy']:.3f}"
-        return figures, told
+        text = f"loss {figures['held_out_loss']:.4f}, pairs right {figures['held_out_accuracy']:.3f}"
+        return figures, text
 
     def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face folder, ``model``, into the run directory."""
         self._engine.save_weights(directory / "model")
 
-    def _at(self, places: Places) -> list[Pair]:
-        return [self._pairs[place] for place in places]
+    def _at(self, indices: Indices) -> list[Pair]:
+        return [self._pairs[place] for place in indices]
 
 
 def held_out_figures(engine: PairEngine, pairs: Sequence[Pair]) -> dict[str, float]:

@@ -22,7 +22,7 @@ from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.packing.rows import TrainRow
 from areal_async.trainer.tuning.loop import (
     RANK_DEADLINE_S,
-    Places,
+    Indices,
     conversations_of,
     encode_conversations,
     load_tokenizer,
@@ -41,10 +41,10 @@ def run_sft(settings: SftSettings) -> None:
     with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         rows = load_examples(settings)
         trained, held_out = split(len(rows), settings)
-        lessons = AnswerLessons(settings, rows, ranks)
+        task = SftTask(settings, rows, ranks)
         tune(
             settings,
-            lessons,
+            task,
             trained=trained,
             held_out=held_out,
             batch_size=settings.trainer.batch_sequences,
@@ -52,8 +52,8 @@ def run_sft(settings: SftSettings) -> None:
         )
 
 
-class AnswerLessons:
-    """Answers to be said (``tuning.Lessons``)."""
+class SftTask:
+    """Answers to learn, and the policy that learns them (``loop.TuningTask``)."""
 
     def __init__(self, settings: SftSettings, rows: Sequence[TrainRow], ranks: Ranks) -> None:
         self._rows = rows
@@ -63,27 +63,27 @@ class AnswerLessons:
 
     @property
     def data_ranks(self) -> Ranks:
-        """Those that hold other examples than this one."""
+        """The ranks that hold other examples than this one."""
         return self._engine.dims.data
 
-    def costs(self, places: Places) -> list[int]:
-        """Return the operations of each row."""
-        return [self._engine.flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in self._at(places)]
+    def costs(self, indices: Indices) -> list[int]:
+        """Return the floating-point operations of each row's forward pass."""
+        return [self._engine.flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in self._at(indices)]
 
-    def train_step(self, mine: Places, *, step: int, total_steps: int) -> Mapping[str, float]:
+    def train_step(self, mine: Indices, *, step: int, total_steps: int) -> Mapping[str, float]:
         """Make an update from every rank's rows."""
         stats = self._engine.train_step(self._at(mine), step=step, total_steps=total_steps)
         names = ("loss", "grad_norm", "entropy_mean", "lr", "num_tokens", "num_skipped")
         return {name: getattr(stats, name) for name in names}
 
-    def say_step(self, fields: Mapping[str, float]) -> str:
-        """Return what is printed of a step."""
+    def format_step(self, fields: Mapping[str, float]) -> str:
+        """Return the line that is printed of a step."""
         return (
             f"loss {fields['loss']:.4f}  grad norm {fields['grad_norm']:.3f}  lr {fields['lr']:.2e}  "
             f"{fields['num_tokens'] / fields['time_step_s']:,.0f} answer tokens/s"
         )
 
-    def held_out(self, mine: Places) -> tuple[Mapping[str, float], str]:
+    def held_out(self, mine: Indices) -> tuple[Mapping[str, float], str]:
         """Return the mean negative log likelihood of every rank's rows."""
         loss = held_out_loss(self._engine, self._at(mine))
         return {"held_out_loss": loss}, f"loss {loss:.4f}"
@@ -92,8 +92,8 @@ class AnswerLessons:
         """Write the model as a Hugging Face folder, and beside it what adapters were trained."""
         self._engine.export(directory)
 
-    def _at(self, places: Places) -> list[TrainRow]:
-        return [self._rows[place] for place in places]
+    def _at(self, indices: Indices) -> list[TrainRow]:
+        return [self._rows[place] for place in indices]
 
 
 def load_examples(settings: SftSettings) -> list[TrainRow]:
