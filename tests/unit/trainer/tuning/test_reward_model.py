@@ -14,7 +14,7 @@ from areal_async.errors import UserError
 from areal_async.rollout.policy.text import load_codec
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.tuning import reward_model
-from tests.unit.trainer.processes import ROOT
+from tests.unit.trainer.rank_workers import ROOT
 
 TINY = ROOT / "configs" / "models" / "tiny"
 ROWS = [

@@ -17,7 +17,7 @@ from areal_async.config.sft import SftSettings
 from areal_async.errors import UserError
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.tuning import loop, sft
-from tests.unit.trainer.processes import ROOT
+from tests.unit.trainer.rank_workers import ROOT
 
 TINY = ROOT / "configs" / "models" / "tiny"
 ROWS = [{"question": f"What is {n}+1?", "answer": f"{n}+1={n + 1}\n#### {n + 1}"} for n in range(40)]
