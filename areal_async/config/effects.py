@@ -1,6 +1,6 @@
 """Which settings of the loss have an effect only beside others, and what is said to who sets them without. Pure.
 
-A setting that nothing in the run looks at would be taken, and would change nothing: whoever gives one is told. What
+A setting that nothing in the run looks at would be taken, and would change nothing: anyone who gives one is told. What
 a preset sets is never refused, nor what a resolved file has, which holds every setting there is. Nor is what an earlier
 source gives, as the file, where a later one, as the command line, has chosen otherwise: the later source wins.
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from areal_async.config.algorithm import PRESETS, AlgorithmSettings
 from areal_async.config.settings import Settings
+from areal_async.config.tree import value_at
 
 
 class Need(NamedTuple):
@@ -92,7 +93,7 @@ def missing(settings: Settings, key: str) -> str:
     need = NEEDS.get(key)
     if need is None or need.holds(settings):
         return ""
-    facts = ", ".join(f"{name}={_text(_value(settings, name))}" for name in need.of)
+    facts = ", ".join(f"{name}={_text(value_at(settings, name.split('.')))}" for name in need.of)
     return f"{facts}, need {need.wanted}"
 
 
@@ -108,18 +109,13 @@ def idle(settings: Settings, rank_of: Mapping[str, int]) -> tuple[str, str] | No
         return decoupled, f"{decoupled}: got {value} with algorithm.name={name}, need true; {name} corrects that loss"
     otherwise = AlgorithmSettings(name=name)
     for key, need in NEEDS.items():
-        value = _value(settings, key)
+        value = value_at(settings, key.split("."))
         # No correction is what a loss without one has.
         is_as_before = value in (getattr(otherwise, key.removeprefix("algorithm.")), "none")
         is_overruled = any(rank_of.get(other, 0) > rank_of.get(key, 0) for other in need.of)
         if key in rank_of and not is_as_before and not is_overruled and (why := missing(settings, key)):
             return key, f"{key}: got {_text(value)} with {why}; leave it out, or choose that"
     return None
-
-
-def _value(settings: Settings, key: str) -> Any:
-    section, name = key.split(".")
-    return getattr(getattr(settings, section), name)
 
 
 def _text(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Settings that may change while the run goes on, and why the others may not. Pure.
 
 A change is a value under a setting's dotted name, beside what the settings said when it was made. Invariant: it holds
-as long as they still say that. Whoever resumes the run with another value has decided anew.
+as long as they still say that. A resume with another value decides anew.
 
 What a step is computed with (the rate, the bound on the age, ``STEP_NUMBERS``) is written into the step's cut when the
 batch is cut, so that a step which is trained again after a crash is trained with the same, and all ranks agree.
@@ -17,11 +17,17 @@ from pydantic import ValidationError
 from areal_async.config.effects import missing
 from areal_async.config.kept import matches, why_kept
 from areal_async.config.settings import Settings
+from areal_async.config.tree import has_place, value_at
 from areal_async.errors import UserError
 from areal_async.protocol.fields import MAX_EXACT
 from areal_async.protocol.run_state import Changes
 
 TASK = re.compile(r"\Atasks\.[0-9]+\.")
+SAMPLED = (
+    "temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "max_new_tokens",
+)  # fmt: skip
+"""Numbers of ``sampling`` that may change. What the loss is divided by stays as ``max_new_tokens`` was given."""
 LIVE = {
     "trainer.lr": "the learning rate of the policy, and of a critic without its own, from the next cut on",
     "trainer.critic.lr": "the learning rate of the critic, from the next cut on",
@@ -33,22 +39,8 @@ LIVE = {
     "rollout.max_staleness": "the bound on the age, at admission and from the next cut on",
     "tasks.*.ratio": "the mix of the tasks, in the prompts that are admitted from then on; 0 switches one off",
     "rollout.max_trajectories_per_node": "how many run at once on each node",
-    "rollout.sampling.temperature": "of groups that begin from then on, as all of sampling; every token keeps its own",
-    "rollout.sampling.top_p": "of those too",
-    "rollout.sampling.top_k": "of those too",
-    "rollout.sampling.min_p": "of those too",
-    "rollout.sampling.frequency_penalty": "of those too",
-    "rollout.sampling.presence_penalty": "of those too",
-    "rollout.sampling.repetition_penalty": "of those too",
-    "rollout.sampling.max_new_tokens": "of those too; what the loss is divided by stays as it was given",
-    "tasks.*.sampling.temperature": "of those of one task",
-    "tasks.*.sampling.top_p": "of those of one task",
-    "tasks.*.sampling.top_k": "of those of one task",
-    "tasks.*.sampling.min_p": "of those of one task",
-    "tasks.*.sampling.frequency_penalty": "of those of one task",
-    "tasks.*.sampling.presence_penalty": "of those of one task",
-    "tasks.*.sampling.repetition_penalty": "of those of one task",
-    "tasks.*.sampling.max_new_tokens": "of those of one task",
+    **{f"rollout.sampling.{one}": "of groups that begin from then on; every token keeps its own" for one in SAMPLED},
+    **{f"tasks.*.sampling.{one}": "the same of the groups of one task" for one in SAMPLED},
     "eval.every_steps": "how often a version is evaluated",
     "health.equal_rewards_steps": "when an alarm is raised, from the next step on",
     "health.logprob_gap": "when an alarm is raised, from the next step on",
@@ -56,14 +48,14 @@ LIVE = {
 }
 """Setting, a star for any item of a list -> what its change does."""
 STEP_NUMBERS = tuple(key for key in LIVE if key.startswith(("trainer.", "algorithm.")) and key != "trainer.lr")
-"""Those that a cut says of its step, besides its rate and its bound."""
+"""Settings whose values a cut holds for its step, besides its rate and its bound."""
 AT_MOST_GIVEN = {
     "rollout.max_staleness": "streams and pools were made for that at the start",
     "rollout.max_trajectories_per_node": "streams and pools were made for that at the start",
     "rollout.sampling.max_new_tokens": "memory and token budget were made for that at the start",
     "tasks.*.sampling.max_new_tokens": "memory and token budget were made for that at the start",
 }
-"""Those which can only be lowered -> why."""
+"""Setting that can only be lowered -> why."""
 REASONS = {
     "model": "the servers and the optimizer hold that model",
     "algorithm": "the graph of a step is built from it at the start",
@@ -74,7 +66,7 @@ REASONS = {
     "endpoint": "nodes and their agents have read it at the start",
     "bus": "everybody is connected by it",
 }
-"""The longest prefix of a setting -> why it is none of these."""
+"""Prefix of settings that cannot change while the run goes on -> why; the longest one counts."""
 
 
 def settings_now(settings: Settings, changes: Changes) -> Settings:
@@ -92,13 +84,13 @@ def held_changes(settings: Settings, changes: Changes) -> list[tuple[str, float]
 
 
 def _with_held(settings: Settings, changes: Changes) -> tuple[Settings, list[tuple[str, float]]]:
-    now, known = settings, settings.model_dump()
+    now = settings
     held: list[tuple[str, float]] = []
     left = [
         (key, change.value)
         for key, change in sorted(changes.by_setting.items(), key=lambda item: item[1].at)
         if _is_live(key)
-        and _is_known(known, key.split("."))
+        and has_place(settings, key.split("."))
         and not tie(settings, key)
         and change.given == value_of(settings, key)
     ]
@@ -162,10 +154,7 @@ def settings_of_step(settings: Settings, *, lr: float, numbers: Mapping[str, flo
 
 def value_of(settings: Settings, key: str) -> float | None:
     """Return what the settings themselves say of a live setting; None where that is what another one says."""
-    found: Any = settings
-    for part in key.split("."):
-        found = found[int(part)] if part.isdecimal() else getattr(found, part)
-    value: float | None = found
+    value: float | None = value_at(settings, key.split("."))
     return value
 
 
@@ -175,7 +164,7 @@ def check_change(settings: Settings, changes: Changes, key: str, value: Any) -> 
     Raises:
         UserError: it is none, with the reason.
     """
-    if not _is_known(settings.model_dump(), key.split(".")) or not _is_live(key):
+    if not has_place(settings, key.split(".")) or not _is_live(key):
         raise UserError(f"{key}: {_why_not(settings, key)}")
     if why := _idle(settings, key):
         raise UserError(f"{key}: {why}")
@@ -266,8 +255,7 @@ def _is_live(key: str) -> bool:
 
 
 def _why_not(settings: Settings, key: str) -> str:
-    known: Mapping[str, Any] = settings.model_dump()
-    if not _is_known(known, key.split(".")):
+    if not has_place(settings, key.split(".")):
         names = live_names(settings)
         near = difflib.get_close_matches(key, names, n=1)
         return f"no such setting; {f'did you mean {near[0]}' if near else 'need one of ' + ', '.join(names)}"
@@ -276,15 +264,3 @@ def _why_not(settings: Settings, key: str) -> str:
     prefix = max((one for one in REASONS if f"{key}.".startswith(f"{one}.")), key=len, default="")
     reason = REASONS.get(prefix, "it is read at the start")
     return f"cannot change while the run goes on: {reason}; stop the run, and start it with --{key}"
-
-
-def _is_known(values: Any, parts: list[str]) -> bool:
-    """Whether there is such a setting. An item of a list has one name: ``01`` is not ``1``."""
-    for part in parts:
-        if isinstance(values, list | tuple) and part in map(str, range(len(values))):
-            values = values[int(part)]
-        elif isinstance(values, Mapping) and part in values:
-            values = values[part]
-        else:
-            return False
-    return True

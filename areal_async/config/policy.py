@@ -15,9 +15,9 @@ POLICY_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,47}")
 """A Python parameter, and part of a server's id."""
 TAKEN_NAMES = ("prompt", "policy")
 MAX_PENALTY = 2.0
-"""As the servers have it."""
+"""The bound that the servers have for a penalty, either way."""
 MAX_BIAS = 1e9
-"""Of a logit: enough to force or to forbid a token, and no infinity in 32 bits."""
+"""The most that is added to a logit: enough to force or to forbid a token, and no infinity in 32 bits."""
 GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 """What can be said of the form of an answer, one for a call."""
 TokenId = Annotated[int, Field(ge=0)]
@@ -77,8 +77,8 @@ class CallSampling(SamplingSettings):
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS)]] = {}
     """Token id -> what is added to its logit."""
     seed: int | None = None
-    """Of the draws: the same prompt with the same seed is answered alike, by siblings too; ``None`` for a new one each
-    time. Of several replies to one call, each has the next."""
+    """Seed of the draws: the same prompt with the same seed is answered alike, by siblings too; ``None`` for a new one
+    each time. Of several replies to one call, each has the next."""
     json_schema: dict[str, Any] | str | None = None
     """The answer is JSON of this schema."""
     regex: str | None = None
@@ -134,9 +134,9 @@ class PolicySettings(Section):
     context_length: int | None = None
     """Longest prompt and answer together, in tokens; ``None`` takes the model's."""
     template: TemplateSettings = TemplateSettings()
-    """Its chat template, where it is to be another than its tokenizer's."""
+    """Chat template of the policy, where it is to be another than its tokenizer's."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Of the served weights; ``None`` takes ``model.dtype``."""
+    """Data type of the served weights; ``None`` takes ``model.dtype``."""
 
     @property
     def is_frozen(self) -> bool:

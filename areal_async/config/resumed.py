@@ -23,7 +23,7 @@ MAX_VALUE = 100
 
 
 class SettingDifference(NamedTuple):
-    """A setting that is otherwise; of one that is not there at all, None."""
+    """A setting whose value differs; None stands for one that is not there at all."""
 
     name: str
     before: Any

@@ -36,7 +36,7 @@ TICKET_ACK_WAIT_S = 30.0
 TRAJECTORY_ACK_WAIT_S = 86_400.0
 """Trajectories stay un-acked until a checkpoint holds them; a lineage fences by its own consumer, not by time."""
 MIN_DUPLICATE_WINDOW_S = 120.0
-"""Also for whoever repeats a message after a restart."""
+"""Seconds, the least, so that a process that repeats a message after a restart stores none twice."""
 MESSAGE_BYTES = 1 << 20
 """Trajectories that are ready together travel together up to this size."""
 MESSAGE_OVERHEAD_BYTES = 64 << 10
@@ -46,7 +46,7 @@ MAX_PAYLOAD_BYTES = 9 << 20
 MAX_CREDIT_BYTES = 16 << 10
 """Rewards of the single replies of one trajectory, at the most; they travel in headers, which hold 64 KB."""
 CUT_CREDIT_BYTES = 6 << 20
-"""Those of all trajectories of one cut, which is one message."""
+"""Rewards of the single replies of all trajectories of one cut, at the most; a cut is one message."""
 
 
 class RunSettings(Section):
@@ -89,11 +89,12 @@ class ModelSettings(Section):
     path: HubPath = "Qwen/Qwen2.5-1.5B-Instruct"
     """Hugging Face folder or hub name."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Of the forward and backward pass and of the served weights; parameters, gradients and optimizer are float32."""
+    """Data type of the forward and backward pass and of the served weights; parameters, gradients and optimizer are
+    float32."""
     critic: OtherModelSettings = OtherModelSettings()
-    """PPO's: the decoder with a head of one output, new or, of a reward model's folder, that one's."""
+    """Critic of PPO: the decoder with a head of one output, new or, of a reward model's folder, that one's."""
     reference: OtherModelSettings = OtherModelSettings()
-    """Of the KL penalty (``algorithm.kl_coef``); never trained."""
+    """Reference of the KL penalty (``algorithm.kl_coef``); never trained."""
 
     def for_role(self, role: Literal["critic", "reference"]) -> "ModelSettings":
         """Return the settings of the model of a role, as if it were the only one."""

@@ -28,6 +28,7 @@ from areal_async.config.strict_yaml import read_yaml
 from areal_async.config.tree import (
     Parts,
     annotation_at,
+    has_place,
     is_composite,
     is_section,
     nearest,
@@ -50,11 +51,11 @@ class Assignment:
     parts: Parts
     value: Any
     rank: int
-    """Of its source: the higher wins. 0 for a resolved file, in which nobody has chosen anything."""
+    """Rank of its source: the higher wins. 0 for a resolved file, in which nobody has chosen anything."""
     origin: str
-    """As a sentence ends with it: ``in configs/gsm8k.yaml``."""
+    """Its source, as a sentence ends with it: ``in configs/gsm8k.yaml``."""
     folder: Path = Path()
-    """That its paths are relative to; else the working directory."""
+    """The folder that its paths are relative to."""
 
     @property
     def name(self) -> str:
@@ -83,7 +84,7 @@ class Sources:
 
     @property
     def all(self) -> tuple[Assignment, ...]:
-        """In their order."""
+        """All assignments, in the order of the sources."""
         return self.file + self.environment + self.command_line
 
 
@@ -402,18 +403,7 @@ def _origin_of(places: Sequence[Parts], assignments: Sequence[Assignment]) -> st
 
 def _gives(assignment: Assignment, parts: Parts) -> bool:
     depth = min(len(parts), len(assignment.parts))
-    return assignment.parts[:depth] == parts[:depth] and _holds(assignment.value, parts[len(assignment.parts) :])
-
-
-def _holds(value: Any, parts: Parts) -> bool:
-    for part in parts:
-        if isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        else:
-            return False
-    return True
+    return assignment.parts[:depth] == parts[:depth] and has_place(assignment.value, parts[len(assignment.parts) :])
 
 
 def _one_line(text: str) -> str:

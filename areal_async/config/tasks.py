@@ -153,7 +153,7 @@ class CurriculumSettings(Section):
     unsolved: float = 0.05
     """Running mean reward up to which a prompt counts as never solved."""
     newest_weight: float = Field(default=0.5, gt=0, le=1)
-    """Of the newest visit in the running mean; 1 looks at that one alone."""
+    """Weight of the newest visit in the running mean; 1 looks at that one alone."""
     keep: float = Field(default=0.25, gt=0, le=1)
     """Share of those prompts that is admitted in an epoch all the same: what they teach may have changed."""
 

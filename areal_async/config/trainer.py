@@ -31,11 +31,11 @@ class CriticTrainerSettings(LayoutSettings):
     """How the critic is divided and learns, where ``algorithm`` has one; what is not here is as in ``trainer``."""
 
     lr: float | None = Field(default=None, gt=0)
-    """Its peak learning rate; ``None`` takes ``trainer.lr``. PPO's critics usually take several times that."""
+    """Peak learning rate of the critic; ``None`` takes ``trainer.lr``. Critics of PPO often take several times that."""
     warmup_steps: int | None = Field(default=None, ge=0, le=MAX_STEP)
     """Training steps over which it rises from 0; ``None`` takes ``trainer.warmup_steps``."""
     max_grad_norm: float | None = Field(default=None, gt=0)
-    """Its gradients are scaled down to this norm; ``None`` takes ``trainer.max_grad_norm``."""
+    """Norm to which the critic's gradients are scaled down; ``None`` takes ``trainer.max_grad_norm``."""
 
 
 class TrainerSettings(Section):
@@ -50,7 +50,7 @@ class TrainerSettings(Section):
     pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
     """``interleaved`` gives every rank several stages: ranks wait less for each other, and send more."""
     pipeline_stages_per_rank: int = Field(default=2, ge=2)
-    """Of the interleaved schedule; in the other each rank has one."""
+    """Stages of each rank in the interleaved schedule; in the other each rank has one."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share the arithmetic of each layer; they should be of one node. Must divide the heads, those of keys
     and values too, and the width of the feed-forward layer; a vocabulary that it does not divide is not shared."""

@@ -5,7 +5,7 @@ section, key and, in a list of sections, index.
 """
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
@@ -64,6 +64,32 @@ def step_into(annotation: Any, part: Any) -> Any:
     if get_origin(annotation) in (tuple, list) and str(part).isdecimal():
         return get_args(annotation)[0]
     return None
+
+
+def value_at(values: Any, parts: Sequence[str]) -> Any:
+    """Return what a tree of values, or sections themselves, hold at a place.
+
+    Raises:
+        KeyError: there is no such place. An item of a list has one name: ``01`` is not ``1``.
+    """
+    for part in parts:
+        if isinstance(values, BaseModel):
+            values = vars(values)
+        elif isinstance(values, list | tuple):
+            values = dict(zip(map(str, range(len(values))), values, strict=True))
+        if not isinstance(values, Mapping):
+            raise KeyError(part)
+        values = values[part]
+    return values
+
+
+def has_place(values: Any, parts: Sequence[str]) -> bool:
+    """Whether a tree of values, or sections themselves, hold something at a place."""
+    try:
+        value_at(values, parts)
+    except KeyError:
+        return False
+    return True
 
 
 def is_section(annotation: Any) -> bool:

@@ -30,7 +30,7 @@ class Readmission:
 
 
 class Readmissions(Sequence[Readmission]):
-    """A list of them that only grows, 32 bytes each."""
+    """Readmissions in a list that only grows, 32 bytes each."""
 
     _WIDTH = 4
 
@@ -38,7 +38,7 @@ class Readmissions(Sequence[Readmission]):
         self._numbers = array("q")
 
     def append(self, item: Readmission) -> None:
-        """Add one."""
+        """Add a readmission."""
         group = item.group_id
         self._numbers.extend((group.epoch, group.index, group.attempt, item.num_failed_attempts))
 
@@ -107,7 +107,7 @@ class Accounts:
             self._readmit(outcome.group_id, num_failed_attempts=outcome.num_failed_attempts)
 
     def _readmit_dead(self, group_id: str) -> None:
-        """Heed the operator's word on a dead group, once: its prompt starts with a full count of attempts."""
+        """Try a dead group again where an operator asks for it, once: its prompt has all of its attempts anew."""
         group = GroupId.parse(group_id)
         if self.is_dead(group_id) and group not in self.again_after_death:
             self.again_after_death.add(group)
@@ -124,8 +124,8 @@ class Accounts:
     def hold(self, servers: Iterable[ServerState], *, newest: Version | None) -> None:
         """Take note of what the servers run.
 
-        A version beyond the ``newest`` that was announced is nobody's, whoever says that he holds it: groups admitted
-        under it would be refused, one after another.
+        A version beyond the ``newest`` that was announced is no server's, whatever it says: groups admitted under it
+        would be refused, one after another.
         """
         versions = [Version.parse(server.version) for server in servers if server.version and not server.fenced]
         self.held = min((one for one in versions if newest is not None and one <= newest), default=None)
@@ -158,5 +158,5 @@ class Accounts:
 
     @property
     def due_readmissions(self) -> list[Readmission]:
-        """Those that are not admitted again yet."""
+        """Readmissions of which the ``admitted`` record does not tell yet, in the order of the log."""
         return self.readmissions[self.admitted.num_readmitted :]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 Z_95 = 1.959964
-"""Of the standard normal distribution 95 % lie within this."""
+"""Half width, in standard deviations, of the middle 95 % of the standard normal distribution."""
 PASS_REWARD = 1.0
 """Reward from which on an answer counts as right in pass@k."""
 MAX_REASONS = 5

@@ -30,7 +30,7 @@ class Mixing:
     """How tasks are to take turns."""
 
     weights: list[int]
-    """As in ``Mix``."""
+    """Weight of each task, in the order of the tasks, as in ``Mix``."""
     earliest: int
     """The first position of which nobody can have published a ticket when this controller began."""
 

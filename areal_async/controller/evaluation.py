@@ -2,7 +2,7 @@
 
 Beside training: own subjects, no credits, never trained. What an evaluation has got so far lives in the
 stream until it is whole, so a restarted controller collects it again. What nobody waits for goes at once, and all of it
-where the stream gets full: it holds tickets and results, and whoever finds no room waits for it.
+where the stream gets full: it holds tickets and results, and any process that finds no room waits for it.
 """
 
 import json
@@ -26,10 +26,10 @@ from areal_async.telemetry import spans
 RESULT_BATCH = 256
 MAX_ATTEMPTS = 3
 FULL_SHARE = 0.5
-"""Of the stream's bytes, from which on results are held in memory alone, and no more tickets are stored."""
+"""Share of the stream's bytes from which on results are held in memory alone, and no more tickets are stored."""
 FULL_POLL_S = 0.5
 TICKETS_BYTES = 4 << 20
-"""Of tickets that are stored between two looks at how full the stream is."""
+"""Bytes of tickets that are stored between two looks at how full the stream is."""
 Answer = tuple[int, int]
 """A row by its place, and which of the answers to it."""
 
@@ -76,7 +76,7 @@ class Evaluator:
         Args:
             version: held when it begins; the records, one per task, say which ones it spanned.
             due_step: the step at which it was due.
-            on_result: told of every result: progress for whoever watches.
+            on_result: called at every result, which is progress for those who watch.
         """
         if before := (await self.made()).get(version):
             for record in before:

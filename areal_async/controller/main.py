@@ -57,7 +57,7 @@ async def _run_until_told(main: Callable[[], Awaitable[None]]) -> bool:
     is_told = False
     async with anyio.create_task_group() as tasks:
 
-        async def heed_signal(*, task_status: anyio.abc.TaskStatus[None]) -> None:
+        async def watch_signal(*, task_status: anyio.abc.TaskStatus[None]) -> None:
             nonlocal is_told
             with anyio.open_signal_receiver(signal.SIGTERM) as signals:
                 task_status.started()
@@ -65,7 +65,7 @@ async def _run_until_told(main: Callable[[], Awaitable[None]]) -> bool:
                     is_told = True
                     tasks.cancel_scope.cancel()
 
-        await tasks.start(heed_signal)
+        await tasks.start(watch_signal)
         await main()
         tasks.cancel_scope.cancel()
     return is_told
@@ -126,7 +126,7 @@ async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tas
 
 
 async def check_permissions(bus: Bus) -> None:
-    """Refuse a broker at which the servers of a lost node could not be disowned: all would wait for them for ever.
+    """Refuse a broker at which the servers of a lost node could not be disowned: all would wait for them without end.
 
     The write that tries it is one that cannot succeed where it is allowed.
 

@@ -1,4 +1,4 @@
-"""Whether groups come to be trained at all: a run that answers prompts for ever and makes no step of them says so.
+"""Whether groups come to be trained at all: a run that answers prompts on and on and makes no step of them says so.
 
 An alarm, and no end: where a filter keeps few groups many have to end before a batch is full, and only a person knows
 whether too many do.

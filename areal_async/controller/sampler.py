@@ -139,7 +139,7 @@ def _is_among(group: GroupId, pool: RowPool, seeds: tuple[int, ...], num_visits:
     """Say whether a pool's first visits have a prompt in its epoch."""
     num_visited = num_visits - group.epoch * pool.num_rows
     if not 0 < num_visited < pool.num_rows:
-        return num_visited > 0  # whoever names an epoch far out has no order made of it
+        return num_visited > 0  # no order is made for an epoch far out that somebody names
     return int(_places(pool.num_rows, seeds)[group.index - pool.first_index]) < num_visited
 
 

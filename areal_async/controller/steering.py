@@ -1,4 +1,4 @@
-"""Orders to a live run: paused, resumed, stopped. Whoever may ask the controller can give them, with any NATS client.
+"""Orders to a live run: pause, resume, stop. Anyone who may ask the controller can give them, with any NATS client.
 
 An order is one compare-and-set of the key ``control``, so two operators never undo each other unseen, and it outlives
 the controller. Each is told as an event with who gave it and why: the audit record.
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 
 
 class RunSteering:
-    """The controller's side of it."""
+    """The endpoints of the controller at which operators give orders."""
 
     def __init__(
         self,
@@ -46,11 +46,11 @@ class RunSteering:
         self._evaluate = evaluate
         self._check = check
         self.control = Control()
-        """As it was seen last."""
+        """The orders in force, as they were seen last."""
 
     @property
     def endpoints(self) -> list[ServiceEndpoint]:
-        """One per order."""
+        """An endpoint for each order."""
         orders = {
             "pause": ("admit nothing more; what was admitted is finished", self._pause),
             "resume": ("admit again", self._resume),

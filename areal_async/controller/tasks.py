@@ -22,12 +22,12 @@ class Tasks:
 
     @property
     def names(self) -> list[str]:
-        """The workflows'."""
+        """Names of the workflows, in the order of the tasks."""
         return [name for name, _ in self._parts]
 
     @property
     def num_rows(self) -> list[int]:
-        """Of each task."""
+        """How many rows each task has."""
         return [len(rows) for _, rows in self._parts]
 
     @property

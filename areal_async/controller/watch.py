@@ -98,7 +98,7 @@ class _Walk:
             circle = self._chain[self._chain.index(entity) :]
             return _End(", ".join(circle), f"so that they wait for each other: {' -> '.join([*circle, entity])}")
         self._chain.append(entity)
-        return self._absence(entity) or self._wait_of(entity) or self._behind(entity)
+        return self._missing(entity) or self._wait_of(entity) or self._behind(entity)
 
     def _wait_of(self, entity: str) -> _Link | None:
         """Go on with the quietest wait that this has itself."""
@@ -163,7 +163,7 @@ class _Walk:
         return _End(entity, f"which nobody has leased, though {', '.join(nodes)} would")
 
     def _behind_room(self, node: str) -> _Link | _End:
-        if node not in self._processes:  # whoever tells of waits may name any
+        if node not in self._processes:  # a process that tells of waits may name any
             return _End(self._chain[-1], "a node that has not been heard")
         records = [one for one in self._processes[node].waits.records if one.waiter == node and _is_group(one.on)]
         if not records:
@@ -179,7 +179,7 @@ class _Walk:
         silent_s = self._silent_s(CONTROLLER)
         return _End(BROKER, f"over which the controller's own reports have not come back for {silent_s:.0f} s")
 
-    def _absence(self, entity: str) -> _Link | _End | None:
+    def _missing(self, entity: str) -> _Link | _End | None:
         """End at a process that is not there, or go on to the one that keeps a server and is not there."""
         if entity == TRAINER and TRAINER not in self._processes:
             return _End(TRAINER, "which has not been heard yet", is_starting=True)

@@ -10,9 +10,9 @@ from areal_async.errors import UserError
 from areal_async.user_files import import_named, mistakes_in
 
 MAX_ROWS = 1_000_000
-"""That a function may return: an endless generator is told, and does not fill the memory."""
+"""Rows that a function may return: an endless generator is told, and does not fill the memory."""
 FUNCTION = "rows"
-"""Of ``FILE.py`` without a name."""
+"""Function that is taken of ``FILE.py`` without a name."""
 SEED = "seed"
 """The column of rows that are numbers."""
 

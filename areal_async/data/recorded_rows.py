@@ -5,7 +5,6 @@ them trained already under another text, and evaluations of other rows do not co
 """
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import msgspec
 
 from areal_async.config.settings import DatasetSettings
 from areal_async.errors import UserError
+from areal_async.process.atomic_folders import write_whole
 
 BATCH_ROWS = 1000
 SHOWN = 12
@@ -24,12 +24,15 @@ class Used(NamedTuple):
     """Rows that a run takes."""
 
     setting: str
-    """That names them: ``tasks.0.dataset``."""
+    """Name of the setting that names the rows: ``tasks.0.dataset``."""
     source: DatasetSettings
     rows: Any
-    """As ``datasets.Dataset``."""
+    """A ``datasets.Dataset``."""
     limit: int | None = None
-    """Of rows to evaluate, how many are taken at most. Those may be named otherwise when the run goes on."""
+    """How many rows to evaluate are taken at most; None for rows to train on.
+
+    Rows to evaluate may be named otherwise when the run goes on.
+    """
 
 
 class _RowsDigest(msgspec.Struct, frozen=True):
@@ -62,7 +65,7 @@ def refuse_other_rows(file: Path, used: Sequence[Used], *, run: str) -> None:
                 f"{seeded}choose another --run.name, or give --fresh to start anew"
             )
     if before | now != before:
-        _write(file, before | now)
+        write_whole(file, msgspec.json.format(msgspec.json.encode(before | now)))
 
 
 def digest_of(rows: Any) -> str:
@@ -97,12 +100,3 @@ def _read(file: Path) -> dict[str, _RowsDigest]:
             f"{file}: cannot be read: {exc}; remove it, and the rows of now are taken for those of the start"
         ) from exc
     return {setting: one for setting, one in found.items() if isinstance(one, _RowsDigest)}
-
-
-def _write(file: Path, records: dict[str, _RowsDigest]) -> None:
-    temporary = file.with_suffix(".tmp")
-    with temporary.open("wb") as written:
-        written.write(msgspec.json.format(msgspec.json.encode(records)))
-        written.flush()
-        os.fsync(written.fileno())
-    temporary.replace(file)

@@ -1,7 +1,7 @@
-"""Who keeps what of a run: the launcher the run, each joined node its id. A key that its holder writes anew for ever.
+"""Locks that heartbeats keep: the launcher's of the run, each joined node's of its id. A holder writes its key anew.
 
 Invariant: of two holders of one key, one is told that it is the other's now. A holder is judged by the clock of
-whoever looks: the key is written again within that one's own waiting, or it is not.
+the process that looks: the key is written again while that one waits, or it is not.
 """
 
 import os

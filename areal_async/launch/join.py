@@ -1,7 +1,7 @@
 """A node that joins a live run from this host or another: all it needs is the broker's address and a key.
 
-The run's settings come from its bucket; the node's own directory is ``<directory>/<run>/nodes/<node>``. Receipts go to
-``<directory>/<run>``, as those of the run's own node do: where that is one folder for all hosts, the doctor finds them.
+The run's settings come from its bucket; the node's own directory is ``<directory>/<run>/nodes/<node>``. Its publish log
+goes to ``<directory>/<run>``, as those of the run's own nodes do: in a folder that all hosts share the doctor finds it.
 The node runs under the same supervision as one that the launcher starts, and ends when the run does. A run that is
 silent, its launcher or its broker, is not over: the node lets go of what it has and joins again once the run is back.
 """
@@ -38,7 +38,7 @@ from areal_async.telemetry import log as logging
 
 NODES = "nodes"
 SILENT_SHARE = 0.75
-"""Of the time for which operations on the bus are tried again, after which a silent run is away: the node is stopped
+"""Share of the time for which bus operations are tried again, after which a silent run is away: the node is stopped
 in good order before it gives the broker up by itself."""
 MAX_HOST = 32
 """Characters of the host's name in a node's."""
@@ -206,13 +206,13 @@ class _Guest:
         with anyio.move_on_after(self._wait_s):
             async with anyio.create_task_group() as tasks:
 
-                async def heed_signals() -> None:
+                async def watch_signals() -> None:
                     with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                         async for _ in signals:
                             ends.append(RunEnd.STOPPED)
                             tasks.cancel_scope.cancel()
 
-                tasks.start_soon(heed_signals)
+                tasks.start_soon(watch_signals)
                 ends.append(await self._look_for_run())
                 tasks.cancel_scope.cancel()
         if not ends:

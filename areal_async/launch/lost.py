@@ -28,7 +28,7 @@ async def find_lost(bus: Bus, directory: RunDirectory, settings: Settings, *, no
     names = bus.names
     states = {stream: await _state(bus, stream) for stream in all_streams(names)}
     counts = {stream: state.last_sequence if state is not None else 0 for stream, state in states.items()}
-    # Whoever has a node's key may store trajectories before any prompt is admitted: they tell where tickets cannot.
+    # A holder of a node's key may store trajectories before any prompt is admitted: they tell where tickets cannot.
     told_by = names.tickets_stream if states[names.tickets_stream] is not None else names.trajectories_stream
     has_admitted = bool(counts[told_by]) or _has_trained(directory)
     if not has_admitted and not counts[f"KV_{names.bucket}"] and not counts[names.outcomes_stream]:

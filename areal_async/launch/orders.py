@@ -11,7 +11,7 @@ from areal_async.protocol.subjects import CONTROL
 
 
 async def take_back_stop(bus: Bus) -> None:
-    """Forget an order to stop: whoever starts the run again wants it to go on. A pause stays."""
+    """Forget an order to stop: a new start wants the run to go on. A pause stays."""
     control, revision = await bus.get(CONTROL, Control)
     if control is not None and control.is_stopping:
         await bus.compare_and_set(CONTROL, msgspec.structs.replace(control, is_stopping=False), revision)

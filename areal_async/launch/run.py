@@ -227,7 +227,7 @@ async def visit(
 
 
 async def hold(stack: ExitStack | AsyncExitStack, directory: RunDirectory, name: str, *, is_visit: bool) -> None:
-    """Lock a run's directory, after whoever else looks into it.
+    """Lock a run's directory, after any other process that looks into it.
 
     Raises:
         LiveError: a launcher has it.

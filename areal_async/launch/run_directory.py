@@ -25,6 +25,7 @@ from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import dump_settings, load_settings
 from areal_async.config.strict_yaml import NOT_YAML
 from areal_async.errors import UserError, leaves_of
+from areal_async.process.atomic_folders import write_whole
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Version
 
@@ -42,7 +43,7 @@ class SettingsSources:
     file: dict[str, Any] = field(default_factory=dict)
     """Name of a setting or a section -> what that file gave it."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """Likewise."""
+    """Name of a setting or a section -> what the environment gave it."""
 
 
 @dataclass(slots=True)
@@ -207,7 +208,7 @@ class RunDirectory:
 
     def write_settings(self, settings: Settings) -> None:
         """Leave the resolved settings for the roles."""
-        _write(self.config, dump_settings(settings))
+        write_whole(self.config, dump_settings(settings).encode())
 
     def read_settings(self) -> Settings:
         """Read what the launcher resolved; the environment was heard then and is not asked again.
@@ -219,7 +220,8 @@ class RunDirectory:
 
     def write_said(self, said: SettingsSources) -> None:
         """Leave what the sources say, for the next start."""
-        _write(self.sources, yaml.safe_dump(asdict(said), sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(asdict(said), sort_keys=False, allow_unicode=True)
+        write_whole(self.sources, text.encode())
 
     def read_said(self) -> SettingsSources | None:
         """Return what the sources said at the start before; None where that is not known.
@@ -236,7 +238,7 @@ class RunDirectory:
 
     def write_bus_url(self, url: str) -> None:
         """Leave the broker's address for the roles."""
-        _write(self.path / "bus" / "url", url + "\n")
+        write_whole(self.path / "bus" / "url", f"{url}\n".encode())
 
     def find_bus_url(self) -> str | None:
         """Return the broker's address; None before the run's first broker is up."""
@@ -299,14 +301,3 @@ def _remove(item: Path) -> None:
         shutil.rmtree(item)
     else:
         item.unlink()
-
-
-def _write(path: Path, text: str) -> None:
-    """Write under another name, sync, rename: a reader never sees half a file, nor does one after a power cut."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

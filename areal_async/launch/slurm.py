@@ -141,7 +141,7 @@ class SlurmProcess:
 
     @property
     def _step(self) -> tuple[str, int]:
-        """Its id and its process; empty and 0 while it has not begun."""
+        """The step's id and its process; empty and 0 while it has not begun."""
         try:
             step, pid = self._identity.read_text().split()
             return step, int(pid)

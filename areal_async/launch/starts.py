@@ -36,7 +36,7 @@ class Start:
     """Who starts a run, and how."""
 
     by: str
-    """As the run's record of changed settings is to name who."""
+    """Name of who starts it, for the run's record of changed settings."""
     is_fresh: bool = False
     """Forget what the bus holds of an earlier run of this name."""
     named: frozenset[str] = frozenset()

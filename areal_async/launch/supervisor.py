@@ -45,7 +45,7 @@ class GroupChange:
 
     group: str
     state: str
-    """As in ``types.CrewState``."""
+    """One of the states of ``run_state.CrewState``."""
     num_starts: int
     reason: str = ""
     at: str = field(default_factory=now)
@@ -186,8 +186,8 @@ class RunSupervisor:
         """
         try:
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._heed_signals)
-                tasks.start_soon(self._heed_stop)
+                tasks.start_soon(self._stop_at_signals)
+                tasks.start_soon(self._stop_when_asked)
                 for member in self._members:
                     tasks.start_soon(self._run_member, member)
                 await self._over.wait()
@@ -296,7 +296,7 @@ class RunSupervisor:
 
     # The end
 
-    async def _heed_stop(self) -> None:
+    async def _stop_when_asked(self) -> None:
         """Stop once when asked to.
 
         consumes:     an order
@@ -308,7 +308,7 @@ class RunSupervisor:
         if not self._stopping.is_set():
             await self._stop_all()
 
-    async def _heed_signals(self) -> None:
+    async def _stop_at_signals(self) -> None:
         """Stop at the first signal, kill at the second.
 
         consumes:     SIGINT and SIGTERM

@@ -1,4 +1,4 @@
-"""Folders that are there whole or not at all, through a crash or a power cut, and for as long as somebody reads them.
+"""Folders and files that are there whole or not at all, through a crash or a power cut, and while somebody reads them.
 
 Written under another name beside the final one, every file synced, renamed, the parent synced. Who reads a folder that
 may be deleted holds a shared lock of one file in it, who deletes it the exclusive one: the kernel gives back what a
@@ -31,6 +31,17 @@ def written_whole(directory: Path) -> Iterator[Path]:
     partial.mkdir(parents=True)
     yield partial
     finish(partial, directory)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name, sync and rename it: a reader never sees half, nor does one after a power cut."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
 
 
 def partial_name(directory: Path) -> Path:
@@ -87,7 +98,7 @@ def held(folder: Path, lease: str) -> Iterator[bool]:
 
 
 def _delete(folder: Path, lease: str) -> None:
-    """Delete a folder, unless somebody holds it; whoever comes later finds none."""
+    """Delete a folder, unless somebody holds it; a process that comes later finds none."""
     aside = folder.with_name(f".{folder.name}.replaced")
     with ExitStack() as stack:
         if lease and (folder / lease).is_file():

@@ -25,7 +25,7 @@ class Fault(NamedTuple):
 
     point: str
     occurrence: int
-    """Of the point in one process, from 1."""
+    """How many times one process has come by the point, counted from 1."""
     action: str
     """``kill`` and ``stop`` are SIGKILL and SIGSTOP to the process itself, ``raise`` a PipelineError."""
 

@@ -141,7 +141,7 @@ def serve_app(
             **options,
         )
     )
-    # Whoever happens to start it must not lend its context's names to all that it serves.
+    # The task that happens to start it must not lend its context's names to all that is served.
     task = loop.create_task(server.serve(sockets=[listening]), context=contextvars.Context())
     task.add_done_callback(_report)
     return server, task

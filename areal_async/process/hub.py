@@ -10,7 +10,7 @@ from areal_async.errors import UserError
 REACH_DEADLINE_S = 10
 """The longest wait for a hub that does not answer."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
-"""Of files of rows."""
+"""Suffixes of files of rows."""
 MODEL_FILES = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 
 

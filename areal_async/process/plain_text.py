@@ -1,6 +1,6 @@
 """Text of others in logs and on terminals: what would act there, as escapes do, is seen instead.
 
-Users' code, models and servers write what they like. Whoever looks at a log with ``cat`` or ``tail`` has a terminal
+Users' code, models and servers write what they like. Anyone who looks at a log with ``cat`` or ``tail`` has a terminal
 that obeys: it moves the cursor, changes the title, writes over what was said before.
 """
 
@@ -48,7 +48,7 @@ def read_tail(path: Path, *, start_bytes: int, max_bytes: int) -> str:
 class PlainStream(io.TextIOWrapper):
     """Writes lines to an open file, escaped, at once; makes the file again where it was taken away.
 
-    What cannot be written, as on a full disk, is left out: whoever prints goes on.
+    What cannot be written, as on a full disk, is left out: the process that prints goes on.
     """
 
     def __init__(self, number: int, path: Path) -> None:

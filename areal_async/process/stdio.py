@@ -1,6 +1,6 @@
 """What a process says on stdout, for as long as that can be written.
 
-A run goes on without its reader: whoever reads no more, as ``head``, a terminal that is closed, a full disk. What is
+A run goes on without its reader, which may end as ``head`` does, be a closed terminal or a full disk. What is
 said then goes nowhere, which is told once; most of it stands in the run's logs too.
 """
 
@@ -58,7 +58,7 @@ def loss() -> OSError | None:
 
 
 def open_missing_streams() -> None:
-    """Open those of stdin, stdout and stderr that whoever started this process has closed: onto nothing.
+    """Open those of stdin, stdout and stderr onto nothing that this process was started without.
 
     Call before anything else is opened. A socket would get the number of the first that is missing, and then be what
     children take for theirs; libuv aborts over it.

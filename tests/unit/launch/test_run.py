@@ -437,7 +437,7 @@ async def test_a_run_that_fails_in_its_launcher_leaves_the_cause_for_joined_node
 async def test_a_launcher_that_kills_everything_does_not_wait_for_a_joined_node(
     settings: Settings, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("areal_async.launch.run.SEE_OFF_S", 600.0)
+    monkeypatch.setattr("areal_async.launch.run.JOINED_NODES_S", 600.0)
     deaf = anyio.Path(directory.path / "deaf")
     backend = _StandIns(
         "import pathlib, signal, time\n"

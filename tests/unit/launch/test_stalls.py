@@ -49,7 +49,7 @@ class _Scene:
 
         async def is_heard() -> bool:
             if len(self.groups.asked) == before:  # the first ones may come before anybody listens
-                await self._controller.tell(stall)
+                await self._controller.publish_event(stall)
                 await anyio.sleep(0.05)
             return len(self.groups.asked) > before
 
