@@ -1,4 +1,4 @@
-"""The launcher heeds the order to stop, and tells of a pause only when it is older than this start."""
+"""The launcher follows the order to stop, and tells of a pause only when it is older than this start."""
 
 from collections.abc import AsyncIterator
 
@@ -29,13 +29,13 @@ async def test_a_pause_is_told_of_at_the_start_alone(
         return watch(key, kind)
 
     monkeypatch.setattr(bus, "watch_key", begin_watching)
-    async with anyio.create_task_group() as heeding:
-        heeding.start_soon(lambda: run_stop_orders(bus, stop=stopped.set, notify=told.append))
+    async with anyio.create_task_group() as following:
+        following.start_soon(lambda: run_stop_orders(bus, stop=stopped.set, notify=told.append))
         with anyio.fail_after(PATIENCE_S):
             await watching.wait()
             await bus.put(CONTROL, Control(is_paused=True, by="bob"))
             await bus.put(CONTROL, Control(is_paused=True, is_stopping=True, by="bob"))
             await stopped.wait()
-        heeding.cancel_scope.cancel()
+        following.cancel_scope.cancel()
 
     assert told == (["still paused by ann: nothing is admitted before it is resumed"] if is_paused else [])
