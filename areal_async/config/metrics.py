@@ -14,7 +14,8 @@ class MetricsSettings(Section):
     """Exports of what the run measures."""
 
     tensorboard: bool = True
-    """Write every step's and evaluation's numbers to ``<run directory>/tensorboard`` as well."""
+    """Write every step's and evaluation's numbers to ``<run directory>/tensorboard`` as well (extra
+    ``tensorboard``; without it none are written, and that is said once)."""
     wandb_project: str | None = None
     """Send them to this project of Weights & Biases too (extra ``wandb``); ``None`` sends nothing."""
     prometheus: bool = False

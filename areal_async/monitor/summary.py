@@ -1,11 +1,11 @@
 """What a run came to: a few lines and ``reward.png``, from the files in its directory alone."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from areal_async.config.settings import Settings
 from areal_async.monitor.advice import advice
 from areal_async.monitor.evaluated import answers, failures, figure, kind
+from areal_async.monitor.report.picture import write_picture
 from areal_async.monitor.tail import Line, read_json_lines
 from areal_async.monitor.view import by_task, number
 from areal_async.protocol.types import mean
@@ -33,7 +33,8 @@ def summarise(settings: Settings) -> list[str]:
     evaluations = {workflow: last_per_step(part) for workflow, part in parts.items()}
     lines = []
     if steps:
-        draw(steps, evaluations, directory / "reward.png")
+        curves = {f"{_label(part[-1])}, held out {name}".strip(): part for name, part in evaluations.items() if part}
+        write_picture(steps, curves, directory / "reward.png")
         accuracies = [text for workflow, part in evaluations.items() for text in _accuracy_texts(workflow, part)]
         lines = [_reward_text(steps), *accuracies, _time_text(steps), _tokens_text(steps)]
         lines += advice(steps, evaluations, settings)
@@ -90,30 +91,3 @@ def _tokens_text(steps: Sequence[Line]) -> str:
         for key in ("num_tokens", "num_trajectories", "dropped_stale", "failed")
     )
     return f"trained: {tokens:,} tokens of {trajectories:,} trajectories; dropped as stale {stale:,}, failed {failed:,}"
-
-
-def draw(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], path: Path) -> None:
-    """Draw reward and each task's evaluations above staleness, per step."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second that only a run's end should pay
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
-    at = [number(line, "step") for line in steps]
-    above.plot(at, [number(line, "reward_mean") for line in steps], label="mean reward of the batch")
-    for workflow, whole in evaluations.items():
-        if part := [line for line in whole if line.get("accuracy") is not None]:
-            above.plot(
-                [number(line, "step") for line in part],
-                [number(line, "accuracy") for line in part],
-                marker="o",
-                label=f"{_label(part[-1])}, held out {workflow}".strip(),
-            )
-    below.plot(at, [number(line, "staleness_mean") for line in steps], label="staleness, mean")
-    below.plot(at, [number(line, "staleness_max") for line in steps], label="staleness, max", linestyle=":")
-    below.set_xlabel("training step")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-        axes.legend(loc="best")
-    figure.savefig(path, dpi=120)

@@ -20,7 +20,7 @@ from structlog.typing import EventDict, Processor, WrappedLogger
 from areal_async.errors import UserError
 from areal_async.process.plain_text import escaped
 
-CHATTY = ("aiohttp", "asyncio", "httpcore", "httpx", "matplotlib", "nats", "urllib3", "uvicorn.access")
+CHATTY = ("aiohttp", "asyncio", "httpcore", "httpx", "nats", "urllib3", "uvicorn.access")
 """Loggers of dependencies that write a line per request or connection; only their warnings are kept."""
 
 

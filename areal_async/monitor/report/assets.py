@@ -1,11 +1,26 @@
 """The page's style and scripts, inside it: nothing is fetched from anywhere but, of a watched one, the page itself."""
 
-STYLE = """
-:root {
-  color-scheme: light;
-  --page: #f3f3f1; --card: #fcfcfb; --ink: #14140f; --soft: #55554f; --faint: #6d6d65; --line: #e2e1dc;
-  --c1: #2a78d6; --c2: #d2551f; --c3: #14855c; --c4: #7a4fc4; --c5: #a87000; --tint: 210, 85, 31; --bad: #b3261e;
+LIGHT = {
+    "page": "#f3f3f1",
+    "card": "#fcfcfb",
+    "ink": "#14140f",
+    "soft": "#55554f",
+    "faint": "#6d6d65",
+    "line": "#e2e1dc",
+    "c1": "#2a78d6",
+    "c2": "#d2551f",
+    "c3": "#14855c",
+    "c4": "#7a4fc4",
+    "c5": "#a87000",
+    "tint": "210, 85, 31",
+    "bad": "#b3261e",
 }
+"""Colours of the page by day, by name; of pictures always."""
+
+STYLE = (
+    ":root { color-scheme: light; "
+    + "".join(f"--{name}: {colour}; " for name, colour in LIGHT.items())
+    + """}
 @media (prefers-color-scheme: dark) {
   :root {
     color-scheme: dark;
@@ -81,6 +96,7 @@ pre { overflow-x: auto; font-size: 12.5px; }
   margin: 0 2px; }
 .bad { color: var(--bad); }
 """
+)
 
 SCRIPT = """
 const tip = document.getElementById("tip");

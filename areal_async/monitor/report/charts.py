@@ -192,6 +192,14 @@ def legend(names: Sequence[str]) -> str:
     return f'<p class="legend">{items}</p>'
 
 
+def coloured_names(names: Sequence[str], line_height: int) -> str:
+    """Return the same for a picture: SVG text, a line for each name, in its colour."""
+    return "".join(
+        f'<text class="f{place}" x="{LEFT}" y="{place * line_height}">\N{BLACK SQUARE} {html.escape(name)}</text>'
+        for place, name in enumerate(names, start=1)
+    )
+
+
 def _is_known(value: float | None) -> TypeGuard[float]:
     return value is not None and math.isfinite(value)
 

@@ -1,11 +1,14 @@
 """The numbers of every step and evaluation, written to TensorBoard and, on request, to Weights & Biases."""
 
+import importlib.util
 import shutil
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import structlog
 
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError
@@ -28,6 +31,9 @@ GROUPS = {
 }  # fmt: skip
 
 
+log = structlog.get_logger()
+
+
 def tag_of(key: str) -> str:
     """Return a metric's tag, ``<group>/<name>``: boards show a group's curves together."""
     if key in TAGS or "/" in key:
@@ -45,7 +51,7 @@ class Curves:
             UserError: Weights & Biases is asked for and not installed.
         """
         self._directory = run_directory / "tensorboard"
-        self._has_board = settings.metrics.tensorboard
+        self._has_board = settings.metrics.tensorboard and _has_tensorboard()
         self._board: Any = None
         self._num_rewinds = 0
         self._tracker = _start_wandb(settings, run_directory) if settings.metrics.wandb_project else None
@@ -122,6 +128,18 @@ class _Board:
 
     def _write(self, event: "Event") -> None:
         self._writer.write(event.SerializeToString())
+
+
+def _has_tensorboard() -> bool:
+    """Say whether event files can be written, and in one sentence of the log why not: they are no reason not to run."""
+    is_installed = importlib.util.find_spec("tensorboard") is not None
+    if not is_installed:
+        log.warning(
+            "curves.no_tensorboard",
+            cause="metrics.tensorboard: got true, need the package tensorboard",
+            cure="pip install areal-async[tensorboard], or set it to false",
+        )
+    return is_installed
 
 
 def _start_wandb(settings: Settings, run_directory: Path) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from areal_async.monitor.report.page import render
 from tests.unit.cli.reports import report
@@ -95,13 +96,11 @@ setTimeout(() => {
 
 def _look(tmp_path: Path, *, width: int, is_dark: bool = False) -> tuple[dict[str, Any], Any]:
     """Return what the page measures of itself, and its picture [height, width, 3]."""
-    import matplotlib.image
-
     page = render(report()).replace("<details id", "<details open id").replace("</body>", MEASURE)
     (tmp_path / "report.html").write_text(page.replace("<head>", LISTEN, 1), encoding="utf-8")
     size = (f"--window-size={width},1500", f"--screenshot={tmp_path / 'shot.png'}")
     seen = _browse(tmp_path, f"--blink-settings=preferredColorScheme={0 if is_dark else 1}", *size)
-    return seen, matplotlib.image.imread(tmp_path / "shot.png")
+    return seen, np.asarray(Image.open(tmp_path / "shot.png")) / 255
 
 
 def _browse(tmp_path: Path, *options: str) -> dict[str, Any]:

@@ -3,9 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image, ImageColor
 
 from areal_async.config.settings import DatasetSettings, RunSettings, Settings, TaskSettings
+from areal_async.monitor.report.assets import LIGHT
 from areal_async.monitor.summary import last_per_step, summarise
 
 
@@ -48,7 +51,13 @@ def test_summary_compares_the_ends_and_draws_the_curve(settings: Settings) -> No
         "trained: 10,000 tokens of 1,280 trajectories; dropped as stale 10, failed 0",
     ]
     assert f"{directory / 'model'}: the trained model, a Hugging Face folder" in lines
-    assert (directory / "reward.png").read_bytes().startswith(b"\x89PNG")
+    picture = np.asarray(Image.open(directory / "reward.png").convert("RGB"))
+    drawn = {name: int((picture == ImageColor.getrgb(LIGHT[name])).all(axis=-1).sum()) for name in ("c1", "c2", "soft")}
+    assert picture.shape[1] > 2 * picture.shape[0], "two charts beside each other"
+    assert min(drawn.values()) > 300, f"two lines, and what the axes are: {drawn}"
+    left, right = np.split((picture == ImageColor.getrgb(LIGHT["c1"])).all(axis=-1), 2, axis=1)
+    assert len(left.any(axis=1).nonzero()[0]) > 200, "the reward has gone up"
+    assert right.any()
 
 
 def test_a_mean_of_rewards_that_are_not_0_or_1_is_called_no_accuracy(settings: Settings) -> None:

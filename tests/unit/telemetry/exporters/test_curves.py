@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
@@ -107,6 +108,23 @@ def test_nothing_is_written_where_it_is_not_wanted(tmp_path: Path) -> None:
     follower = Follower(_settings(tmp_path, tensorboard=False))
     _write(_write_to, _step(1, 0.1))
     follower.close()
+    assert not (tmp_path / "seen" / "tensorboard").exists()
+
+
+def test_a_run_goes_on_without_a_board_that_is_not_installed_and_says_so_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the default to write one, and no default job needs it."""
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+
+    with capture_logs() as logs:
+        follower = Follower(_settings(tmp_path))
+        _write(tmp_path / "seen" / "metrics.jsonl", _step(1, 0.1))
+        follower.close()
+
+    assert [(line["event"], line["cause"]) for line in logs] == [
+        ("curves.no_tensorboard", "metrics.tensorboard: got true, need the package tensorboard")
+    ]
     assert not (tmp_path / "seen" / "tensorboard").exists()
 
 
