@@ -7,13 +7,16 @@ given back, at the end, at Ctrl-Z or by a signal, its modes, its text and its cu
 import asyncio
 import os
 import signal
+import sys
 from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 from rich.text import Text
+from textual import events
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.geometry import Size
 from textual.timer import Timer
 from textual.widgets import Input, Label, Static
 
@@ -145,9 +148,14 @@ class TopApp(App[signal.Signals]):
 
     def _draw(self) -> None:
         self._has_news = False
-        if not self.is_headless and not os.isatty(0):  # the terminal has gone, and nobody has told
-            self.exit()
-            return
+        if not self.is_headless:
+            try:
+                size = Size(*os.get_terminal_size(sys.stdin.fileno()))
+            except OSError:  # the terminal has gone, and nobody has told
+                self.exit()
+                return
+            if size != self.size:  # nor need a signal tell of another size
+                self.post_message(events.Resize(size, size))
         view, pane = self._view, self._pane
         self._head.update(Text("\n").join(head_lines(view, self.size.width)))
         self._tabs.visible = pane.visible = view.status is not None
