@@ -74,7 +74,7 @@ class Group:
     trajectories: list[Trajectory]
 
     def message(self) -> Message:
-        """Encode them as an outbox does, for whoever has no outbox."""
+        """Encode them as an outbox does, for a contender without one."""
         payload, headers, _ = encode_message(
             self.trajectories,
             group_id=self.ticket.group_id,
@@ -172,7 +172,7 @@ async def settle_ours(trainer: Bus, sweep: Sweep, consumer: str, num_groups: int
     async def run_read() -> None:
         async with read_done, taken:
             async for deliveries in taken:
-                placed = _placed(deliveries)
+                placed = _batch_slots(deliveries)
                 trajectories, missing = await fetch(trainer, placed) if reads else ({}, [])
                 assert not missing
                 assert not reads or len(trajectories) == len(placed)
@@ -195,7 +195,7 @@ async def settle_ours(trainer: Bus, sweep: Sweep, consumer: str, num_groups: int
     assert not (await trainer.stream_state(trainer.names.trajectories_stream)).num_messages
 
 
-def _placed(deliveries: list[Delivery]) -> list[BatchSlot]:
+def _batch_slots(deliveries: list[Delivery]) -> list[BatchSlot]:
     placed: list[BatchSlot] = []
     for delivery in deliveries:
         message = decode_headers(delivery.headers, sequence=delivery.sequence, num_bytes=delivery.num_bytes)
@@ -303,7 +303,7 @@ async def connect_raw(stack: AsyncExitStack, settings: Settings, url: str) -> Cl
 
 
 class Bench:
-    """One broker, and on it our streams and a raw one with the same limits; the publishing half."""
+    """The publishing half: a broker with our streams and a raw one of the same limits."""
 
     def __init__(self, *, num_groups: int, num_bytes: int) -> None:
         self._num_groups = num_groups

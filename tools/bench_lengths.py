@@ -26,7 +26,7 @@ from tools.heavy_tail import SHORTEST_TOKENS, TAIL_EXPONENT
 QUESTIONS = Path("configs/data/gsm8k_tiny_sft.jsonl")
 KINDS = ("gsm8k", "heavy")
 LONGEST_TOKENS = 440
-"""Of a heavy-tailed answer; with the longest question it fits the tiny model's context of 512."""
+"""Longest heavy-tailed answer, in tokens; with the longest question it fits the tiny model's context of 512."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Prompted:
 
     @property
     def lengths(self) -> list[int]:
-        """Of its sequences, prompt included."""
+        """Lengths of its sequences in tokens, prompts included."""
         return [len(self.prompt_ids) + length for length in self.answer_lengths]
 
 
@@ -68,9 +68,9 @@ class Packed:
     """What a batch's packing comes to."""
 
     num_rows: int
-    """On all ranks, empty ones included."""
+    """Rows on all ranks, empty ones included."""
     fewest_rows: int
-    """That could hold the tokens if sequences could be cut, as many on every rank."""
+    """Rows that would hold the tokens if sequences could be cut, as many on every rank."""
     waste: float
     """Share of the rows' token budget that no token fills."""
     idle: float

@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512,
     },
 }  # fmt: skip
-"""As published with Qwen3-0.6B and Qwen2.5-1.5B; ``tiny`` shows on a CPU that the tool works."""
+"""Dimensions as published with Qwen3-0.6B and Qwen2.5-1.5B; ``tiny`` shows on a CPU that the tool works."""
 PEAK_TFLOPS = {"H200": 989.4, "H100 PCIe": 756.0, "H100": 989.4, "A100": 312.0, "L40S": 362.0, "L4": 121.0}
 """Dense bfloat16 on tensor cores, from NVIDIA's data sheets, which print twice as much for sparse matrices."""
 

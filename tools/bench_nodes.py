@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.protocol.publish_log import read_receipts
-from tools.faults_accounts import account
-from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, strike
+from tools.faults_counts import count_slots
+from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, send_signal
 from tools.sleeping_server import TOKEN_S, interpreter
 
 NEED = 1.8
@@ -94,7 +94,7 @@ def measure(folder: Path, *, window_s: float) -> float:
         run.wait_until(lambda: num_rollouts(run, NODE_ID) > REQUESTS_PER_SERVER, "rollouts of the second node")
         time.sleep(SETTLE_S)
         both = rate(run, "two nodes", window_s=window_s)
-        strike(keeper.pid, signal.SIGKILL)
+        send_signal(keeper.pid, signal.SIGKILL)
         keeper.wait()
         run.wait_until(lambda: len(run.role_pids("node")) == 1, "the death of the second node", deadline_s=10)
         started, num_steps = time.monotonic(), len(run.steps)
@@ -103,7 +103,7 @@ def measure(folder: Path, *, window_s: float) -> float:
         run.wait_for_step(len(run.steps) + 3)
         rate(run, "after SIGKILL of the second", window_s=window_s)
         run.stop()
-        found = account(run.run_directory)
+        found = count_slots(run.run_directory)
     finally:
         run.kill_everything()
         run.close()

@@ -26,7 +26,7 @@ class Filled:
     least: int
     """Rows that the batch needs."""
     num_rows: int
-    """That it is divided into."""
+    """Rows that the batch is divided into."""
     idle: float
     """Share of the time of a rank."""
     sent_empty: float

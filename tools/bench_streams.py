@@ -64,7 +64,7 @@ Send = Callable[[dict[str, Any]], Awaitable[int]]
 
 @dataclass
 class Figures:
-    """One contender in one workload."""
+    """A contender in a workload."""
 
     num_events: int = 0
     num_requests: int = 0
@@ -127,7 +127,7 @@ class RawConnection(asyncio.Protocol):
 
 @asynccontextmanager
 async def raw_sockets(url: str, max_streams: int) -> AsyncIterator[Send]:
-    """One connection per stream, kept."""
+    """A client with one kept connection per stream."""
     port = urlsplit(url).port or 80
     loop = asyncio.get_running_loop()
     idle: list[RawConnection] = []

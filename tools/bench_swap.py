@@ -43,7 +43,7 @@ SWAP_DEADLINE_S: Final = 60.0
 
 
 class Bench:
-    """One server under constant load, and the swaps."""
+    """A server under constant load, and its swaps."""
 
     def __init__(self, client: InferenceClient, server: ServerHandle, arguments: argparse.Namespace) -> None:
         self._client = client

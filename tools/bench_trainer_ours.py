@@ -50,7 +50,7 @@ def main() -> None:
         while stage.wait():
             clock = Clock()
             grad_norm = step()
-            stage.tell({**clock.read(), "num_tokens": num_tokens, "grad_norm": grad_norm})
+            stage.report({**clock.read(), "num_tokens": num_tokens, "grad_norm": grad_norm})
 
 
 def settings_of(model: str, token_budget: int) -> Settings:
@@ -110,7 +110,7 @@ class DensePolicy(PolicyModel):
     """The policy on rows of one length, as a batch of [B, L], padded behind a mask or not padded at all."""
 
     lengths: Sequence[int] = ()
-    """Of the sequences before padding."""
+    """Tokens of the sequences before padding."""
 
     def forward(self, row: PackedRow) -> tuple[Tensor, Tensor]:
         """Return logprob and entropy of every scored token."""

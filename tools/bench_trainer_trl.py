@@ -105,7 +105,7 @@ def trainer_of(arguments: argparse.Namespace, stage: Stage) -> Any:
 
         def on_step_end(self, *_given: Any, **_more: Any) -> None:
             took = {name: took - trainer.preparing[name] for name, took in self.clock.read().items()}
-            stage.tell({**took, "num_tokens": int(answers.sum()), "grad_norm": self.grad_norm})
+            stage.report({**took, "num_tokens": int(answers.sum()), "grad_norm": self.grad_norm})
 
     trainer = Timed(
         model=arguments.model,

@@ -207,7 +207,7 @@ def measure_costs(run: FaultRun, *, rounds: int, window_s: float) -> tuple[Costs
     return costs, unwatched
 
 
-def tell_costs(title: str, costs: Costs, unwatched: Mapping[str, Sequence[float]], *, is_precise: bool) -> bool:
+def print_costs(title: str, costs: Costs, unwatched: Mapping[str, Sequence[float]], *, is_precise: bool) -> bool:
     """Print them; say whether every bound holds."""
     print(f"\n{title}: percent of a core, median over rounds (least to greatest)")
     print(f"{'':<26}" + "".join(f"{role:>24}" for role in unwatched))
@@ -237,7 +237,7 @@ def event_lags(run: FaultRun, count: int) -> list[float]:
     """Tell events to the bus, at any moment of a second; return how long each takes to the screen."""
     lags: list[float] = []
 
-    async def tell() -> None:
+    async def publish() -> None:
         screen = await anyio.to_thread.run_sync(Screen, run)
         try:
             async with visit_live(run.run_directory) as (_, bus):
@@ -251,7 +251,7 @@ def event_lags(run: FaultRun, count: int) -> list[float]:
         finally:
             await anyio.to_thread.run_sync(screen.close)
 
-    anyio.run(tell)
+    anyio.run(publish)
     return lags
 
 
@@ -295,7 +295,7 @@ def _written_s(path: Path, text: str) -> float:
     return float("inf")
 
 
-def tell_lags(what: str, lags: Sequence[float]) -> bool:
+def print_lags(what: str, lags: Sequence[float]) -> bool:
     """Print them; say whether the bound holds."""
     is_held = max(lags) < MAX_LAG_S
     print(
@@ -344,16 +344,16 @@ def main() -> int:
             if arguments.only in (None, "lags"):
                 print("\nlag, from its own time to when it is seen")
                 on_screen, in_file = step_lags(run, arguments.marks)
-                is_held &= tell_lags("a step's line on the screen of top", on_screen)
-                is_held &= tell_lags("a step's line in status --html --watch", in_file)
-                is_held &= tell_lags("an event on the screen of top", event_lags(run, arguments.marks))
+                is_held &= print_lags("a step's line on the screen of top", on_screen)
+                is_held &= print_lags("a step's line in status --html --watch", in_file)
+                is_held &= print_lags("an event on the screen of top", event_lags(run, arguments.marks))
             measured = partial(measure_costs, run, rounds=arguments.rounds, window_s=arguments.window_s)
             if arguments.only in (None, "training"):
-                is_held &= tell_costs("while it trains", *measured(), is_precise=False)
+                is_held &= print_costs("while it trains", *measured(), is_precise=False)
             if arguments.only in (None, "paused"):
                 _order(run, "pause")
                 _wait_at_rest(run)
-                is_held &= tell_costs("while it is paused", *measured(), is_precise=True)
+                is_held &= print_costs("while it is paused", *measured(), is_precise=True)
                 _order(run, "resume")
             run.stop()
         finally:

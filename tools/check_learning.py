@@ -34,7 +34,7 @@ NOISE = 0.03
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """One finished run."""
+    """A finished run."""
 
     name: str
     first: float
@@ -47,12 +47,12 @@ class Result:
 
     @property
     def gain(self) -> float:
-        """Of the greedy accuracy."""
+        """Change of the greedy accuracy."""
         return self.after - self.before
 
     @property
     def reward_gain(self) -> float:
-        """Of the sampled reward."""
+        """Change of the sampled reward."""
         return self.last - self.first
 
 

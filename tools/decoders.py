@@ -105,14 +105,14 @@ _SLOTS = wire.decode_headers(_HEADERS, sequence=1, num_bytes=len(_PAYLOAD)).slot
 
 
 def _decode_headers(data: bytes) -> object:
-    """One line for each header, as the client hands them over: what is no UTF-8 becomes surrogates."""
+    """A line for each header, as the client passes them on, with surrogates for bytes that are no UTF-8."""
     names = (wire.GROUP_HEADER, wire.SLOTS_HEADER)
     values = data.decode(errors="surrogateescape").split("\n")
     return wire.decode_headers(dict(zip(names, values, strict=False)), sequence=1, num_bytes=len(data))
 
 
 def _decode_payload_under_its_checksum(data: bytes) -> object:
-    """As a producer may write it, whose checksum always fits."""
+    """A message as a producer may write it, whose checksum always fits."""
     slot = msgspec.structs.replace(_SLOTS[0], crc32=zlib.crc32(data))
     return wire.decode_trajectory(msgspec.msgpack.encode([data]), slot)
 

@@ -1,4 +1,4 @@
-"""Strike a real run with every fault of the matrix and account for every acknowledged trajectory afterwards.
+"""Inject every fault of the matrix into a real run, and count what became of every acknowledged trajectory.
 
     python -m tools.faults                          # all rows; 5 seeds where the timing is random
     python -m tools.faults --quick                  # a selection, one seed each; under 8 minutes
@@ -59,7 +59,7 @@ MODULES = (
 
 
 class Job(NamedTuple):
-    """A row under one seed."""
+    """A row and its seed."""
 
     row: Row
     seed: int
@@ -98,12 +98,12 @@ def in_order(number: str) -> tuple[bool, int, str]:
 
 def print_line(result: Result) -> None:
     """Say how one seed of a row went."""
-    accounts = result.accounts
+    counts = result.counts
     print(
         f"{result.verdict:8} row {result.row} seed {result.seed} in {result.duration_s:.0f} s: "
-        f"acked {accounts.acked}, trained {accounts.trained}, stored {accounts.stored}, "
-        f"dropped {_dropped(result)}, lost {len(accounts.lost)}, twice {len(accounts.twice)}, "
-        f"over age {len(accounts.over_age)}, cpu {result.cpu_s:.0f} s" + "".join(f"; {note}" for note in result.notes),
+        f"acked {counts.acked}, trained {counts.trained}, stored {counts.stored}, "
+        f"dropped {_dropped(result)}, lost {len(counts.lost)}, twice {len(counts.twice)}, "
+        f"over age {len(counts.over_age)}, cpu {result.cpu_s:.0f} s" + "".join(f"; {note}" for note in result.notes),
         flush=True,
     )
 
@@ -119,20 +119,20 @@ def print_table(results: list[Result]) -> None:
     for column in ("recovery s", "RSS MB", "CPU s", "s"):
         table.add_column(column, justify="right")
     for result in results:
-        accounts = result.accounts
+        counts = result.counts
         recovery = "" if result.recovery_s is None else f"{result.recovery_s:.1f}"
-        counts = (accounts.acked, accounts.trained, accounts.stored, _dropped(result))
-        bad = (len(accounts.lost), len(accounts.twice), len(accounts.over_age))
+        figures = (counts.acked, counts.trained, counts.stored, _dropped(result))
+        bad = (len(counts.lost), len(counts.twice), len(counts.over_age))
         measured = (recovery, result.peak_rss_bytes >> 20, f"{result.cpu_s:.0f}", f"{result.duration_s:.0f}")
         table.add_row(
-            result.row, result.title, result.verdict, str(result.seed), *map(str, counts), *map(str, bad),
+            result.row, result.title, result.verdict, str(result.seed), *map(str, figures), *map(str, bad),
             ", ".join(result.named), *map(str, measured),
         )  # fmt: skip
     Console(width=240).print(table)
 
 
 def _dropped(result: Result) -> str:
-    return " ".join(f"{kind} {count}" for kind, count in sorted(result.accounts.dropped.items())) or "0"
+    return " ".join(f"{kind} {count}" for kind, count in sorted(result.counts.dropped.items())) or "0"
 
 
 def main() -> None:

@@ -4,16 +4,16 @@ import signal
 import time
 
 from tools.faults_cases import Case, row
-from tools.faults_run import strike
+from tools.faults_run import send_signal
 
 POINT = "trainer.during_broadcast"
 BUCKET_BYTES, NUM_BUCKETS = 300_000, 14
-"""So many buckets are a version of the tiny model's 3.4 MB in float32."""
+"""Number of buckets in a version of the tiny model's 3.4 MB in float32."""
 NUM_LEFT = 6
 """Buckets of a version that are yet to be sent when its receiver is killed: the last ones may be with it already."""
 DEADLINE_S = 20
 RECEIVED_S = 0.3
-"""For what was sent before the stop to arrive."""
+"""Time for bytes that were sent before the stop to arrive."""
 SERVER = "areal_async.inference.embedded"
 
 
@@ -31,9 +31,9 @@ def broadcast_broken(case: Case) -> None:
     run.wait_until(lambda: run.has_fired(f"{POINT}-{first}") or not run.is_alive, "the first broadcast to be struck")
     trainer = run.role_pid("trainer")
     time.sleep(RECEIVED_S)
-    strike(case.rng.choice(sorted(run.pids(SERVER))), signal.SIGKILL)
+    send_signal(case.rng.choice(sorted(run.pids(SERVER))), signal.SIGKILL)
     run.wait_until(lambda: bool(run.events("node", "server.failed")), "the node to miss its server", deadline_s=30)
-    strike(trainer, signal.SIGCONT)
+    send_signal(trainer, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.wait_until(lambda: run.has_fired(f"{POINT}-{second}") or not run.is_alive, "the second broadcast to be struck")
     num_before = len(run.events("trainer", "weights.broadcast"))

@@ -18,9 +18,9 @@ from areal_async.protocol.wire import GROUP_HEADER, SLOTS_HEADER, decode_headers
 from areal_async.rollout.publish import Backpressure, Outbox
 from areal_async.telemetry.wait_graph import BROKER
 from areal_async.trainer.batch.payloads import fetch, slots_of
-from tools.faults_accounts import Accounts
 from tools.faults_cases import Case, row
-from tools.faults_run import ENDLESS, FaultRun, strike
+from tools.faults_counts import SlotCounts
+from tools.faults_run import ENDLESS, FaultRun, send_signal
 
 NUM_KILLS = 10
 NUM_LARGE = 40
@@ -53,7 +53,7 @@ def broker_kill_loop(case: Case) -> None:
     for _ in range(NUM_KILLS):
         time.sleep(case.rng.uniform(1.0, 2.0))
         pid = broker_pid(run)
-        strike(pid, signal.SIGKILL)
+        send_signal(pid, signal.SIGKILL)
         _wait_broker_back(run, pid)
         case.recovered(run.wait_for_progress())
     run.stop()
@@ -67,7 +67,7 @@ def broker_asked_to_end(case: Case) -> None:
     for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR2):
         time.sleep(1.0)
         pid = broker_pid(run)
-        strike(pid, number)
+        send_signal(pid, number)
         _wait_broker_back(run, pid)
         case.recovered(run.wait_for_progress())
     case.check(not run.events("launcher", "process.died"), "a role ended because the broker was asked to")
@@ -80,10 +80,10 @@ def broker_frozen(case: Case) -> None:
     run.start()
     run.wait_for_step(2)
     pid, at, ends_at = broker_pid(run), datetime.now(UTC), time.monotonic() + FREEZE_S
-    strike(pid, signal.SIGSTOP)
+    send_signal(pid, signal.SIGSTOP)
     case.wait_named(BROKER, since=at)
     time.sleep(max(0.0, ends_at - time.monotonic()))
-    strike(pid, signal.SIGCONT)
+    send_signal(pid, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     for role in ("node", "trainer", "controller"):
         losses = [datetime.fromisoformat(event["timestamp"]) for event in run.events(role, "bus.disconnected")]
@@ -102,13 +102,13 @@ def large_trajectories(case: Case) -> None:
         bus=BusSettings(max_disk_bytes=2 << 30),
     )
     broker_log = case.directory / "large" / "logs" / "nats.log"
-    case.accounts = anyio.run(_publish_and_fetch, settings)
+    case.counts = anyio.run(_publish_and_fetch, settings)
     case.check("Slow Consumer" not in broker_log.read_text(), "the broker cut off a slow consumer")
     peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     case.note(f"peak RSS of publisher and reader {peak_bytes >> 20} MB")
 
 
-async def _publish_and_fetch(settings: Settings) -> Accounts:
+async def _publish_and_fetch(settings: Settings) -> SlotCounts:
     """Send large trajectories through an outbox each, then read all headers, and all payloads, at once."""
     broker = EmbeddedBroker(settings)
     await broker.start()
@@ -150,7 +150,7 @@ async def _publish_large(bus: Bus, receipts: PublishLog, index: int) -> None:
     await outbox.run()
 
 
-async def _fetch_large(bus: Bus, consumer: str) -> Accounts:
+async def _fetch_large(bus: Bus, consumer: str) -> SlotCounts:
     groups: list[CutGroup] = []
     async with bus.consume(bus.names.trajectories_stream, consumer) as inbox:
         while deliveries := await inbox.fetch(512, wait_s=1.0):
@@ -159,7 +159,7 @@ async def _fetch_large(bus: Bus, consumer: str) -> Accounts:
                 slots = [CutSlot(slot=slot, sequence=one.sequence) for slot in stored.slots]
                 groups.append(CutGroup(group_id=stored.group_id, workflow=stored.workflow, slots=slots))
     found, missing = await fetch(bus, slots_of(Cut(lineage=1, step=1, groups=groups)))
-    return Accounts(acked=NUM_LARGE, stored=len(found), lost=[str(key) for key in missing][: NUM_LARGE - len(found)])
+    return SlotCounts(acked=NUM_LARGE, stored=len(found), lost=[str(key) for key in missing][: NUM_LARGE - len(found)])
 
 
 @row("18", "poison messages among the trajectories", is_quick=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_async.errors import ArealError
-from tools.faults_accounts import Accounts, account
+from tools.faults_counts import SlotCounts, count_slots
 from tools.faults_run import FaultFailed, FaultRun
 
 PASS, FAIL, NOT_RUN = "pass", "FAIL", "not run"
@@ -18,46 +18,46 @@ NAMED_DEADLINE_S = 40.0
 
 
 class NotRun(Exception):
-    """This machine cannot carry out the row; the sentence says why."""
+    """The row cannot be carried out on this machine, for the reason in the sentence."""
 
 
 @dataclass(slots=True)
 class Case:
-    """One row under one seed."""
+    """A row under one seed."""
 
     seed: int
     directory: Path
     rng: random.Random = field(init=False)
     run: FaultRun | None = None
-    accounts: Accounts | None = None
-    """What the row's own broker had to say; ``None`` reads the run's."""
+    counts: SlotCounts | None = None
+    """Counts taken while the row's own broker was there; ``None`` until the run is examined at its end."""
     destroyed: frozenset[str] = frozenset()
-    """Trajectories that the fault itself destroys: these may be lost, and no others."""
+    """Ids of trajectories that the fault itself destroys: no others may be lost."""
     recoveries_s: list[float] = field(default_factory=list)
     named: list[str] = field(default_factory=list)
-    """Whom the watchdog named, rightly."""
+    """Processes that the watchdog has named, rightly."""
     notes: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
 
     def new_run(self, *, parent: Path | None = None, **settings: Any) -> FaultRun:
-        """Return the run that this row strikes; its seed is the row's."""
+        """Return the run that this row injects its fault into, under the row's seed."""
         settings = {"run__seed": self.seed, "run__steps": 12, **settings}
         self.run = FaultRun(parent or self.directory, output=self.directory / "run.out", **settings)
         return self.run
 
-    def settle_accounts(self) -> None:
-        """Account for the run now, while its external broker is still there."""
+    def count_slots(self) -> None:
+        """Count the run's trajectories now, while its external broker is still there."""
         assert self.run is not None
-        self.accounts = account(self.run.run_directory)
+        self.counts = count_slots(self.run.run_directory)
 
     def recovered(self, seconds: float) -> None:
-        """Note how long it took until something was acknowledged or trained again."""
+        """Note the time until something was acknowledged or trained again."""
         self.recoveries_s.append(seconds)
 
     def check(self, is_so: bool, sentence: str) -> None:
-        """Fail the row unless it is so."""
+        """Fail the row with ``sentence`` unless ``is_so``."""
         if not is_so:
             raise FaultFailed(sentence)
 
@@ -69,11 +69,11 @@ class Case:
         self.check(steps == wanted, f"metrics.jsonl: got steps {steps}, need each of 1 to {wanted[-1]} once")
 
     def wait_named(self, culprit: str, *, since: datetime) -> None:
-        """Wait until the watchdog says who holds up the run; fail the row unless it has named this one alone.
+        """Wait until the watchdog names what holds up the run; fail the row unless that is ``culprit`` alone.
 
         Args:
-            culprit: as ``areal_async.telemetry.wait_graph`` names it.
-            since: when it was struck.
+            culprit: its name from ``areal_async.telemetry.wait_graph``.
+            since: time of the fault.
         """
         run = self.run
         assert run is not None
@@ -85,54 +85,54 @@ class Case:
         self.named.append(culprit)
 
     def check_nobody_named(self, *, since: datetime) -> None:
-        """Fail the row if the watchdog has named anybody: nobody held up the others."""
+        """Fail the row if the watchdog has named any process."""
         assert self.run is not None
         found = self.run.culprits(since=since)
         self.check(not found, f"the watchdog named {found}, and nobody was stopped longer than the others")
         self.named.append("nobody")
 
     def note(self, sentence: str) -> None:
-        """Say something beside the figures."""
+        """Add a sentence to the row's line."""
         self.notes.append(sentence)
 
 
-Strike = Callable[[Case], None]
+Injection = Callable[[Case], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """One fault."""
+    """A fault of the matrix."""
 
     number: str
-    """Of the matrix; ``N1`` and so on for negative controls."""
+    """Number in the matrix; ``N1`` and so on for negative controls."""
     title: str
-    strike: Strike
+    inject: Injection
     is_random: bool
-    """Its timing is: it takes several seeds."""
+    """Whether the timing is random, so that the row takes several seeds."""
     is_quick: bool
-    """It belongs to the short selection."""
+    """Whether the row belongs to the short selection."""
     is_alone: bool = False
-    """It holds the run to deadlines that another run beside it would cost."""
+    """Whether the row's deadlines need the machine to itself."""
     must_show: str = ""
-    """``lost`` or ``twice``: what a negative control has to find."""
+    """Finding that a negative control needs: ``lost`` or ``twice``."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Result:
-    """One line of the table."""
+    """A line of the table."""
 
     row: str
     title: str
     seed: int
     verdict: str
-    accounts: Accounts
+    counts: SlotCounts
     duration_s: float
     cpu_s: float
-    """Of the run's processes, the harness excepted."""
+    """Processor time of the run's processes, without the harness."""
     recovery_s: float | None
     peak_rss_bytes: int
     named: list[str]
-    """Whom the watchdog named, rightly."""
+    """Processes that the watchdog has named, rightly."""
     notes: list[str]
 
 
@@ -147,20 +147,20 @@ def row(
     is_quick: bool = False,
     is_alone: bool = False,
     must_show: str = "",
-) -> Callable[[Strike], Strike]:
+) -> Callable[[Injection], Injection]:
     """Declare a function as a row of the matrix."""
 
-    def declare(strike: Strike) -> Strike:
+    def declare(inject: Injection) -> Injection:
         ROWS[number] = Row(
             number=number,
             title=title,
-            strike=strike,
+            inject=inject,
             is_random=is_random,
             is_quick=is_quick,
             is_alone=is_alone,
             must_show=must_show,
         )
-        return strike
+        return inject
 
     return declare
 
@@ -170,13 +170,13 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     case, started = Case(seed, directory), time.monotonic()
-    verdict, accounts = PASS, Accounts()
+    verdict, counts = PASS, SlotCounts()
     try:
-        row.strike(case)
-        if case.accounts is None and case.run is not None:
-            case.settle_accounts()
-        accounts = case.accounts or accounts
-        verdict = _judge(row, accounts, case)
+        row.inject(case)
+        if case.counts is None and case.run is not None:
+            case.count_slots()
+        counts = case.counts or counts
+        verdict = _judge(row, counts, case)
     except NotRun as exc:
         verdict = NOT_RUN
         case.note(str(exc))
@@ -194,7 +194,7 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
         title=row.title,
         seed=seed,
         verdict=verdict,
-        accounts=accounts,
+        counts=counts,
         duration_s=time.monotonic() - started,
         cpu_s=case.run.cpu_s if case.run is not None else 0.0,
         recovery_s=max(case.recoveries_s, default=None),
@@ -205,13 +205,13 @@ def carry_out(row: Row, seed: int, directory: Path, *, keeps: bool) -> Result:
 
 
 def failed(row: Row, seed: int, error: BaseException) -> Result:
-    """Return the line of a row that broke off by an error nobody thought of."""
+    """Return the line of a row that ended with an unexpected error."""
     return Result(
         row=row.number,
         title=row.title,
         seed=seed,
         verdict=FAIL,
-        accounts=Accounts(),
+        counts=SlotCounts(),
         duration_s=0.0,
         cpu_s=0.0,
         recovery_s=None,
@@ -221,30 +221,30 @@ def failed(row: Row, seed: int, error: BaseException) -> Result:
     )
 
 
-def _judge(row: Row, accounts: Accounts, case: Case) -> str:
-    lost = [name for name in accounts.lost if name not in case.destroyed]
-    found = {"lost": lost, "twice": accounts.twice, "over age": accounts.over_age}
+def _judge(row: Row, counts: SlotCounts, case: Case) -> str:
+    lost = [name for name in counts.lost if name not in case.destroyed]
+    found = {"lost": lost, "twice": counts.twice, "over age": counts.over_age}
     if row.must_show:
         return PASS if found[row.must_show] else FAIL
-    for what, names in {**found, "refuted": accounts.broken}.items():
+    for what, names in {**found, "refuted": counts.broken}.items():
         if names:
             case.note(f"{what}: {', '.join(names[:3])}")
-    return FAIL if any(found.values()) or accounts.broken else PASS
+    return FAIL if any(found.values()) or counts.broken else PASS
 
 
 def merge(results: list[Result]) -> Result:
     """Return the line of a row over all its seeds."""
     verdicts = [result.verdict for result in results]
-    total = Accounts()
+    total = SlotCounts()
     for result in results:
-        total.add(result.accounts)
+        total.add(result.counts)
     recoveries = [result.recovery_s for result in results if result.recovery_s is not None]
     return Result(
         row=results[0].row,
         title=results[0].title,
         seed=len(results),
         verdict=next((bad for bad in (FAIL, NOT_RUN) if bad in verdicts), PASS),
-        accounts=total,
+        counts=total,
         duration_s=sum(result.duration_s for result in results),
         cpu_s=sum(result.cpu_s for result in results),
         recovery_s=max(recoveries, default=None),

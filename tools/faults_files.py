@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_async.process.atomic_folders import versions_in
 from areal_async.trainer.engine.digests import damage, set_aside_in
 from tools.faults_cases import Case, row
-from tools.faults_run import strike
+from tools.faults_run import send_signal
 
 NUM_STEPS = 12
 
@@ -20,8 +20,8 @@ def flipped_bit(case: Case) -> None:
     run.stop()
     checkpoints = run.directory / "checkpoints"
     *_, newest = versions_in(checkpoints)
-    struck = sorted(path for path in (checkpoints / str(newest)).rglob("*") if path.stat().st_size and path.is_file())
-    path = case.rng.choice(struck)
+    parts = sorted(path for path in (checkpoints / str(newest)).rglob("*") if path.stat().st_size and path.is_file())
+    path = case.rng.choice(parts)
     _flip_bit(path, case.rng)
     case.note(f"a bit of {path.relative_to(checkpoints)}")
     trained = {line["step"]: (line["reward_mean"], line["num_tokens"]) for line in run.steps}
@@ -46,7 +46,7 @@ def flipped_weights(case: Case) -> None:
     run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
     *_, newest = versions_in(run.directory / "weights")
     _flip_bit(run.directory / "weights" / str(newest) / "model.safetensors", case.rng)
-    strike(run.role_pid("trainer"), signal.SIGCONT)
+    send_signal(run.role_pid("trainer"), signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.finish()
 

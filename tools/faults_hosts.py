@@ -21,15 +21,15 @@ from areal_async.protocol.publish_log import read_receipts
 from areal_async.protocol.wire import decode_headers, decode_trajectory
 from areal_async.sandbox.abuses import ABUSES
 from areal_async.sandbox.escape_suite import ESCAPES
-from tools.faults_accounts import account
 from tools.faults_cases import Case, NotRun, row
+from tools.faults_counts import count_slots
 from tools.faults_run import ENDLESS, FaultRun
 
 TMPFS_BYTES = 900 << 20
 STREAM_BYTES = 128 << 20
 FULL_S = 10.0
 ALARM_S = 30.0
-"""From full to an alarm; the broker notices with its next write."""
+"""Longest time from a full disk to an alarm; the broker notices with its next write."""
 HOUR_S = 3600
 HOSTILE_S = 300.0
 HOSTILE = '''"""Has hostile programs run where a model's would be, and rewards a secret that is outside."""
@@ -99,7 +99,7 @@ def disk_full(case: Case) -> None:
             run.start()
             case.recovered(run.wait_for_progress())
             run.finish()
-        case.settle_accounts()
+        case.count_slots()
 
 
 @contextmanager
@@ -141,7 +141,7 @@ def damaged_file(case: Case) -> None:
     before = _readable(run.settings(), run.run_directory) & _acknowledged(run)
     _flip_one_byte(case, run)
     gone = case.destroyed = before - _readable(run.settings(), run.run_directory)
-    found = account(run.run_directory)
+    found = count_slots(run.run_directory)
     case.note(f"{len(gone)} of {len(before)} stored trajectories destroyed, doctor: {len(found.lost)} lost")
     case.check(bool(gone), "the flipped byte destroyed nothing")
     case.check(set(found.lost) <= gone, "the doctor misses one that is there")

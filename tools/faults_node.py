@@ -21,7 +21,7 @@ from tools.faults_cases import Case, row
 from tools.faults_run import FaultRun
 
 NUM_TIMES = HISTORY + 4
-"""So many bad values would push every good one of a key out."""
+"""Number of bad values that would push every good one of a key out."""
 NUM_STEPS = 12
 THIEF = "thief"
 ORDERED = ("run.ordered", "setting.changed")
@@ -40,9 +40,9 @@ def node_credentials(case: Case) -> None:
     run = case.new_run(run__steps=NUM_STEPS)
     run.start()
     run.wait_for_step(2)
-    anyio.run(_strike, case, run)
-    struck_at = len(run.steps)
-    case.check(struck_at < NUM_STEPS, "the run had ended before it was struck")
+    anyio.run(_inject, case, run)
+    num_steps_before = len(run.steps)
+    case.check(num_steps_before < NUM_STEPS, "the run had ended before it was struck")
     run.finish()
     obeyed = [one for event in ORDERED for one in run.events("controller", event)]
     case.check(not obeyed, f"the controller obeyed: {obeyed[:1]}")
@@ -54,12 +54,12 @@ def node_credentials(case: Case) -> None:
     case.check_steps()
     num_untrained = sum(line["failed"] + line["dropped_stale"] for line in run.steps)
     case.check(num_untrained == 0, f"{num_untrained} groups were not trained")
-    case.note(f"struck up to step {struck_at} of {NUM_STEPS}")
+    case.note(f"struck up to step {num_steps_before} of {NUM_STEPS}")
 
 
-async def _strike(case: Case, run: FaultRun) -> None:
+async def _inject(case: Case, run: FaultRun) -> None:
     """Publish, and read with the answers sent elsewhere; fail the row where anything of it arrives."""
-    settings, heard = run.settings(), list[Received]()
+    settings, received = run.settings(), list[Received]()
     names = settings.names
     aims = _aims(names)
     async with AsyncExitStack() as stack:
@@ -73,13 +73,13 @@ async def _strike(case: Case, run: FaultRun) -> None:
 
         operator, thief = await open_role(Role.OPERATOR, "watch"), await open_role(Role.NODE, THIEF)
         for subject in aims:
-            await operator.connection.listen(subject, heard.append)
+            await operator.connection.listen(subject, received.append)
         before = await _revisions(operator)
         num_denied = await _publish(thief, aims)
         case.check(num_denied == NUM_TIMES * len(aims), f"{num_denied} publishes denied, need every one")
         num_read = await _read(thief, aims)
-        await operator.api.ask("$JS.API.INFO")  # answered after all that came before has been heard
-        wrong = [one.subject for one in heard if _is_thiefs(one.headers, one.data)]
+        await operator.api.ask("$JS.API.INFO")  # answered after all that came before has been received
+        wrong = [one.subject for one in received if _is_thiefs(one.headers, one.data)]
         case.check(not wrong, f"{len(wrong)} messages came through, the first to {(wrong or [''])[0]}")
         kept = await operator.read_log(f"KV_{names.bucket}", f"$KV.{names.bucket}.>")
         displaced = [one.subject for one in kept if _is_thiefs(one.headers, one.data)]

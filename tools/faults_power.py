@@ -16,7 +16,7 @@ from pathlib import Path
 
 from areal_async.bus.server import find_binary
 from tools.faults_cases import Case, NotRun, row
-from tools.faults_run import FaultFailed, FaultRun, strike
+from tools.faults_run import FaultFailed, FaultRun, send_signal
 
 IMAGE_BYTES = 2 << 30
 """Sparse; the broker wants a margin."""
@@ -62,7 +62,7 @@ class Disk:
         """Take from the run and the disk whatever was not synced; the run is dead afterwards."""
         pids = run.all_pids()
         for pid in pids:
-            strike(pid, signal.SIGSTOP)
+            send_signal(pid, signal.SIGSTOP)
         survives = self._image.with_suffix(".after")
         _call("cp", "--sparse=always", str(self._image), str(survives))
         run.kill_everything()
@@ -98,13 +98,13 @@ def power_cut(case: Case) -> None:
         run = case.new_run(parent=disk.mount_point, run__steps=14, rollout__max_stream_bytes=STREAM_BYTES)
         run.start()
         run.wait_for_step(case.rng.randint(2, 6))
-        acknowledged = _receipts(run)
+        acknowledged = _publish_logs(run)
         disk.cut_power(run)
         _put_back(run, acknowledged)
         run.start()
         case.recovered(run.wait_for_progress())
         run.finish()
-        case.settle_accounts()
+        case.count_slots()
 
 
 @row("4", "power cut in mid checkpoint", is_random=True)
@@ -117,13 +117,13 @@ def power_cut_in_checkpoint(case: Case) -> None:
         case.note(f"cut at {point} no. 2")
         run.start()
         run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
-        acknowledged = _receipts(run)
+        acknowledged = _publish_logs(run)
         disk.cut_power(run)
         _put_back(run, acknowledged)
         run.start()
         case.recovered(run.wait_for_progress())
         run.finish()
-        case.settle_accounts()
+        case.count_slots()
 
 
 @row("N1", "negative control: power cut with a sync every 2 minutes", must_show="lost")
@@ -138,19 +138,19 @@ def power_cut_with_lazy_sync(case: Case) -> None:
         )  # fmt: skip
         run.start()
         run.wait_for_step(5)
-        acknowledged = _receipts(run)
+        acknowledged = _publish_logs(run)
         disk.cut_power(run)
         _put_back(run, acknowledged)
-        case.settle_accounts()
+        case.count_slots()
 
 
-def _receipts(run: FaultRun) -> dict[str, bytes]:
-    """Return what the producers have noted: they stand for a client elsewhere, which the cut does not reach."""
+def _publish_logs(run: FaultRun) -> dict[str, bytes]:
+    """Return the producers' publish logs, as a client on a host that the cut does not reach would keep them."""
     return {path.name: path.read_bytes() for path in run.directory.glob("produced/*.jsonl")}
 
 
-def _put_back(run: FaultRun, receipts: dict[str, bytes]) -> None:
+def _put_back(run: FaultRun, logs: dict[str, bytes]) -> None:
     folder = run.directory / "produced"
     folder.mkdir(exist_ok=True)
-    for name, lines in receipts.items():
+    for name, lines in logs.items():
         (folder / name).write_bytes(lines)

@@ -1,7 +1,7 @@
-"""A TCP proxy in front of the broker that holds, loses, cuts or delays what passes, by role and direction.
+"""A TCP proxy in front of the broker that holds, loses, cuts or delays traffic, by role and direction.
 
-Roles are told apart by the name in their CONNECT line. Runs in a thread of its own; every method may be called from
-any thread. Nothing is ever let through in a broken order: where bytes were lost, the connection is cut at the heal.
+A role is known by the name in its CONNECT line. The proxy runs in a thread of its own; every method may be called from
+any thread. Bytes pass in their order or not at all: where some were lost, the connection is cut at the heal.
 """
 
 import re
@@ -28,42 +28,42 @@ _MESSAGE_ID = re.compile(rb"Nats-Msg-Id: ?([^\r\n]+)")
 
 
 class Direction(Enum):
-    """Of bytes."""
+    """Direction of traffic."""
 
     TO_BROKER = "to the broker"
     TO_CLIENT = "to the client"
 
 
-class Fate(Enum):
-    """What becomes of bytes."""
+class Treatment(Enum):
+    """Treatment of bytes."""
 
     PASS = "pass"
     HOLD = "hold"
-    """Kept back, and let go at the heal: as a network does that comes back before TCP gives up."""
+    """Bytes are kept until the heal, as by a network that returns before TCP gives up."""
     LOSE = "lose"
 
 
 class FrameRule(NamedTuple):
-    """What becomes of whole messages to a role, on subjects that match."""
+    """Treatment of whole messages to a role, on subjects that match."""
 
     role: str
     subject: re.Pattern[str]
     delay_s: float | None
-    """``None`` loses them; else later ones overtake them."""
+    """Delay in seconds, in which later messages overtake; ``None`` loses the message."""
 
 
 @dataclass(eq=False, slots=True)
 class Link:
-    """One client's connection and ours to the broker for it."""
+    """A client's connection and the proxy's own to the broker for it."""
 
     client: anyio.abc.SocketStream
     broker: anyio.abc.SocketStream
     role: str = ""
     is_torn: bool = False
-    """Bytes were lost."""
+    """Whether bytes were lost."""
     is_cut: bool = False
     is_half_open: bool = False
-    """The broker's side is closed, the client is not told."""
+    """Whether the broker's side alone is closed."""
     _sending: anyio.Lock = field(default_factory=anyio.Lock)
 
     async def send_to_client(self, data: bytes) -> None:
@@ -73,15 +73,15 @@ class Link:
 
 
 class Proxy:
-    """``with Proxy(port) as proxy``: listens at ``proxy.port``, passes on to the broker's."""
+    """A proxy that listens at ``proxy.port`` in its ``with`` block and passes on to the broker's port."""
 
     def __init__(self, broker_port: int) -> None:
         self._broker_port = broker_port
         self.port = 0
         self.message_ids: Counter[str] = Counter()
-        """How often each id was sent towards the broker: more than once says that a publish was repeated."""
-        self.num_frames_struck = 0
-        self._fates: dict[tuple[str, Direction], Fate] = {}
+        """Message id -> times it was sent to the broker; more than one is a repeated publish."""
+        self.num_frames_hit = 0
+        self._treatments: dict[tuple[str, Direction], Treatment] = {}
         self._frame_rules: tuple[FrameRule, ...] = ()
         self._links: set[Link] = set()
         self._ready = threading.Event()
@@ -99,14 +99,14 @@ class Proxy:
 
     @property
     def url(self) -> str:
-        """Where clients connect."""
+        """Address that clients connect to."""
         return f"nats://{LOOPBACK}:{self.port}"
 
-    def strike(self, roles: Iterable[str], directions: Iterable[Direction], fate: Fate) -> None:
-        """From now on, until ``heal``, do this to the bytes of some roles; ``ANY_ROLE`` stands for all."""
-        self._fates = {**self._fates, **{(role, way): fate for role in roles for way in directions}}
+    def inject(self, roles: Iterable[str], directions: Iterable[Direction], treatment: Treatment) -> None:
+        """Treat the bytes of some roles like this until ``heal``; ``ANY_ROLE`` stands for all."""
+        self._treatments = {**self._treatments, **{(role, way): treatment for role in roles for way in directions}}
 
-    def strike_messages(self, role: str, subject: str, *, delay_s: float | None) -> None:
+    def inject_messages(self, role: str, subject: str, *, delay_s: float | None) -> None:
         """Lose (``None``) or delay whole messages to a role whose subject matches the pattern, until ``heal``."""
         self._frame_rules = (*self._frame_rules, FrameRule(role, re.compile(subject), delay_s))
 
@@ -121,13 +121,13 @@ class Proxy:
 
     def heal(self) -> None:
         """Let everything pass again; cut the connections that lost bytes."""
-        self._fates = {}
+        self._treatments = {}
         self._frame_rules = ()
         for link in list(self._links):
             link.is_cut = link.is_cut or link.is_torn or link.is_half_open
 
     def wait_for(self, is_so: Callable[["Proxy"], bool], *, within_s: float) -> bool:
-        """Wait in the calling thread; say whether it came true."""
+        """Wait in the calling thread for at most ``within_s`` seconds; return whether the condition came true."""
         ends_at = time.monotonic() + within_s
         while not is_so(self) and time.monotonic() < ends_at:
             time.sleep(LOOK_S)
@@ -189,7 +189,7 @@ class Proxy:
                 if rule is None:
                     await link.send_to_client(frame.data)
                     continue
-                self.num_frames_struck += 1
+                self.num_frames_hit += 1
                 if rule.delay_s is not None:
                     tasks.start_soon(_send_later, link, frame.data, rule.delay_s)
         if not link.is_half_open:
@@ -203,24 +203,24 @@ class Proxy:
 
     async def _may_pass(self, link: Link, way: Direction) -> bool:
         while True:
-            fate = self._fates.get((link.role, way)) or self._fates.get((ANY_ROLE, way), Fate.PASS)
-            if fate is not Fate.HOLD:
+            treatment = self._treatments.get((link.role, way)) or self._treatments.get((ANY_ROLE, way), Treatment.PASS)
+            if treatment is not Treatment.HOLD:
                 break
             await anyio.sleep(LOOK_S)
-        link.is_torn = link.is_torn or fate is Fate.LOSE
+        link.is_torn = link.is_torn or treatment is Treatment.LOSE
         return not link.is_torn and not link.is_half_open
 
 
 class Frame(NamedTuple):
-    """One operation of the broker's protocol, as it came."""
+    """An operation of the broker's protocol, as received."""
 
     subject: str | None
-    """Of a message; ``None`` for anything else."""
+    """Subject of a message; ``None`` for any other operation."""
     data: bytes
 
 
 def take_frames(buffer: bytearray) -> list[Frame]:
-    """Take the complete operations off the front of what the broker has sent."""
+    """Remove and return the complete operations at the front of the broker's bytes."""
     frames: list[Frame] = []
     while (line_end := buffer.find(b"\r\n")) >= 0:
         words = bytes(buffer[:line_end]).split()
@@ -239,7 +239,7 @@ async def _send_later(link: Link, data: bytes, delay_s: float) -> None:
 
 
 async def _receive(stream: anyio.abc.SocketStream) -> bytes:
-    """Return what comes next; nothing at the end, however the connection ended."""
+    """Return the next bytes; none at the end, however the connection ended."""
     try:
         return await stream.receive(CHUNK_BYTES)
     except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):

@@ -10,7 +10,7 @@ from areal_async.config.settings import TICKET_ACK_WAIT_S
 from areal_async.process.host import free_port
 from areal_async.telemetry.wait_graph import TRAINER, node
 from tools.faults_cases import Case, row
-from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, strike
+from tools.faults_run import ENDLESS, REPOSITORY, FaultRun, send_signal
 
 NODE_POINTS = ("node.before_publish", "node.after_publish", "node.before_ack", "node.after_ack", "node.paused")
 TRAINER_POINTS = ("trainer.before_step", "trainer.after_step", "trainer.before_checkpoint", "trainer.during_checkpoint")
@@ -19,12 +19,12 @@ CONTROLLER_POINTS = ("controller.before_tickets", "controller.before_cursor", "c
 SLOW_S = 25.0
 STALL_S = 5.0
 LEASE_WATCHDOG_S = 10.0
-"""Longer than the stall, which is to be survived, and shorter than the leases of a frozen node."""
+"""Watchdog deadline above the stall, which is to be survived, and below the leases of a frozen node."""
 WATCHDOG_S = 5.0
-"""Of rows in which one process is stopped: long before anybody else does something about it."""
+"""Watchdog deadline of rows that stop one process, shorter than every other deadline for it."""
 ALL_STOPPED_S = 40.0
 WIDE_STEPS = 14
-"""Beyond the bound on staleness: some groups come due while the stream is full."""
+"""Steps beyond the staleness bound: some groups come due while the stream is full."""
 MAX_WAIT_S = 30.0
 WIDE = '''"""Long prompts, so that trajectories are large."""
 
@@ -77,7 +77,7 @@ def node_killed(case: Case) -> None:
     run.wait_until(lambda: run.has_fired(point) or not run.is_alive, f"{point} to strike")
     case.recovered(run.wait_for_progress())
     time.sleep(case.rng.uniform(0.0, 3.0))
-    strike(run.role_pid("node"), signal.SIGKILL)
+    send_signal(run.role_pid("node"), signal.SIGKILL)
     case.recovered(run.wait_for_progress())
     run.finish()
     case.check_steps()
@@ -134,7 +134,7 @@ def trainer_zombie(case: Case) -> None:
     second = run.start_role("trainer", environment={**TRAINER_RANK, "MASTER_PORT": str(free_port())})
     try:
         case.recovered(run.wait_until(lambda: len(run.steps) > steps + 1, "two steps of the second trainer"))
-        strike(zombie, signal.SIGCONT)
+        send_signal(zombie, signal.SIGCONT)
         run.finish()
     finally:
         second.kill()
@@ -151,9 +151,9 @@ def trainer_slow(case: Case) -> None:
     run.wait_for_step(1)
     trainer, ends_at = run.role_pid("trainer"), time.monotonic() + SLOW_S
     while time.monotonic() < ends_at:
-        strike(trainer, signal.SIGSTOP)
+        send_signal(trainer, signal.SIGSTOP)
         time.sleep(0.9)
-        strike(trainer, signal.SIGCONT)
+        send_signal(trainer, signal.SIGCONT)
         time.sleep(0.1)
     case.check(bool(run.events("node", "stream.full")), "the stream never filled")
     case.recovered(run.wait_for_progress())
@@ -166,10 +166,10 @@ def stream_full(case: Case) -> None:
     run.start()
     run.wait_for_step(1)
     trainer, at = run.role_pid("trainer"), datetime.now(UTC)
-    strike(trainer, signal.SIGSTOP)
+    send_signal(trainer, signal.SIGSTOP)
     run.wait_until(lambda: bool(run.events("node", "stream.full")), "the stream to fill")
     case.wait_named(TRAINER, since=at)
-    strike(trainer, signal.SIGCONT)
+    send_signal(trainer, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.wait_for_step(len(run.steps) + WIDE_STEPS)
     waited_s = max(line["time_wait_data_s"] for line in run.steps[-WIDE_STEPS:])
@@ -226,10 +226,10 @@ def loop_stalled(case: Case) -> None:
     try:
         run.wait_until(lambda: len(run.events("node", "server.swapped")) > 0, "the second node")
         at, ends_at = datetime.now(UTC), time.monotonic() + TICKET_ACK_WAIT_S + 5.0
-        strike(first, signal.SIGSTOP)
+        send_signal(first, signal.SIGSTOP)
         case.wait_named(node("0"), since=at)
         time.sleep(max(0.0, ends_at - time.monotonic()))
-        strike(first, signal.SIGCONT)
+        send_signal(first, signal.SIGCONT)
         case.recovered(run.wait_for_progress())
         run.wait_for_step(len(run.steps) + 3)
         run.stop()
@@ -246,11 +246,11 @@ def everything_stopped(case: Case) -> None:
     time.sleep(case.rng.uniform(0.0, 1.0))
     pids, at = run.all_pids(), datetime.now(UTC)
     for pid in pids:
-        strike(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
     time.sleep(ALL_STOPPED_S)
     case.rng.shuffle(pids)  # they come back in any order
     for pid in pids:
-        strike(pid, signal.SIGCONT)
+        send_signal(pid, signal.SIGCONT)
     case.recovered(run.wait_for_progress())
     run.finish()
     case.check_nobody_named(since=at)

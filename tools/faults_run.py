@@ -1,4 +1,4 @@
-"""A small real run that faults are aimed at: started as a user would, found in /proc, struck, stopped, measured.
+"""A small real run to inject faults into: started as by a user, found in /proc, signalled, stopped, measured.
 
 Every process of the run inherits ``AREAL_FAULTS_FIRED``, the run's own folder for fault points; by that it is known.
 """
@@ -42,7 +42,7 @@ class FaultFailed(Exception):
 
 
 class FaultRun:
-    """One run, over any number of starts."""
+    """A run, over any number of starts."""
 
     def __init__(
         self,
@@ -73,9 +73,9 @@ class FaultRun:
         self._arguments = [word for key, value in chosen.items() for word in (f"--{key}", str(value))]
         self._process: subprocess.Popen[bytes] | None = None
         self.peak_rss_bytes = 0
-        """Of all its processes together."""
+        """Peak resident size of all its processes together."""
         self._cpu_ticks: dict[tuple[int, str], int] = {}
-        """By process and start, up to when it was last seen."""
+        """(process, start) -> clock ticks of processor time at the last look."""
         self._closing = threading.Event()
         self._measuring = threading.Thread(target=self._measure, daemon=True)
         self._measuring.start()
@@ -140,7 +140,7 @@ class FaultRun:
         """SIGKILL to all processes of the run, the broker first, before any of them can react."""
         pids = self.pids("nats-server")
         for pid in [*pids, *(pid for pid, _ in self._processes() if pid not in pids)]:
-            strike(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         if self._process is not None:
             self._process.wait()
         self.wait_until(lambda: not list(self._processes()), "all processes to be gone", deadline_s=20)
@@ -237,7 +237,7 @@ class FaultRun:
         return [one["culprit"] for one in stalls if datetime.fromisoformat(one["timestamp"]) > since]
 
     def has_fired(self, point: str) -> bool:
-        """Whether a fault point has struck."""
+        """Say whether a fault point was reached and its fault carried out."""
         return any(self._fired.glob(f"{point}-*"))
 
     @property
@@ -293,7 +293,7 @@ class FaultRun:
         )
 
 
-def strike(pid: int, number: signal.Signals) -> None:
+def send_signal(pid: int, number: signal.Signals) -> None:
     """Send a signal to a process that may have ended already."""
     try:
         os.kill(pid, number)

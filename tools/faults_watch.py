@@ -8,7 +8,7 @@ from pathlib import Path
 from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, node, rank, server
 from tools.faults_broker import broker_pid
 from tools.faults_cases import Case, row
-from tools.faults_run import ENDLESS, FaultFailed, FaultRun, strike
+from tools.faults_run import ENDLESS, FaultFailed, FaultRun, send_signal
 
 WATCHDOG_S = 4.0
 STEPS_BETWEEN = 2
@@ -30,11 +30,11 @@ def each_stopped(case: Case) -> None:
     run.wait_for_step(STEPS_BETWEEN)
     for culprit, find_pid in find.items():
         pid, at = find_pid(), datetime.now(UTC)
-        strike(pid, signal.SIGSTOP)
+        send_signal(pid, signal.SIGSTOP)
         try:
             case.wait_named(culprit, since=at)
         finally:
-            strike(pid, signal.SIGCONT)
+            send_signal(pid, signal.SIGCONT)
         case.recovered(run.wait_for_progress())
         run.wait_for_step(len(run.steps) + STEPS_BETWEEN)
     case.check(not run.events("launcher", "process.died"), "a role ended because another was stopped")

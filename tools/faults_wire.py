@@ -10,8 +10,8 @@ from typing import Any
 from areal_async.protocol.types import Version
 from areal_async.telemetry.wait_graph import BROKER
 from tools.faults_cases import Case, row
-from tools.faults_proxy import ANY_ROLE, Direction, Fate, Proxy
-from tools.faults_run import ENDLESS, FaultRun, strike
+from tools.faults_proxy import ANY_ROLE, Direction, Proxy, Treatment
+from tools.faults_run import ENDLESS, FaultRun, send_signal
 from tools.faults_server import running_server
 
 BOTH = tuple(Direction)
@@ -32,7 +32,7 @@ def run_behind_proxy(case: Case, **settings: Any) -> Iterator[tuple[FaultRun, Pr
         yield run, proxy
         proxy.heal()
         run.stop()
-        case.settle_accounts()
+        case.count_slots()
 
 
 @row("8", "stored, and the answer lost", is_random=True, is_quick=True)
@@ -40,7 +40,7 @@ def answer_lost(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for _ in range(3):
             time.sleep(case.rng.uniform(0.2, 1.5))
-            proxy.strike(["node"], [Direction.TO_CLIENT], Fate.LOSE)
+            proxy.inject(["node"], [Direction.TO_CLIENT], Treatment.LOSE)
             time.sleep(LOST_S)
             proxy.heal()
             case.recovered(run.wait_for_progress())
@@ -54,9 +54,9 @@ def acks_lost(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for _ in range(2):
             time.sleep(case.rng.uniform(0.2, 1.5))
-            proxy.strike(["trainer"], [Direction.TO_BROKER], Fate.LOSE)
+            proxy.inject(["trainer"], [Direction.TO_BROKER], Treatment.LOSE)
             time.sleep(LOST_S)
-            strike(run.role_pid("trainer"), signal.SIGKILL)
+            send_signal(run.role_pid("trainer"), signal.SIGKILL)
             proxy.heal()
             steps = len(run.steps)
             case.recovered(run.wait_until(lambda steps=steps: len(run.steps) > steps, "a step"))  # type: ignore[misc]
@@ -65,11 +65,11 @@ def acks_lost(case: Case) -> None:
 @row("10", f"partition for {PARTITION_S:g} s: silent, lossy, half-open", is_alone=True)
 def partition(case: Case) -> None:
     with run_behind_proxy(case, run__watchdog_s=WATCHDOG_S) as (run, proxy):
-        for fate in (Fate.HOLD, Fate.LOSE):
+        for treatment in (Treatment.HOLD, Treatment.LOSE):
             at = datetime.now(UTC)
-            proxy.strike([ANY_ROLE], BOTH, fate)
+            proxy.inject([ANY_ROLE], BOTH, treatment)
             time.sleep(PARTITION_S / 2)
-            if fate is Fate.LOSE:
+            if treatment is Treatment.LOSE:
                 time.sleep(PARTITION_S / 2)
             case.wait_named(BROKER, since=at)
             _check_resumed(case, run, proxy)
@@ -91,16 +91,16 @@ def _check_resumed(case: Case, run: FaultRun, proxy: Proxy, *, heals: bool = Tru
 def events_lost(case: Case) -> None:
     with run_behind_proxy(case) as (run, proxy):
         for delay_s in (None, 3.0):
-            proxy.strike_messages("node", r"\.weights|\$KV\.", delay_s=delay_s)
+            proxy.inject_messages("node", r"\.weights|\$KV\.", delay_s=delay_s)
             steps = len(run.steps)
             run.wait_for_step(steps + 4)
             proxy.heal()
-        case.check(proxy.num_frames_struck > 0, "no event was struck")
-        case.note(f"{proxy.num_frames_struck} events struck")
+        case.check(proxy.num_frames_hit > 0, "no event was struck")
+        case.note(f"{proxy.num_frames_hit} events struck")
         _check_swaps(case, run)
         proxy.cut()
         for pid in run.pids("areal_async.inference.embedded"):
-            strike(pid, signal.SIGKILL)
+            send_signal(pid, signal.SIGKILL)
         case.recovered(run.wait_for_progress())
         run.wait_for_step(len(run.steps) + 2)
 

@@ -24,10 +24,10 @@ from tools.decoders import DECODERS, Decoder
 from tools.mutations import mutated
 
 DEADLINE_S = 1.0
-"""Of the process's own time: others may be busy on the machine."""
+"""Limit of the process's own time for one input, in seconds: other processes may be busy."""
 MAX_GROWTH_BYTES = 64 << 20
 MAX_FINDINGS = 5
-"""Of one decoder; more of them are rarely news."""
+"""Most failures reported of one decoder."""
 SETTLE_INPUTS = 1000
 """After these the process has its size: what it grows from then on is counted."""
 TITLES = ("inputs", "accepted", "refused", "inputs/s", "growth MB", "findings")
@@ -45,9 +45,9 @@ class Score:
     num_accepted: int = 0
     num_refused: int = 0
     decode_s: float = 0.0
-    """In the decoder alone."""
+    """Processor time in the decoder alone, in seconds."""
     growth_bytes: int = 0
-    """Of the process's largest resident size, from ``SETTLE_INPUTS`` inputs on."""
+    """Growth of the process's largest resident size from ``SETTLE_INPUTS`` inputs on."""
     findings: list[str] = field(default_factory=list)
 
 

@@ -13,7 +13,7 @@ from areal_async import Policy, Prompt
 SHORTEST_TOKENS = 8
 LONGEST_TOKENS = 192
 TAIL_EXPONENT = 1.1
-"""Of the Pareto distribution: a few answers are many times as long as most."""
+"""Shape of the Pareto distribution: a few answers are many times as long as most."""
 TOOL_MEAN_S = 1.0
 SAME_TOKENS = 24
 
@@ -42,7 +42,7 @@ async def slow_tool(prompt: Prompt, policy: Policy) -> float:
 
 
 async def same_length(prompt: Prompt, policy: Policy) -> float:
-    """Generate as many tokens for every prompt."""
+    """Generate the same number of tokens for every prompt."""
     reply = await policy.complete(prompt["question"], max_new_tokens=SAME_TOKENS, ignore_eos=True)
     return float(zlib.crc32(bytes(token % 256 for token in reply.token_ids)) % 2)
 

@@ -62,7 +62,7 @@ MODEL: dict[str, Any] = {
     "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 8,
     "num_key_value_heads": 1, "vocab_size": 64, "tie_word_embeddings": True,
 }  # fmt: skip
-"""As small as one can be that goes the same way through the engine as a large one."""
+"""The smallest model that passes through the engine as a large one does."""
 WORKFLOW = "w"
 GROUP_SIZE = 2
 LINEAGE, STEP, MAX_STALENESS = 3, 9, 2
@@ -95,7 +95,7 @@ class Target:
     fresh: Seq[Version] = FRESH
     """Versions that may be trained now, the newest first."""
     share_odd: float = 0.1
-    """Of the messages, those that lack slots, or are of another group size, workflow or number of attempts."""
+    """Share of messages that lack slots, or have another group size, workflow or number of attempts."""
 
 
 def hostile_message(random: Random, group_id: str, target: Target) -> EncodedMessage:
@@ -248,11 +248,11 @@ class Score:
 
     num_inputs: int = 0
     num_trajectories: int = 0
-    """In them."""
+    """Trajectories in the messages."""
     num_accepted: int = 0
     """Trajectories that were trained."""
     refusals: Counter[str] = field(default_factory=Counter)
-    """By the beginning of the reason."""
+    """Beginning of the reason -> refusals."""
     findings: list[str] = field(default_factory=list)
 
     def add(self, other: "Score") -> None:
@@ -265,7 +265,7 @@ class Score:
 
 
 class Course:
-    """From the bytes of messages to a metrics line, as a trainer of one rank goes it."""
+    """The road from the bytes of messages to a metrics line in a trainer of one rank."""
 
     def __init__(self, algorithm: Mapping[str, Any], ranks: Ranks, directory: Path) -> None:
         """``directory`` is for the model and the archive."""

@@ -102,7 +102,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def num_steps(settings: Settings) -> int:
-    """Return how many steps the run has in its books."""
+    """Return the number of steps in the run's metrics."""
     path = settings.run_directory / "metrics.jsonl"
     return len(path.read_text().splitlines()) if path.exists() else 0
 

@@ -23,8 +23,8 @@ from signal import SIGKILL
 
 import structlog
 
-from tools.faults_accounts import Accounts, account
-from tools.faults_run import FaultFailed, FaultRun, strike
+from tools.faults_counts import SlotCounts, count_slots
+from tools.faults_run import FaultFailed, FaultRun, send_signal
 
 VERBS = ("controller", "node", "trainer")
 OTHERS = {"broker": "nats-server", "server": "areal_async.inference.embedded"}
@@ -36,21 +36,21 @@ BESIDES_S = 900.0
 
 @dataclass(slots=True)
 class Result:
-    """One run."""
+    """A run and what was found in it."""
 
     reward: float
     duration_s: float
-    accounts: Accounts
+    counts: SlotCounts
     killed: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_clean(self) -> bool:
-        found = self.accounts
+        found = self.counts
         return not (found.lost or found.twice or found.over_age or found.broken)
 
     def __str__(self) -> str:
         killed = " ".join(f"{role} {count}" for role, count in sorted(self.killed.items())) or "nothing"
-        found = self.accounts
+        found = self.counts
         return (
             f"reward {self.reward:.3f} in {self.duration_s:.0f} s, killed {killed}; acked {found.acked}, "
             f"trained {found.trained}, lost {len(found.lost)}, twice {len(found.twice)}, "
@@ -89,7 +89,7 @@ def carry_out(parent: Path, name: str, arguments: argparse.Namespace, *, seed: i
         return Result(
             reward=statistics.mean(rewards[-FINAL_STEPS:]),
             duration_s=time.monotonic() - started,
-            accounts=account(run.run_directory),
+            counts=count_slots(run.run_directory),
             killed=killed,
         )
     finally:
@@ -108,7 +108,7 @@ def kill_one(run: FaultRun, chance: random.Random) -> str:
     if not alive or not run.is_alive:
         raise FaultFailed(f"the run ended before its last kill; give it more --steps: {run.last_words()}")
     role = chance.choice(sorted(alive))
-    strike(chance.choice(sorted(alive[role])), SIGKILL)
+    send_signal(chance.choice(sorted(alive[role])), SIGKILL)
     return role
 
 

@@ -54,7 +54,7 @@ class Findings:
     """What was seen while the run went on."""
 
     returns_s: list[float] = field(default_factory=list)
-    """From each kill until both servers were serviceable again."""
+    """Times from each kill until both servers were serviceable again."""
     failed_groups: list[str] = field(default_factory=list)
 
 
@@ -79,7 +79,7 @@ async def wait_serving(bus: Bus, num_servers: int, *, without_url: str = "") -> 
 
 
 async def wait_busy(state: ServerState) -> None:
-    """Wait until the server decodes something, so that its end breaks streams; not for ever: a run may be idle."""
+    """Wait until the server decodes something, so that its end breaks streams; give up after a while on an idle run."""
     async with make_client(max_connections=1) as http:
         api = ServerApi(http, state.url)
         for _ in range(MAX_BUSY_POLLS):

@@ -26,7 +26,7 @@ from tools.make_tiny_gsm8k import MODEL, REPOSITORY
 
 LEAST_GAIN = 0.2
 NUM_STEPS = 100
-"""Of an algorithm's run: some take longer than the one that the configuration is made for."""
+"""Steps of an algorithm's run: some take longer than the one that the configuration is made for."""
 WORKFLOW = "workflows/gsm8k.py"
 WORKFLOWS = sorted(
     path.stem

@@ -26,7 +26,7 @@ PHRASINGS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """One question."""
+    """A question."""
 
     question: str
     a: int

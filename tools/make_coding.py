@@ -40,7 +40,7 @@ WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of task about a list of numbers, a number, or a word."""
+    """A kind of task about a list of numbers, a number, or a word."""
 
     name: str
     wording: str
@@ -231,12 +231,12 @@ READ: Final[dict[Callable[[random.Random], Any], tuple[str, str]]] = {
     _number: ("a whole number", "int(input())"),
     _word: ("a word", "input()"),
 }
-"""In words and in Python."""
+"""The filter in words and in Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One task: a kind, its number, and whether a function is asked for or a program."""
+    """A task: a kind, its number, and whether a function is asked for or a program."""
 
     kind: Kind
     k: int

@@ -23,7 +23,7 @@ from tools.word_problems import Split, split_of
 NUM_ROWS: Final = {Split.TRAIN: 160, Split.TEST: 128}
 QUESTION: Final = "There are {numbers}. How do they make {target}?"
 LARGE, SMALL = (6, 99), (2, 12)
-"""Of the first number, and of the others."""
+"""Ranges of the first number, and of the others."""
 LARGEST_TARGET: Final = 199
 THREE_NUMBERS_SHARE: Final = 0.1
 """Most games are small: a model that never wins learns nothing."""

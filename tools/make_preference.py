@@ -30,7 +30,7 @@ PAIRS: Final = REPOSITORY / "configs" / "data" / "preference_pairs.jsonl"
 """`configs/reward_model_tiny.yaml` names it."""
 NUM_PAIRS: Final = 4096
 KINDS: Final = ("usual", "usual", "usual", "usual", "usual", "slip", "cut short", "another number")
-"""Of the worse answers, each as likely as it stands here."""
+"""Kinds of worse answers; each is drawn in proportion to its entries here."""
 
 
 def pairs(split: Split, seed: int) -> Iterator[dict[str, str]]:

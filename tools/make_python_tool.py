@@ -24,7 +24,7 @@ NUM_ROWS: Final = {Split.TRAIN: 2048, Split.TEST: 256}
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of question: ``{a}`` and ``{b}`` are drawn."""
+    """A kind of question: ``{a}`` and ``{b}`` are drawn."""
 
     wordings: tuple[str, ...]
     expression: str
@@ -82,7 +82,7 @@ KINDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """One question."""
+    """A question."""
 
     text: str
     expression: str

@@ -22,7 +22,7 @@ from tools.word_problems import Split, split_of
 
 DATA: Final = Path(__file__).resolve().parents[1] / "configs" / "data"
 NUM_THINGS: Final = 120
-"""Of each kind."""
+"""Number of things of each kind."""
 FIRST: Final = ("Bel", "Dor", "Fen", "Gal", "Hol", "Kel", "Lor", "Mar", "Nor", "Pel", "Ros", "Sel", "Tor", "Ul", "Val")
 SECOND: Final = ("brin", "da", "field", "gate", "holm", "lin", "mond", "ness", "rick", "stead", "vale", "wick")
 
@@ -83,12 +83,12 @@ KINDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Thing:
-    """One document."""
+    """A document."""
 
     name: str
     kind: Kind
     values: tuple[int, ...]
-    """One for each of the kind's facts."""
+    """A value for each of the kind's facts."""
 
     @property
     def document(self) -> dict[str, str]:
@@ -106,7 +106,7 @@ class Question:
     text: str
     thing: Thing
     fact: int
-    """Its place among the thing's."""
+    """Index of the fact among the thing's."""
 
     @property
     def answer(self) -> int:
@@ -127,7 +127,7 @@ def draw_things(seed: int) -> list[Thing]:
 
 
 def questions(things: list[Thing], split: Split) -> Iterator[Question]:
-    """Ask for every fact of one split, in every way."""
+    """Return a question for every fact of a split in every wording."""
     for thing in things:
         for number, fact in enumerate(thing.kind.facts):
             if thing.split(number) is split:

@@ -112,12 +112,12 @@ class SlurmError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Slurm:
-    """One that runs."""
+    """A cluster that runs."""
 
     folder: Path
     hosts: tuple[str, ...]
     pid: int
-    """Of the process outside whose namespaces are the head's."""
+    """Process id, outside, of the process whose namespaces are the head's."""
 
     def command(self, *words: object) -> list[str]:
         """Return the command that runs another one on the head, in the folder that this process is in."""

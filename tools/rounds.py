@@ -29,10 +29,10 @@ class Stage:
         """Say that the process is ready, or that its round is over, and wait for the next; False at the end."""
         if not self._idle_bytes:
             self._idle_bytes = peak_bytes()
-            self.tell({})
+            self.report({})
         return bool(sys.stdin.readline())
 
-    def tell(self, result: Mapping[str, float]) -> None:
+    def report(self, result: Mapping[str, float]) -> None:
         """Report a round, with the process's memory: at its peak, and how much of it came after the loading."""
         memory = {"peak_bytes": peak_bytes(), "added_bytes": peak_bytes() - self._idle_bytes}
         self._out.write(json.dumps({**result, **memory}) + "\n")

@@ -37,7 +37,7 @@ def main() -> int:
 
 @contextmanager
 def alone() -> Iterator[None]:
-    """Wait for whoever else on this machine sets something up: of two that install at once, apt refuses one."""
+    """Wait for any other setup on this machine: of two that install at once, apt refuses one."""
     folder = os.open("/var/lib/apt/lists", os.O_RDONLY)
     try:
         fcntl.flock(folder, fcntl.LOCK_EX)

@@ -77,7 +77,7 @@ class Streams:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: requests one after the other."""
+    """A connection: requests one after the other."""
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams

@@ -42,17 +42,17 @@ from workflows.self_play import question as nim_question
 Lesson = dict[str, Any]
 """``messages`` that the pupil was told, and the ``answer`` that he gave."""
 Call = tuple[str, Mapping[str, str]]
-"""Of a tool: its name and arguments."""
+"""Name and arguments of a call of a tool."""
 
 HEAD_SHARE: Final = 0.3
-"""Of questions for a tool that are answered without one."""
+"""Share of questions for a tool that are answered without one."""
 FUMBLE_SHARE: Final = 0.2
 RETRY_SHARE: Final = 0.5
-"""Of those who were told that a call went wrong."""
+"""Share of failed calls that are tried again."""
 ANY_SHARE: Final = 0.1
-"""Of moves in a game that are made without a thought."""
+"""Share of moves in a game that are made at random."""
 FORBIDDEN_SHARE: Final = 0.3
-"""Of moves at nim."""
+"""Share of moves at nim that the rules forbid."""
 COMMON_MISTAKE, RARE_MISTAKE = 0.6, 0.3
 """Share of the usual mistake where it is commoner than the right way, and where it is not."""
 

@@ -31,7 +31,7 @@ class Script(msgspec.Struct):
     """What the tokens of an event say, by event, in words of OpenAI's."""
     end_id: int
     num_messages: int
-    """In the prompt of the last turn."""
+    """Messages in the prompt of the last turn."""
     event_tokens: int
     event_s: float
 
@@ -102,7 +102,7 @@ class Replies:
 
 
 class Connection(asyncio.Protocol):
-    """One connection: requests one after the other."""
+    """A connection: requests one after the other."""
 
     def __init__(self, replies: Replies) -> None:
         self._replies = replies

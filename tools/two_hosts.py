@@ -165,7 +165,7 @@ class RunInA(FaultRun):
         )  # fmt: skip
 
 
-def strike_link(link: Link, folder: Path, *, steps: int, cut_s: float, transfer: str) -> bool:
+def cut_link(link: Link, folder: Path, *, steps: int, cut_s: float, transfer: str) -> bool:
     """Carry it out; say whether all held."""
     settings: dict[str, Any] = {**BOUND_BY_GENERATION, "inference__weight_transfer": transfer}
     settings |= {"bus__credentials": folder / "keys", "bus__ca": folder / "ca.pem"}
@@ -237,7 +237,7 @@ def main() -> None:
         _say(f"not run: {reason}")
         sys.exit(1)
     with tempfile.TemporaryDirectory() as folder, linked() as link:
-        is_whole = strike_link(
+        is_whole = cut_link(
             link, Path(folder), steps=arguments.steps, cut_s=arguments.cut_s, transfer=arguments.transfer
         )
     _say("all held" if is_whole else "something did not hold")

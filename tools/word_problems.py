@@ -39,12 +39,12 @@ class Mistake(StrEnum):
     USUAL = "usual"
     """The mistake that this family invites: a wrong operation, or the last step forgotten."""
     SLIP = "slip"
-    """One off in the last sum."""
+    """A wrong answer, by one in the last sum."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One sum of a plan; an operand is a number's letter, or `$1` for the result of the first step."""
+    """A sum of a plan; an operand is a number's letter, or `$1` for the result of the first step."""
 
     left: str
     operation: str
@@ -83,7 +83,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One question with the numbers that were drawn for it."""
+    """A question with the numbers that were drawn for it."""
 
     family: Family
     numbers: dict[str, int]

@@ -140,7 +140,7 @@ def test_contenders_play_a_round_for_each_call_and_report_their_memory() -> None
         "print('what a library prints')\n"
         "while stage.wait():\n"
         "    held = bytearray(64 << 20)\n"
-        "    stage.tell({'num_tokens': 7})\n"
+        "    stage.report({'num_tokens': 7})\n"
     )
     try:
         rounds = [player.play(), player.play()]

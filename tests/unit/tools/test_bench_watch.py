@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from tools.bench_watch import FLOOD, SEVERAL, WATCHERS, cpu_s, tell_costs, tell_lags
+from tools.bench_watch import FLOOD, SEVERAL, WATCHERS, cpu_s, print_costs, print_lags
 
 
 @pytest.mark.parametrize(
@@ -17,14 +17,14 @@ def test_a_cost_over_its_bound_breaks_it_where_it_can_be_told_from_noise(
     costs = {name: {"node": [0.1, cost, 5.0]} for name in WATCHERS}
     costs |= {FLOOD: {"node": [of_flood]}, SEVERAL: {"node": [3.0]}}
 
-    assert tell_costs("title", costs, {"node": [50.0]}, is_precise=is_precise) is is_held
+    assert print_costs("title", costs, {"node": [50.0]}, is_precise=is_precise) is is_held
 
     assert ("holds" if is_held else "BROKEN") in capsys.readouterr().out
 
 
 def test_one_thing_that_is_seen_too_late_breaks_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
-    assert tell_lags("screen", [0.1, 0.9])
-    assert not tell_lags("screen", [0.1, 0.2, float("inf")])
+    assert print_lags("screen", [0.1, 0.9])
+    assert not print_lags("screen", [0.1, 0.2, float("inf")])
     assert "greatest inf s of 3: BROKEN" in capsys.readouterr().out
 
 

@@ -7,15 +7,15 @@ from pathlib import Path
 import pytest
 
 from tools.faults import Job, carry_out_all, in_order, plan
-from tools.faults_cases import FAIL, PASS, ROWS, Case, Row, Strike
+from tools.faults_cases import FAIL, PASS, ROWS, Case, Injection, Row
 
 
-def a_row(number: str, strike: Strike, *, is_random: bool = False, is_alone: bool = False) -> Row:
-    return Row(number=number, title="t", strike=strike, is_random=is_random, is_quick=False, is_alone=is_alone)
+def a_row(number: str, inject: Injection, *, is_random: bool = False, is_alone: bool = False) -> Row:
+    return Row(number=number, title="t", inject=inject, is_random=is_random, is_quick=False, is_alone=is_alone)
 
 
 def nothing(case: Case) -> None:
-    """Strike nothing: what is tested is who does so when."""
+    """Injection nothing: what is tested is who does so when."""
 
 
 def test_every_row_has_its_first_seed_before_any_has_its_second() -> None:
@@ -29,8 +29,8 @@ def test_every_row_has_its_first_seed_before_any_has_its_second() -> None:
 def test_rows_run_side_by_side_and_those_that_are_to_be_alone_after_them_one_by_one(tmp_path: Path) -> None:
     together, running, most = threading.Barrier(2), [0], {"": 0, "alone ": 0}
 
-    def strike(kind: str) -> Strike:
-        def struck(case: Case) -> None:
+    def inject(kind: str) -> Injection:
+        def inject_fault(case: Case) -> None:
             running[0] += 1
             most[kind] = max(most[kind], running[0])
             if not kind:
@@ -40,10 +40,10 @@ def test_rows_run_side_by_side_and_those_that_are_to_be_alone_after_them_one_by_
                 time.sleep(0.05)
             running[0] -= 1
 
-        return struck
+        return inject_fault
 
-    rows = [a_row("1", strike("alone "), is_alone=True), a_row("2", strike("")), a_row("3", strike(""))]
-    jobs = plan([*rows, a_row("4", strike("alone "), is_alone=True)], num_seeds=1)
+    rows = [a_row("1", inject("alone "), is_alone=True), a_row("2", inject("")), a_row("3", inject(""))]
+    jobs = plan([*rows, a_row("4", inject("alone "), is_alone=True)], num_seeds=1)
 
     results = list(carry_out_all(jobs, tmp_path, num_lanes=2, keeps=False))
 

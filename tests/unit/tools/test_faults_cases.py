@@ -8,70 +8,70 @@ from pathlib import Path
 
 import pytest
 
-from tools.faults_accounts import Accounts
 from tools.faults_cases import FAIL, NOT_RUN, PASS, Case, NotRun, Row, carry_out, merge
+from tools.faults_counts import SlotCounts
 from tools.faults_run import FaultFailed
 
 
-def a_row(accounts: Accounts, *, must_show: str = "", error: Exception | None = None) -> Row:
-    def strike(case: Case) -> None:
+def a_row(counts: SlotCounts, *, must_show: str = "", error: Exception | None = None) -> Row:
+    def inject(case: Case) -> None:
         if error is not None:
             raise error
-        case.accounts = accounts
+        case.counts = counts
 
-    return Row(number="0", title="t", strike=strike, is_random=False, is_quick=False, must_show=must_show)
+    return Row(number="0", title="t", inject=inject, is_random=False, is_quick=False, must_show=must_show)
 
 
 @pytest.mark.parametrize(
-    ("accounts", "must_show", "verdict"),
+    ("counts", "must_show", "verdict"),
     [
-        (Accounts(acked=1, trained=1), "", PASS),
-        (Accounts(lost=["a"]), "", FAIL),
-        (Accounts(twice=["a"]), "", FAIL),
-        (Accounts(over_age=["a"]), "", FAIL),
-        (Accounts(broken=["hole a"]), "", FAIL),
-        (Accounts(lost=["a"]), "lost", PASS),
-        (Accounts(twice=["a"]), "lost", FAIL),
-        (Accounts(), "lost", FAIL),
+        (SlotCounts(acked=1, trained=1), "", PASS),
+        (SlotCounts(lost=["a"]), "", FAIL),
+        (SlotCounts(twice=["a"]), "", FAIL),
+        (SlotCounts(over_age=["a"]), "", FAIL),
+        (SlotCounts(broken=["hole a"]), "", FAIL),
+        (SlotCounts(lost=["a"]), "lost", PASS),
+        (SlotCounts(twice=["a"]), "lost", FAIL),
+        (SlotCounts(), "lost", FAIL),
     ],
 )
-def test_a_row_is_judged_by_its_accounts(tmp_path: Path, accounts: Accounts, must_show: str, verdict: str) -> None:
-    assert carry_out(a_row(accounts, must_show=must_show), 1, tmp_path / "row", keeps=False).verdict == verdict
+def test_a_row_is_judged_by_its_accounts(tmp_path: Path, counts: SlotCounts, must_show: str, verdict: str) -> None:
+    assert carry_out(a_row(counts, must_show=must_show), 1, tmp_path / "row", keeps=False).verdict == verdict
 
 
 @pytest.mark.parametrize(("error", "verdict"), [(NotRun("no root"), NOT_RUN), (FaultFailed("it hung"), FAIL)])
 def test_what_could_not_run_is_no_pass_and_says_why(tmp_path: Path, error: Exception, verdict: str) -> None:
-    result = carry_out(a_row(Accounts(), error=error), 1, tmp_path / "row", keeps=False)
+    result = carry_out(a_row(SlotCounts(), error=error), 1, tmp_path / "row", keeps=False)
 
     assert (result.verdict, result.notes) == (verdict, [str(error)])
 
 
 def test_a_seed_that_could_not_run_keeps_the_row_from_passing(tmp_path: Path) -> None:
-    rows = (a_row(Accounts()), a_row(Accounts(), error=NotRun("no root")))
+    rows = (a_row(SlotCounts()), a_row(SlotCounts(), error=NotRun("no root")))
 
     assert merge([carry_out(one, 1, tmp_path / "row", keeps=False) for one in rows]).verdict == NOT_RUN
 
 
 @pytest.mark.parametrize(("lost", "verdict"), [(["a"], PASS), (["a", "b"], FAIL)])
 def test_what_the_fault_itself_destroys_may_be_lost_and_no_more(tmp_path: Path, lost: list[str], verdict: str) -> None:
-    def strike(case: Case) -> None:
+    def inject(case: Case) -> None:
         case.destroyed = frozenset({"a"})
-        case.accounts = Accounts(lost=lost)
+        case.counts = SlotCounts(lost=lost)
 
-    row = Row(number="0", title="t", strike=strike, is_random=False, is_quick=False)
+    row = Row(number="0", title="t", inject=inject, is_random=False, is_quick=False)
 
     assert carry_out(row, 1, tmp_path / "row", keeps=False).verdict == verdict
 
 
 def test_one_failed_seed_fails_the_row_and_the_counts_add_up(tmp_path: Path) -> None:
-    good = a_row(Accounts(acked=2, trained=1, dropped=Counter(late=1)))
-    bad = a_row(Accounts(acked=1, lost=["a"]))
+    good = a_row(SlotCounts(acked=2, trained=1, dropped=Counter(late=1)))
+    bad = a_row(SlotCounts(acked=1, lost=["a"]))
 
     merged = merge([carry_out(one, 1, tmp_path / "row", keeps=False) for one in (good, good, bad)])
 
     assert merged.verdict == FAIL
-    assert (merged.accounts.acked, merged.accounts.trained, merged.accounts.dropped) == (5, 2, {"late": 2})
-    assert merged.accounts.lost == ["a"]
+    assert (merged.counts.acked, merged.counts.trained, merged.counts.dropped) == (5, 2, {"late": 2})
+    assert merged.counts.lost == ["a"]
 
 
 STRUCK_AT = datetime(2026, 1, 1, tzinfo=UTC)

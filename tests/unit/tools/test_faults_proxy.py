@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tools.faults_proxy import ANY_ROLE, Direction, Fate, Proxy, take_frames
+from tools.faults_proxy import ANY_ROLE, Direction, Proxy, Treatment, take_frames
 
 BOTH = tuple(Direction)
 
@@ -65,7 +65,7 @@ def is_silent(client: socket.socket) -> bool:
 
 def test_held_bytes_of_one_role_arrive_after_the_heal_and_others_pass(echo_port: int) -> None:
     with Proxy(echo_port) as proxy, connect(proxy, "node") as node, connect(proxy, "trainer") as trainer:
-        proxy.strike(["node"], BOTH, Fate.HOLD)
+        proxy.inject(["node"], BOTH, Treatment.HOLD)
         node.sendall(b"PING\r\n")
 
         assert is_silent(node)
@@ -76,7 +76,7 @@ def test_held_bytes_of_one_role_arrive_after_the_heal_and_others_pass(echo_port:
 
 def test_a_connection_that_lost_bytes_is_cut_at_the_heal(echo_port: int) -> None:
     with Proxy(echo_port) as proxy, connect(proxy, "node") as node:
-        proxy.strike([ANY_ROLE], [Direction.TO_CLIENT], Fate.LOSE)
+        proxy.inject([ANY_ROLE], [Direction.TO_CLIENT], Treatment.LOSE)
         node.sendall(b"PING\r\n")
 
         assert is_silent(node)
@@ -97,15 +97,15 @@ def test_the_client_of_a_half_open_connection_is_told_nothing(echo_port: int) ->
 def test_only_messages_on_the_subject_are_lost_and_delayed_ones_are_overtaken(echo_port: int) -> None:
     lost, late, other = (b"MSG %s 1 2\r\nab\r\n" % subject for subject in (b"a.lost", b"a.late", b"a.other"))
     with Proxy(echo_port) as proxy, connect(proxy, "node") as node:
-        proxy.strike_messages("node", re.escape("a.lost"), delay_s=None)
-        proxy.strike_messages("node", re.escape("a.late"), delay_s=0.1)
+        proxy.inject_messages("node", re.escape("a.lost"), delay_s=None)
+        proxy.inject_messages("node", re.escape("a.late"), delay_s=0.1)
         node.sendall(lost + late + other)
 
         received = b""
         while len(received) < len(late + other):
             received += node.recv(4096)
         assert received == other + late
-        assert proxy.num_frames_struck == 2
+        assert proxy.num_frames_hit == 2
 
 
 def test_frames_are_taken_whole_however_they_arrive() -> None:

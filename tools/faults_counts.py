@@ -1,4 +1,4 @@
-"""What became of every trajectory whose publish was acknowledged: the doctor's word on a run at rest, in figures."""
+"""Counts of the trajectories whose publish was acknowledged, by what became of them, from the doctor's findings."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -22,8 +22,8 @@ NOT_DROPPED = (
 
 
 @dataclass(slots=True)
-class Accounts:
-    """Of trajectories."""
+class SlotCounts:
+    """Numbers and ids of a run's trajectories."""
 
     acked: int = 0
     trained: int = 0
@@ -33,10 +33,10 @@ class Accounts:
     twice: list[str] = field(default_factory=list)
     over_age: list[str] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
-    """What refutes any other promise."""
+    """Findings against any other promise."""
 
-    def add(self, other: "Accounts") -> None:
-        """Add another run's."""
+    def add(self, other: "SlotCounts") -> None:
+        """Add the counts of another run."""
         self.acked += other.acked
         self.trained += other.trained
         self.stored += other.stored
@@ -47,28 +47,28 @@ class Accounts:
         self.broken += other.broken
 
 
-def account(directory: RunDirectory) -> Accounts:
-    """Examine a run. One whose broker is its own must be at rest.
+def count_slots(directory: RunDirectory) -> SlotCounts:
+    """Examine a run, which must be at rest if its broker is its own.
 
     Raises:
-        UserError: it cannot be examined.
+        UserError: the run cannot be examined.
     """
 
     async def examine_it() -> Diagnosis:
         return await examine(directory.read_settings(), directory.path, directory.read_bus_url())
 
-    return summed(anyio.run(examine_it))
+    return counts_of(anyio.run(examine_it))
 
 
-def summed(diagnosis: Diagnosis) -> Accounts:
+def counts_of(diagnosis: Diagnosis) -> SlotCounts:
     """Return the figures of a diagnosis."""
     findings = [one for ruling in diagnosis.rulings for one in ruling.findings]
     ids = {kind: sorted({one.id for one in findings if one.kind is kind}) for kind in COUNTED}
-    return Accounts(
+    return SlotCounts(
         acked=diagnosis.slots["acknowledged"],
         trained=diagnosis.slots.get(SlotFate.TRAINED, 0),
         stored=diagnosis.slots.get(SlotFate.STORED, 0) + diagnosis.slots.get(IN_TRAINING, 0),
-        dropped=Counter({fate: count for fate, count in diagnosis.slots.items() if fate not in NOT_DROPPED}),
+        dropped=Counter({kind: count for kind, count in diagnosis.slots.items() if kind not in NOT_DROPPED}),
         lost=ids[ViolationKind.LOST],
         twice=ids[ViolationKind.TWICE],
         over_age=ids[ViolationKind.OVER_AGE],
