@@ -41,7 +41,7 @@ TOOL = {
 
 
 class PacedModel:
-    """Says the same each time, an event at a time."""
+    """A generator with the same answer each time, an event at a time."""
 
     def __init__(self, output_ids: list[int]) -> None:
         self._output_ids = output_ids

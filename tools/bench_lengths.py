@@ -65,7 +65,7 @@ def draw(kind: str, tokenizer: Any, *, groups: int, group_size: int, seed: int) 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """What a batch's packing comes to."""
+    """The packing of a batch in figures."""
 
     num_rows: int
     """Rows on all ranks, empty ones included."""

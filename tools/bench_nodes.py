@@ -29,7 +29,7 @@ SECONDS_PER_TOKEN = 0.1
 REQUESTS_PER_SERVER = 16
 NODE_ID = "second"
 SETTLE_S = 10.0
-"""Until the groups that one node alone had leased are through."""
+"""Time until the groups that one node alone had leased are through."""
 BOUND_BY_GENERATION = {
     "run__steps": ENDLESS,
     "inference__backend": "sglang",

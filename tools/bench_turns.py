@@ -80,7 +80,7 @@ ADD = {
 
 @dataclass
 class Figures:
-    """What was measured of one contender."""
+    """The measurements of a contender."""
 
     lags_s: list[float] = field(default_factory=list)
     num_turns: int = 0

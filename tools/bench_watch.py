@@ -234,7 +234,7 @@ def _spread(values: Sequence[float], sign: str = "") -> str:
 
 
 def event_lags(run: FaultRun, count: int) -> list[float]:
-    """Tell events to the bus, at any moment of a second; return how long each takes to the screen."""
+    """Publish events at any moment of a second; return the seconds that each takes to the screen."""
     lags: list[float] = []
 
     async def publish() -> None:

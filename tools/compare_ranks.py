@@ -64,13 +64,13 @@ class Part(msgspec.Struct, kw_only=True):
     total: int = 0
     """Length of the learning rate's schedule; 0 for ``last``."""
     trainer: dict[str, Any] = {}
-    """Its settings: the layout, and what decides about updates."""
+    """The trainer's settings: its layout, and what decides about updates."""
     minibatches: int = 1
     has_critic: bool = False
     load: str = ""
     """Checkpoint to begin from."""
     save: str = ""
-    """Where to write one at the end."""
+    """Path of the checkpoint to write at the end."""
     output: str = ""
     """Every rank writes what it has of the result to ``<output>.<rank>.npz``."""
 

@@ -55,7 +55,7 @@ class Decoder:
     corpus: tuple[bytes, ...]
     """Messages that it accepts."""
     refuses: tuple[type[Exception], ...] = (WireError,)
-    """How it may end otherwise."""
+    """Errors that it may end in."""
 
 
 def decoder(

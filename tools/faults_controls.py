@@ -9,7 +9,7 @@ from tools.faults_cases import Case, row
 from tools.faults_run import ENDLESS, REPOSITORY
 
 MAX_STALENESS = 8
-"""What is trained again must not be too old for it, and lost credits must not bring the run to a halt."""
+"""Staleness bound at which groups may be trained again, and lost credits do not bring the run to a halt."""
 FORGETFUL = """
     from areal_async.protocol.journal import Journal
     from areal_async.trainer.batch.planner import BatchPlanner

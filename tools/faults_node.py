@@ -25,7 +25,7 @@ NUM_TIMES = HISTORY + 4
 NUM_STEPS = 12
 THIEF = "thief"
 ORDERED = ("run.ordered", "setting.changed")
-"""What the controller says of an order that it obeys."""
+"""The controller's answer to an order that it obeys."""
 STILL = (CONTROL, CHANGES, SETTINGS)
 """Keys that nobody writes while a run goes on by itself."""
 BY_BROKER = ("Nats-Sequence", "Status", FORWARDED)

@@ -84,7 +84,7 @@ class FaultRun:
 
     @property
     def command(self) -> list[str]:
-        """What a user would type."""
+        """The command line that a user would type."""
         command = [sys.executable, "-m", "areal_async", "run", self.workflow, "--config", "configs/gsm8k_cpu.yaml"]
         return [*command, "--no-display", *self._arguments]
 
@@ -250,7 +250,7 @@ class FaultRun:
 
     @property
     def output(self) -> str:
-        """What its processes printed, over all starts."""
+        """Output of its processes, over all starts."""
         return self._output.read_text(errors="replace") if self._output.exists() else ""
 
     def last_words(self) -> str:

@@ -29,7 +29,7 @@ MAX_GROWTH_BYTES = 64 << 20
 MAX_FINDINGS = 5
 """Most failures reported of one decoder."""
 SETTLE_INPUTS = 1000
-"""After these the process has its size: what it grows from then on is counted."""
+"""Inputs after which the process has its size; growth from then on is counted."""
 TITLES = ("inputs", "accepted", "refused", "inputs/s", "growth MB", "findings")
 
 
@@ -39,7 +39,7 @@ class InputTimeoutError(Exception):
 
 @dataclass(slots=True)
 class Score:
-    """What became of one decoder's inputs."""
+    """The outcomes of one decoder's inputs."""
 
     num_inputs: int = 0
     num_accepted: int = 0

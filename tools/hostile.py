@@ -70,7 +70,7 @@ TOKEN_BUDGET = 1024
 BATCHES = (1, 15, 496)
 """Messages of batches, again and again: what is too much alone may not show among many, and the other way round."""
 PART_MESSAGES = 8192
-"""After so many a model is made anew."""
+"""Inputs after which a new model is made."""
 NUM_SEQUENCES = (1,) * 40 + (2,) * 10 + (3,) * 9 + (40,)
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {},
@@ -244,7 +244,7 @@ SPOILED: list[Spoil] = [
 
 @dataclass(slots=True)
 class Score:
-    """What became of some inputs."""
+    """The outcomes of some inputs."""
 
     num_inputs: int = 0
     num_trajectories: int = 0

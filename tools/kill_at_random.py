@@ -31,7 +31,7 @@ OTHERS = {"broker": "nats-server", "server": "areal_async.inference.embedded"}
 FINAL_STEPS = 20
 """The final reward is the mean over so many steps: one step's has a standard deviation of about 0.04."""
 BESIDES_S = 900.0
-"""How much longer than its kills a run may take."""
+"""Time that a run may take beyond its kills."""
 
 
 @dataclass(slots=True)

@@ -51,7 +51,7 @@ BATCH_TRAJECTORIES = 64
 
 @dataclass(slots=True)
 class Findings:
-    """What was seen while the run went on."""
+    """The measurements made while the run went on."""
 
     returns_s: list[float] = field(default_factory=list)
     """Times from each kill until both servers were serviceable again."""

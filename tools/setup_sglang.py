@@ -28,7 +28,7 @@ CHECK_DEADLINE_S = 300.0
 
 
 class SetupError(Exception):
-    """Why there is no environment, in one sentence."""
+    """The reason for which there is no environment, in one sentence."""
 
 
 def main() -> int:

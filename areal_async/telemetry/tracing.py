@@ -150,7 +150,7 @@ class RecordedSpan(Span):
 
 
 class SpanRecorder(Protocol):
-    """Where spans go. Called on event loops and in threads: it may neither wait nor raise."""
+    """A sink of spans, called on event loops and in threads: it may neither wait nor raise."""
 
     def record(self, span: RecordedSpan) -> None: ...
 

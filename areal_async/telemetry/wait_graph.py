@@ -1,4 +1,4 @@
-"""What this process waits for at this moment, as edges between named things: who waits for what, and since when.
+"""The waits of this process at this moment: edges between named things, with the time that each began.
 
     with wait_graph.doing(wait_graph.slot(group_id, 3), "the workflow of"):         group -> slot
         with wait_graph.on(wait_graph.server("0-1"), "a stream on") as stream:      slot  -> server
