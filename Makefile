@@ -7,10 +7,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
+SITE := build/docs/html
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents test test-runs test-sglang test-slurm faults faults-quick nightly check setup clean
+.PHONY: run browser agents test test-runs test-sglang test-slurm faults faults-quick nightly check site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
@@ -48,10 +49,16 @@ nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fa
 	$(BIN)/python -m tools.hostile --inputs 1000000 --processes 2
 	$(BIN)/python -m tools.explore_protocol --steps 2000000
 
-check: $(STAMP)  ## format, lint, types
+check: $(STAMP) site  ## format, lint, types, documents
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+site: $(STAMP)  ## the documents as one site; any warning is an error, a dead link too
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet -c tools/docs -d build/docs/doctrees . $(SITE)
+
+docs: site  ## build the site, and serve it at http://127.0.0.1:8000
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
 
 setup: $(STAMP)
 
