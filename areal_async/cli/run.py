@@ -47,7 +47,7 @@ from areal_async.launch.starts import Start
 from areal_async.launch.supervisor import RunEnd
 from areal_async.monitor.curves import Follower
 from areal_async.monitor.display import choose_display
-from areal_async.monitor.summary import summarise
+from areal_async.monitor.report.summary import summarise
 from areal_async.monitor.text import settings_help
 from areal_async.monitor.view import RunView
 from areal_async.process.host import check_address, visible_gpus

@@ -26,7 +26,7 @@ def test_dir_shows_every_public_name_before_any_of_them_is_loaded() -> None:
 def test_types_are_shipped() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
-    assert project["tool"]["setuptools"]["package-data"]["areal_async"] == ["py.typed"]
+    assert project["tool"]["setuptools"]["package-data"]["areal_async"] == ["py.typed", "monitor/report/DejaVuSans.*"]
     assert (ROOT / "areal_async" / "py.typed").is_file()
 
 

@@ -9,7 +9,7 @@ from PIL import Image, ImageColor
 
 from areal_async.config.settings import DatasetSettings, RunSettings, Settings, TaskSettings
 from areal_async.monitor.report.assets import LIGHT
-from areal_async.monitor.summary import last_per_step, summarise
+from areal_async.monitor.report.summary import last_per_step, summarise
 
 
 @pytest.fixture

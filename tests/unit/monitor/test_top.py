@@ -15,10 +15,8 @@ from areal_async.monitor.snapshot import MISSING, OK, Member, Status
 from areal_async.monitor.top.app import HELP, KEYS, MIN_HEIGHT, MIN_PAUSE_S, MIN_WIDTH, TYPING, TopApp
 from areal_async.monitor.top.rows import PaneRows, Row
 from areal_async.monitor.top.view import KEPT_S, PANES, SORTS, TopView
-from tests.loops import on_uvloop
 
 pytestmark = pytest.mark.anyio
-anyio_backend = on_uvloop
 
 LONG = "a very long text that goes on and on " * 8
 
