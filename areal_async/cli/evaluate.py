@@ -24,7 +24,6 @@ from areal_async.cli.checks import check_dataset
 from areal_async.cli.export import BEST, LAST, chosen, write
 from areal_async.cli.orders import ANSWER_DEADLINE_S, who
 from areal_async.cli.run import load_run_settings
-from areal_async.cli.trial_output import figure
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.cli.try_ import MAX_ATTEMPTS, SPARE_STREAMS, check, choose_trial_config, task_of
 from areal_async.config.metrics import TO_FILES
@@ -37,6 +36,7 @@ from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.monitor import evaluated
 from areal_async.monitor.text import json_text, settings_help
+from areal_async.monitor.trial_output import figure
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
 from areal_async.protocol.types import EvalRecord, Prompt, Slot, SlotStatus

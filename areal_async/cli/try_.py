@@ -21,7 +21,6 @@ from areal_async.cli.checks import (
     check_workflow,
 )
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
-from areal_async.cli.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.config.paths import is_same_function
 from areal_async.config.settings import Settings, TaskSettings
@@ -29,6 +28,7 @@ from areal_async.data.rows import load_rows
 from areal_async.errors import UserError
 from areal_async.inference.call_parser import check_tool_call_parser
 from areal_async.monitor.text import settings_help
+from areal_async.monitor.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
 from areal_async.protocol.types import Prompt, SlotStatus

@@ -8,12 +8,12 @@ import pytest
 from rich.console import Console
 
 from areal_async.bus import Bus, EmbeddedBroker, Role
-from areal_async.cli.status import render
 from areal_async.config.settings import Settings
 from areal_async.launch.heartbeat_lock import own_holder, run_beats
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.liveness import BeatsSeen, awaiting_beat
 from areal_async.monitor.snapshot import Status, ask_status, read_status
+from areal_async.monitor.status_screen import render
 from areal_async.protocol.run_state import CrewState, RunState
 from areal_async.protocol.subjects import ADMITTED, LAUNCHER, RUN_STATE
 from areal_async.protocol.types import Admitted, Cut, CutGroup, CutKind, Outcome, OutcomeKind, WeightsVersion

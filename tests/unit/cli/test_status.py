@@ -8,7 +8,6 @@ import pytest
 from rich.console import Console
 
 from areal_async.cli.main import main
-from areal_async.cli.status import render
 from areal_async.config.settings import RunSettings, Settings, TrainerSettings
 from areal_async.errors import UserError
 from areal_async.monitor.snapshot import (
@@ -27,6 +26,7 @@ from areal_async.monitor.snapshot import (
     state_of,
     without_broker,
 )
+from areal_async.monitor.status_screen import render
 from areal_async.protocol.run_state import Control, CrewState, RunState, ServerState
 from areal_async.protocol.types import WeightsVersion
 

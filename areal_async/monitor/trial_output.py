@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.rule import Rule
 
-from areal_async.cli.attempt_json import attempt_json
+from areal_async.monitor.attempt_json import attempt_json
 from areal_async.monitor.transcript import Transcript, legend
 from areal_async.process.stdio import say
 from areal_async.protocol.types import SlotStatus, mean

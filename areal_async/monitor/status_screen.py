@@ -1,0 +1,67 @@
+"""One screen about a run, as ``status`` prints it. Pure."""
+
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+
+from areal_async.monitor.durations import duration_text, seconds_since
+from areal_async.monitor.evaluated import figure
+from areal_async.monitor.snapshot import ENDED, OK, OVER, Status
+from areal_async.monitor.view import event_text
+
+
+def render(status: Status) -> Iterable[Table | Text]:
+    """Yield what the screen shows, from the run's state in its first line to what is wrong in its last."""
+    head = Text(f"run {status.run}: {status.state}", style="bold")
+    if status.reason:
+        head.append(f" ({status.reason})", style="not bold")
+    yield head
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row("step", f"{status.step}/{status.steps}, weights {status.weights_version or 'none yet'}")
+    if status.reward_mean is not None:
+        held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
+        facts.add_row("reward", f"{status.reward_mean:.3f}{held_out}")
+    facts.add_row("groups", _groups(status))
+    stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
+    facts.add_row("stored", ", ".join(stored))
+    if status.changes:
+        facts.add_row("changed", ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()))
+    if status.shares:
+        facts.add_row("mix", ", ".join(f"{task} {share:.1%}" for task, share in status.shares.items()))
+    yield facts
+    processes = Table("process", "", "up", "does", "waits for", "starts", "last death", box=None, padding=(0, 2, 0, 0))
+    for member in status.members:
+        style = "" if member.presence == OK else "dim" if member.presence == ENDED else "bold red"
+        processes.add_row(
+            f"{member.role} {member.instance}",
+            Text(member.presence, style=style),
+            duration_text(member.up_s) if member.up_s else "",
+            *(Text(text) for text in (member.state, member.waits_for, str(member.num_starts or ""), member.why)),
+        )
+    yield processes
+    if status.servers and status.state not in OVER:
+        servers = Table(
+            "server", "version", "requests", "tokens/s", "fenced", "last failure", box=None, padding=(0, 2, 0, 0)
+        )
+        for server in status.servers:
+            fenced = Text(server["reason"] or "yes", style="bold red") if server["is_fenced"] else Text("")
+            requests, failure = str(server.get("num_requests", "")), Text(server.get("failure", ""))
+            tokens_per_s = f"{server['tokens_per_s']:.0f}" if "tokens_per_s" in server else ""
+            servers.add_row(server["id"], server["version"] or "none", requests, tokens_per_s, fenced, failure)
+        yield servers
+    if status.events:
+        events = Table.grid(padding=(0, 2))
+        for event in status.events:
+            ago = f"{duration_text(seconds_since(str(event['at'])))} ago" if "at" in event else ""
+            events.add_row(Text(ago, style="dim"), Text(event_text(event), overflow="ellipsis", no_wrap=True))
+        yield events
+    for note in status.notes:
+        yield Text(note, style="red")
+
+
+def _groups(status: Status) -> str:
+    if status.admitted is None:
+        return "unknown: the controller keeps the books, and does not answer"
+    counted = f"{status.admitted} admitted, {status.settled} settled, {status.in_flight} in flight"
+    return f"{counted} when it ended" if status.credits is None else f"{counted}, {status.credits} credits"
