@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.process.atomic_folders import LEDGER, finish, partial_name
 from areal_async.process.failpoints import failpoint
 from areal_async.trainer.engine.digests import digests, write_sums
+from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 
 STATE = "state"
@@ -69,7 +69,7 @@ class CheckpointWriter:
             others: models trained beside the policy, by role.
         """
         self._tensors = tensors_of(policy, others)
-        shards = {name: _local(tensor) for name, tensor in self._tensors.items()}
+        shards = {name: local_shard(tensor) for name, tensor in self._tensors.items()}
         for name, shard in shards.items():
             if name not in self._copies:
                 self._copies[name] = torch.empty_like(shard, device="cpu", pin_memory=shard.is_cuda)
@@ -195,11 +195,6 @@ def _named(trained: TrainState, prefix: str) -> dict[str, Tensor]:
         for moment, tensor in optimizer.state.get(parameter, {}).items():
             tensors[f"{prefix}{moment}.{name}"] = tensor
     return tensors
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _fill(optimizer: torch.optim.Optimizer) -> None:

@@ -23,7 +23,7 @@ from areal_async.trainer.engine import weights
 from areal_async.trainer.engine.checkpoint import TrainState
 from areal_async.trainer.engine.gradient_groups import GROUPS, groups_of, num_layers
 from areal_async.trainer.engine.optimizer import learning_rate, make_optimizer
-from areal_async.trainer.engine.parallel.dims import ParallelDims
+from areal_async.trainer.engine.parallel.dims import ParallelDims, local_shard
 from areal_async.trainer.engine.parallel.division import divide
 from areal_async.trainer.engine.parallel.execution import Execution, Loss
 from areal_async.trainer.engine.parallel.pipeline import execution_of
@@ -208,10 +208,10 @@ class TrainedEngine(ModelEngine[T]):
     @torch.no_grad()
     def _gradients_as_parameters(self) -> Iterator[None]:
         """Let every parameter hold its gradient instead for a while: then what gathers the one gathers the other."""
-        locals_ = [(_local(one), one.grad) for one in self._model.parameters()]
+        locals_ = [(local_shard(one), one.grad) for one in self._model.parameters()]
         values = [local.clone() for local, _ in locals_]
         for local, gradient in locals_:
-            local.copy_(_local(gradient)) if gradient is not None else local.zero_()
+            local.copy_(local_shard(gradient)) if gradient is not None else local.zero_()
         try:
             yield
         finally:
@@ -226,7 +226,7 @@ class TrainedEngine(ModelEngine[T]):
         """
         every = zip(self._model.parameters(), self._groups, strict=True)
         trained = [(p, groups) for p, groups in every if p.grad is not None]
-        gradients = [_local(cast(Tensor, p.grad)) for p, _ in trained]
+        gradients = [local_shard(cast(Tensor, p.grad)) for p, _ in trained]
         # Several ranks, of a stage or of two, may hold the same shard, which counts once.
         num_stages = self._model.num_holders() if isinstance(self._model, StagedModel) else {}
         copies = torch.tensor(
@@ -263,8 +263,3 @@ class TrainedEngine(ModelEngine[T]):
         # A dimension along which a tensor is not replicated shards it; of those there are several kinds.
         is_sharded = [not isinstance(one, Replicate) for one in placements]
         return num_ranks // math.prod(mesh.size(dim) for dim, one in enumerate(is_sharded) if one)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

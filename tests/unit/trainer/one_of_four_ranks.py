@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import TrainRow
 from tests.unit.trainer.models import engine_of, random_rows
-from tests.unit.trainer.step_runner import StepRunner
+from tests.unit.trainer.trained_steps import TrainedSteps
 
 LAYOUTS = {
     "tensor_parallel": 2,
@@ -20,7 +20,7 @@ LAYOUTS = {
 
 def train_and_count(ranks: Ranks, model: Path, algorithm: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train in three layouts at once, write a checkpoint, read another one, and look at collectives."""
-    runner = StepRunner(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
+    runner = TrainedSteps(model, ranks, trainer={"num_ranks": 4, **LAYOUTS}, **algorithm)
     stats = runner.train_shares(is_first=runner.engines.actor.dims.data.rank == 0)
     runner.engines.save_checkpoint(directory / "of_four", b"of four")
     trained = runner.fingerprint()

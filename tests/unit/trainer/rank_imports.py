@@ -15,7 +15,7 @@ for name in (
     "areal_async.trainer.engine.staged_planner",
     "areal_async.trainer.output.broadcast",
     "tests.unit.trainer.engine.test_pairs",
-    "tests.unit.trainer.step_runner",
+    "tests.unit.trainer.trained_steps",
     "tools.compare_layouts",
 ):
     importlib.import_module(name)

@@ -11,7 +11,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from tests.unit.trainer.models import engine_of, parameters_differ, random_rows, save_model
 from tests.unit.trainer.one_of_four_ranks import train_and_count
 from tests.unit.trainer.rank_workers import RankWorkers
-from tests.unit.trainer.step_runner import NUM_STEPS, StepRunner, batch_rows
+from tests.unit.trainer.trained_steps import NUM_STEPS, TrainedSteps, batch_rows
 from tools.compare_layouts import compare, parser, train_layouts
 
 pytestmark = pytest.mark.timeout(300)
@@ -49,7 +49,7 @@ def four(
     directory = tmp_path_factory.mktemp("four")
     # Two parts share its words evenly, and then two ranks unevenly.
     model = save_model(directory / "model", vocab_size=62)
-    first = StepRunner(model, ranks, **PPO)
+    first = TrainedSteps(model, ranks, **PPO)
     first.train(batch_rows(), step=1)
     first.engines.save_checkpoint(directory / "of_one", b"of one")
     (directory / "of_one.json").write_text(json.dumps(first.fingerprint()))
@@ -60,7 +60,7 @@ def test_models_of_other_layouts_than_the_policy_learn_as_on_one_rank(
     four: tuple[Path, Path, list[dict[str, Any]]], ranks: Ranks
 ) -> None:
     model, _, seen = four
-    alone = StepRunner(model, ranks, **PPO)
+    alone = TrainedSteps(model, ranks, **PPO)
 
     stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]
 
@@ -73,7 +73,7 @@ def test_models_of_other_layouts_than_the_policy_learn_as_on_one_rank(
 
 def test_checkpoints_load_in_another_layout(four: tuple[Path, Path, list[dict[str, Any]]], ranks: Ranks) -> None:
     model, directory, seen = four
-    resumed = StepRunner(model, ranks, **PPO)
+    resumed = TrainedSteps(model, ranks, **PPO)
 
     assert resumed.engines.load_checkpoint(directory / "of_four") == b"of four"
 

@@ -13,7 +13,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.packing.rows import REFERENCE, with_columns
 from tests.unit.trainer.models import engine_of, random_rows
 from tests.unit.trainer.rank_workers import RankWorkers
-from tests.unit.trainer.step_runner import NUM_STEPS, StepRunner, batch_rows, train_together
+from tests.unit.trainer.trained_steps import NUM_STEPS, TrainedSteps, batch_rows, train_together
 
 PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
 
@@ -22,7 +22,7 @@ PPO = {"name": "ppo", "kl_coef": 0.1, "kl_in": "reward", "num_minibatches": 2}
 def test_two_ranks_train_actor_and_critic_as_one_does(
     model: Path, ranks: Ranks, two_ranks: RankWorkers, tmp_path: Path
 ) -> None:
-    alone = StepRunner(model, ranks, **PPO)
+    alone = TrainedSteps(model, ranks, **PPO)
     stats = [alone.train(batch_rows(), step=step) for step in range(1, NUM_STEPS + 1)]
 
     first, second = two_ranks.run(train_together, model, PPO, tmp_path)
@@ -33,13 +33,13 @@ def test_two_ranks_train_actor_and_critic_as_one_does(
     assert first["fingerprint"] == pytest.approx(alone.fingerprint(), rel=1e-5, abs=1e-6)
     assert stats[1]["kl_mean"] > 0  # the policy has left the reference, so every call had something to say
     assert stats[1]["explained_variance"] != 0
-    resumed = StepRunner(model, ranks, **PPO)
+    resumed = TrainedSteps(model, ranks, **PPO)
     assert resumed.engines.load_checkpoint(tmp_path / "checkpoint") == b"ledger"
     assert resumed.fingerprint() == pytest.approx(first["fingerprint"], rel=1e-6)
 
 
 def test_a_resumed_step_equals_one_that_was_never_interrupted(model: Path, ranks: Ranks, tmp_path: Path) -> None:
-    through, resumed = StepRunner(model, ranks, **PPO), StepRunner(model, ranks, **PPO)
+    through, resumed = TrainedSteps(model, ranks, **PPO), TrainedSteps(model, ranks, **PPO)
     through.train(batch_rows(), step=1)
     through.engines.save_checkpoint(tmp_path / "1-1", b"ledger")
 
@@ -55,7 +55,7 @@ def test_a_step_is_trained_with_the_numbers_of_its_cut_though_the_engines_were_m
 ) -> None:
     """The critic's rate, the distance to the reference, the clip range: from one step to the next."""
     wanted = {**PPO, "kl_coef": 0.4, "eps_clip": 1e-3, "entropy_coef": 0.2}
-    changed, made_so = StepRunner(model, ranks, **PPO), StepRunner(model, ranks, **wanted)
+    changed, made_so = TrainedSteps(model, ranks, **PPO), TrainedSteps(model, ranks, **wanted)
     numbers = step_numbers(made_so.settings)
     changed.settings = settings_of_step(changed.settings, lr=1e-3, numbers=numbers)
 
@@ -65,21 +65,21 @@ def test_a_step_is_trained_with_the_numbers_of_its_cut_though_the_engines_were_m
     stats = changed.train(batch_rows(), step=3)
 
     assert (stats["lr"], stats["value_lr"]) == (1e-3, 1e-4)
-    assert stats != StepRunner(model, ranks, **PPO).train(batch_rows(), step=3)
+    assert stats != TrainedSteps(model, ranks, **PPO).train(batch_rows(), step=3)
 
 
 def test_a_call_of_the_users_own_changes_what_the_policy_is_told(model: Path, ranks: Ranks, tmp_path: Path) -> None:
     file = tmp_path / "muted.py"
     file.write_text("def advantages(rows, advantages):\n    return [0.0 * one for one in advantages]\n")
 
-    stats = StepRunner(model, ranks, calls=[f"{file}:advantages"]).train(batch_rows(), step=1)
+    stats = TrainedSteps(model, ranks, calls=[f"{file}:advantages"]).train(batch_rows(), step=1)
 
     assert stats["grad_norm"] == 0
-    assert StepRunner(model, ranks).train(batch_rows(), step=1)["grad_norm"] > 0
+    assert TrainedSteps(model, ranks).train(batch_rows(), step=1)["grad_norm"] > 0
 
 
 def test_the_critic_learns_while_the_policy_does(model: Path, ranks: Ranks) -> None:
-    runner = StepRunner(model, ranks, name="ppo")
+    runner = TrainedSteps(model, ranks, name="ppo")
     before = runner.fingerprint()
 
     stats = runner.train(batch_rows(), step=1)
@@ -128,7 +128,7 @@ def test_the_gradient_of_a_penalty_in_the_loss_equals_that_of_float64(
 
 
 def test_at_the_start_the_reference_says_what_the_policy_says(model: Path, ranks: Ranks) -> None:
-    runner = StepRunner(model, ranks, kl_coef=0.1)
+    runner = TrainedSteps(model, ranks, kl_coef=0.1)
     assert runner.engines.reference is not None
 
     first = runner.train(batch_rows(), step=1)

@@ -21,7 +21,7 @@ from tests.unit.trainer.models import random_rows, tempered
 NUM_STEPS = 3
 
 
-class StepRunner:
+class TrainedSteps:
     """Everything that trains, and its calls."""
 
     def __init__(self, model: Path, ranks: Ranks, *, trainer: dict[str, Any] | None = None, **algorithm: Any) -> None:
@@ -84,7 +84,7 @@ def batch() -> AgreedBatch:
 
 def train_together(ranks: Ranks, model: Path, algorithm: dict[str, Any], directory: Path) -> dict[str, Any]:
     """Train on one of two ranks, write a checkpoint, and return what was seen."""
-    runner = StepRunner(model, ranks, **algorithm)
+    runner = TrainedSteps(model, ranks, **algorithm)
     stats = runner.train_shares(is_first=ranks.rank == 0)
     runner.engines.save_checkpoint(directory / "checkpoint", b"ledger")
     return {"stats": stats, "fingerprint": runner.fingerprint()}

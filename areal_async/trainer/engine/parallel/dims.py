@@ -13,6 +13,7 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from areal_async.config.settings import TrainerSettings
 from areal_async.errors import UserError
@@ -102,6 +103,11 @@ class ParallelDims:
         """The ranks that a stage's parameters are sharded over and, where there are replicas, copied over."""
         names = tuple(name for name in (DP_REPLICATE, DP_SHARD) if name in (self.mesh.mesh_dim_names or ()))
         return self.mesh[names] if self.mesh.ndim > len(names) else self.mesh
+
+
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a parameter or a gradient: its shard, or all of it where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _flat_mesh(ranks: Ranks) -> DeviceMesh:

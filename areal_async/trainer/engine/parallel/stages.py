@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from areal_async.errors import UserError
-from areal_async.trainer.engine.parallel.dims import PP, ParallelDims
+from areal_async.trainer.engine.parallel.dims import PP, ParallelDims, local_shard
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import PackedRow
 
@@ -178,7 +178,7 @@ class StagedModel(nn.Module):
             holders = [number % self._dims.sizes[PP] for number in self._holders[name]]
             if len(holders) > 1 and parameter.grad is not None:
                 (other,) = (rank for rank in holders if rank != self._dims.pp_rank)
-                own = _local(parameter.grad)
+                own = local_shard(parameter.grad)
                 theirs = torch.empty_like(own)
                 operations = [
                     dist.P2POp(dist.isend, own, group=self.pp_group, group_peer=other),
@@ -286,8 +286,3 @@ def split_evenly(costs: Sequence[float], *, num_parts: int) -> list[range]:
 
 def _layers(decoder: Any) -> list[nn.Module]:
     return list(decoder.base_model.layers)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from areal_async.errors import UserError
+from areal_async.trainer.engine.parallel.dims import local_shard
 
 OUTPUTS_CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
 INPUTS_CUT = ("o_proj", "down_proj")
@@ -92,7 +93,7 @@ def is_divided(head: nn.Linear) -> bool:
 
 def num_local_words(head: nn.Linear) -> int:
     """Return how many words this rank gives the logits of."""
-    return len(_local(head.weight))
+    return len(local_shard(head.weight))
 
 
 def divided_scores(head: nn.Linear, logits_SW: Tensor, targets_S: Tensor) -> tuple[Tensor, Tensor]:
@@ -107,7 +108,7 @@ def divided_scores(head: nn.Linear, logits_SW: Tensor, targets_S: Tensor) -> tup
 
 def sum_over_tp(model: nn.Module, parts: dist.ProcessGroup) -> None:
     """Complete the gradients of what all parts hold, but each used on its own heads alone: the heads' norms."""
-    gradients = [_local(one.grad) for one in _head_parameters(model) if one.grad is not None]
+    gradients = [local_shard(one.grad) for one in _head_parameters(model) if one.grad is not None]
     if gradients:
         flat = torch.cat([gradient.flatten() for gradient in gradients])
         dist.all_reduce(flat, group=parts)
@@ -156,11 +157,11 @@ class _MatrixParts:
         setattr(module, name, self._divided[id(whole)][1])
 
     def _summed(self, linear: nn.Linear, part: Tensor) -> Tensor:
-        outputs = _sum(F.linear(part, _local(linear.weight)), self._group)
+        outputs = _sum(F.linear(part, local_shard(linear.weight)), self._group)
         return outputs if linear.bias is None else outputs + linear.bias
 
     def _embedded(self, embedding: nn.Embedding, token_ids: Tensor) -> Tensor:
-        weight_WH = _local(embedding.weight)
+        weight_WH = local_shard(embedding.weight)
         first = self._mesh.get_local_rank() * len(weight_WH)
         words = token_ids - first
         is_other = (words < 0) | (words >= len(weight_WH))
@@ -269,11 +270,7 @@ def _width(norm: nn.Module) -> int:
 
 
 def _of_part(linear: nn.Linear, whole: Tensor) -> Tensor:
-    return F.linear(whole, _local(linear.weight), None if linear.bias is None else _local(linear.bias))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return F.linear(whole, local_shard(linear.weight), None if linear.bias is None else local_shard(linear.bias))
 
 
 def _total(part: Tensor, group: dist.ProcessGroup) -> Tensor:
