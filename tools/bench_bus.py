@@ -141,13 +141,12 @@ async def publish_ours(node: Bus, receipts: PublishLog, groups: list[Group]) -> 
     async def publish(group: Group) -> None:
         outbox = Outbox(
             node,
-            node.names,
             group.ticket,
             producer="bench",
             num_expected=GROUP_SIZE,
             linger_s=0.0,
             backpressure=backpressure,
-            receipts=receipts,
+            publish_log=receipts,
         )
         for trajectory in group.trajectories:
             outbox.put(trajectory)

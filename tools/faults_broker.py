@@ -132,8 +132,8 @@ async def _publish_and_fetch(settings: Settings) -> SlotCounts:
 async def _publish_large(bus: Bus, receipts: PublishLog, index: int) -> None:
     ticket = Ticket(group_id=f"0-{index}-0", workflow="w", row={}, group_size=1, version="1-0")
     outbox = Outbox(
-        bus, bus.names, ticket, producer="0.large", num_expected=1, linger_s=0.0, backpressure=Backpressure(),
-        receipts=receipts,
+        bus, ticket, producer="0.large", num_expected=1, linger_s=0.0, backpressure=Backpressure(),
+        publish_log=receipts,
     )  # fmt: skip
     tokens = np.zeros(LARGE_TOKENS, np.int32)
     sequence = Sequence(

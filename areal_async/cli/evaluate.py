@@ -268,7 +268,7 @@ async def _run(
         await trial.run(
             prompts,
             num_siblings=num_samples,
-            tell=lambda attempt: answers.append((attempt.prompt.index, attempt.trajectory.slot)),
+            on_attempt=lambda attempt: answers.append((attempt.prompt.index, attempt.trajectory.slot)),
         )
     model = ", ".join(urls) or settings.model.path
     return result_of(answers, workflow=task.name, model=model, num_samples=num_samples)

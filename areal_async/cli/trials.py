@@ -16,8 +16,6 @@ from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.external_servers import Facts, visited_servers
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.frozen import serve_frozen
-from areal_async.rollout.group import for_one_sibling
-from areal_async.rollout.named_policies import with_policies
 from areal_async.rollout.policy.text import TextCodec, load_codec
 from areal_async.rollout.trial import TRIAL, Trial
 from areal_async.rollout.user_code.loop_interrupter import Standstill
@@ -25,6 +23,7 @@ from areal_async.rollout.user_code.loop_watchdog import LoopWatch
 from areal_async.rollout.user_code.per_node import given_per_node
 from areal_async.rollout.user_code.source_location import UserCode
 from areal_async.rollout.user_code.workflows import load_workflow, policies_taken
+from areal_async.rollout.workflow_call import TaskWorkflow
 from areal_async.telemetry import log
 
 
@@ -61,7 +60,6 @@ async def opened_trial(
             "inference": settings.inference.model_copy(update={"num_servers": 1}),  # one is started here
         }
     )
-    own = settings.model_copy(update={"rollout": settings.rollout_of(task.name)})
     async with visited_servers(settings, urls, log_path=logs / "server.log") as (pool, facts):
         codec = await anyio.to_thread.run_sync(load_codec, settings.model.path, settings.rollout.template)
         if urls:
@@ -74,19 +72,15 @@ async def opened_trial(
                 {task.name: plain}, deadline_s=settings.rollout.setup_deadline_s, waiter=TRIAL, tell=tell
             ) as given,
         ):
-            workflow = with_policies(given[task.name], taken, own, frozen)
             trial = Trial(
-                settings,
-                workflow if eval_id is None else for_one_sibling(workflow),
-                name=task.name,
+                TaskWorkflow(task.name, given[task.name], settings, frozen),
                 generator=client,
                 codec=codec,
                 endpoint=endpoint,
                 call_parser=client.call_parser,
                 user_code=user_code,
                 version=facts[0].version if facts else NO_VERSION,
-                sampling=None if eval_id is None else settings.eval_sampling_of(task.name),
-                eval_id=eval_id or "",
+                eval_id=eval_id,
             )
             async with _watched(user_code, deadline_s=settings.run.watchdog_s):
                 yield trial, codec

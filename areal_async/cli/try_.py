@@ -168,7 +168,7 @@ class _Run:
             tell=self._output.tell,
         ) as (trial, codec):
             self._output.begin(codec)
-            await trial.run(prompts, num_siblings=arguments.n, tell=self._output.show)
+            await trial.run(prompts, num_siblings=arguments.n, on_attempt=self._output.show)
 
     async def _prompts(self) -> list[Prompt]:
         if self._arguments.row is not None:

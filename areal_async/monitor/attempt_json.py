@@ -20,7 +20,7 @@ def attempt_json(attempt: Attempt, codec: TextCodec) -> str:
         "status": slot.status,
         "reward": slot.reward if slot.status == "scored" else None,
         "reason": slot.reason,
-        "places": [place._asdict() for place in attempt.places],
+        "places": [location._asdict() for location in attempt.locations],
         "row": attempt.prompt.row,
         "turns": [_turn(timed, codec) for timed in attempt.turns],
         "sequences": [_sequence(sequence) for sequence in attempt.sequences],

@@ -251,7 +251,7 @@ def _failure(attempt: Attempt) -> Iterator[RenderableType]:
     if slot.status is SlotStatus.SCORED:
         return
     yield Text.assemble((f"{slot.status}: ", _style(attempt)), visible(slot.reason, newline=" "))
-    for place in attempt.places:
+    for place in attempt.locations:
         yield Text.assemble("  ", (str(place), "bold"))
         yield Text(f"      {visible(place.source)}")
 

@@ -1,134 +1,136 @@
-"""A whole group in one call: the workflow sees all siblings, and they are stored together or not at all.
+"""What a node does for the group of a ticket: its missing siblings are sampled, scored and stored.
 
-Invariant: what one call leaves fits one message, so that whoever gets the ticket again finds all of it or nothing.
+Invariant: when ``GroupRun.run`` returns, every one of its siblings is stored, or stored as what became of it.
 """
 
-import time
+import secrets
 from collections.abc import Sequence
-from typing import cast
+from contextlib import ExitStack
 
-import msgspec
+import anyio
+import structlog
 
-from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, is_group_workflow
-from areal_async.errors import Reject, RolloutError, WorkflowError
-from areal_async.protocol.types import Prompt, Trajectory
-from areal_async.protocol.wire import max_encoded_bytes
-from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.episode import call_user_code
-from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
-from areal_async.rollout.rewards.number import check_awaited
-from areal_async.rollout.slots import MAX_REASON_CHARACTERS, Ending, SlotSpec, failed_trajectory, fill_slot, scores_of
-from areal_async.rollout.user_code.boundary import attributed_to, shown
+from areal_async.config.settings import MESSAGE_BYTES
+from areal_async.errors import PipelineError
+from areal_async.protocol.types import SlotStatus, Ticket, Trajectory
+from areal_async.rollout.node_context import NodeContext
+from areal_async.rollout.publish import Outbox
+from areal_async.rollout.slots import SlotSpec
+from areal_async.rollout.user_code.loop_block_report import Work
+from areal_async.rollout.workflow_call import WorkflowCall
+from areal_async.telemetry import spans, wait_graph
 
-MIN_REASON_CHARACTERS = 60
+log = structlog.get_logger()
 
 
-async def run_group_episode(
-    workflow: GroupWorkflow,
-    prompt: Prompt,
-    policies: Sequence[ServedPolicy],
-    places: Sequence[SlotSpec],
-    *,
-    deadline_s: float,
-    max_bytes: int,
-) -> list[Trajectory]:
-    """Run all siblings of a group and return what fills their slots.
+class GroupRun:
+    """One group on its way from a ticket to the stream."""
 
-    Args:
-        policies: one for each of ``places``.
-        max_bytes: of one message's payload.
-    """
-    started, name = time.monotonic(), places[0].workflow
-    endings: list[Ending]
-    try:
-        returned = await call_user_code(
-            lambda: _heeded(workflow, prompt, policies, name), policies, name=name, deadline_s=deadline_s
+    def __init__(self, node: NodeContext, ticket: Ticket, siblings: Sequence[int]) -> None:
+        """Take the siblings that are to be run, with the settings of this moment: what is compared is sampled alike."""
+        self._node = node
+        self._ticket = ticket
+        self._siblings = siblings
+        self._workflow = node.workflow(ticket.workflow, node.now)
+        self._producer = f"{node.node_id}.{secrets.token_hex(4)}"
+        self._outbox = Outbox(
+            node.bus,
+            ticket,
+            producer=self._producer,
+            num_expected=len(siblings),
+            linger_s=node.now.rollout.linger_ms / 1000,
+            backpressure=node.backpressure,
+            publish_log=node.publish_log,
+            max_bytes=self._workflow.rollout.max_payload_bytes if self._workflow.sees_group else MESSAGE_BYTES,
         )
-        endings = _endings(returned, policies, name)
-    except (Reject, RolloutError) as exc:
-        endings = [exc] * len(places)
-    duration_s = time.monotonic() - started
-    filled = [
-        fill_slot(policy, ending, place, duration_s=duration_s)
-        for policy, ending, place in zip(policies, endings, places, strict=True)
-    ]
-    return fit_one_message(filled, max_bytes=max_bytes)
 
+    async def run(self) -> None:
+        """Store every sibling.
 
-def fit_one_message(trajectories: Sequence[Trajectory], *, max_bytes: int) -> list[Trajectory]:
-    """Return the trajectories of a group as they can travel in one message; too large ones as recorded failures."""
-    num_header_bytes = sum(header_bytes(_told_in(one, MIN_REASON_CHARACTERS)) for one in trajectories)
-    num_bytes = sum(map(max_encoded_bytes, trajectories))
-    if num_bytes > max_bytes or num_header_bytes > MAX_HEADER_BYTES:
-        reason = (
-            f"group: got {num_bytes} bytes and {num_header_bytes} of headers, need at most {max_bytes} "
-            f"(rollout.max_trajectory_bytes) and {MAX_HEADER_BYTES}: a group workflow's siblings share one message; "
-            "generate less, or lower rollout.group_size"
+        Raises:
+            PipelineError: one was never stored.
+        """
+        self._node.counts.num_groups_running += 1
+        try:
+            with ExitStack() as storing:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._outbox.run)
+                    await self._run_calls()
+                    storing.enter_context(wait_graph.on(wait_graph.BROKER, "its slots to be stored by"))
+        finally:
+            self._node.counts.num_groups_running -= 1
+        if self._outbox.num_left:
+            raise PipelineError(
+                f"group {self._ticket.group_id}: {self._outbox.num_left} of its slots were never stored"
+            )
+
+    async def _run_calls(self) -> None:
+        """Call the workflow for each sibling, side by side; one that sees the group once, for all of them."""
+        async with anyio.create_task_group() as calls:
+            if not self._workflow.sees_group:
+                for sibling in self._siblings:
+                    calls.start_soon(self._run_call, [sibling])
+            elif self._siblings:
+                calls.start_soon(self._run_call, range(self._ticket.group_size))
+
+    async def _run_call(self, siblings: Sequence[int]) -> None:
+        """Run the one call of the workflow that fills the slots of these siblings."""
+        slots = [self._slot(sibling) for sibling in siblings]
+        name = wait_graph.slot(self._ticket.group_id, siblings[0])
+        counts = self._node.counts
+        counts.num_trajectories_running += len(slots)
+        try:
+            with (
+                wait_graph.doing(name, "the workflow of"),
+                structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
+                spans.episode(self._ticket, siblings) as span,
+            ):
+                policies = [
+                    self._node.policy(
+                        self._workflow.rollout.sampling,
+                        name=slot.sample_uid,
+                        max_sequence_tokens=slot.max_sequence_tokens,
+                    )
+                    for slot in slots
+                ]
+                call = WorkflowCall(self._workflow, policies, work=self._work(slots[0], name))
+                trajectories = await call.fill(self._ticket.prompt, slots)
+                spans.note_trajectories(span, trajectories)
+        finally:
+            counts.num_trajectories_running -= len(slots)
+        for trajectory in trajectories:
+            if trajectory.slot.sibling in self._siblings:
+                self._put(trajectory)
+
+    def _slot(self, sibling: int) -> SlotSpec:
+        return SlotSpec.of(
+            self._workflow.settings,
+            workflow=self._workflow.name,
+            sibling=sibling,
+            sample_uid=f"{self._ticket.group_id}.{sibling}.{self._producer}",
+            ticket_version=self._ticket.version,
         )
-        trajectories = [failed_trajectory(one.slot, reason) for one in trajectories]
-    fitted, num_characters = list(trajectories), MAX_REASON_CHARACTERS
-    while sum(map(header_bytes, fitted)) > MAX_HEADER_BYTES and num_characters > MIN_REASON_CHARACTERS:
-        num_characters = max(MIN_REASON_CHARACTERS, num_characters * 3 // 4)
-        fitted = [_told_in(one, num_characters) for one in trajectories]
-    return fitted
 
-
-def for_one_sibling(workflow: Workflow | GroupWorkflow) -> Workflow:
-    """Return a workflow for a single sibling; one that sees a whole group is called with a group of one."""
-    if not is_group_workflow(workflow):
-        return cast(Workflow, workflow)
-
-    async def run(prompt: Prompt, policy: Policy) -> Rewards:
-        (outcome,) = _one_each(await workflow(prompt, [policy]), 1)
-        if isinstance(outcome, Reject):
-            raise outcome
-        return outcome  # type: ignore[return-value]  # checked as what any workflow returns
-
-    return run
-
-
-async def _heeded(workflow: GroupWorkflow, prompt: Prompt, policies: Sequence[ServedPolicy], name: str) -> object:
-    """Run the workflow; where it raises, an agent's failed request is the cause (``endpoint.policy.heeding``)."""
-    try:
-        with attributed_to(WorkflowError, f"workflow {name}"):
-            return await workflow(prompt, list(policies))
-    except RolloutError as exc:
-        for policy in policies:
-            if policy.failure is not None:
-                raise policy.failure from exc
-        raise
-
-
-def _endings(returned: object, policies: Sequence[ServedPolicy], name: str) -> list[Ending]:
-    with attributed_to(WorkflowError, f"workflow {name}"):
-        outcomes = _one_each(returned, len(policies))
-    return [_ending(outcome, policy, name) for outcome, policy in zip(outcomes, policies, strict=True)]
-
-
-def _ending(outcome: object, policy: ServedPolicy, name: str) -> Ending:
-    if isinstance(outcome, Reject):
-        return outcome
-    try:
-        policy.check_heard()
-        with attributed_to(WorkflowError, f"workflow {name}"):
-            return scores_of(outcome, policy, name)
-    except RolloutError as exc:
-        return exc
-
-
-def _one_each(returned: object, num_siblings: int) -> list[object]:
-    check_awaited(returned, got="group workflow: returned", error=WorkflowError)
-    if not isinstance(returned, Sequence) or isinstance(returned, str) or len(returned) != num_siblings:
-        raise WorkflowError(
-            f"group workflow: returned {shown(returned)}, need a sequence of {num_siblings}, one for each sibling: "
-            "a float, {reply.id: reward} or Reject(...)"
+    def _work(self, first: SlotSpec, name: str) -> Work:
+        return Work(
+            workflow=self._workflow.name,
+            name=name,
+            ticket=self._ticket,
+            sibling=first.sibling,
+            is_whole_group=self._workflow.sees_group,
+            sample_uid=first.sample_uid,
         )
-    return list(returned)
 
-
-def _told_in(trajectory: Trajectory, num_characters: int) -> Trajectory:
-    """Return it with a reason of so many characters at the most."""
-    slot = trajectory.slot
-    if len(slot.reason) <= num_characters:
-        return trajectory
-    return msgspec.structs.replace(trajectory, slot=msgspec.structs.replace(slot, reason=slot.reason[:num_characters]))
+    def _put(self, trajectory: Trajectory) -> None:
+        """Count a finished sibling and hand it to the outbox."""
+        counts, slot = self._node.counts, trajectory.slot
+        match slot.status:
+            case SlotStatus.SCORED:
+                counts.num_scored += 1
+            case SlotStatus.REJECTED:
+                counts.num_rejected += 1
+            case SlotStatus.FAILED:
+                counts.num_failed += 1
+                counts.last_failure = slot.reason
+                log.warning("trajectory.failed", sample_uid=slot.sample_uid, reason=slot.reason)
+        self._outbox.put(trajectory)

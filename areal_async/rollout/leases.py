@@ -35,17 +35,17 @@ class Leases:
     """A node's two loops that take tickets."""
 
     def __init__(
-        self, place: NodeContext, pool: ServerPool, draining: anyio.Event, *, ended_rows: Set[RowKey] = frozenset()
+        self, node: NodeContext, pool: ServerPool, draining: anyio.Event, *, ended_rows: Set[RowKey] = frozenset()
     ) -> None:
         """``ended_rows``: of evaluations, which have their result already."""
-        self._place = place
-        self._pools = (pool, *(model.pool for model in place.frozen.values()))
+        self._node = node
+        self._pools = (pool, *(model.pool for model in node.frozen.values()))
         """A workflow without one of its policies would only wait, while its deadline runs."""
         self._draining = draining
         self._ended_rows = ended_rows
-        self._settled = SettledGroups(place.bus)
-        self._name = wait_graph.node(place.node_id)
-        self._capacity = _capacity(place.settings)
+        self._settled = SettledGroups(node.bus)
+        self._name = wait_graph.node(node.node_id)
+        self._capacity = _capacity(node.settings)
 
     async def run_tickets(self) -> None:
         """Run training groups.
@@ -55,7 +55,7 @@ class Leases:
         produces:     stored trajectories
         unblocked by: the supervisor, finished groups, the controller; ends when the node drains
         """
-        names = self._place.bus.names
+        names = self._node.bus.names
         await self._run(names.tickets_stream, names.nodes_consumer, lambda: self._capacity, self._take_tickets)
 
     async def run_changes(self, *, task_status: anyio.abc.TaskStatus[None]) -> None:
@@ -63,34 +63,34 @@ class Leases:
 
         Ready when what they had changed before is known.
         """
-        known, _ = await self._place.bus.get(CHANGES, Changes)
+        known, _ = await self._node.bus.get(CHANGES, Changes)
         self._change(known or Changes())
         task_status.started()
-        async for changes in self._place.bus.watch_key(CHANGES, Changes):
+        async for changes in self._node.bus.watch_key(CHANGES, Changes):
             self._change(changes)
 
     def _change(self, changes: Changes) -> None:
-        self._place.now = settings_now(self._place.settings, changes)
-        self._capacity = _capacity(self._place.now)
+        self._node.now = settings_now(self._node.settings, changes)
+        self._capacity = _capacity(self._node.now)
 
     async def run_eval_tickets(self) -> None:
         """Run evaluations: as ``run_tickets``, with room of their own."""
-        names = self._place.bus.names
+        names = self._node.bus.names
         await self._run(names.eval_stream, names.eval_nodes_consumer, lambda: MAX_EVALUATIONS, self._take_eval_tickets)
 
     async def _take_tickets(self, deliveries: list[Delivery]) -> list[Task]:
-        tickets = [(delivery, await self._place.bus.decode(delivery, Ticket)) for delivery in deliveries]
+        tickets = [(delivery, await self._node.bus.decode(delivery, Ticket)) for delivery in deliveries]
         readable = [(delivery, ticket) for delivery, ticket in tickets if ticket is not None]
         settled = await self._settled.among([ticket for _, ticket in readable])
         return [
-            (delivery, None if is_over else partial(run_ticket, self._place, ticket))
+            (delivery, None if is_over else partial(run_ticket, self._node, ticket))
             for (delivery, ticket), is_over in zip(readable, settled, strict=True)
         ]
 
     async def _take_eval_tickets(self, deliveries: list[Delivery]) -> list[Task]:
-        tickets = [(delivery, await self._place.bus.decode(delivery, EvalTicket)) for delivery in deliveries]
+        tickets = [(delivery, await self._node.bus.decode(delivery, EvalTicket)) for delivery in deliveries]
         return [
-            (delivery, None if row_key(ticket) in self._ended_rows else partial(run_eval_ticket, self._place, ticket))
+            (delivery, None if row_key(ticket) in self._ended_rows else partial(run_eval_ticket, self._node, ticket))
             for delivery, ticket in tickets
             if ticket is not None
         ]
@@ -120,7 +120,7 @@ class Leases:
                 await self._wait_serviceable()
                 while num_running >= capacity():
                     finished = anyio.Event()
-                    with wait_graph.on(wait_graph.room(self._place.node_id), waiter=self._name):
+                    with wait_graph.on(wait_graph.room(self._node.node_id), waiter=self._name):
                         await finished.wait()
                 deliveries = await inbox.fetch(min(MAX_LEASES_PER_FETCH, capacity() - num_running), wait_s=FETCH_WAIT_S)
                 if not deliveries:
@@ -137,7 +137,7 @@ class Leases:
 
         async with anyio.create_task_group() as running:
             # Closed before the tickets that still run are given back: those are for other nodes.
-            async with self._place.bus.consume(stream, consumer) as inbox:
+            async with self._node.bus.consume(stream, consumer) as inbox:
                 await self._until_draining(lease)
 
     async def _wait_serviceable(self) -> None:

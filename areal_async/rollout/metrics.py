@@ -56,54 +56,54 @@ class Pace:
         }
 
 
-async def run_metrics(place: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> None:
+async def run_metrics(node: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> None:
     """Report until cancelled, every second and whenever asked. Nobody waits for a report, and a lost one is lost."""
     tokens_per_s = 0.0
 
     def report() -> dict[str, Any]:
-        return {**node_report(place, pool, watch, pace), "tokens_per_s": tokens_per_s}
+        return {**node_report(node, pool, watch, pace), "tokens_per_s": tokens_per_s}
 
     async with (
         serving(
-            place.bus, instance=place.node_id, description="runs workflows and their inference servers", report=report
+            node.bus, instance=node.node_id, description="runs workflows and their inference servers", report=report
         ),
-        exporting(place.settings, place.settings.run_directory, role="node", instance=place.node_id, report=report),
+        exporting(node.settings, node.settings.run_directory, role="node", instance=node.node_id, report=report),
     ):
         num_tokens_before, before_s = 0, time.monotonic()
         while True:
             await anyio.sleep(INTERVAL_S)
-            now_s, num_tokens = time.monotonic(), _num_generated_tokens(place, pool)
+            now_s, num_tokens = time.monotonic(), _num_generated_tokens(node, pool)
             tokens_per_s = round((num_tokens - num_tokens_before) / (now_s - before_s), 1)
             num_tokens_before, before_s = num_tokens, now_s
-            pace.note((server for one in _pools(place, pool).values() for server in one.servers.values()), now_s=now_s)
-            await place.bus.emit(place.bus.names.metrics("node", place.node_id), msgspec.json.encode(report()))
+            pace.note((server for one in _pools(node, pool).values() for server in one.servers.values()), now_s=now_s)
+            await node.bus.emit(node.bus.names.metrics("node", node.node_id), msgspec.json.encode(report()))
 
 
-def node_report(place: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> dict[str, Any]:
+def node_report(node: NodeContext, pool: ServerPool, watch: LoopWatch, pace: Pace) -> dict[str, Any]:
     """Return the state of the node as it is now."""
-    counts = place.counts
+    counts = node.counts
     return {
-        "node_id": place.node_id,
+        "node_id": node.node_id,
         "state": f"runs {counts.num_groups_running} groups, {counts.num_trajectories_running} trajectories",
-        "waits_for": _waits_for(place, pool),
-        "waits": wait_graph.report(wait_graph.node(place.node_id)),
+        "waits_for": _waits_for(node, pool),
+        "waits": wait_graph.report(wait_graph.node(node.node_id)),
         "num_groups_running": counts.num_groups_running,
         "num_trajectories_running": counts.num_trajectories_running,
-        "num_groups_waiting_for_stream": place.backpressure.num_waiting,
+        "num_groups_waiting_for_stream": node.backpressure.num_waiting,
         "num_requests_waiting": pool.num_waiting,
         "num_scored": counts.num_scored,
         "num_failed": counts.num_failed,
         "num_rejected": counts.num_rejected,
-        "num_dead_letters": place.bus.num_dead_letters,
+        "num_dead_letters": node.bus.num_dead_letters,
         "last_failure": counts.last_failure[:200],
-        "num_generated_tokens": _num_generated_tokens(place, pool),
+        "num_generated_tokens": _num_generated_tokens(node, pool),
         "loop_lag_p99_s": round(watch.lag.p99_s, 4),
         "loop_lag_max_s": round(watch.lag.max_s, 4),
-        "servers": server_reports(place, pool, pace),
+        "servers": server_reports(node, pool, pace),
     }
 
 
-def server_reports(place: NodeContext, pool: ServerPool, pace: Pace) -> dict[str, dict[str, Any]]:
+def server_reports(node: NodeContext, pool: ServerPool, pace: Pace) -> dict[str, dict[str, Any]]:
     """Return what each server of the node does now, by its id."""
     return {
         server.id: {
@@ -120,29 +120,29 @@ def server_reports(place: NodeContext, pool: ServerPool, pace: Pace) -> dict[str
             "frozen": name,
             **pace.of(server),
         }
-        for name, one in _pools(place, pool).items()
+        for name, one in _pools(node, pool).items()
         for server in one.servers.values()
     }
 
 
-def _waits_for(place: NodeContext, pool: ServerPool) -> str:
+def _waits_for(node: NodeContext, pool: ServerPool) -> str:
     """Name what holds the node up, the most telling first; empty when nothing does."""
-    servers = [server for one in _pools(place, pool).values() for server in one.servers.values()]
+    servers = [server for one in _pools(node, pool).values() for server in one.servers.values()]
     fenced = [f"server {server.id} ({server.fence})" for server in servers if server.fence]
     if fenced:
         return ", ".join(fenced)
-    if place.backpressure.num_waiting:
-        return f"room in the trajectory stream, for {place.backpressure.num_waiting} groups"
+    if node.backpressure.num_waiting:
+        return f"room in the trajectory stream, for {node.backpressure.num_waiting} groups"
     num_requests = sum(server.num_requests for server in servers)
     if num_requests:
         return f"{num_requests} completions of {len(servers)} servers"
-    return "tickets" if not place.counts.num_groups_running else "its workflows and rewards"
+    return "tickets" if not node.counts.num_groups_running else "its workflows and rewards"
 
 
-def _pools(place: NodeContext, pool: ServerPool) -> dict[str, ServerPool]:
+def _pools(node: NodeContext, pool: ServerPool) -> dict[str, ServerPool]:
     """Return the pool of each policy's servers by its name; that of the trained one by none."""
-    return {"": pool, **{name: model.pool for name, model in place.frozen.items()}}
+    return {"": pool, **{name: model.pool for name, model in node.frozen.items()}}
 
 
-def _num_generated_tokens(place: NodeContext, pool: ServerPool) -> int:
-    return sum(one.num_generated_tokens for one in _pools(place, pool).values())
+def _num_generated_tokens(node: NodeContext, pool: ServerPool) -> int:
+    return sum(one.num_generated_tokens for one in _pools(node, pool).values())

@@ -8,22 +8,19 @@ A workflow that is given a list of siblings takes what is frozen once, for all o
 each sibling, in their order.
 """
 
-import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
-from areal_async.api import Message, Policy, RewardModel, Workflow
-from areal_async.config.settings import PolicySettings, SamplingSettings, Settings
+from areal_async.api import Message
+from areal_async.config.settings import PolicySettings, SamplingSettings
 from areal_async.inference.pool import ServerPool
-from areal_async.protocol.types import Prompt
-from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.policy.messages import checked_messages
 from areal_async.rollout.policy.offload import is_long, run_beside
 from areal_async.rollout.policy.policy import Generator
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
-from areal_async.rollout.user_code.task_scope import in_nobodys_name
+from areal_async.rollout.user_code.task_scope import unscoped
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +51,7 @@ class FrozenReward:
         messages = checked_messages(messages)
         work = partial(self._tokenized, messages)
         prompt_ids = await run_beside(work) if is_long(messages) else work()
-        with in_nobodys_name():
+        with unscoped():
             return await self.scorer.score(prompt_ids)
 
     def _tokenized(self, messages: list[Message]) -> list[int]:
@@ -65,45 +62,6 @@ class FrozenReward:
         if known := [tokens for tokens in rooms if tokens is not None]:
             ContextRoom(max(known), "inference.context_length or the reward model's").check_length(text)
         return self.codec.encode(text)
-
-
-def with_policies(
-    workflow: Callable[..., Any],
-    names: Collection[str],
-    settings: Settings,
-    frozen: Mapping[str, FrozenModel | FrozenReward],
-) -> Workflow:
-    """Return the workflow as one that takes ``policy`` alone; it is given the others by name.
-
-    Args:
-        names: of the policies that it takes, each in ``settings.policies``.
-        frozen: those that are frozen.
-    """
-    if not names:
-        return workflow
-
-    def policy_for(given: Policy | Sequence[Policy], name: str) -> Policy | RewardModel | list[Policy]:
-        siblings = [_served(one) for one in (given if isinstance(given, Sequence) else [given])]
-        own = settings.policies[name]
-        if own.is_frozen:
-            model = frozen[name]
-            if isinstance(model, FrozenReward):
-                return model
-            sampling = own.sampling_over(settings.rollout.sampling)
-            return siblings[0].beside(name, model.generator, model.codec, sampling)
-        roles: list[Policy] = [one.in_role(name, role_sampling(own, one.sampling)) for one in siblings]
-        return roles if isinstance(given, Sequence) else roles[0]
-
-    @functools.wraps(workflow)
-    async def run(prompt: Prompt, given: Policy | Sequence[Policy]) -> Any:
-        return await workflow(prompt, given, **{name: policy_for(given, name) for name in names})
-
-    return run
-
-
-def _served(policy: Policy) -> ServedPolicy:
-    assert isinstance(policy, ServedPolicy), "others are made of the policy of a node"
-    return policy
 
 
 def role_sampling(own: PolicySettings, sampling: SamplingSettings) -> SamplingSettings:

@@ -12,11 +12,11 @@ from areal_async.errors import UserError
 from areal_async.protocol.publish_log import PublishLog
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.named_policies import FrozenModel, FrozenReward, with_policies
+from areal_async.rollout.named_policies import FrozenModel, FrozenReward
 from areal_async.rollout.policy.policy import CallParser, Generator
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.publish import Backpressure
-from areal_async.rollout.user_code.workflows import policies_taken
+from areal_async.rollout.workflow_call import TaskWorkflow
 
 READS_AT_ONCE = 4
 """Each takes up to 17 MB; the broker cuts off who leaves 128 MB unread."""
@@ -54,26 +54,25 @@ class NodeContext:
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
     """Bounds the payloads on their way here: after a crash every ticket comes again at once."""
-    receipts: PublishLog = field(init=False)
+    publish_log: PublishLog = field(init=False)
     now: Settings = field(init=False)
     """With what operators have changed. Training groups begin with it; evaluations stay with ``settings``, as their
     numbers are compared over the whole run."""
 
     def __post_init__(self) -> None:
         self.now = self.settings
-        self.receipts = PublishLog(self.settings.run_directory, self.node_id)
+        self.publish_log = PublishLog(self.settings.run_directory, self.node_id)
 
-    def policy(self, sampling: SamplingSettings, *, name: str) -> ServedPolicy:
-        """Return a new trajectory's policy."""
-        return ServedPolicy(
+    def policy(self, sampling: SamplingSettings, *, name: str, max_sequence_tokens: int | None = None) -> ServedPolicy:
+        """Return a new trajectory's policy, whose answers end where a packed row of the trainer does."""
+        policy = ServedPolicy(
             self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
         )
+        policy.max_sequence_tokens = max_sequence_tokens
+        return policy
 
-    def workflow(self, name: str, settings: Settings) -> Workflow | GroupWorkflow:
-        """Return the workflow of a ticket, given the policies that it takes beside ``policy``.
-
-        Args:
-            settings: by which those sample.
+    def workflow(self, name: str, settings: Settings) -> TaskWorkflow:
+        """Return the workflow of a ticket, as it is called with these settings.
 
         Raises:
             UserError: the settings of this node do not have it.
@@ -82,6 +81,4 @@ class NodeContext:
             raise UserError(
                 f"ticket: got workflow {name!r}, this node has {sorted(self.workflows)}; give all one config"
             )
-        workflow, policies = self.workflows[name], settings.policies
-        own = settings.model_copy(update={"rollout": settings.rollout_of(name)})
-        return with_policies(workflow, policies_taken(workflow, policies), own, self.frozen)
+        return TaskWorkflow(name, self.workflows[name], settings, self.frozen)

@@ -6,11 +6,12 @@ acknowledged is noted apart from the broker (``publish_log``).
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import anyio
 import anyio.lowlevel
+import msgspec
 import structlog
 
 from areal_async.config.settings import MESSAGE_BYTES
@@ -21,6 +22,7 @@ from areal_async.protocol.subjects import Names
 from areal_async.protocol.types import Slot, Ticket, Trajectory
 from areal_async.protocol.wire import encode_message, max_encoded_bytes
 from areal_async.rollout.rewards.reply_rewards import credit_bytes
+from areal_async.rollout.slots import MAX_REASON_CHARACTERS, failed_trajectory
 from areal_async.telemetry import spans, wait_graph
 
 FLUSH_DEADLINE_S = 10.0
@@ -29,6 +31,8 @@ FIRST_FULL_WAIT_S = 0.1
 MAX_FULL_WAIT_S = 2.0
 MAX_HEADER_BYTES = 48 << 10
 """The broker refuses headers of more than 64 KB."""
+MIN_REASON_CHARACTERS = 60
+"""Of a failed sibling's reason, where those of a whole group have to share the headers."""
 SLOT_HEADER_BYTES = 512
 """Of one slot, beside its reason and its credits."""
 
@@ -37,6 +41,9 @@ log = structlog.get_logger()
 
 class TrajectoryPublisher(Protocol):
     """What an outbox needs of the bus."""
+
+    @property
+    def names(self) -> Names: ...
 
     async def publish(
         self, subject: str, payload: bytes, *, msg_id: str | None = None, headers: Mapping[str, str] | None = None
@@ -85,7 +92,7 @@ class _Frozen(NamedTuple):
     payload: bytes
     headers: Mapping[str, str]
     msg_id: str
-    stamp: ProducerSequence
+    sequence: ProducerSequence
     slots: list[Slot]
 
 
@@ -95,26 +102,25 @@ class Outbox:
     def __init__(
         self,
         bus: TrajectoryPublisher,
-        names: Names,
         ticket: Ticket,
         *,
         producer: str,
         num_expected: int,
         linger_s: float,
         backpressure: Backpressure,
-        receipts: PublishLog,
+        publish_log: PublishLog,
         max_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """``max_bytes``: slots that are ready together travel together up to this size."""
         self._bus = bus
-        self._subject = names.trajectories(ticket.workflow, ticket.group_id)
+        self._subject = bus.names.trajectories(ticket.workflow, ticket.group_id)
         self._ticket = ticket
         self._producer = producer
         self.num_left = num_expected
         """Slots that are not stored yet."""
         self._linger_s = linger_s
         self._backpressure = backpressure
-        self._receipts = receipts
+        self._publish_log = publish_log
         self._max_bytes = max_bytes
         self._ready: list[Trajectory] = []
         self._changed = anyio.Event()
@@ -167,7 +173,7 @@ class Outbox:
             self._in_flight = None
 
     def _note_stored(self, message: _Frozen) -> None:
-        self._receipts.acknowledge(message.stamp, group_id=self._ticket.group_id, slots=message.slots)
+        self._publish_log.acknowledge(message.sequence, group_id=self._ticket.group_id, slots=message.slots)
         self.num_left -= len(message.slots)
 
     def _freeze(self) -> _Frozen:
@@ -186,11 +192,11 @@ class Outbox:
             taken, group_id=ticket.group_id, workflow=ticket.workflow, ticket_version=ticket.version,
             num_failed_attempts=ticket.num_failed_attempts, group_size=ticket.group_size,
         )  # fmt: skip
-        stamp = self._receipts.stamp()
-        headers[STAMP_HEADER] = encode_stamp(stamp)
+        sequence = self._publish_log.stamp()
+        headers[STAMP_HEADER] = encode_stamp(sequence)
         siblings = "_".join(str(slot.sibling) for slot in slots)
         msg_id = f"{ticket.group_id}.{siblings}.{self._producer}"
-        return _Frozen(payload, headers, msg_id, stamp, slots)
+        return _Frozen(payload, headers, msg_id, sequence, slots)
 
     async def _send(self, message: _Frozen) -> None:
         wait_s = FIRST_FULL_WAIT_S
@@ -221,3 +227,29 @@ def header_bytes(trajectory: Trajectory) -> int:
     """Return what a slot takes of its message's headers, at the most."""
     reason = trajectory.slot.reason
     return SLOT_HEADER_BYTES + (len(json.dumps(reason)) if reason else 0) + credit_bytes(trajectory.slot.credits)
+
+
+def fit_one_message(trajectories: Sequence[Trajectory], *, max_bytes: int) -> list[Trajectory]:
+    """Return the trajectories of a group as they can travel in one message; too large ones as recorded failures."""
+    num_header_bytes = sum(header_bytes(_with_short_reason(one, MIN_REASON_CHARACTERS)) for one in trajectories)
+    num_bytes = sum(map(max_encoded_bytes, trajectories))
+    if num_bytes > max_bytes or num_header_bytes > MAX_HEADER_BYTES:
+        reason = (
+            f"group: got {num_bytes} bytes and {num_header_bytes} of headers, need at most {max_bytes} "
+            f"(rollout.max_trajectory_bytes) and {MAX_HEADER_BYTES}: a group workflow's siblings share one message; "
+            "generate less, or lower rollout.group_size"
+        )
+        trajectories = [failed_trajectory(one.slot, reason) for one in trajectories]
+    fitted, num_characters = list(trajectories), MAX_REASON_CHARACTERS
+    while sum(map(header_bytes, fitted)) > MAX_HEADER_BYTES and num_characters > MIN_REASON_CHARACTERS:
+        num_characters = max(MIN_REASON_CHARACTERS, num_characters * 3 // 4)
+        fitted = [_with_short_reason(one, num_characters) for one in trajectories]
+    return fitted
+
+
+def _with_short_reason(trajectory: Trajectory, num_characters: int) -> Trajectory:
+    """Return it with a reason of so many characters at the most."""
+    slot = trajectory.slot
+    if len(slot.reason) <= num_characters:
+        return trajectory
+    return msgspec.structs.replace(trajectory, slot=msgspec.structs.replace(slot, reason=slot.reason[:num_characters]))

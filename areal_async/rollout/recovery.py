@@ -9,12 +9,11 @@ import secrets
 import structlog
 
 from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMessage, Ticket
-from areal_async.rollout.duties import missing_siblings
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.runner import stored_messages
 from areal_async.rollout.settled import SettledGroups
-from areal_async.rollout.slots import failed_trajectory
+from areal_async.rollout.slots import failed_trajectory, missing_siblings
 from areal_async.rollout.user_code.loop_block_report import HELD_UP, Blockage, BlockageFile
 from areal_async.telemetry import wait_graph
 
@@ -28,7 +27,7 @@ def row_key(ticket: EvalTicket) -> RowKey:
     return ticket.answer, ticket.attempt
 
 
-async def make_amends(place: NodeContext, file: BlockageFile) -> set[RowKey]:
+async def make_amends(node: NodeContext, file: BlockageFile) -> set[RowKey]:
     """Store what became of the work that held up this node's loop in its earlier life.
 
     consumes:     the file that it left
@@ -43,40 +42,39 @@ async def make_amends(place: NodeContext, file: BlockageFile) -> set[RowKey]:
     ended: set[RowKey] = set()
     if blockage is not None and blockage.work is not None:
         if blockage.work.ticket is not None:
-            await _store_slots(place, blockage, blockage.work.ticket)
+            await _store_slots(node, blockage, blockage.work.ticket)
         if (row := blockage.work.eval_ticket) is not None:
-            await _publish_result(place, blockage, row)
+            await _publish_result(node, blockage, row)
             ended.add(row_key(row))
         log.warning("blockage.recorded", workflow=blockage.work.workflow, slot=blockage.work.name, at=blockage.place)
     file.remove()
     return ended
 
 
-async def _store_slots(place: NodeContext, blockage: Blockage, ticket: Ticket) -> None:
-    if (await SettledGroups(place.bus).among([ticket]))[0]:
+async def _store_slots(node: NodeContext, blockage: Blockage, ticket: Ticket) -> None:
+    if (await SettledGroups(node.bus).among([ticket]))[0]:
         return
-    siblings = _to_fail(ticket, await stored_messages(place, ticket), blockage)
+    siblings = _to_fail(ticket, await stored_messages(node, ticket), blockage)
     if not siblings:
         return
     outbox = Outbox(
-        place.bus,
-        place.bus.names,
+        node.bus,
         ticket,
-        producer=f"{place.node_id}.{secrets.token_hex(4)}",
+        producer=f"{node.node_id}.{secrets.token_hex(4)}",
         num_expected=len(siblings),
         linger_s=0.0,
-        backpressure=place.backpressure,
-        receipts=place.receipts,
+        backpressure=node.backpressure,
+        publish_log=node.publish_log,
     )
     work = blockage.work
     for sibling, reason in siblings.items():
         is_culprit = work is not None and sibling == work.sibling
-        uid = work.sample_uid if is_culprit and work else f"{ticket.group_id}.{sibling}.{place.node_id}.not_run"
+        uid = work.sample_uid if is_culprit and work else f"{ticket.group_id}.{sibling}.{node.node_id}.not_run"
         slot = Slot(
             sibling=sibling, sample_uid=uid, status=SlotStatus.FAILED, oldest=ticket.version, newest=ticket.version
         )
         outbox.put(failed_trajectory(slot, reason))
-    with wait_graph.on(wait_graph.BROKER, "slots to be stored by", waiter=wait_graph.node(place.node_id)):
+    with wait_graph.on(wait_graph.BROKER, "slots to be stored by", waiter=wait_graph.node(node.node_id)):
         await outbox.run()
 
 
@@ -99,7 +97,7 @@ def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) ->
     return reasons
 
 
-async def _publish_result(place: NodeContext, blockage: Blockage, ticket: EvalTicket) -> None:
+async def _publish_result(node: NodeContext, blockage: Blockage, ticket: EvalTicket) -> None:
     result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason, sample=ticket.sample)
     msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
-    await place.bus.publish_patiently(place.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
+    await node.bus.publish_patiently(node.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)

@@ -3,13 +3,23 @@
 Pure. Invariant: ``fill_slot`` returns a trajectory whatever user code returned or raised.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from areal_async.config.settings import MAX_CREDIT_BYTES
+from areal_async.config.settings import MAX_CREDIT_BYTES, Settings
 from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
-from areal_async.protocol.types import Credit, Sequence, Slot, SlotStatus, Trajectory, Turn, Version
+from areal_async.protocol.types import (
+    Credit,
+    Sequence,
+    Slot,
+    SlotStatus,
+    StoredMessage,
+    Ticket,
+    Trajectory,
+    Turn,
+    Version,
+)
 from areal_async.protocol.wire import BYTES_PER_TOKEN, MAX_SEQUENCES, encode_trajectory, max_encoded_bytes
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
@@ -37,9 +47,30 @@ class SlotSpec:
     one_reward_for: str = ""
     """The setting that takes one reward for a whole trajectory; empty where its replies may have their own."""
 
+    @classmethod
+    def of(cls, settings: Settings, *, workflow: str, sibling: int, sample_uid: str, ticket_version: str) -> "SlotSpec":
+        """Return the slot with the bounds that a run's settings have for it."""
+        rollout = settings.rollout_of(workflow)
+        return cls(
+            workflow=workflow,
+            sibling=sibling,
+            sample_uid=sample_uid,
+            ticket_version=ticket_version,
+            max_bytes=rollout.max_trajectory_bytes,
+            max_sequence_tokens=settings.trainer.token_budget,
+            max_credit_bytes=rollout.max_credit_bytes,
+            one_reward_for=settings.algorithm.one_reward_for,
+        )
+
 
 Ending = Scores | Reject | RolloutError
 """How a workflow ended for one sibling."""
+
+
+def missing_siblings(ticket: Ticket, stored: Iterable[StoredMessage]) -> list[int]:
+    """Return the siblings of which no slot is stored, whoever produced the others: what a leased ticket is owed."""
+    found = {slot.sibling for message in stored for slot in message.slots}
+    return [sibling for sibling in range(ticket.group_size) if sibling not in found]
 
 
 def scores_of(returned: object, policy: RecordingPolicy, name: str) -> Scores:
@@ -56,7 +87,7 @@ def scores_of(returned: object, policy: RecordingPolicy, name: str) -> Scores:
     return scores
 
 
-def fill_slot(policy: RecordingPolicy, ending: Ending, place: SlotSpec, *, duration_s: float) -> Trajectory:
+def fill_slot(policy: RecordingPolicy, ending: Ending, spec: SlotSpec, *, duration_s: float) -> Trajectory:
     """Return what is stored of one sibling."""
     status, reward, reason = SlotStatus.SCORED, 0.0, ""
     sequences: list[Sequence] = []
@@ -65,15 +96,15 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: SlotSpec, *, durat
     try:
         if not isinstance(ending, Scores):
             raise ending
-        if ending.by_turn and place.one_reward_for:
+        if ending.by_turn and spec.one_reward_for:
             raise WorkflowError(
-                f"workflow {place.workflow}: got rewards for replies with {place.one_reward_for}, which takes one for "
+                f"workflow {spec.workflow}: got rewards for replies with {spec.one_reward_for}, which takes one for "
                 "the whole trajectory; return a float, or choose another algorithm"
             )
-        check_size(policy.turns, max_bytes=place.max_bytes, max_sequence_tokens=place.max_sequence_tokens)
-        with attributed_to(WorkflowError, f"workflow {place.workflow}: policy.info"):
-            info = checked_info(policy.info, place.workflow)
-        credits = credits_of(ending, policy.turns, name=place.workflow, max_bytes=place.max_credit_bytes)
+        check_size(policy.turns, max_bytes=spec.max_bytes, max_sequence_tokens=spec.max_sequence_tokens)
+        with attributed_to(WorkflowError, f"workflow {spec.workflow}: policy.info"):
+            info = checked_info(policy.info, spec.workflow)
+        credits = credits_of(ending, policy.turns, name=spec.workflow, max_bytes=spec.max_credit_bytes)
         numbers = {turn: number for number, turn in enumerate(ending.by_turn)}
         sequences = merge_turns(policy.turns, numbers if credits else None)
         if len(sequences) > MAX_SEQUENCES:
@@ -90,11 +121,11 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: SlotSpec, *, durat
     own = _own_info(policy, sequences) | {"duration_s": duration_s}
     if credits:
         own["num_uncredited"] = float(len(policy.turns) - len(credits))
-    oldest, newest = version_range(policy.turns, place.ticket_version)
+    oldest, newest = version_range(policy.turns, spec.ticket_version)
     trajectory = Trajectory(
         slot=Slot(
-            sibling=place.sibling,
-            sample_uid=place.sample_uid,
+            sibling=spec.sibling,
+            sample_uid=spec.sample_uid,
             status=status,
             reward=reward,
             reason=reason[:MAX_REASON_CHARACTERS],
@@ -109,10 +140,10 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, place: SlotSpec, *, durat
         info=info | {f"{OWN_INFO}{name}": value for name, value in own.items()},
     )
     num_bytes = max_encoded_bytes(trajectory)
-    if num_bytes > place.max_bytes and (num_bytes := len(encode_trajectory(trajectory))) > place.max_bytes:
+    if num_bytes > spec.max_bytes and (num_bytes := len(encode_trajectory(trajectory))) > spec.max_bytes:
         return failed_trajectory(
             trajectory.slot,
-            f"trajectory: got {num_bytes} bytes, need at most rollout.max_trajectory_bytes = {place.max_bytes}",
+            f"trajectory: got {num_bytes} bytes, need at most rollout.max_trajectory_bytes = {spec.max_bytes}",
         )
     return trajectory
 
@@ -151,7 +182,7 @@ def _own_info(policy: RecordingPolicy, sequences: list[Sequence]) -> dict[str, f
 
 
 def failed_trajectory(slot: Slot, reason: str) -> Trajectory:
-    """Return the recorded failure that takes this slot's place."""
+    """Return the recorded failure that takes this slot's spec."""
     return Trajectory(
         slot=Slot(
             sibling=slot.sibling,

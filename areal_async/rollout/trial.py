@@ -5,28 +5,23 @@ What a node shares with others it does without: no bus, no tickets, no trainer. 
 """
 
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import anyio
 import structlog
 
-from areal_async.api import GroupWorkflow, Workflow, is_group_workflow
-from areal_async.config.settings import SamplingSettings, Settings
 from areal_async.protocol.types import GroupId, Prompt, Trajectory, Turn
 from areal_async.protocol.types import Sequence as TokenSequence
-from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
+from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.episode import run_episode
-from areal_async.rollout.group import run_group_episode
 from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import CallParser, Generator
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.stopwatch import TimedCall, TimedGenerator, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
+from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
 from areal_async.telemetry import spans, wait_graph
 
 TRIAL = "trial"
@@ -53,7 +48,7 @@ class Attempt:
     sequences: list[TokenSequence]
     """The turns joined: what would be trained if it was scored."""
     times: Times
-    places: list[SourceLocation] = field(default_factory=list)
+    locations: list[SourceLocation] = field(default_factory=list)
     """Where in the user's code it failed, outermost first; empty where that says nothing."""
 
 
@@ -62,56 +57,53 @@ class Trial:
 
     def __init__(
         self,
-        settings: Settings,
-        workflow: Workflow | GroupWorkflow,
+        workflow: TaskWorkflow,
         *,
-        name: str,
         generator: Generator,
         codec: TextCodec,
         endpoint: AgentEndpoint,
         call_parser: CallParser | None = None,
         user_code: UserCode,
         version: str,
-        sampling: SamplingSettings | None = None,
-        eval_id: str = "",
+        eval_id: str | None = None,
     ) -> None:
-        """Take as ``version`` what stands for the tokens' where no model was called; no ``sampling`` is the task's.
+        """Take as ``version`` what stands for the tokens' where no model was called.
 
         Args:
-            eval_id: names the evaluation in its traces, where these are recorded.
+            eval_id: names the evaluation that this is, in which siblings are sampled as held-out rows are, and one at
+                a time; ``None`` samples as training does.
         """
-        self._settings = settings
+        settings = workflow.settings
         self._workflow = workflow
-        self._name = name
         self._generator = generator
         self._codec = codec
         self._endpoint = endpoint
         self._call_parser = call_parser
         self._user_code = user_code
         self._version = version
-        self._sampling = sampling or settings.rollout_of(name).sampling
         self._eval_id = eval_id
-        self._places = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
+        self._sampling = workflow.rollout.sampling if eval_id is None else settings.eval_sampling_of(workflow.name)
+        self._limiter = anyio.CapacityLimiter(settings.rollout.max_trajectories_per_node)
 
-    async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, tell: Callable[[Attempt], None]) -> None:
-        """Run all siblings of all prompts side by side; ``tell`` hears of each once, in order, as soon as it can."""
-        num_together = num_siblings if is_group_workflow(self._workflow) else 1
+    async def run(self, prompts: Sequence[Prompt], *, num_siblings: int, on_attempt: Callable[[Attempt], None]) -> None:
+        """Run all siblings of all prompts side by side; ``on_attempt`` takes each once, in order, as it ends."""
+        num_together = num_siblings if self._workflow.sees_group and self._eval_id is None else 1
         calls = [
             (prompt, range(first, first + num_together))
             for prompt in prompts
             for first in range(0, num_siblings, num_together)
         ]
         ended: dict[int, list[Attempt]] = {}
-        num_told = 0
+        num_reported = 0
 
         async def run_one(number: int) -> None:
-            nonlocal num_told
-            async with self._places:
+            nonlocal num_reported
+            async with self._limiter:
                 ended[number] = await self.run_siblings(*calls[number])
-            while num_told in ended:
-                for attempt in ended.pop(num_told):
-                    tell(attempt)
-                num_told += 1
+            while num_reported in ended:
+                for attempt in ended.pop(num_reported):
+                    on_attempt(attempt)
+                num_reported += 1
 
         async with anyio.create_task_group() as running:
             for number in range(len(calls)):
@@ -120,7 +112,16 @@ class Trial:
     async def run_siblings(self, prompt: Prompt, siblings: Sequence[int]) -> list[Attempt]:
         """Run what one call of the workflow fills, as ``runner`` does for a ticket."""
         group_id = str(GroupId(prompt.epoch, prompt.index, 0))
-        slots = [self._slot(group_id, sibling) for sibling in siblings]
+        slots = [
+            SlotSpec.of(
+                self._workflow.settings,
+                workflow=self._workflow.name,
+                sibling=sibling,
+                sample_uid=f"{group_id}.{sibling}.{TRIAL}",
+                ticket_version=self._version,
+            )
+            for sibling in siblings
+        ]
         generators = [TimedGenerator(self._generator) for _ in slots]
         policies = [
             ServedPolicy(
@@ -135,16 +136,17 @@ class Trial:
         ]
         for policy, slot in zip(policies, slots, strict=True):
             policy.max_sequence_tokens = slot.max_sequence_tokens
-        given = deepcopy(prompt)  # what a workflow does to its row is nothing to the other siblings
-        noted = _Noted(self._workflow)
+        call = WorkflowCall(self._workflow, policies)
         started = time.monotonic()
         with (
             wait_graph.doing(wait_graph.slot(group_id, siblings[0]), "the workflow of", waiter=TRIAL),
             wait_graph.recording_ended() as ended,
             structlog.contextvars.bound_contextvars(sample_uid=slots[0].sample_uid),
-            spans.tried(self._name, eval_id=self._eval_id, index=prompt.index, sample=siblings[0]) as span,
+            spans.tried(
+                self._workflow.name, eval_id=self._eval_id or "", index=prompt.index, sample=siblings[0]
+            ) as span,
         ):
-            trajectories = await self._trajectories(noted, given, policies, slots)
+            trajectories = await call.fill(prompt, slots)
             spans.note_trajectories(span, trajectories)
         total_s = time.monotonic() - started
         return [
@@ -154,59 +156,10 @@ class Trial:
                 turns=_timed(policy.turns, generator.calls),
                 sequences=merge_turns(policy.turns),
                 times=Times.of(total_s=total_s, calls=generator.calls, waits=ended),
-                places=self._user_code.places(noted.error) if noted.error else [],
+                locations=self._user_code.locations(call.error) if call.error else [],
             )
             for trajectory, policy, generator in zip(trajectories, policies, generators, strict=True)
         ]
-
-    async def _trajectories(
-        self, noted: "_Noted", prompt: Prompt, policies: Sequence[ServedPolicy], slots: Sequence[SlotSpec]
-    ) -> list[Trajectory]:
-        rollout = self._settings.rollout_of(self._name)
-        if is_group_workflow(self._workflow):
-            return await run_group_episode(
-                noted.run,
-                prompt,
-                policies,
-                slots,
-                deadline_s=rollout.episode_deadline_s,
-                max_bytes=rollout.max_payload_bytes,
-            )
-        (policy,), (slot,) = policies, slots
-        workflow = heeding(noted.run, policy, name=self._name)
-        return [await run_episode(workflow, prompt, policy, slot, deadline_s=rollout.episode_deadline_s)]
-
-    def _slot(self, group_id: str, sibling: int) -> SlotSpec:
-        rollout = self._settings.rollout_of(self._name)
-        return SlotSpec(
-            workflow=self._name,
-            sibling=sibling,
-            sample_uid=f"{group_id}.{sibling}.{TRIAL}",
-            ticket_version=self._version,
-            max_bytes=rollout.max_trajectory_bytes,
-            max_sequence_tokens=self._settings.trainer.token_budget,
-            max_credit_bytes=rollout.max_credit_bytes,
-            one_reward_for=self._settings.algorithm.one_reward_for,
-        )
-
-
-class _Noted:
-    """A workflow, and what it raised: the reason of its trajectory is one line, and has no traceback."""
-
-    def __init__(self, workflow: Workflow | GroupWorkflow) -> None:
-        self._workflow: Callable[..., Awaitable[Any]] = workflow
-        self.error: BaseException | None = None
-
-    async def run(self, prompt: Prompt, given: Any) -> Any:
-        """Run it; ``given`` is the policy, or every sibling's."""
-        with self:
-            return await self._workflow(prompt, given)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self.error = error
 
 
 def _timed(turns: Sequence[Turn], calls: Sequence[TimedCall]) -> list[TimedTurn]:

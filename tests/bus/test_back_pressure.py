@@ -56,7 +56,7 @@ class Nodes:
 
     def __init__(self, bus: Bus, settings: Settings) -> None:
         self._bus = bus
-        self._receipts = PublishLog(settings.run_directory, "a")
+        self._publish_log = PublishLog(settings.run_directory, "a")
         self.backpressure = Backpressure()
         self.has_waited = False
 
@@ -73,8 +73,8 @@ class Nodes:
 
     async def _run_group(self, ticket: Ticket) -> None:
         outbox = Outbox(
-            self._bus, self._bus.names, ticket, producer="a", num_expected=GROUP_SIZE, linger_s=0.0,
-            backpressure=self.backpressure, receipts=self._receipts,
+            self._bus, ticket, producer="a", num_expected=GROUP_SIZE, linger_s=0.0,
+            backpressure=self.backpressure, publish_log=self._publish_log,
         )  # fmt: skip
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(outbox.run)

@@ -66,8 +66,8 @@ def settings_in(tmp_path: Path) -> Settings:
 async def produce(bus: Bus, receipts: PublishLog, group_id: str, *, siblings: tuple[int, ...] = (0, 1)) -> None:
     """Store slots of a group in one message, as a node does."""
     outbox = Outbox(
-        bus, bus.names, ticket(group_id, group_size=2), producer="n.ab", num_expected=len(siblings), linger_s=10.0,
-        backpressure=Backpressure(), receipts=receipts,
+        bus, ticket(group_id, group_size=2), producer="n.ab", num_expected=len(siblings), linger_s=10.0,
+        backpressure=Backpressure(), publish_log=receipts,
     )  # fmt: skip
     for sibling in siblings:
         outbox.put(trajectory(group_id, sibling))

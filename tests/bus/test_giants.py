@@ -41,8 +41,8 @@ async def test_a_group_of_four_megabytes_each_goes_through_to_a_reader_that_is_b
     node, trainer = await open_role(Role.NODE), await open_role(Role.TRAINER)
     ticket = Ticket(group_id="0-0-0", workflow="w", row={}, group_size=GROUP_SIZE, version="1-0")
     outbox = Outbox(
-        node, node.names, ticket, producer="a", num_expected=GROUP_SIZE, linger_s=0.0, backpressure=Backpressure(),
-        receipts=PublishLog(settings.run_directory, "a"),
+        node, ticket, producer="a", num_expected=GROUP_SIZE, linger_s=0.0, backpressure=Backpressure(),
+        publish_log=PublishLog(settings.run_directory, "a"),
     )  # fmt: skip
     for sibling in range(GROUP_SIZE):
         outbox.put(giant(ticket.group_id, sibling, num_bytes=4 << 20))

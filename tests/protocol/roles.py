@@ -1,7 +1,8 @@
 """The processes of the model: the order of effects that production's loops have, over production's own rules.
 
 What is decided is decided by ``Accounts``, ``next_admission``, ``BatchPlanner``, ``GroupOutcomes``, ``Inventory``,
-``Journal``, ``Lineage`` and ``duties``, the very ones that run in production. Here they are only carried out.
+``Journal``, ``Lineage``, ``is_settled`` and ``missing_siblings``, the very ones that run in production. Here they are
+only carried out.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from areal_async.protocol.types import (
     Version,
     WeightsVersion,
 )
-from areal_async.rollout.duties import is_settled, missing_siblings
+from areal_async.rollout.settled import is_settled
+from areal_async.rollout.slots import missing_siblings
 from tests.protocol.broker import NAMES, LogEntry, TicketDelivery, effect, idle
 from tests.protocol.trainer import TrainerModel
 

@@ -24,13 +24,12 @@ from areal_async.inference.pool import KEPT_TOKENS, MIN_ROOM_TOKENS, ServerHandl
 from areal_async.protocol.types import Prompt, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.episode import call_user_code
-from areal_async.rollout.group import for_one_sibling
-from areal_async.rollout.named_policies import FrozenModel, with_policies
+from areal_async.rollout.named_policies import FrozenModel
 from areal_async.rollout.policy.text import TextCodec, load_codec
 from areal_async.rollout.user_code.boundary import text_of
 from areal_async.rollout.user_code.per_node import made_for
-from areal_async.rollout.user_code.workflows import load_workflow, policies_taken
+from areal_async.rollout.user_code.workflows import load_workflow
+from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
 
 MAX_ROWS = 64
 """Looked at, spread evenly over a data set."""
@@ -131,8 +130,6 @@ def judge(check: str, lengths: Lengths, *, context: int, budget: int) -> Iterato
 
 async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: TextCodec) -> Lengths:
     plain = load_workflow(task.workflow, policies=settings.policies)
-    own = settings.model_copy(update={"rollout": settings.rollout_of(task.name)})
-    taken = policies_taken(plain, settings.policies)
     mute = {
         name: FrozenModel(generator=_Listener(), codec=codec, pool=ServerPool([], deadline_s=LOOK_DEADLINE_S))
         for name in settings.frozen_policies
@@ -145,19 +142,17 @@ async def _measured(settings: Settings, task: TaskSettings, rows: Any, codec: Te
         made = ", ".join(made_for(plain))
         lengths.reasons.update({f"it waits for {made}, which a look before a run does not make": len(indices)})
         return lengths
-    workflow = for_one_sibling(with_policies(plain, taken, own, mute))
+    workflow = TaskWorkflow(task.name, plain, settings, mute)
     at_once = anyio.CapacityLimiter(ROWS_AT_ONCE)
 
     async def look(index: int) -> None:
         listener = _Listener()
-        policy = ServedPolicy(listener, codec, own.rollout.sampling, name=f"{index}", endpoint=endpoint)
+        policy = ServedPolicy(listener, codec, workflow.rollout.sampling, name=f"{index}", endpoint=endpoint)
         prompt = Prompt(epoch=0, index=index, row=rows[index])
         reason = "it returned without a call"
         async with at_once:
             try:
-                await call_user_code(
-                    lambda: workflow(prompt, policy), [policy], name=task.name, deadline_s=2 * LOOK_DEADLINE_S
-                )
+                await WorkflowCall(workflow, [policy], deadline_s=2 * LOOK_DEADLINE_S).run(prompt)
             except (RolloutError, Reject) as exc:
                 reason = text_of(exc)
         if listener.heard is not None:

@@ -1,19 +1,15 @@
 """The policy of a trajectory, with an address: ``policy.base_url`` and ``policy.api_key``.
 
-What went wrong at the endpoint is the trajectory's, as if the workflow had called ``policy.chat`` itself: an agent that
-was denied an answer, and had none since, has not been itself, and its trajectory fails with the cause. A full context
-is no such denial: an agent that returns a reward all the same has taken note of it.
+What went wrong at the endpoint is the trajectory's, as if the workflow had called ``policy.chat`` itself
+(``workflow_call``).
 """
 
-from areal_async.api import Policy, Rewards, Workflow
 from areal_async.config.settings import SamplingSettings
-from areal_async.errors import ContextFull, RolloutError, WorkflowError
-from areal_async.protocol.types import Prompt
+from areal_async.errors import RolloutError
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.endpoint.session import Session
-from areal_async.rollout.policy.policy import CallParser, Generator, RecordingPolicy, ReplyRecord
+from areal_async.rollout.policy.policy import CallParser, Generator, PolicyRole, RecordingPolicy
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.user_code.boundary import attributed_to
 
 
 class ServedPolicy(RecordingPolicy):
@@ -28,20 +24,9 @@ class ServedPolicy(RecordingPolicy):
         name: str,
         endpoint: AgentEndpoint,
         call_parser: CallParser | None = None,
-        role: str = "",
-        trajectory: ReplyRecord | None = None,
-        is_trained: bool = True,
+        role: PolicyRole | None = None,
     ) -> None:
-        super().__init__(
-            generator,
-            codec,
-            sampling,
-            name=name,
-            call_parser=call_parser,
-            role=role,
-            trajectory=trajectory,
-            is_trained=is_trained,
-        )
+        super().__init__(generator, codec, sampling, name=name, call_parser=call_parser, role=role)
         self._endpoint = endpoint
         self._session: Session | None = None
         self._base_url = ""
@@ -59,25 +44,10 @@ class ServedPolicy(RecordingPolicy):
         return self._opened().key
 
     @property
-    def failure(self) -> RolloutError | None:
-        """What the agent's last request came to, where that is an error; or that of a policy beside it."""
-        return next(iter(self.failures), None)
-
-    @property
     def failures(self) -> list[RolloutError]:
-        """That of this policy and of each beside it."""
+        """What the agent's last request came to, where that is an error, for this policy and for each beside it."""
         own = [self._session.failure] if self._session and self._session.failure else []
         return own + [failure for one in self._companions for failure in one.failures]
-
-    def check_heard(self) -> None:
-        """Let a workflow that has returned keep its reward only if its agent was answered, or has outgrown the context.
-
-        Raises:
-            RolloutError: what the last request came to.
-        """
-        for failure in self.failures:
-            if not isinstance(failure, ContextFull):
-                raise failure
 
     def in_role(self, role: str, sampling: SamplingSettings) -> "ServedPolicy":
         """Return the same model under another name: in the same trajectory, with conversations of its own."""
@@ -89,8 +59,7 @@ class ServedPolicy(RecordingPolicy):
                 name=self._name,
                 endpoint=self._endpoint,
                 call_parser=self._call_parser,
-                role=role,
-                trajectory=self._trajectory,
+                role=PolicyRole(name=role, trajectory=self._trajectory),
             )
         )
 
@@ -103,9 +72,7 @@ class ServedPolicy(RecordingPolicy):
                 sampling,
                 name=f"{self._name}.{role}",
                 endpoint=self._endpoint,
-                role=role,
-                trajectory=self._trajectory,
-                is_trained=False,
+                role=PolicyRole(name=role, trajectory=self._trajectory, is_trained=False),
             )
         )
 
@@ -132,20 +99,3 @@ class ServedPolicy(RecordingPolicy):
             )
             self._base_url = self._endpoint.open(self._session)
         return self._session
-
-
-def heeding(workflow: Workflow, policy: ServedPolicy, *, name: str) -> Workflow:
-    """Return the workflow, failing with what its agent's last request failed with."""
-
-    async def run(prompt: Prompt, given: Policy) -> Rewards:
-        try:
-            with attributed_to(WorkflowError, f"workflow {name}"):
-                rewards = await workflow(prompt, given)
-        except RolloutError as exc:
-            if policy.failure is not None:
-                raise policy.failure from exc
-            raise
-        policy.check_heard()
-        return rewards
-
-    return run

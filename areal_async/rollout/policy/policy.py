@@ -29,7 +29,7 @@ from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.tools.parse import Parsed, ToolFormat, parse_reply, read_found, split_thought
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.tools.schema import describe_tool
-from areal_async.rollout.user_code.task_scope import in_nobodys_name
+from areal_async.rollout.user_code.task_scope import unscoped
 
 MAX_REPLIES = 256
 """To one question, asked at once with ``n=``."""
@@ -66,6 +66,18 @@ class ReplyRecord:
     """What a trainer can pack: no answer goes beyond it. None where nothing is trained."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class PolicyRole:
+    """What a policy is that speaks beside the first one of a trajectory."""
+
+    name: str
+    """As the workflow calls it."""
+    trajectory: ReplyRecord
+    """The record of the first one."""
+    is_trained: bool = True
+    """``False`` keeps what it says out of the trajectory, all but ``info``."""
+
+
 class CallParser(Protocol):
     """What a policy needs of the servers' own parser of tool calls."""
 
@@ -85,26 +97,22 @@ class RecordingPolicy:
         *,
         name: str,
         call_parser: CallParser | None = None,
-        role: str = "",
-        trajectory: ReplyRecord | None = None,
-        is_trained: bool = True,
+        role: PolicyRole | None = None,
     ) -> None:
         """Take ``name`` as the beginning of its replies' ids.
 
         Args:
             call_parser: where the servers' own is to find the tool calls, instead of ours.
-            role: what the workflow calls it; empty for ``policy`` itself.
-            trajectory: the record of the policy that it speaks beside; ``None`` for a record of its own.
-            is_trained: ``False`` keeps what it says out of the trajectory, all but ``info``.
+            role: of one that speaks beside ``policy``; ``None`` for ``policy`` itself.
         """
         self._generator = generator
         self._call_parser = call_parser
         self._codec = codec
         self.sampling = sampling
         self._name = name
-        self._role = role
-        self._trajectory = trajectory or ReplyRecord()
-        self._own = self._trajectory if is_trained else ReplyRecord()
+        self._role = role.name if role else ""
+        self._trajectory = role.trajectory if role else ReplyRecord()
+        self._own = self._trajectory if role is None or role.is_trained else ReplyRecord()
         self._server: ServerHandle | None = None
         self._conversations = Conversations(codec)
         self._streams: list[RecordingStream] = []
@@ -200,7 +208,7 @@ class RecordingPolicy:
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
             opening = opened or await self._opening_of(messages, tools)
             fitting = self._fitted(params, opening.prompt_ids)
-            with in_nobodys_name():
+            with unscoped():
                 turn, self._server = await self._generator.generate(
                     opening.prompt_ids, fitting, preferred=self._server, on_tokens=on_tokens
                 )
@@ -303,7 +311,7 @@ class RecordingPolicy:
             own = params
             if number and "sampling_seed" in params:  # else all would be the same
                 own = {**params, "sampling_seed": params["sampling_seed"] + number}
-            with in_nobodys_name():
+            with unscoped():
                 turns[number], self._server = await self._generator.generate(prompt_ids, own, preferred=preferred)
 
         if num_turns == 1:
@@ -335,7 +343,7 @@ class RecordingPolicy:
         if self._call_parser is None:
             return parse_reply(written, self._codec.tool_format, opening.tools, is_thinking=opening.is_thinking)
         thought, said = split_thought(written, is_thinking=opening.is_thinking)
-        with in_nobodys_name():
+        with unscoped():
             found = await self._call_parser.find(said, opening.tools, preferred=self._server)
         return Parsed(thought + found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
 

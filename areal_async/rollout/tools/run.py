@@ -21,7 +21,7 @@ from areal_async.api import RunnableTool, ToolCall, ToolResult
 from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
 from areal_async.rollout.tools.schema import Tool, describe_tool
 from areal_async.rollout.user_code.boundary import attributed_to, describe, encodable
-from areal_async.rollout.user_code.task_scope import OwnError, RanPast, run_within
+from areal_async.rollout.user_code.task_scope import AbnormalExit, DeadlineExceeded, run_within
 from areal_async.telemetry import spans, wait_graph
 
 NUM_THREADS = 64
@@ -108,9 +108,9 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> A
 async def _run(name: str, work: Coroutine[Any, Any, Any], timeout_s: float) -> Any:
     try:
         return await run_within(work, name=name, deadline_s=timeout_s)
-    except RanPast:
+    except DeadlineExceeded:
         raise ToolError(f"{name}: no answer within {timeout_s:g} s") from None
-    except OwnError as exc:  # it is the tool's, and told to the model like any other
+    except AbnormalExit as exc:  # it is the tool's, and told to the model like any other
         raise ToolError(str(exc)) from exc.__cause__
 
 

@@ -32,7 +32,7 @@ from areal_async.rollout.user_code.loop_block_report import (
     Work,
     place_of,
 )
-from areal_async.rollout.user_code.task_scope import owner_of
+from areal_async.rollout.user_code.task_scope import scope_of
 
 BEAT_S = 0.1
 WINDOW_BEATS = 100
@@ -186,8 +186,8 @@ class LoopWatch:
     def _work(self) -> Work | None:
         """Return what the task that stands on the loop is for."""
         task = asyncio.current_task(self._loop) if self._loop else None
-        owner = owner_of(task) if task else None
-        return owner.work if owner and isinstance(owner.work, Work) else None
+        scope = scope_of(task) if task else None
+        return scope.work if scope and isinstance(scope.work, Work) else None
 
     def _log(self, level: str, event: str, blockage: Blockage, frame: FrameType | None) -> None:
         work = {"workflow": blockage.work.workflow, "slot": blockage.work.name} if blockage.work else {}

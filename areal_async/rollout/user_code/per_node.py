@@ -17,7 +17,7 @@ import anyio
 from areal_async.api import GroupWorkflow, Workflow, is_per_node
 from areal_async.errors import PipelineError, leaves_of
 from areal_async.rollout.user_code.boundary import describe
-from areal_async.rollout.user_code.task_scope import OwnError, end_task, result_of, start_shared
+from areal_async.rollout.user_code.task_scope import AbnormalExit, end_task, result_of, start_shared
 from areal_async.telemetry import wait_graph
 
 LEAVE_DEADLINE_S = 8.0
@@ -146,6 +146,6 @@ class _Made:
         except Exception as exc:
             cause = leaves_of(exc)[0]
             told = (
-                str(cause) if isinstance(cause, OwnError) else describe(self.what, exc)
+                str(cause) if isinstance(cause, AbnormalExit) else describe(self.what, exc)
             )  # the former says whose it is
             raise PipelineError(told) from exc

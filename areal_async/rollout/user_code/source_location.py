@@ -44,23 +44,23 @@ class UserCode:
             and path.suffix == ".py"
         )
 
-    def places(self, error: BaseException) -> list[SourceLocation]:
+    def locations(self, error: BaseException) -> list[SourceLocation]:
         """Return where an error came through the user's code, outermost first; of a group, its first error's.
 
         Of a cancellation that is where the code waited.
         """
         parts = _chain(error)
         frames = [pair for part in parts for pair in traceback.walk_tb(part.__traceback__)]
-        return [self._place(frame, line) for frame, line in frames if self.owns(frame.f_code.co_filename)]
+        return [self._location(frame, line) for frame, line in frames if self.owns(frame.f_code.co_filename)]
 
     def innermost(self, frame: FrameType | None) -> SourceLocation | None:
         """Return the user's line that a running stack stands at."""
         for inner, line in traceback.walk_stack(frame):
             if self.owns(inner.f_code.co_filename):
-                return self._place(inner, line)
+                return self._location(inner, line)
         return None
 
-    def _place(self, frame: FrameType, line: int) -> SourceLocation:
+    def _location(self, frame: FrameType, line: int) -> SourceLocation:
         path = Path(frame.f_code.co_filename).resolve()
         file = path.relative_to(self._root) if path.is_relative_to(self._root) else path
         return SourceLocation(str(file), line, frame.f_code.co_name, linecache.getline(str(path), line).strip())

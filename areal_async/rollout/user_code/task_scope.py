@@ -3,16 +3,16 @@
 A trajectory's workflow is one task, and what that starts (tasks, of those other tasks) is known by its ``TaskScope``,
 which travels with the context. So a workflow that cancels itself cancels nobody else, ``sys.exit`` in a task of its
 own ends that task and not the process, and what still runs when it has returned is cancelled, then ended, however it
-takes that. What it has ``shared`` with others is in a name of its own: as confined, and ended by nobody.
+takes that. What it has ``shared`` with others is in a scope of its own: as confined, and ended by nobody.
 
-Invariant: when ``run_owned`` is left, by return, error or cancellation, no task of its owner runs any more.
+Invariant: when ``TaskScope.run`` is left, by return, error or cancellation, no task of the scope runs any more.
 """
 
 import asyncio
 import contextvars
 import functools
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Coroutine, Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import anyio
@@ -24,50 +24,78 @@ from areal_async.rollout.user_code.boundary import describe
 T = TypeVar("T")
 
 GRACE_S = 2.0
-"""For what is cancelled to clean up after itself."""
+"""Seconds in which cancelled tasks may clean up after themselves."""
 MAX_NAMED = 5
 """Tasks that were left behind and are told of by name."""
 
 log = structlog.get_logger()
 
 
+class DeadlineExceeded(Exception):
+    """User code did not end before its deadline."""
+
+
+class AbnormalExit(WorkflowError):
+    """User code was cancelled by itself, or raised what is no ``Exception``."""
+
+
 class TaskScope:
-    """In whose name tasks run: one trajectory, or one answer to a held-out row."""
+    """The tasks of one trajectory, of one answer to a held-out row, or of something that many share."""
 
     __slots__ = ("is_over", "name", "tasks", "work")
 
     def __init__(self, name: str, work: object = None) -> None:
-        """Take a name to begin messages with, and what ``working_on`` says is worked on."""
+        """Take a name to begin messages with, and what is worked on, as is told of who holds up the event loop."""
         self.name = name
         self.work = work
         self.tasks: set[asyncio.Task[Any]] = set()
         """Those that still run."""
         self.is_over = False
-        """What starts in its name from now on ends at its first step."""
+        """What starts in this scope from now on ends at its first step."""
+
+    async def run(self, work: Coroutine[Any, Any, T], *, deadline_s: float) -> T:
+        """Run user code as the scope's first task and return what it returns; see the module.
+
+        Raises:
+            DeadlineExceeded: it did not end within ``deadline_s``.
+            AbnormalExit: see there.
+            Exception: what it raised.
+        """
+        loop = _scoping_loop()
+        with _entered(self):
+            task = loop.create_task(work)
+        try:
+            await asyncio.wait([task], timeout=deadline_s)
+            is_done = task.done()
+        finally:
+            if self.tasks:
+                if task.done():
+                    self._warn_of_left_tasks()
+                await _end(self.tasks, self)
+            self.is_over = True
+        if not is_done:
+            raise DeadlineExceeded
+        return result_of(task, self.name)
+
+    def _warn_of_left_tasks(self) -> None:
+        left = [task for task in self.tasks if not task.done() and not task.cancelling()]  # the policy cancels its own
+        if left:
+            names = sorted({getattr(task.get_coro(), "__qualname__", repr(task)) for task in left})
+            log.warning("workflow.left_tasks", owner=self.name, num_tasks=len(left), tasks=names[:MAX_NAMED])
 
 
-class RanPast(Exception):
-    """It did not end before its deadline."""
-
-
-class OwnError(WorkflowError):
-    """User code was cancelled by itself, or raised what is no ``Exception``."""
-
-
-_owner: contextvars.ContextVar[TaskScope | None] = contextvars.ContextVar("areal_async_owner", default=None)
-working_on: contextvars.ContextVar[object] = contextvars.ContextVar("areal_async_work", default=None)
-"""What the next ``run_owned`` in this context is for, as whoever asks a task's owner wants it (``culprit``)."""
+_scope: contextvars.ContextVar[TaskScope | None] = contextvars.ContextVar("areal_async_scope", default=None)
 
 
 class ScopedCoroutine(Coroutine[Any, Any, T]):
-    """A coroutine that cannot end the process, and that can be ended though it swallows its cancellation."""
+    """The coroutine of a scope's task: it cannot end the process, and can be ended though it swallows cancellation."""
 
-    __slots__ = ("_inner", "is_to_end", "owner")
+    __slots__ = ("_inner", "is_to_end", "scope")
 
-    def __init__(self, inner: Coroutine[Any, Any, T], owner: TaskScope) -> None:
+    def __init__(self, inner: Coroutine[Any, Any, T], scope: TaskScope) -> None:
         self._inner = inner
-        self.owner = owner
-        self.is_to_end = False
+        self.scope = scope
+        self.is_to_end = scope.is_over
         """Its next step is its last, whatever it says."""
 
     def send(self, value: Any) -> Any:
@@ -93,66 +121,32 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
         return self._inner.__await__()
 
     def __getattr__(self, name: str) -> Any:
-        """Show the coroutine inside to whoever asks where a task stands."""
+        """Show the coroutine inside to anyone who asks where a task stands."""
         return getattr(self._inner, name)
 
     def _end(self) -> None:
         try:
             self._inner.close()
         except BaseException as exc:  # noqa: BLE001  # its last words, while it is thrown away
-            log.warning("task.ended", owner=self.owner.name, cause=describe("while it was ended", exc))
+            log.warning("task.ended", owner=self.scope.name, cause=describe("while it was ended", exc))
         raise asyncio.CancelledError
 
-    def _instead_of(self, exc: BaseException) -> OwnError:
+    def _instead_of(self, exc: BaseException) -> AbnormalExit:
         """Asyncio lets these two out of the loop, and with them goes the process."""
         if isinstance(exc, SystemExit):
-            return OwnError(f"{self.owner.name}: called sys.exit({exc.code!r})")
-        return OwnError(describe(self.owner.name, exc))
-
-
-async def run_owned(work: Callable[[], Awaitable[T]], *, name: str, deadline_s: float) -> T:
-    """Run user code and return what it returns; see the module.
-
-    Args:
-        name: begins what is said of it.
-
-    Raises:
-        RanPast: it did not end within ``deadline_s``.
-        OwnError: see there.
-        Exception: what it raised.
-    """
-    owner = TaskScope(name, working_on.get())
-    context = contextvars.copy_context()
-    context.run(_owner.set, owner)
-    loop = _confining_loop()
-
-    async def run() -> T:
-        return await work()
-
-    task = loop.create_task(run(), context=context)
-    try:
-        await asyncio.wait([task], timeout=deadline_s)
-        is_done = task.done()
-    finally:
-        if owner.tasks:
-            if task.done():
-                _tell(owner)
-            await _end(owner.tasks, owner)
-        owner.is_over = True
-    if not is_done:
-        raise RanPast
-    return result_of(task, name)
+            return AbnormalExit(f"{self.scope.name}: called sys.exit({exc.code!r})")
+        return AbnormalExit(describe(self.scope.name, exc))
 
 
 async def run_within(work: Coroutine[Any, Any, T], *, name: str, deadline_s: float) -> T:
-    """Run a part of user code in a task of its own, in the name of the same owner.
+    """Run a part of user code in a task of its own, in the scope that is current.
 
     Raises:
-        RanPast: it did not end within ``deadline_s``.
-        OwnError: see there.
+        DeadlineExceeded: it did not end within ``deadline_s``.
+        AbnormalExit: see there.
         Exception: what it raised.
     """
-    if _owner.get() is None:
+    if _scope.get() is None:
         work = ScopedCoroutine(work, TaskScope(name))
     task = asyncio.get_running_loop().create_task(work)
     try:
@@ -160,38 +154,31 @@ async def run_within(work: Coroutine[Any, Any, T], *, name: str, deadline_s: flo
         is_done = task.done()
     finally:
         if not task.done():
-            await _end({task})
+            await end_task(task)
     if not is_done:
-        raise RanPast
+        raise DeadlineExceeded
     return result_of(task, name)
 
 
-@contextmanager
-def in_nobodys_name() -> Iterator[None]:
+def unscoped() -> AbstractContextManager[None]:
     """Start in this block what is not the workflow's own, and may outlive it: a connection that all use."""
-    token = _owner.set(None)
-    try:
-        yield
-    finally:
-        _owner.reset(token)
+    return _entered(None)
 
 
-@contextmanager
-def shared() -> Iterator[None]:
+def shared() -> AbstractContextManager[None]:
     """Open in this block what all trajectories of a node share (a browser, a connection with a task of its own).
 
     What a workflow starts elsewhere ends with its trajectory. A task that is started here and calls ``sys.exit`` ends
-    with an error for whoever awaits it, as any other error of it does.
+    with an error for anyone who awaits it, as any other error of it does.
     """
-    opener = _owner.get()
-    with _in_name_of(TaskScope(f"shared by {opener.name}" if opener else "shared")):
-        yield
+    opener = _scope.get()
+    return _entered(TaskScope(f"shared by {opener.name}" if opener else "shared"))
 
 
 def start_shared(work: Coroutine[Any, Any, T], *, name: str) -> "asyncio.Task[T]":
     """Start what outlives every trajectory, and can no more end the process than they can."""
-    loop = _confining_loop()
-    with _in_name_of(TaskScope(name)):
+    loop = _scoping_loop()
+    with _entered(TaskScope(name)):
         return loop.create_task(work)
 
 
@@ -201,16 +188,17 @@ async def end_task(task: "asyncio.Task[Any]") -> None:
 
 
 @contextmanager
-def _in_name_of(owner: TaskScope) -> Iterator[None]:
-    token = _owner.set(owner)
+def _entered(scope: TaskScope | None) -> Iterator[None]:
+    """Have the tasks that start in this block belong to a scope, or to none."""
+    token = _scope.set(scope)
     try:
         yield
     finally:
-        _owner.reset(token)
+        _scope.reset(token)
 
 
-def _confining_loop() -> asyncio.AbstractEventLoop:
-    """Return the running loop, which from now on confines what is started in an owner's name."""
+def _scoping_loop() -> asyncio.AbstractEventLoop:
+    """Return the running loop, which from now on confines what is started in a scope."""
     loop = asyncio.get_running_loop()
     if loop.get_task_factory() is not make_task:
         loop.set_task_factory(make_task)  # type: ignore[arg-type]
@@ -218,7 +206,7 @@ def _confining_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _end(tasks: Collection["asyncio.Task[Any]"], owner: TaskScope | None = None) -> None:
+async def _end(tasks: Collection["asyncio.Task[Any]"], scope: TaskScope | None = None) -> None:
     """Cancel tasks, and those that join ``tasks`` meanwhile; end what does not heed that."""
     loop = asyncio.get_running_loop()
     asked: set[asyncio.Task[Any]] = set()
@@ -230,8 +218,8 @@ async def _end(tasks: Collection["asyncio.Task[Any]"], owner: TaskScope | None =
                     asked.add(task)
                     task.cancel()
             await asyncio.wait(left, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if owner is not None:
-            owner.is_over = True
+        if scope is not None:
+            scope.is_over = True
         ends_at_s = loop.time() + GRACE_S
         while (left := _left(tasks)) and (left_s := ends_at_s - loop.time()) > 0:
             for task in left:
@@ -248,43 +236,34 @@ def _left(tasks: Collection["asyncio.Task[Any]"]) -> list["asyncio.Task[Any]"]:
 def result_of(task: "asyncio.Task[T]", name: str) -> T:
     """Return what a task that has ended returned, or raise what it raised, as an ``Exception`` whatever it was."""
     if task.cancelled():
-        raise OwnError(f"{name}: let a CancelledError escape that nobody but itself asked for")
+        raise AbnormalExit(f"{name}: let a CancelledError escape that nobody but itself asked for")
     error = task.exception()
     if error is not None and not isinstance(error, Exception):
-        raise OwnError(describe(name, error)) from error
+        raise AbnormalExit(describe(name, error)) from error
     return task.result()
 
 
 def make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> "asyncio.Task[T]":
-    """Make a loop's tasks: one that is started in an owner's name is confined, and known to the owner."""
+    """Make a loop's tasks: one that is started in a scope is confined, and known to the scope."""
     context = options.get("context")
-    owner = _owner.get() if context is None else context.get(_owner)
-    if owner is None or not asyncio.iscoroutine(coroutine):
+    scope = _scope.get() if context is None else context.get(_scope)
+    if scope is None or not asyncio.iscoroutine(coroutine):
         return asyncio.Task(coroutine, loop=loop, **options)
-    confined = ScopedCoroutine(coroutine, owner)
-    confined.is_to_end = owner.is_over
-    task = asyncio.Task(confined, loop=loop, **options)
-    owner.tasks.add(task)
-    task.add_done_callback(owner.tasks.discard)
+    task = asyncio.Task(ScopedCoroutine(coroutine, scope), loop=loop, **options)
+    scope.tasks.add(task)
+    task.add_done_callback(scope.tasks.discard)
     return task
 
 
-def owner_of(task: "asyncio.Task[Any]") -> TaskScope | None:
-    """Say in whose name a task runs. From any thread."""
+def scope_of(task: "asyncio.Task[Any]") -> TaskScope | None:
+    """Return the scope that a task belongs to. Any thread may ask."""
     coroutine = task.get_coro()
-    return coroutine.owner if isinstance(coroutine, ScopedCoroutine) else None
+    return coroutine.scope if isinstance(coroutine, ScopedCoroutine) else None
 
 
 def _stop(stop: Callable[[], None]) -> None:
     """Stop the loop, unless a workflow asks for it: all the others are on it."""
-    owner = _owner.get()
-    if owner is not None:
-        raise WorkflowError(f"{owner.name}: called loop.stop(), need the loop for all trajectories of the node")
+    scope = _scope.get()
+    if scope is not None:
+        raise WorkflowError(f"{scope.name}: called loop.stop(), need the loop for all trajectories of the node")
     stop()
-
-
-def _tell(owner: TaskScope) -> None:
-    left = [task for task in owner.tasks if not task.done() and not task.cancelling()]  # the policy cancels its own
-    if left:
-        names = sorted({getattr(task.get_coro(), "__qualname__", repr(task)) for task in left})
-        log.warning("workflow.left_tasks", owner=owner.name, num_tasks=len(left), tasks=names[:MAX_NAMED])

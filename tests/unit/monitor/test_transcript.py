@@ -165,7 +165,7 @@ def test_two_replies_to_one_question_are_two_sequences_of_their_own_turns() -> N
 
 def test_a_failure_is_told_with_its_reason_and_places() -> None:
     place = SourceLocation("workflows/w.py", 9, "w", 'prompt["x"]')
-    text = plain(Transcript(Bytes()).draw(attempt(FIRST, status=SlotStatus.FAILED, places=[place])))
+    text = plain(Transcript(Bytes()).draw(attempt(FIRST, status=SlotStatus.FAILED, locations=[place])))
 
     assert "row 7 sibling 0: failed" in text
     assert text.endswith("failed: workflow w: KeyError: 'x'\n  workflows/w.py:9 in w\n      prompt[\"x\"]\n\n")
@@ -189,7 +189,7 @@ def test_legend_shows_every_shade() -> None:
 
 
 def test_json_holds_what_was_recorded() -> None:
-    one = attempt(FIRST, SECOND, places=[SourceLocation("w.py", 1, "w", "x")])
+    one = attempt(FIRST, SECOND, locations=[SourceLocation("w.py", 1, "w", "x")])
 
     read = json.loads(attempt_json(one, codec()))
 

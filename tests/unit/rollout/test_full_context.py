@@ -19,6 +19,7 @@ from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt, Trial
 from areal_async.rollout.user_code.source_location import UserCode
+from areal_async.rollout.workflow_call import TaskWorkflow
 from tests.unit.inference.embedded_engine import CONTEXT_LENGTH, EOS_ID, VOCAB_SIZE, Server
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
@@ -49,21 +50,20 @@ async def attempt_at(
     tokenizer.chat_template = TEMPLATE
     codec = TextCodec(tokenizer, stop_token_ids=[EOS_ID], vocab_size=VOCAB_SIZE)
     heard: list[Attempt] = []
+    settings = Settings(
+        rollout=RolloutSettings(sampling=SamplingSettings(max_new_tokens=300, ignore_eos=True)),
+        trainer=TrainerSettings(token_budget=token_budget),
+    )
     async with AgentEndpoint() as endpoint:
         trial = Trial(
-            Settings(
-                rollout=RolloutSettings(sampling=SamplingSettings(max_new_tokens=300, ignore_eos=True)),
-                trainer=TrainerSettings(token_budget=token_budget),
-            ),
-            workflow,
-            name="w",
+            TaskWorkflow("w", workflow, settings),
             generator=client,
             codec=codec,
             endpoint=endpoint,
             user_code=UserCode(Path(__file__)),
             version="0-0",
         )
-        await trial.run([Prompt(epoch=0, index=0, row={})], num_siblings=1, tell=heard.append)
+        await trial.run([Prompt(epoch=0, index=0, row={})], num_siblings=1, on_attempt=heard.append)
     return heard[0]
 
 

@@ -8,18 +8,18 @@ import anyio
 import httpx
 import pytest
 
-from areal_async.api import Policy, RewardModel, Rewards
+from areal_async.api import Policy, RewardModel, Rewards, group_workflow
 from areal_async.config.settings import PolicySettings, RolloutSettings, SamplingSettings, Settings
 from areal_async.errors import GenerationError, UserError
 from areal_async.inference.pool import ServerHandle, ServerPool
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory, Turn
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.episode import run_episode
-from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling, with_policies
-from areal_async.rollout.slots import SlotSpec
+from areal_async.rollout.named_policies import FrozenModel, FrozenReward, role_sampling
 from areal_async.rollout.user_code.workflows import check_all_taken, load_workflow, policies_taken
+from areal_async.rollout.workflow_call import TaskWorkflow, WorkflowCall
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+from tests.unit.rollout.called import PROMPT, slot_of
 
 pytestmark = pytest.mark.anyio
 
@@ -64,21 +64,9 @@ class Table:
     async def play(self, workflow: Callable[..., Awaitable[Rewards]]) -> Trajectory:
         model = FrozenModel(generator=self.frozen, codec=codec(), pool=ServerPool([], deadline_s=60.0))
         taste = FrozenReward(scorer=self.taste, codec=codec(), pool=ServerPool([], deadline_s=60.0))
-        names = policies_taken(workflow, SETTINGS.policies)
-        return await run_episode(
-            with_policies(workflow, names, SETTINGS, {"judge": model, "taste": taste}),
-            Prompt(epoch=0, index=0, row={}),
-            self.policy,
-            SlotSpec(
-                workflow="play",
-                sibling=0,
-                sample_uid="uid",
-                ticket_version="1-0",
-                max_bytes=1 << 20,
-                max_sequence_tokens=1 << 10,
-            ),
-            deadline_s=60.0,
-        )
+        call = WorkflowCall(TaskWorkflow("play", workflow, SETTINGS, {"judge": model, "taste": taste}), [self.policy])
+        (trajectory,) = await call.fill(PROMPT, [slot_of(0, ticket_version="1-0", max_sequence_tokens=1 << 10)])
+        return trajectory
 
 
 async def test_role_speaks_in_the_same_trajectory_under_its_own_name() -> None:
@@ -240,7 +228,7 @@ async def test_agent_may_speak_with_any_of_them_and_what_it_was_denied_is_the_tr
                 assert answer.status_code == status
 
         assert len(policy.turns) == (1 if name == "opponent" else 0)
-        assert policy.failure is not None
+        assert policy.failures
 
 
 async def test_workflow_of_all_siblings_has_one_judge_and_a_role_for_each() -> None:
@@ -249,20 +237,19 @@ async def test_workflow_of_all_siblings_has_one_judge_and_a_role_for_each() -> N
     siblings = [table.policy, table.new_policy(SAMPLING)]
     seen: list[int] = []
 
+    @group_workflow
     async def compare(prompt: Prompt, siblings: list[Policy], opponent: list[Policy], judge: Policy) -> list[Rewards]:
         for one in opponent:
             await one.chat(QUESTION)
         seen.append(len((await judge.chat(QUESTION)).token_ids))
         return [0.0, 1.0]
 
-    compare.marked = True  # type: ignore[attr-defined]
     model = FrozenModel(generator=frozen, codec=codec(), pool=ServerPool([], deadline_s=60.0))
-    bound: Any = with_policies(compare, ["opponent", "judge"], SETTINGS, {"judge": model})
+    workflow = TaskWorkflow("compare", compare, SETTINGS, {"judge": model})
 
-    assert await bound(Prompt(epoch=0, index=0, row={}), siblings) == [0.0, 1.0]
+    assert await workflow(PROMPT, siblings) == [0.0, 1.0]
     assert [[turn.output_ids for turn in one.turns] for one in siblings] == [[[97, END]], [[98, END]]]
     assert seen == [2]
-    assert bound.marked, "what a decorator has said of it still holds"
 
 
 def test_role_is_greedy_in_evaluation_where_the_policy_is() -> None:

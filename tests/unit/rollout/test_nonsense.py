@@ -14,17 +14,14 @@ import pytest
 import structlog
 
 from areal_async.api import Policy, ToolCall, Workflow
-from areal_async.config.settings import SamplingSettings
 from areal_async.errors import Reject, RewardError, WorkflowError
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
 from areal_async.protocol.wire import decode_headers, encode_message
-from areal_async.rollout.episode import run_episode
-from areal_async.rollout.policy.policy import RecordingPolicy
-from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.tools.run import Toolbox
 from areal_async.rollout.user_code import task_scope
 from tests.unit.rollout import sample_rewards
-from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+from tests.unit.rollout.byte_model import END, ScriptedModel
+from tests.unit.rollout.called import fill_one, policy_of, slot_of
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 
@@ -36,22 +33,9 @@ def _little_patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def play(workflow: Workflow, *, deadline_s: float = 5.0) -> Trajectory:
     """Run one sibling and check what holds whatever it does."""
-    policy = RecordingPolicy(ScriptedModel(*[[98, END]] * 9), codec(), SamplingSettings(), name="uid")
     before = asyncio.all_tasks()
-    trajectory = await run_episode(
-        workflow,
-        Prompt(epoch=0, index=0, row={"question": "q"}),
-        policy,
-        SlotSpec(
-            workflow="w",
-            sibling=3,
-            sample_uid="uid",
-            ticket_version="1-1",
-            max_bytes=1 << 20,
-            max_sequence_tokens=100,
-        ),
-        deadline_s=deadline_s,
-    )
+    policy = policy_of(ScriptedModel(*[[98, END]] * 9))
+    trajectory = await fill_one(workflow, policy, slot_of(3), deadline_s=deadline_s)
     await asyncio.sleep(0)
     assert asyncio.all_tasks() <= before, "nothing of it runs any more"
     payload, headers, _ = encode_message(
@@ -543,11 +527,7 @@ async def test_shared_task_that_would_end_the_process_fails_who_awaits_it(raised
         await task
         return 1.0
 
-    policy = RecordingPolicy(ScriptedModel([98, END]), codec(), SamplingSettings(), name="uid")
-    place = SlotSpec(
-        workflow="w", sibling=0, sample_uid="uid", ticket_version="1-1", max_bytes=1 << 20, max_sequence_tokens=100
-    )
-    trajectory = await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=60.0)
+    trajectory = await fill_one(workflow, policy_of(ScriptedModel([98, END])), slot_of(0))
 
     assert trajectory.slot.status is SlotStatus.FAILED
     assert trajectory.slot.reason == f"shared by workflow w: {reason}"
@@ -562,11 +542,7 @@ async def test_what_all_trajectories_share_outlives_the_one_that_opened_it() -> 
             opened.append(asyncio.ensure_future(asyncio.sleep(60)))
         return 1.0
 
-    policy = RecordingPolicy(ScriptedModel([98, END]), codec(), SamplingSettings(), name="uid")
-    place = SlotSpec(
-        workflow="w", sibling=0, sample_uid="uid", ticket_version="1-1", max_bytes=1 << 20, max_sequence_tokens=100
-    )
-    trajectory = await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=5.0)
+    trajectory = await fill_one(workflow, policy_of(ScriptedModel([98, END])), slot_of(0))
     await asyncio.sleep(0.1)
 
     assert trajectory.slot.status is SlotStatus.SCORED

@@ -46,6 +46,8 @@ def trajectory(sibling: int, num_tokens: int = 4, reason: str = "") -> Trajector
 class Stream:
     """Stores what it is sent, unless it is full or held."""
 
+    names = Names("r")
+
     def __init__(self) -> None:
         self.sent: list[tuple[str | None, bytes, Mapping[str, str]]] = []
         self.siblings: list[list[int]] = []
@@ -90,13 +92,12 @@ def outbox_to(
 ) -> Outbox:
     return Outbox(
         stream,
-        Names("r"),
         msgspec.structs.replace(TICKET, number=number),
         producer="n.abc",
         num_expected=num_expected,
         linger_s=linger_s,
         backpressure=backpressure or Backpressure(),
-        receipts=receipts,
+        publish_log=receipts,
     )
 
 

@@ -16,6 +16,7 @@ from areal_async.rollout.rewards.decorator import reward
 from areal_async.rollout.trial import Attempt, Trial
 from areal_async.rollout.user_code.loop_interrupter import Standstill
 from areal_async.rollout.user_code.source_location import UserCode
+from areal_async.rollout.workflow_call import TaskWorkflow
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -43,9 +44,7 @@ async def attempts_at(
     prompts = [Prompt(epoch=0, index=number, row=dict(row or {"question": "q"})) for number in range(num_prompts)]
     async with AgentEndpoint() as endpoint:
         trial = Trial(
-            Settings(rollout=RolloutSettings(episode_deadline_s=episode_deadline_s)),
-            workflow,
-            name="w",
+            TaskWorkflow("w", workflow, Settings(rollout=RolloutSettings(episode_deadline_s=episode_deadline_s))),
             generator=ScriptedModel(*answers, *[[98, END] for _ in range(9)]),
             codec=codec(),
             endpoint=endpoint,
@@ -56,7 +55,7 @@ async def attempts_at(
         async with anyio.create_task_group() as watching:
             watching.start_soon(standstill.run_beats)
             with standstill.watching():
-                await trial.run(prompts, num_siblings=num_siblings, tell=heard.append)
+                await trial.run(prompts, num_siblings=num_siblings, on_attempt=heard.append)
             watching.cancel_scope.cancel()
     return heard
 
@@ -74,7 +73,7 @@ async def test_every_sibling_of_every_prompt_is_told_once_in_order_whoever_ends_
 
     assert [(one.prompt.index, one.trajectory.slot.sibling) for one in heard] == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert [one.trajectory.slot.reward for one in heard] == [0.05, 0.0, 0.02, 0.0]
-    assert all(one.trajectory.slot.status is SlotStatus.SCORED and not one.places for one in heard)
+    assert all(one.trajectory.slot.status is SlotStatus.SCORED and not one.locations for one in heard)
 
 
 async def test_a_group_workflow_sees_all_siblings_of_a_prompt_at_once() -> None:
@@ -153,7 +152,7 @@ async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
 
 
 @pytest.mark.parametrize(
-    ("workflow", "reason", "last_place"),
+    ("workflow", "reason", "last_location"),
     [
         (held_up, "held up the event loop for run.watchdog_s = 1 s, at", "in held_up"),
         (hanging, "workflow w: ran past rollout.episode_deadline_s = 1 s", "in hanging"),
@@ -168,7 +167,7 @@ async def nonsense(prompt: Prompt, policy: Policy) -> Rewards:
     ],
 )
 async def test_what_went_wrong_is_told_with_the_users_own_line(
-    workflow: Workflow, reason: str, last_place: str | None
+    workflow: Workflow, reason: str, last_location: str | None
 ) -> None:
     (attempt,) = await attempts_at(
         workflow,
@@ -179,8 +178,8 @@ async def test_what_went_wrong_is_told_with_the_users_own_line(
     slot = attempt.trajectory.slot
     assert slot.status is (SlotStatus.REJECTED if workflow is rejecting else SlotStatus.FAILED)
     assert slot.reason.startswith(reason)
-    assert all(HERE.name in place.file for place in attempt.places)
-    assert (str(attempt.places[-1]).endswith(last_place) if last_place else not attempt.places) is True
+    assert all(HERE.name in location.file for location in attempt.locations)
+    assert (str(attempt.locations[-1]).endswith(last_location) if last_location else not attempt.locations) is True
     assert len(attempt.sequences) == len(attempt.turns) == 1, "what the model said is kept for the user to see"
 
 

@@ -146,7 +146,7 @@ async def test_prompt_that_the_engine_refuses_is_the_agent_s_own_error(engine: S
             with pytest.raises(openai.BadRequestError) as caught:
                 await client.chat.completions.create(model="m", messages=question)
         assert caught.value.code == "context_length_exceeded"
-        assert policy.failure is not None
+        assert policy.failures
 
 
 async def test_generation_on_the_engine_ends_with_the_trajectory(engine: Server, folder: Path) -> None:

@@ -7,9 +7,9 @@ import pytest
 
 from areal_async.errors import RolloutError
 from areal_async.protocol.types import Prompt
-from areal_async.rollout.endpoint.policy import heeding
 from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import ScriptedModel
+from tests.unit.rollout.called import call_of
 from tests.unit.rollout.endpoint.places import served, speaker
 from workflows.openai_agent import openai_agent
 
@@ -31,8 +31,10 @@ async def test_agent_calls_its_tools_and_is_one_sequence() -> None:
 
 async def test_agent_that_fails_is_the_workflow_s_failure() -> None:
     async with served(speaker()) as policy:  # the script has no answer for it
-        with pytest.raises(RolloutError, match="endpoint"):
-            await heeding(openai_agent, policy, name="openai_agent")(PROMPT, policy)
+        (ending,) = await call_of(openai_agent, [policy]).endings(PROMPT)
+
+    assert isinstance(ending, RolloutError)
+    assert "endpoint" in str(ending)
 
 
 class Silent(ScriptedModel):

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import anyio
@@ -12,13 +12,17 @@ import pytest
 import structlog
 
 from areal_async.config.settings import SamplingSettings
-from areal_async.errors import GenerationError, Reject, RolloutError, UserError, WorkflowError
+from areal_async.errors import GenerationError, Reject, UserError, WorkflowError
 from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Prompt, Turn
-from areal_async.rollout.endpoint.policy import ServedPolicy, heeding
+from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.rollout.policy.policy import Generator
+from areal_async.rollout.rewards.reply_rewards import Scores
+from areal_async.rollout.slots import Ending
 from areal_async.telemetry import tracing
 from tests.unit.rollout.byte_model import ScriptedModel
+from tests.unit.rollout.called import call_of
 from tests.unit.rollout.chat_templates import TINY, codec_with
 from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
 
@@ -231,7 +235,7 @@ async def test_generation_ends_when_its_client_leaves(is_streamed: bool) -> None
                 tasks.cancel_scope.cancel()
             await model.is_left.wait()
         assert policy.turns == []
-        assert policy.failure is None
+        assert not policy.failures
 
 
 @pytest.mark.parametrize(
@@ -261,7 +265,7 @@ async def test_failure_of_the_policy_is_an_error_of_the_api(
         assert response.json()["error"]["message"] == reason
         if path != MESSAGES:
             assert response.json()["error"]["code"] == code
-        assert str(policy.failure) == reason
+        assert str(policy.failures[0]) == reason
 
 
 @pytest.mark.parametrize("path", BODIES)
@@ -283,43 +287,58 @@ async def test_stream_that_breaks_ends_with_an_error_of_the_api(path: str) -> No
         assert policy.turns == []
 
 
+async def ending_of(agent: Callable[[httpx.AsyncClient], Awaitable[float]], model: Generator) -> Ending:
+    """Return how a workflow ends that hands its address to an agent."""
+    async with served(model) as policy, client(policy) as http:
+
+        async def workflow(prompt: Prompt, policy: object) -> float:
+            return await agent(http)
+
+        (ending,) = await call_of(workflow, [policy]).endings(PROMPT)
+    return ending
+
+
 async def test_trajectory_fails_with_what_its_agent_was_denied_last() -> None:
-    async with served(Failing("gone", answers=("hi",))) as policy, client(policy) as http:
+    async def agent(http: httpx.AsyncClient) -> float:
+        await http.post(CHAT, json=chat())
+        return 1.0
 
-        async def agent(prompt: Prompt, policy: object) -> float:
-            await http.post(CHAT, json=chat())
-            return 1.0
+    async def patient(http: httpx.AsyncClient) -> float:
+        await agent(http)
+        return await agent(http)
 
-        async def stubborn(prompt: Prompt, policy: object) -> float:
-            await agent(prompt, policy)
-            raise ValueError("the agent ended with status 1")
+    async def stubborn(http: httpx.AsyncClient) -> float:
+        await agent(http)
+        raise ValueError("the agent ended with status 1")
 
-        async def withdrawn(prompt: Prompt, policy: object) -> float:
-            raise Reject("no")
+    async def withdrawn(http: httpx.AsyncClient) -> float:
+        await agent(http)
+        raise Reject("no")
 
-        with pytest.raises(GenerationError, match="gone"):
-            await heeding(agent, policy, name="w")(PROMPT, policy)
-        with pytest.raises(Reject):
-            await heeding(withdrawn, policy, name="w")(PROMPT, policy)
-        assert await heeding(agent, policy, name="w")(PROMPT, policy) == 1.0, "what was answered after it makes it good"
-        with pytest.raises(IndexError):
-            await policy.chat(QUESTION)
-        policy._generator = Failing("gone again")  # type: ignore[attr-defined]
-        with pytest.raises(RolloutError, match="gone again"):
-            await heeding(stubborn, policy, name="w")(PROMPT, policy)
+    denied, stopped = await ending_of(agent, Failing("gone")), await ending_of(stubborn, Failing("gone"))
+
+    assert isinstance(denied, GenerationError)
+    assert str(denied) == str(stopped) == "gone"
+    assert "status 1" in str(stopped.__cause__)  # type: ignore[union-attr]
+    assert isinstance(await ending_of(withdrawn, Failing("gone")), Reject)
+    assert await ending_of(patient, Failing("gone", answers=("hi",))) == Scores(1.0), "an answer after it makes it good"
 
 
 async def test_trajectory_fails_with_what_its_agent_was_refused_last() -> None:
-    async with served(speaker("hi")) as policy, client(policy) as http:
+    async def agent(http: httpx.AsyncClient) -> float:
+        await http.post(CHAT, json=chat(seed=1))
+        return 0.0
 
-        async def agent(prompt: Prompt, policy: object) -> float:
-            await http.post(CHAT, json=chat(seed=1))
-            return 0.0
-
-        with pytest.raises(WorkflowError, match=r"refused a request of the agent: seed: .*"):
-            await heeding(agent, policy, name="w")(PROMPT, policy)
+    async def patient(http: httpx.AsyncClient) -> float:
+        await agent(http)
         await http.post(CHAT, json=chat())
-        assert policy.failure is None, "what was answered after it makes it good"
+        return 0.0
+
+    refused = await ending_of(agent, speaker("hi"))
+
+    assert isinstance(refused, WorkflowError)
+    assert "refused a request of the agent: seed: " in str(refused)
+    assert await ending_of(patient, speaker("hi")) == Scores(0.0), "an answer after it makes it good"
 
 
 async def test_call_that_cannot_be_forced_is_denied_as_well() -> None:
@@ -329,7 +348,7 @@ async def test_call_that_cannot_be_forced_is_denied_as_well() -> None:
             response = await http.post(CHAT, json=chat(tools=tools, tool_choice="required", stream=is_streamed))
             assert response.status_code == 400
             assert response.json()["error"]["param"] == "tool_choice"
-            assert "tool_call_parser" in str(policy.failure)
+            assert "tool_call_parser" in str(policy.failures[0])
         assert policy.turns == []
 
 
@@ -348,7 +367,7 @@ async def test_fields_that_cannot_be_had_are_left_out_of_account_where_that_was_
             for _ in range(2):
                 response = await http.post(path, json=BODIES[path] | {"seed": 1, "new_thing": 2})
                 assert response.status_code == 200
-            assert policy.failure is None
+            assert not policy.failures
 
     told = [(line["event"], line.get("field"), line.get("num_times")) for line in logs if "field" in line["event"]]
     assert told == [
@@ -359,12 +378,10 @@ async def test_fields_that_cannot_be_had_are_left_out_of_account_where_that_was_
 
 
 async def test_workflow_that_raises_by_itself_keeps_its_own_cause() -> None:
-    async def broken(prompt: Prompt, policy: object) -> float:
+    async def broken(http: httpx.AsyncClient) -> float:
         raise ValueError("mine")
 
-    async with served(speaker()) as policy:
-        with pytest.raises(WorkflowError, match="workflow w: ValueError: mine"):
-            await heeding(broken, policy, name="w")(PROMPT, policy)
+    assert str(await ending_of(broken, speaker())) == "workflow w: ValueError: mine"
 
 
 async def test_request_runs_in_the_name_of_its_workflow() -> None:

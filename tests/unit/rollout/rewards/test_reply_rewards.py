@@ -7,16 +7,14 @@ import msgspec
 import pytest
 
 from areal_async.api import Policy
-from areal_async.config.settings import MAX_CREDIT_BYTES, AlgorithmSettings, RolloutSettings, SamplingSettings
+from areal_async.config.settings import MAX_CREDIT_BYTES, AlgorithmSettings, RolloutSettings
 from areal_async.errors import WorkflowError
 from areal_async.protocol.fields import MAX_CREDITS
 from areal_async.protocol.types import Credit, Prompt, SlotStatus, Trajectory, Turn
-from areal_async.rollout.episode import run_episode
-from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.rewards.reply_rewards import Scores, checked_scores, credits_of
-from areal_async.rollout.slots import SlotSpec
-from tests.unit.rollout.byte_model import ScriptedModel, codec
+from tests.unit.rollout.byte_model import ScriptedModel
+from tests.unit.rollout.called import fill_one, policy_of, slot_of
 
 pytestmark = pytest.mark.anyio
 
@@ -31,19 +29,19 @@ async def play(
     algorithm: Mapping[str, Any] | None = None,
 ) -> Trajectory:
     """Two turns of one conversation; ``returned`` makes of their ids what the workflow returns."""
-    policy = RecordingPolicy(ScriptedModel(FIRST, SECOND), codec(), SamplingSettings(), name="uid")
 
     async def workflow(prompt: Prompt, policy: Policy) -> Any:
         first = await policy.complete([1, 2])
         second = await policy.complete([1, 2, *first.token_ids, *ASKED])
         return returned(first.id, second.id)
 
-    place = SlotSpec(
-        workflow="w", sibling=sibling, sample_uid=f"uid{sibling}", ticket_version="1-0", max_bytes=1 << 20,
-        max_sequence_tokens=100, max_credit_bytes=max_credit_bytes,
+    slot = slot_of(
+        sibling,
+        sample_uid=f"uid{sibling}",
+        max_credit_bytes=max_credit_bytes,
         one_reward_for=AlgorithmSettings(**(algorithm or {})).one_reward_for,
-    )  # fmt: skip
-    return await run_episode(workflow, Prompt(epoch=0, index=0, row={}), policy, place, deadline_s=60)
+    )
+    return await fill_one(workflow, policy_of(ScriptedModel(FIRST, SECOND)), slot)
 
 
 async def test_the_reply_that_is_named_is_credited_and_the_other_counted() -> None:

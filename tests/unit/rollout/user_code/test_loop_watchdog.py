@@ -94,7 +94,7 @@ from pathlib import Path
 import anyio
 from areal_async.rollout.user_code import loop_watchdog
 from areal_async.rollout.user_code.loop_block_report import BlockageFile, Work
-from areal_async.rollout.user_code.task_scope import run_owned, working_on
+from areal_async.rollout.user_code.task_scope import TaskScope
 from areal_async.rollout.user_code.loop_watchdog import LoopWatch
 
 loop_watchdog.BLOCKED_S, loop_watchdog.TOLD_S = 0.5, 1.0
@@ -131,8 +131,8 @@ async def main():
         with watch.watching():
             tasks.start_soon(watch.run_beats)
             await anyio.sleep(0.05)
-            working_on.set(Work(workflow="w", name="slot 0-1-0.2"))
-            await run_owned(globals()[sys.argv[2]], name="workflow w", deadline_s=100)
+            scope = TaskScope("workflow w", Work(workflow="w", name="slot 0-1-0.2"))
+            await scope.run(globals()[sys.argv[2]](), deadline_s=100)
             while FILE.read() is not None:
                 await anyio.sleep(0.01)
             tasks.cancel_scope.cancel()

@@ -11,14 +11,11 @@ import pytest
 import torch
 
 from areal_async.api import Policy, Workflow
-from areal_async.config.settings import SamplingSettings
 from areal_async.errors import FencedError, Reject, RewardError
 from areal_async.protocol.types import Prompt, SlotStatus, Trajectory
 from areal_async.protocol.wire import BYTES_PER_TOKEN
-from areal_async.rollout.episode import run_episode
-from areal_async.rollout.policy.policy import RecordingPolicy
-from areal_async.rollout.slots import SlotSpec
-from tests.unit.rollout.byte_model import END, ScriptedModel, codec
+from tests.unit.rollout.byte_model import END, ScriptedModel
+from tests.unit.rollout.called import fill_one, policy_of, slot_of
 
 pytestmark = pytest.mark.anyio
 
@@ -32,21 +29,8 @@ async def play(
     deadline_s: float = 60.0,
 ) -> Trajectory:
     model = ScriptedModel([98, END], [99], version=version, finish_reason="length")
-    policy = RecordingPolicy(model, codec(), SamplingSettings(), name="uid")
-    return await run_episode(
-        workflow,
-        Prompt(epoch=0, index=0, row={"question": "q"}),
-        policy,
-        SlotSpec(
-            workflow="w",
-            sibling=3,
-            sample_uid="uid",
-            ticket_version="1-1",
-            max_bytes=max_bytes,
-            max_sequence_tokens=max_sequence_tokens,
-        ),
-        deadline_s=deadline_s,
-    )
+    slot = slot_of(3, max_bytes=max_bytes, max_sequence_tokens=max_sequence_tokens)
+    return await fill_one(workflow, policy_of(model), slot, deadline_s=deadline_s)
 
 
 def ending(action: Any) -> Workflow:

@@ -9,16 +9,16 @@ from msgspec import structs
 
 from areal_async import Policy, Prompt, Reject, group_workflow
 from areal_async.api import GroupWorkflow
-from areal_async.config.settings import SamplingSettings
+from areal_async.config.settings import RolloutSettings, SamplingSettings, Settings
 from areal_async.errors import RolloutError, WorkflowError
 from areal_async.protocol.types import Credit, SlotStatus, Trajectory
-from areal_async.protocol.types import Prompt as PromptRecord
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
-from areal_async.rollout.group import fit_one_message, for_one_sibling, run_group_episode
-from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
-from areal_async.rollout.slots import SlotSpec, failed_trajectory
+from areal_async.rollout.publish import MAX_HEADER_BYTES, fit_one_message, header_bytes
+from areal_async.rollout.rewards.reply_rewards import Scores
+from areal_async.rollout.slots import failed_trajectory
 from tests.unit.rollout.byte_model import ScriptedModel, codec
+from tests.unit.rollout.called import PROMPT, call_of, policy_of, slot_of
 
 pytestmark = pytest.mark.anyio
 
@@ -26,33 +26,20 @@ SCORED, FAILED, REJECTED = SlotStatus.SCORED, SlotStatus.FAILED, SlotStatus.REJE
 
 
 def policies_of(count: int) -> list[ServedPolicy]:
-    return [
-        ServedPolicy(
-            ScriptedModel([97 + number] * 3), codec(), SamplingSettings(), name=str(number), endpoint=AgentEndpoint()
-        )
-        for number in range(count)
-    ]
+    return [policy_of(ScriptedModel([97 + number] * 3), name=str(number)) for number in range(count)]
 
 
 async def play(
     workflow: GroupWorkflow,
     *,
     count: int = 3,
-    max_bytes: int = 1 << 20,
     policies: list[ServedPolicy] | None = None,
+    settings: Settings | None = None,
     deadline_s: float = 60.0,
 ) -> list[Trajectory]:
-    places = [
-        SlotSpec(
-            workflow="w", sibling=number, sample_uid=str(number), ticket_version="1-0", max_bytes=1 << 20,
-            max_sequence_tokens=100,
-        )
-        for number in range(count)
-    ]  # fmt: skip
-    prompt = PromptRecord(epoch=0, index=0, row={})
-    return await run_group_episode(
-        workflow, prompt, policies or policies_of(count), places, deadline_s=deadline_s, max_bytes=max_bytes
-    )
+    slots = [slot_of(number, sample_uid=str(number), ticket_version="1-0") for number in range(count)]
+    call = call_of(workflow, policies or policies_of(count), settings=settings, deadline_s=deadline_s)
+    return await call.fill(PROMPT, slots)
 
 
 def ending(returned: Any, *, speakers: int = 3) -> GroupWorkflow:
@@ -162,9 +149,10 @@ async def test_a_denied_request_of_one_siblings_agent_fails_that_sibling() -> No
 
 
 async def test_a_group_that_fits_no_message_becomes_recorded_failures_that_say_so() -> None:
-    trajectories = await play(ending([1.0, 1.0, 1.0]), max_bytes=300)
+    rollout = RolloutSettings(group_size=1, min_group_size=1, max_trajectory_bytes=1 << 10)
+    trajectories = await play(ending([1.0] * 16, speakers=16), count=16, settings=Settings(rollout=rollout))
 
-    assert [one.slot.status for one in trajectories] == [FAILED] * 3
+    assert [one.slot.status for one in trajectories] == [FAILED] * 16
     assert "a group workflow's siblings share one message" in trajectories[0].slot.reason
 
 
@@ -177,11 +165,9 @@ async def test_long_reasons_are_shortened_until_all_fit_one_message() -> None:
 
 
 async def test_an_evaluation_is_a_group_of_one() -> None:
-    (policy,) = policies_of(1)
-
-    assert await for_one_sibling(ending([0.5]))(PromptRecord(epoch=0, index=0, row={}), policy) == 0.5
-    with pytest.raises(Reject, match="no"):
-        await for_one_sibling(ending([Reject("no")], speakers=0))(PromptRecord(epoch=0, index=0, row={}), policy)
+    assert await call_of(ending([0.5]), policies_of(1)).endings(PROMPT) == [Scores(0.5)]
+    (withdrawn,) = await call_of(ending([Reject("no")], speakers=0), policies_of(1)).endings(PROMPT)
+    assert isinstance(withdrawn, Reject)
 
 
 async def test_reasons_take_only_what_credits_have_left_of_one_message() -> None:
