@@ -31,10 +31,10 @@ from areal_async.rollout.endpoint.calls import (
     Writer,
 )
 from areal_async.rollout.endpoint.forms import grammar_of
-from areal_async.rollout.endpoint.held_text import StreamHoldback
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
+from areal_async.rollout.endpoint.stream_holdback import StreamHoldback
 from areal_async.rollout.policy.offload import is_long, run_beside
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, ToolFormat, is_in_thought
@@ -179,7 +179,7 @@ class Session:
                 ready: asyncio.Queue[_Speaker | bytes] = asyncio.Queue()
                 for index in range(call.n):
                     stream = self._policy.stream(messages, tools=call.tools, **self._sampling(call))
-                    speakers.append(_Speaker(index, stream, self._held_text(call)))
+                    speakers.append(_Speaker(index, stream, self._holdback_for(call)))
                 for speaker in speakers:
                     speaker.start(writer, ready, lambda reply: self._take(call, reply))
                 num_left = len(speakers)
@@ -234,7 +234,7 @@ class Session:
         """Whether the template has the model begin with a thought."""
         return is_in_thought(self._codec.render([{"role": "user", "content": "?"}]))
 
-    def _held_text(self, call: CompletionRequest) -> StreamHoldback:
+    def _holdback_for(self, call: CompletionRequest) -> StreamHoldback:
         holds_thought = call.form is not None and self._begins_thought
         if not call.tools:
             return StreamHoldback(tool_format=None, stop=call.stop, holds_all=holds_thought)
@@ -284,10 +284,10 @@ class Session:
 class _Speaker:
     """Writes one reply while it is said."""
 
-    def __init__(self, index: int, stream: ReplyStream, held: StreamHoldback) -> None:
+    def __init__(self, index: int, stream: ReplyStream, holdback: StreamHoldback) -> None:
         self._index = index
         self._stream = stream
-        self._held = held
+        self._holdback = holdback
         self._task: asyncio.Task[ReportedReply] | None = None
 
     @property
@@ -324,10 +324,10 @@ class _Speaker:
     ) -> ReportedReply:
         async with self._stream:
             async for piece in self._stream:
-                if told := self._held.push(piece):
+                if told := self._holdback.push(piece):
                     ready.put_nowait(writer.piece(self._index, told))
             said = take(self._stream.reply)
-        ready.put_nowait(writer.end(self._index, said, self._held.rest(said.content)))
+        ready.put_nowait(writer.end(self._index, said, self._holdback.rest(said.content)))
         return said
 
 

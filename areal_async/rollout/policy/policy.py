@@ -192,10 +192,10 @@ class RecordingPolicy:
         params = self._sampling_params(sampling)
         if n is not None and not 1 <= n <= MAX_REPLIES:
             raise WorkflowError(f"policy call: got n={n!r}, need 1 to {MAX_REPLIES}, or none for a single reply")
-        opening = await self._opening_of(messages, tools)
-        turns = await self._generate(opening.prompt_ids, params, 1 if n is None else n)
-        parsed = [await self._parse(turn, opening) for turn in turns]
-        replies = [self._record(turn, opening, found) for turn, found in zip(turns, parsed, strict=True)]
+        rendered = await self._rendered_prompt(messages, tools)
+        turns = await self._generate(rendered.prompt_ids, params, 1 if n is None else n)
+        parsed = [await self._parse(turn, rendered) for turn in turns]
+        replies = [self._record(turn, rendered, found) for turn, found in zip(turns, parsed, strict=True)]
         return replies[0] if n is None else replies
 
     def stream(
@@ -206,13 +206,13 @@ class RecordingPolicy:
         opened = None if is_long(messages, tools) else self._open(messages, tools)
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
-            opening = opened or await self._opening_of(messages, tools)
-            fitting = self._fitted(params, opening.prompt_ids)
+            rendered = opened or await self._rendered_prompt(messages, tools)
+            fitting = self._fitted(params, rendered.prompt_ids)
             with unscoped():
                 turn, self._server = await self._generator.generate(
-                    opening.prompt_ids, fitting, preferred=self._server, on_tokens=on_tokens
+                    rendered.prompt_ids, fitting, preferred=self._server, on_tokens=on_tokens
                 )
-            return self._record(turn, opening, await self._parse(turn, opening))
+            return self._record(turn, rendered, await self._parse(turn, rendered))
 
         self._streams.append(stream := RecordingStream(generate, self._codec))
         return stream
@@ -265,7 +265,7 @@ class RecordingPolicy:
         for stream in self._streams:
             stream.cancel()
 
-    async def _opening_of(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
+    async def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
         if not is_long(messages, tools):
             return self._open(messages, tools)
         work = partial(self._conversations.open, messages, self._schemas(tools), rooms=self._rooms())
@@ -274,9 +274,9 @@ class RecordingPolicy:
     def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
         return self._noted(self._conversations.open(messages, self._schemas(tools), rooms=self._rooms()))
 
-    def _noted(self, opening: RenderedPrompt) -> RenderedPrompt:
-        self._own.num_breaks += opening.is_break
-        return opening
+    def _noted(self, rendered: RenderedPrompt) -> RenderedPrompt:
+        self._own.num_breaks += rendered.is_break
+        return rendered
 
     def _schemas(self, tools: Sequence[ToolLike]) -> list[Mapping[str, Any]]:
         schemas = [tool if isinstance(tool, Mapping) else describe_tool(tool).schema for tool in tools]
@@ -335,19 +335,19 @@ class RecordingPolicy:
             raise ContextFull(len(prompt_ids), most, "trainer.token_budget")
         return {**params, "max_new_tokens": min(params["max_new_tokens"], most - len(prompt_ids))}
 
-    async def _parse(self, turn: Turn, opening: RenderedPrompt | None) -> Parsed:
+    async def _parse(self, turn: Turn, rendered: RenderedPrompt | None) -> Parsed:
         """Take a reply apart where the model was given tools."""
-        if opening is None or not opening.tools:
+        if rendered is None or not rendered.tools:
             return Parsed(self._codec.decode(turn.output_ids), [])
         written = self._codec.decode_reply(turn.output_ids)
         if self._call_parser is None:
-            return parse_reply(written, self._codec.tool_format, opening.tools, is_thinking=opening.is_thinking)
-        thought, said = split_thought(written, is_thinking=opening.is_thinking)
+            return parse_reply(written, self._codec.tool_format, rendered.tools, is_thinking=rendered.is_thinking)
+        thought, said = split_thought(written, is_thinking=rendered.is_thinking)
         with unscoped():
-            found = await self._call_parser.find(said, opening.tools, preferred=self._server)
+            found = await self._call_parser.find(said, rendered.tools, preferred=self._server)
         return Parsed(thought + found.normal_text, [read_found(call.name, call.parameters) for call in found.calls])
 
-    def _record(self, turn: Turn, opening: RenderedPrompt | None, parsed: Parsed) -> Reply:
+    def _record(self, turn: Turn, rendered: RenderedPrompt | None, parsed: Parsed) -> Reply:
         """Keep a turn; one that ended a conversation can be gone on from."""
         self._check_open()
         if self._role:  # in place, before anybody else has it: who timed the call knows the turn by its identity
@@ -361,8 +361,8 @@ class RecordingPolicy:
             for call in parsed.calls
         ]
         message = reply_message(text, parsed.content, calls)
-        if opening is not None:
-            self._conversations.record(opening, message, turn)
+        if rendered is not None:
+            self._conversations.record(rendered, message, turn)
         return Reply(
             id=reply_id,
             text=text,

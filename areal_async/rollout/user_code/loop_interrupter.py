@@ -22,7 +22,7 @@ BEATS_PER_DEADLINE = 10
 MAX_BEAT_S = 1.0
 
 
-class Standstill:
+class LoopInterrupter:
     """``run_beats`` on the loop, inside ``watching``. Made and used in the main thread."""
 
     def __init__(self, user_code: UserCode, *, deadline_s: float) -> None:
@@ -44,7 +44,7 @@ class Standstill:
         stop = threading.Event()
         before = signal.signal(signal.SIGUSR2, self._on_signal)
         self._last_beat_s = time.monotonic()
-        thread = threading.Thread(target=self._watch, args=(stop,), name="standstill", daemon=True)
+        thread = threading.Thread(target=self._watch, args=(stop,), name="loop-interrupter", daemon=True)
         thread.start()
         try:
             yield

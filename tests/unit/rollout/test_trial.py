@@ -14,7 +14,7 @@ from areal_async.protocol.types import Prompt, SlotStatus, Turn
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.rewards.decorator import reward
 from areal_async.rollout.trial import Attempt, Trial
-from areal_async.rollout.user_code.loop_interrupter import Standstill
+from areal_async.rollout.user_code.loop_interrupter import LoopInterrupter
 from areal_async.rollout.user_code.source_location import UserCode
 from areal_async.rollout.workflow_call import TaskWorkflow
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
@@ -37,7 +37,7 @@ async def attempts_at(
     num_siblings: int = 1,
     row: Mapping[str, Any] | None = None,
     episode_deadline_s: float = 60.0,
-    standstill_s: float = 60.0,
+    loop_deadline_s: float = 60.0,
 ) -> list[Attempt]:
     heard: list[Attempt] = []
     user_code = UserCode(HERE)
@@ -51,10 +51,10 @@ async def attempts_at(
             user_code=user_code,
             version="0-0",
         )
-        standstill = Standstill(user_code, deadline_s=standstill_s)
+        interrupter = LoopInterrupter(user_code, deadline_s=loop_deadline_s)
         async with anyio.create_task_group() as watching:
-            watching.start_soon(standstill.run_beats)
-            with standstill.watching():
+            watching.start_soon(interrupter.run_beats)
+            with interrupter.watching():
                 await trial.run(prompts, num_siblings=num_siblings, on_attempt=heard.append)
             watching.cancel_scope.cancel()
     return heard
@@ -172,7 +172,7 @@ async def test_what_went_wrong_is_told_with_the_users_own_line(
     (attempt,) = await attempts_at(
         workflow,
         episode_deadline_s=1.0 if workflow is hanging else 60.0,
-        standstill_s=1.0 if workflow is held_up else 60.0,
+        loop_deadline_s=1.0 if workflow is held_up else 60.0,
     )
 
     slot = attempt.trajectory.slot

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_async.rollout.endpoint.held_text import StreamHoldback
+from areal_async.rollout.endpoint.stream_holdback import StreamHoldback
 from areal_async.rollout.tools.parse import ToolFormat, parse_reply
 
 PARTS = [
@@ -39,24 +39,24 @@ def test_what_is_told_and_the_rest_are_the_content(
 ) -> None:
     parsed = parse_reply(text, tool_format) if tool_format else None
     content = parsed.content if parsed and parsed.calls and not any(call.error for call in parsed.calls) else text
-    held = StreamHoldback(tool_format=tool_format, stop=())
+    holdback = StreamHoldback(tool_format=tool_format, stop=())
 
-    told = "".join(held.push(piece) for piece in cut(text, places))
+    told = "".join(holdback.push(piece) for piece in cut(text, places))
 
-    assert (told + held.rest(content)).strip() == content.strip()
+    assert (told + holdback.rest(content)).strip() == content.strip()
     if content == text:
-        assert told + held.rest(content) == content
+        assert told + holdback.rest(content) == content
 
 
 @given(TEXTS, st.lists(st.integers(0, 200), max_size=8))
 def test_no_part_of_a_stop_string_is_told(text: str, places: list[int]) -> None:
     text = text.partition("STOP")[0] + "STOP"
     content = text.removesuffix("STOP")
-    held = StreamHoldback(tool_format=None, stop=("STOP",))
+    holdback = StreamHoldback(tool_format=None, stop=("STOP",))
 
-    told = "".join(held.push(piece) for piece in cut(text, places))
+    told = "".join(holdback.push(piece) for piece in cut(text, places))
 
-    assert told + held.rest(content) == content
+    assert told + holdback.rest(content) == content
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_no_part_of_a_stop_string_is_told(text: str, places: list[int]) -> None:
 def test_text_is_told_as_soon_as_it_can_be_no_call(
     tool_format: ToolFormat | None, pieces: list[str], told: list[str]
 ) -> None:
-    held = StreamHoldback(tool_format=tool_format, stop=())
+    holdback = StreamHoldback(tool_format=tool_format, stop=())
 
-    assert [held.push(piece) for piece in pieces] == told
+    assert [holdback.push(piece) for piece in pieces] == told
 
 
 def test_nothing_is_told_early_where_tags_cannot_be_seen() -> None:
-    held = StreamHoldback(tool_format="hermes", stop=(), holds_all=True)
+    holdback = StreamHoldback(tool_format="hermes", stop=(), holds_all=True)
 
-    assert held.push("Hi") == ""
-    assert held.rest("Hi") == "Hi"
+    assert holdback.push("Hi") == ""
+    assert holdback.rest("Hi") == "Hi"
