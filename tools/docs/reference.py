@@ -19,7 +19,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from areal_async.bus.streams import consumer_configs, stream_configs
 from areal_async.cli.main import VERBS, Verb
-from areal_async.config.kept import may_change, why_kept
+from areal_async.config.kept import why_kept
 from areal_async.config.live import LIVE
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings
@@ -115,7 +115,7 @@ def _changes(name: str) -> str:
         return "while the run goes on"
     if why := why_kept(name):
         return f"never: {why}"
-    return "at a start" if pattern in set(may_change()) else ""
+    return "at a start"
 
 
 def verbs() -> str:
