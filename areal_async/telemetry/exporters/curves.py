@@ -134,7 +134,7 @@ def _has_tensorboard() -> bool:
     """Say whether event files can be written, and in one sentence of the log why not: they are no reason not to run."""
     is_installed = importlib.util.find_spec("tensorboard") is not None
     if not is_installed:
-        log.warning(
+        log.info(
             "curves.no_tensorboard",
             cause="metrics.tensorboard: got true, need the package tensorboard",
             cure="pip install areal-async[tensorboard], or set it to false",
