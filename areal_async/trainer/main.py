@@ -8,6 +8,7 @@ from typing import Any
 import anyio
 import msgspec
 import structlog
+from anyio.abc import TaskGroup
 
 from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
 from areal_async.config.settings import Settings
@@ -144,15 +145,20 @@ async def _run_rank(
         loops.start_soon(_run_metrics, bus, trainer, ranks.rank, settings, run_directory)
         await trainer.restore(Path(begin.checkpoint) if begin.checkpoint else None)
         if feed is not None:
-            loops.start_soon(feed.run_inbox)
-            loops.start_soon(feed.run_tickets)
-            await loops.start(feed.run_changes)
-            await loops.start(_run_signals, trainer)
+            await _start_feed(loops, feed, trainer)
         await trainer.run()
         await _emit_state(bus, trainer, ranks.rank)  # the last one: that it has finished
         if broadcaster is not None:
             broadcaster.close()
         loops.cancel_scope.cancel()
+
+
+async def _start_feed(loops: TaskGroup, feed: BatchFeed, trainer: Trainer) -> None:
+    """Start what rank 0 alone does; orders that were given before are known, and signals heard, when it returns."""
+    loops.start_soon(feed.run_inbox)
+    loops.start_soon(feed.run_tickets)
+    await loops.start(feed.run_changes)
+    await loops.start(_run_signals, trainer)
 
 
 async def _begin(ranks: Ranks, lineage: Lineage | None) -> _Begin:
