@@ -43,7 +43,7 @@ async def test_a_broker_that_falls_silent_while_it_is_asked_is_told_from_a_run_t
         found.append(await ask_status(directory))
 
     async def gather(bus: Bus, *, within_s: float) -> dict[tuple[str, str], Report]:
-        proxy.strike_messages("operator", ".", delay_s=None)  # it takes what is asked from here on, and does not answer
+        proxy.inject_messages("operator", ".", delay_s=None)  # it takes what is asked from here on, and does not answer
         return await gather_reports(bus, within_s=within_s)
 
     monkeypatch.setattr("areal_async.monitor.snapshot.gather_reports", gather)
@@ -56,7 +56,7 @@ async def test_a_broker_that_falls_silent_while_it_is_asked_is_told_from_a_run_t
         directory.write_bus_url(proxy.url)
         async with anyio.create_task_group() as asking:
             asking.start_soon(ask)
-            await until(lambda: proxy.num_frames_struck > 0)
+            await until(lambda: proxy.num_frames_hit > 0)
             assert found == []
             if does_end:
                 between.close()

@@ -12,6 +12,7 @@ from areal_async.protocol.types import EvalTicket, Prompt
 from areal_async.protocol.wire import encode
 from areal_async.rollout.evaluate import _answer
 from areal_async.rollout.node_context import NodeContext
+from areal_async.rollout.user_code.loop_block_report import Work
 from tests.unit.rollout.byte_model import END, ScriptedModel, codec
 
 pytestmark = pytest.mark.anyio
@@ -41,7 +42,7 @@ async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, actio
             raise action
         return action
 
-    place = NodeContext(
+    node = NodeContext(
         settings=settings,
         bus=cast(Bus, None),
         node_id="0",
@@ -50,7 +51,9 @@ async def test_a_row_ends_with_its_reward_or_its_error(settings: Settings, actio
         workflows={"w": workflow},
     )
 
-    result = await _answer(place, EvalTicket(eval_id="1-0", index=3, workflow="w", row={}))
+    ticket = EvalTicket(eval_id="1-0", index=3, workflow="w", row={})
+
+    result = await _answer(node, ticket, Work(workflow="w", name="1-0/3", eval_ticket=ticket))
 
     assert result.error.startswith(error)
     assert bool(result.error) is bool(error)

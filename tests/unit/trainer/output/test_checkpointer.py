@@ -18,6 +18,7 @@ from areal_async.telemetry import wait_graph
 from areal_async.trainer.engine import checkpoint
 from areal_async.trainer.engine.checkpoint import CheckpointWriter
 from areal_async.trainer.engine.engines import Engines
+from areal_async.trainer.engine.parallel.dims import local_shard
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.threads import BackgroundJob, EngineThread
 from areal_async.trainer.output.checkpointer import Checkpointer, CheckpointSource
@@ -174,4 +175,4 @@ async def test_copies_are_made_once_and_filled_again(station: Station) -> None:
     held = {name: copy for name, copy in station.writer._copies.items() if name.startswith("exp_avg.")}
     assert held
     shards = checkpoint.tensors_of(station.engine.trained, {})
-    assert all(bool((checkpoint._local(shards[name]) == copy).all()) for name, copy in held.items())
+    assert all(bool((local_shard(shards[name]) == copy).all()) for name, copy in held.items())
