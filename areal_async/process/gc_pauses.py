@@ -4,6 +4,7 @@ A whole collection looks at every object there is, and finds next to nothing: wh
 is freed by reference counts.
 """
 
+import atexit
 import gc
 import sys
 from collections.abc import Iterator
@@ -27,6 +28,8 @@ def importing() -> Iterator[None]:
     finally:
         if len(sys.modules) > num_modules:
             gc.freeze()
+            # what is set aside is not taken apart at the end, and libraries of nanobind tell of each object left
+            atexit.register(gc.unfreeze)
         if was_enabled:
             gc.enable()
 

@@ -80,3 +80,16 @@ def test_a_verb_is_imported_without_a_look() -> None:
     num_frozen, num_before = map(int, done.stdout.split())
     assert num_frozen > 50_000, "what was imported"
     assert num_before < 40, "and not the hundreds of looks that an import takes"
+
+
+def test_what_was_imported_is_taken_apart_at_the_end() -> None:
+    """Libraries in C++ tell of every object that is not."""
+    code = (
+        "import gc, types\nfrom areal_async.process.gc_pauses import importing\n"
+        "class Told:\n    def __init__(self): self.me = self\n    def __del__(self): print('taken apart')\n"
+        "with importing():\n    import csv\n    csv.kept = types.SimpleNamespace(told=Told())\n"
+    )
+
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert done.stdout == "taken apart\n"
