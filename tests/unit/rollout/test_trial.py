@@ -106,7 +106,7 @@ async def test_times_tell_the_model_the_tools_and_the_rewards_apart() -> None:
     times = attempt.times
     assert attempt.trajectory.slot.reason == ""
     assert attempt.trajectory.info["rollout/num_tool_calls"] == 1
-    assert times.tools_s >= 0.01
+    assert times.tools_s >= 0.009, "uvloop's timers count whole milliseconds"
     assert times.rewards_s > 0
     assert times.total_s >= times.model_s + times.tools_s + times.rewards_s
     assert len(attempt.turns) == 2
