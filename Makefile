@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
 CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
-SITE := build/docs/html
+SITE := .site/html
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
@@ -55,7 +55,7 @@ check: $(STAMP) site  ## format, lint, types, documents
 	$(BIN)/mypy
 
 site: $(STAMP)  ## the documents as one site; any warning is an error, a dead link too
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet -c tools/docs -d build/docs/doctrees . $(SITE)
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet -c tools/docs -d .site/doctrees . $(SITE)
 
 docs: site  ## build the site, and serve it at http://127.0.0.1:8000
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) 8000
@@ -76,4 +76,4 @@ $(AGENTS)/.installed: tools/agents.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(SGLANG) $(AGENTS) build *.egg-info
+	rm -rf $(VENV) $(SGLANG) $(AGENTS) .site build *.egg-info
