@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from areal_async.bus import Bus, Role, credentials_for, open_bus, serving
 from areal_async.config.settings import Settings
 from areal_async.inference.weight_group import GLOO, NCCL
-from areal_async.process import stacks
+from areal_async.process import interned_names, stacks
 from areal_async.protocol.types import Version
 from areal_async.telemetry import log as logging
 from areal_async.telemetry import wait_graph
@@ -63,6 +63,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     try:
         engines = Engines.for_run(settings, ranks)
         writer = CheckpointWriter(ranks)
+        interned_names.settle_table()
         main = functools.partial(
             _run_rank, settings, run_directory, bus_url, ranks=ranks, engines=engines, writer=writer
         )
