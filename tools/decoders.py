@@ -74,7 +74,7 @@ def of_record(*records: types.Record) -> Decoder:
 _SAMPLED = Version(1, 2).pack()
 
 
-def _trajectory(sibling: int = 0, *, credits: tuple[types.Credit, ...] = ()) -> types.Trajectory:
+def _trajectory(sibling: int = 0, *, credits: tuple[types.ReplyReward, ...] = ()) -> types.Trajectory:
     sequence = types.Sequence(
         token_ids=np.array([1, 2, 3, 4], dtype=np.int32),
         loss_mask=np.array([False, False, True, True]),
@@ -90,7 +90,7 @@ def _trajectory(sibling: int = 0, *, credits: tuple[types.Credit, ...] = ()) -> 
     return types.Trajectory(slot=slot, sequences=[sequence], info={"turns": 1.0})
 
 
-_CREDITS = types.Credit(0.75, 1), types.Credit(0.25, 1, "solver")
+_CREDITS = types.ReplyReward(0.75, 1), types.ReplyReward(0.25, 1, "solver")
 
 
 def _message() -> wire.EncodedMessage:

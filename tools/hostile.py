@@ -35,7 +35,7 @@ from areal_async.algorithms.advantages import advantage_rule
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol.staleness import age_at
-from areal_async.protocol.types import Credit, Cut, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.protocol.types import Cut, ReplyReward, Sequence, Slot, SlotStatus, Trajectory, Version, mean
 from areal_async.protocol.wire import EncodedMessage, decode_headers, decode_trajectory, encode_message
 from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import OpenGroup
@@ -137,7 +137,7 @@ def _trajectory(random: Random, group_id: str, sibling: int, target: Target) -> 
     if num_replies:
         of_replies = [sum(int(np.sum(one.turns == number)) for one in made) for number in range(num_replies)]
         rewards = [slot["reward"], *(random.choice(REWARDS[:4]) for _ in of_replies[1:])]
-        slot["credits"] = [Credit(reward, count) for reward, count in zip(rewards, of_replies, strict=True)]
+        slot["credits"] = [ReplyReward(reward, count) for reward, count in zip(rewards, of_replies, strict=True)]
         slot["reward"] = mean(rewards)
     num_tokens = sum(one.num_tokens for one in made)
     num_sampled = sum(int(one.loss_mask.sum()) for one in made)

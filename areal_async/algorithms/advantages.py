@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from areal_async.algorithms.shaping import Overlong
 from areal_async.config.settings import Settings
-from areal_async.protocol.types import Credit
+from areal_async.protocol.types import ReplyReward
 
 STD_EPSILON = 1e-6
 """Added to a standard deviation, so that nearly equal rewards do not explode."""
@@ -32,7 +32,7 @@ class Sibling:
     reward: float
     num_tokens: int = 1
     """Tokens that the policy sampled."""
-    credits: tuple[Credit, ...] = ()
+    credits: tuple[ReplyReward, ...] = ()
     """Rewards of its replies, where it has any (``credit``); ``reward`` is then their mean."""
 
 

@@ -28,9 +28,9 @@ from areal_async.algorithms.advantages import (
     step_advantages,
     turn_advantages,
 )
-from areal_async.protocol.types import Credit, Slot
+from areal_async.protocol.types import ReplyReward, Slot
 
-_Replies = list[tuple[int, Credit]]
+_Replies = list[tuple[int, ReplyReward]]
 """Of one role in one group: place of the sibling, and the reply, in their order."""
 
 
@@ -94,17 +94,17 @@ def has_differing_replies(siblings: Sequence[Sibling]) -> bool:
     return any(is_informative(rewards) for rewards in by_role.values())
 
 
-def _replies(sibling: Sibling, rule: AdvantageRule) -> list[Credit]:
+def _replies(sibling: Sibling, rule: AdvantageRule) -> list[ReplyReward]:
     replies = sibling.credits or _whole(sibling)
     penalty = rule.overlong.penalty(sibling.num_tokens) if rule.overlong is not None else 0.0
     last = {one.role: place for place, one in enumerate(replies)}
     return [
-        Credit(one.reward + penalty, one.num_tokens, one.role)
+        ReplyReward(one.reward + penalty, one.num_tokens, one.role)
         if rule.credit == "returns" or last[one.role] == place
         else one
         for place, one in enumerate(replies)
     ]
 
 
-def _whole(sibling: Sibling) -> tuple[Credit, ...]:
-    return (Credit(sibling.reward, sibling.num_tokens),)
+def _whole(sibling: Sibling) -> tuple[ReplyReward, ...]:
+    return (ReplyReward(sibling.reward, sibling.num_tokens),)

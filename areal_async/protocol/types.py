@@ -154,7 +154,7 @@ class SlotStatus(StrEnum):
     REJECTED = "rejected"
 
 
-class Credit(msgspec.Struct, frozen=True, array_like=True):
+class ReplyReward(msgspec.Struct, frozen=True, array_like=True):
     """What one reply of a trajectory is worth, where its workflow says so reply by reply.
 
     An array on the wire: the headers of a batch have many.
@@ -192,7 +192,7 @@ class Slot(Record, frozen=True, kw_only=True):
     """Position of the payload inside its message."""
     num_truncated: Count = 0
     """Turns that ended by length."""
-    credits: Annotated[list[Credit], msgspec.Meta(max_length=MAX_CREDITS)] = []
+    credits: Annotated[list[ReplyReward], msgspec.Meta(max_length=MAX_CREDITS)] = []
     """Rewards of its replies, in the order they were given; empty where one reward is for all of it."""
 
 

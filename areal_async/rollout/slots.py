@@ -10,7 +10,7 @@ from areal_async.config.settings import MAX_CREDIT_BYTES, Settings
 from areal_async.errors import Reject, RolloutError, WorkflowError
 from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, OWN_INFO, is_info_key
 from areal_async.protocol.types import (
-    Credit,
+    ReplyReward,
     Sequence,
     Slot,
     SlotStatus,
@@ -91,7 +91,7 @@ def fill_slot(policy: RecordingPolicy, ending: Ending, spec: SlotSpec, *, durati
     """Return what is stored of one sibling."""
     status, reward, reason = SlotStatus.SCORED, 0.0, ""
     sequences: list[Sequence] = []
-    credits: list[Credit] = []
+    credits: list[ReplyReward] = []
     info: dict[str, float] = {}
     try:
         if not isinstance(ending, Scores):

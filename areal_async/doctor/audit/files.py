@@ -13,7 +13,7 @@ from areal_async.doctor.audit.run_record import ArchivedSlot, TrainedGroups
 from areal_async.doctor.audit.versions import Array, Columns, count_versions, find_faults
 from areal_async.errors import WireError
 from areal_async.process.atomic_folders import LEDGER, versions_in
-from areal_async.protocol.types import Credit
+from areal_async.protocol.types import ReplyReward
 from areal_async.protocol.wire import decode_json
 
 SCALARS = (
@@ -48,7 +48,7 @@ def _rows(table: pa.Table) -> Iterator[ArchivedSlot]:
             num_sampled=sum(int(np.count_nonzero(one.loss_mask)) for one in sequences),
             num_by_version=count_versions(sequences),
             token_faults=find_faults(sequences, oldest=oldest, newest=newest),
-            credits=tuple(Credit(one["reward"], one["num_tokens"], one["role"]) for one in credits[index] or ()),
+            credits=tuple(ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits[index] or ()),
             credit_advantages=tuple(one["advantage"] for one in credits[index] or ()),
             by_token=_moments(advantages.row(index)) if advantages is not None else None,
         )

@@ -10,7 +10,7 @@ from areal_async.config.settings import CurriculumSettings
 from areal_async.controller.sampler import Sampler, TaskShare, sampler_of
 from areal_async.protocol.fields import GroupIdText, StepText, VersionText
 from areal_async.protocol.publish_log import Produced, ProducerSequence
-from areal_async.protocol.types import Admitted, Credit, Cut, GroupId, Outcome, SlotStatus
+from areal_async.protocol.types import Admitted, Cut, GroupId, Outcome, ReplyReward, SlotStatus
 from areal_async.trainer.engine.digests import Damage
 
 
@@ -103,7 +103,7 @@ class ArchivedSlot:
     num_by_version: dict[int, int]
     """Packed version -> sampled tokens that carry it."""
     token_faults: tuple[str, ...] = ()
-    credits: tuple[Credit, ...] = ()
+    credits: tuple[ReplyReward, ...] = ()
     credit_advantages: tuple[float, ...] = ()
     """By credit; ``advantage`` is then their mean."""
     by_token: tuple[float, float, int] | None = None

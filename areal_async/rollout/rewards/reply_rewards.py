@@ -11,7 +11,7 @@ import msgspec
 
 from areal_async.errors import WorkflowError
 from areal_async.protocol.fields import MAX_CREDITS, MAX_REWARD, is_role
-from areal_async.protocol.types import Credit, Turn, mean
+from areal_async.protocol.types import ReplyReward, Turn, mean
 from areal_async.rollout.rewards.number import finite_number
 from areal_async.rollout.user_code.boundary import shown
 
@@ -62,7 +62,7 @@ def _reward(returned: object, name: str) -> float:
     return reward
 
 
-def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: int) -> list[Credit]:
+def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: int) -> list[ReplyReward]:
     """Return the credits of a slot's header.
 
     Args:
@@ -72,7 +72,7 @@ def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: i
         WorkflowError: they take more, or a role cannot travel.
     """
     credits = [
-        Credit(reward, len(turns[place].output_ids), turns[place].role) for place, reward in scores.by_turn.items()
+        ReplyReward(reward, len(turns[place].output_ids), turns[place].role) for place, reward in scores.by_turn.items()
     ]
     strange = [credit.role for credit in credits if not is_role(credit.role)]
     if strange:
@@ -88,7 +88,7 @@ def credits_of(scores: Scores, turns: Sequence[Turn], *, name: str, max_bytes: i
     return credits
 
 
-def credit_bytes(credits: Sequence[Credit]) -> int:
+def credit_bytes(credits: Sequence[ReplyReward]) -> int:
     """Return what they take in a header."""
     return len(msgspec.json.encode(credits)) if credits else 0
 

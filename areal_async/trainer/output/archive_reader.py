@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from areal_async.errors import UserError
 from areal_async.protocol.staleness import age_at
-from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, Credit, Slot, SlotStatus, Trajectory, Version
+from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, ReplyReward, Slot, SlotStatus, Trajectory, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
@@ -178,7 +178,7 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]
             oldest=row["oldest"],
             newest=row["newest"],
             num_truncated=row["num_truncated"],
-            credits=[Credit(one["reward"], one["num_tokens"], one["role"]) for one in credits],
+            credits=[ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits],
         )
         yield ArchivedTrajectory(
             made=Version(row["lineage"], row["step"]),

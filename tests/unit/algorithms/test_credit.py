@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from areal_async.algorithms.advantages import STD_EPSILON, AdvantageRule, CreditName, Sibling, step_advantages
 from areal_async.algorithms.credit import has_differing_replies, reply_advantages
 from areal_async.algorithms.shaping import Overlong
-from areal_async.protocol.types import Credit
+from areal_async.protocol.types import ReplyReward
 
 ROLES = ("", "proposer", "solver")
 tenths = st.integers(-20, 20).map(lambda value: value / 10)
-credits = st.builds(Credit, tenths, st.integers(1, 30), st.sampled_from(ROLES))
+credits = st.builds(ReplyReward, tenths, st.integers(1, 30), st.sampled_from(ROLES))
 
 
 @st.composite
@@ -40,7 +40,7 @@ def reference(step: list[list[Sibling]], rule: AdvantageRule) -> list[list[list[
     replies: list[tuple[int, int, int, str, float, int]] = []
     for g, group in enumerate(step):
         for s, sibling in enumerate(group):
-            given_credits = sibling.credits or (Credit(sibling.reward, sibling.num_tokens),)
+            given_credits = sibling.credits or (ReplyReward(sibling.reward, sibling.num_tokens),)
             for k, credit in enumerate(given_credits):
                 value = credit.reward
                 if rule.overlong is not None:
@@ -113,7 +113,7 @@ def test_without_credits_it_is_bit_for_bit_what_outcomes_give(step: list[list[Si
 
 
 def test_a_group_that_credits_its_second_replies_compares_them_alone() -> None:
-    group = [Sibling(reward=value, credits=(Credit(value, 3),)) for value in (1.0, 0.0)]
+    group = [Sibling(reward=value, credits=(ReplyReward(value, 3),)) for value in (1.0, 0.0)]
 
     ((first, second),) = reply_advantages([group], AdvantageRule(std="none"))
 
@@ -122,7 +122,10 @@ def test_a_group_that_credits_its_second_replies_compares_them_alone() -> None:
 
 def test_the_discount_of_a_workflow_is_the_only_one() -> None:
     # Solved at the second try with a discount of 0.5, and at the first: returns 0.5, 1 and 1; their mean is 5/6.
-    group = [Sibling(reward=0.75, credits=(Credit(0.5, 2), Credit(1.0, 2))), Sibling(reward=1, credits=(Credit(1, 2),))]
+    group = [
+        Sibling(reward=0.75, credits=(ReplyReward(0.5, 2), ReplyReward(1.0, 2))),
+        Sibling(reward=1, credits=(ReplyReward(1, 2),)),
+    ]
 
     ((late, early),) = reply_advantages([group], AdvantageRule(std="none"))
 
@@ -142,7 +145,7 @@ def test_rewards_of_steps_are_compared_role_by_role_within_their_group(
         for role in ROLES:
             rewards = []
             for sibling in group:
-                own = [one.reward for one in sibling.credits or [Credit(sibling.reward, 1)] if one.role == role]
+                own = [one.reward for one in sibling.credits or [ReplyReward(sibling.reward, 1)] if one.role == role]
                 if own and overlong is not None:
                     own[-1] += overlong.penalty(sibling.num_tokens)
                 rewards.append(own)
@@ -180,8 +183,8 @@ def turn_rewards(rewards: list[list[float]], gamma: float) -> list[list[float]]:
 
 def test_process_supervision_lifts_the_steps_before_a_good_one() -> None:
     group = [
-        Sibling(reward=0.5, credits=(Credit(0.0, 1), Credit(1.0, 1))),
-        Sibling(reward=0.0, credits=(Credit(0.0, 1), Credit(0.0, 1))),
+        Sibling(reward=0.5, credits=(ReplyReward(0.0, 1), ReplyReward(1.0, 1))),
+        Sibling(reward=0.0, credits=(ReplyReward(0.0, 1), ReplyReward(0.0, 1))),
     ]
 
     ((good, bad),) = reply_advantages([group], AdvantageRule(credit="process"))
@@ -194,8 +197,8 @@ def test_process_supervision_lifts_the_steps_before_a_good_one() -> None:
 @pytest.mark.parametrize(
     ("group", "teaches"),
     [
-        ([Sibling(reward=0.5, credits=(Credit(0, 1), Credit(1, 1))), Sibling(reward=0.5)], True),
-        ([Sibling(reward=0.5, credits=(Credit(0, 1, "a"), Credit(1, 1, "b")))] * 2, False),
+        ([Sibling(reward=0.5, credits=(ReplyReward(0, 1), ReplyReward(1, 1))), Sibling(reward=0.5)], True),
+        ([Sibling(reward=0.5, credits=(ReplyReward(0, 1, "a"), ReplyReward(1, 1, "b")))] * 2, False),
         ([Sibling(reward=0.5), Sibling(reward=0.5)], False),
         ([Sibling(reward=0.5), Sibling(reward=0.25)], True),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from areal_async.errors import WireError
 from areal_async.protocol.fields import MAX_CREDITS
-from areal_async.protocol.types import NOT_CREDITED, Credit, Sequence, Slot, SlotStatus, Trajectory, Version, mean
+from areal_async.protocol.types import NOT_CREDITED, ReplyReward, Sequence, Slot, SlotStatus, Trajectory, Version, mean
 from areal_async.protocol.wire import (
     BYTES_PER_TOKEN,
     decode_headers,
@@ -39,7 +39,7 @@ def sequence_of(turns: list[int], *, has_credits: bool = True) -> Sequence:
 
 def trajectory_of(rewards: list[float], sequences: list[list[int]]) -> Trajectory:
     tokens = [turn for turns in sequences for turn in turns]
-    credits = [Credit(reward, tokens.count(turn), "solver") for turn, reward in enumerate(rewards)]
+    credits = [ReplyReward(reward, tokens.count(turn), "solver") for turn, reward in enumerate(rewards)]
     slot = Slot(
         sibling=0, sample_uid="0-3-0.0.n.x", status=SlotStatus.SCORED, reward=mean(rewards), oldest="1-2",
         newest="1-2", num_tokens=len(tokens) + len(sequences), num_output_tokens=len(tokens), credits=credits,
@@ -144,9 +144,9 @@ def test_turns_of_another_shape_are_refused(turns: bytes, match: str) -> None:
         ({"status": SlotStatus.FAILED}, "need a scored one"),
         ({"num_output_tokens": 1}, "at most the 1 sampled"),
         ({"reward": 0.25}, "not the mean of its credits"),
-        ({"credits": [Credit(0.5, 0)] * (MAX_CREDITS + 1)}, "length <= 256"),
-        ({"credits": [Credit(0.5, 2, "two words")]}, "matching regex"),
-        ({"credits": [Credit(0.5, -1)]}, ">= 0"),
+        ({"credits": [ReplyReward(0.5, 0)] * (MAX_CREDITS + 1)}, "length <= 256"),
+        ({"credits": [ReplyReward(0.5, 2, "two words")]}, "matching regex"),
+        ({"credits": [ReplyReward(0.5, -1)]}, ">= 0"),
     ],
 )
 def test_a_header_whose_credits_contradict_it_is_refused(changes: dict[str, Any], match: str) -> None:

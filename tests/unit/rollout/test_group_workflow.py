@@ -11,7 +11,7 @@ from areal_async import Policy, Prompt, Reject, group_workflow
 from areal_async.api import GroupWorkflow
 from areal_async.config.settings import RolloutSettings, SamplingSettings, Settings
 from areal_async.errors import RolloutError, WorkflowError
-from areal_async.protocol.types import Credit, SlotStatus, Trajectory
+from areal_async.protocol.types import ReplyReward, SlotStatus, Trajectory
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.publish import MAX_HEADER_BYTES, fit_one_message, header_bytes
@@ -173,7 +173,7 @@ async def test_an_evaluation_is_a_group_of_one() -> None:
 async def test_reasons_take_only_what_credits_have_left_of_one_message() -> None:
     reason = "\x01" * 1000  # six bytes for each, in JSON
     scored = (await play(ending([0.0] * 8), count=8))[:8]
-    credited = [Credit(0.1234567890123 + number, 10, "") for number in range(140)]
+    credited = [ReplyReward(0.1234567890123 + number, 10, "") for number in range(140)]
     large = [structs.replace(one, slot=structs.replace(one.slot, credits=credited)) for one in scored]
     told = [failed_trajectory(structs.replace(one.slot, sibling=8 + one.slot.sibling), reason) for one in scored]
 

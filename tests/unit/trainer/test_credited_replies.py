@@ -12,10 +12,10 @@ import torch
 from areal_async.algorithms.advantages import AdvantageRule
 from areal_async.doctor.audit.files import read_archive
 from areal_async.protocol.types import (
-    Credit,
     Cut,
     CutGroup,
     CutSlot,
+    ReplyReward,
     Sequence,
     Slot,
     SlotStatus,
@@ -38,7 +38,7 @@ SAMPLED = [False, True, True, False, True, True, False, True, True]
 
 def slot(sibling: int, *rewards: float, plain: float = 0.0) -> Slot:
     counts = [TURNS.count(number) for number in range(3)]
-    credits = [Credit(reward, count) for reward, count in zip(rewards, counts, strict=False)]
+    credits = [ReplyReward(reward, count) for reward, count in zip(rewards, counts, strict=False)]
     return Slot(
         sibling=sibling, sample_uid=str(sibling), status=SlotStatus.SCORED, num_tokens=len(TURNS),
         reward=mean(list(rewards)) if rewards else plain, num_output_tokens=sum(SAMPLED), oldest="1-4", newest="1-4",

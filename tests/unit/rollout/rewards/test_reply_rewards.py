@@ -10,7 +10,7 @@ from areal_async.api import Policy
 from areal_async.config.settings import MAX_CREDIT_BYTES, AlgorithmSettings, RolloutSettings
 from areal_async.errors import WorkflowError
 from areal_async.protocol.fields import MAX_CREDITS
-from areal_async.protocol.types import Credit, Prompt, SlotStatus, Trajectory, Turn
+from areal_async.protocol.types import Prompt, ReplyReward, SlotStatus, Trajectory, Turn
 from areal_async.rollout.publish import MAX_HEADER_BYTES, header_bytes
 from areal_async.rollout.rewards.reply_rewards import Scores, checked_scores, credits_of
 from tests.unit.rollout.byte_model import ScriptedModel
@@ -47,7 +47,7 @@ async def play(
 async def test_the_reply_that_is_named_is_credited_and_the_other_counted() -> None:
     trajectory = await play(lambda first, second: {second: 0.5})
 
-    assert (trajectory.slot.reward, trajectory.slot.credits) == (0.5, [Credit(0.5, 2)])
+    assert (trajectory.slot.reward, trajectory.slot.credits) == (0.5, [ReplyReward(0.5, 2)])
     (sequence,) = trajectory.sequences
     assert sequence.turns is not None
     assert sequence.turns.tolist() == [-1] * 7 + [0, 0]
@@ -58,7 +58,7 @@ async def test_the_reply_that_is_named_is_credited_and_the_other_counted() -> No
 async def test_credits_stand_in_the_order_of_the_replies_however_they_are_named() -> None:
     trajectory = await play(lambda first, second: {second: True, first: 0.5})
 
-    assert (trajectory.slot.reward, trajectory.slot.credits) == (0.75, [Credit(0.5, 3), Credit(1.0, 2)])
+    assert (trajectory.slot.reward, trajectory.slot.credits) == (0.75, [ReplyReward(0.5, 3), ReplyReward(1.0, 2)])
     assert trajectory.info["rollout/num_uncredited"] == 0.0
 
 

@@ -14,7 +14,7 @@ from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol import wire
 from areal_async.protocol.fields import MAX_INFO_KEYS
-from areal_async.protocol.types import Credit, Cut, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
+from areal_async.protocol.types import Cut, ReplyReward, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
 from areal_async.trainer.batch.limits import TrainingLimits
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from tools.hostile import ALGORITHMS, Course
@@ -82,7 +82,7 @@ def test_an_ordinary_trajectory_is_accepted() -> None:
         (_of_version(Version(3, 0)), "newer lineage"),
         ({"slot": {"reward": 1.1e6}}, "got the reward 1.1e.06, need at most 1e.06"),
         ({"slot": {"reward": -1e308}}, "got the reward -1e.308"),
-        ({"slot": {"credits": [Credit(-1e7, 2)]}}, "got the reward -1e.07"),
+        ({"slot": {"credits": [ReplyReward(-1e7, 2)]}}, "got the reward -1e.07"),
         ({"slot": {"num_tokens": 0, "num_output_tokens": 0}}, "got 0 sampled tokens of 0"),
         ({"slot": {"num_tokens": 1}}, "got 2 sampled tokens of 1"),
         ({"info": {"x": 1e31}}, "got info x 1e.31, need at most 1e.30"),
@@ -115,7 +115,7 @@ def test_rewards_for_single_replies_are_refused_where_a_trajectory_has_one() -> 
     )
 
     with pytest.raises(WireError, match="algorithm.name=ppo, which takes one for the whole trajectory"):
-        limits.check_trajectory(_trajectory(slot={"credits": [Credit(0.0, 2)]}), cut=CUT, lineage=2)
+        limits.check_trajectory(_trajectory(slot={"credits": [ReplyReward(0.0, 2)]}), cut=CUT, lineage=2)
 
 
 def _message(**given: Any) -> StoredMessage:
