@@ -1,6 +1,7 @@
 """Faults of the host: a clock that jumps, a full disk, damaged files, another broker's version, hostile programs."""
 
 import ctypes
+import json
 import os
 import shutil
 import subprocess
@@ -19,11 +20,11 @@ from areal_async.errors import WireError
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.protocol.publish_log import read_receipts
 from areal_async.protocol.wire import decode_headers, decode_trajectory
-from areal_async.sandbox.abuses import ABUSES
 from areal_async.sandbox.escape_suite import ESCAPES
 from tools.faults_cases import Case, NotRun, row
 from tools.faults_counts import count_slots
 from tools.faults_run import ENDLESS, FaultRun
+from tools.sandbox_abuses import ABUSES
 
 TMPFS_BYTES = 900 << 20
 STREAM_BYTES = 128 << 20
@@ -34,16 +35,15 @@ HOUR_S = 3600
 HOSTILE_S = 300.0
 HOSTILE = '''"""Has hostile programs run where a model's would be, and rewards a secret that is outside."""
 import itertools
+import json
 import pathlib
 import secrets
 
 from areal_async.sandbox import SandboxLimits, shared_sandbox
-from areal_async.sandbox.abuses import ABUSES
-from areal_async.sandbox.escape_suite import ESCAPES
 
-PROGRAMS = {**ESCAPES, **ABUSES, "credentials": "import os\\nprint(os.listdir('CREDENTIALS'))"}
-NAMES = itertools.cycle(PROGRAMS)
 LOG = pathlib.Path(__file__).with_name("programs")
+PROGRAMS = json.loads(LOG.with_suffix(".json").read_text())
+NAMES = itertools.cycle(PROGRAMS)
 
 
 async def hostile(prompt, policy):
@@ -191,11 +191,14 @@ def _readable(settings: Settings, directory: RunDirectory) -> frozenset[str]:
 def hostile_programs(case: Case) -> None:
     workflow = case.directory / "hostile.py"
     run = case.new_run(workflow=str(workflow), run__steps=ENDLESS, rollout__episode_deadline_s=120)
-    workflow.write_text(HOSTILE.replace("CREDENTIALS", str(run.directory / "credentials")))
-    run.start()
+    workflow.write_text(HOSTILE)
     log = case.directory / "programs"
+    look = f"import os\nprint(os.listdir({str(run.directory / 'credentials')!r}))"
+    programs = {**ESCAPES, **ABUSES, "credentials": look}
+    log.with_suffix(".json").write_text(json.dumps(programs))
+    run.start()
     run.wait_until(
-        lambda: not run.is_alive or len(_names_in(log)) == len(ESCAPES) + len(ABUSES) + 1,
+        lambda: not run.is_alive or len(_names_in(log)) == len(programs),
         "every program to run",
         deadline_s=HOSTILE_S,
     )

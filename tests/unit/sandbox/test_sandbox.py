@@ -14,11 +14,11 @@ import pytest
 
 from areal_async.errors import RewardError, UserError
 from areal_async.sandbox import End, ProgramResult, Sandbox, SandboxLimits
-from areal_async.sandbox.abuses import ABUSES
 from areal_async.sandbox.control_group import PREFIX, ControlGroup, make_control_group
 from areal_async.sandbox.escape_suite import ESCAPES
 from areal_async.sandbox.worker import NUM_BESIDES
 from tests.brokers import until
+from tools.sandbox_abuses import ABUSES
 
 pytestmark = pytest.mark.anyio
 
