@@ -47,45 +47,41 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; see {self.prog} --help")
 
 
-_HELP_SETTINGS: Argument = (
-    "--help-settings",
-    {"action": "store_true", "help": "list every setting with its default and unit"},
+def _value(name: str, metavar: str, sentence: str, **more: Any) -> Argument:
+    """Return an option, or a positional, that takes a value."""
+    return name, {"metavar": metavar, "help": sentence, **more}
+
+
+def _flag(name: str, sentence: str) -> Argument:
+    """Return an option that is there or not."""
+    return name, {"action": "store_true", "help": sentence}
+
+
+def _file(sentence: str) -> Argument:
+    return _value("file", "FILE.py[:name]", sentence, nargs="?")
+
+
+_HELP_SETTINGS = _flag("--help-settings", "list every setting with its default and unit")
+_RUN = _value("--run", "NAME", "name of the run, or its directory", required=True)
+_REMOTE = (
+    _value("--bus.url", "URL", "the broker of a run elsewhere; its name alone is needed then", dest="url"),
+    _value("--bus.credentials", "FILE", "with --bus.url: the operator's key", dest="credentials"),
+    _value("--bus.ca", "FILE", "with --bus.url: who signed the broker's certificate", dest="ca"),
 )
-_RUN: Argument = ("--run", {"metavar": "NAME", "required": True, "help": "name of the run, or its directory"})
-_REMOTE: tuple[Argument, ...] = (
-    (
-        "--bus.url",
-        {"metavar": "URL", "dest": "url", "help": "the broker of a run elsewhere; its name alone is needed then"},
-    ),
-    ("--bus.credentials", {"metavar": "FILE", "dest": "credentials", "help": "with --bus.url: the operator's key"}),
-    ("--bus.ca", {"metavar": "FILE", "dest": "ca", "help": "with --bus.url: who signed the broker's certificate"}),
-)
-_BY: Argument = ("--by", {"metavar": "WHO", "help": "for the audit record; else the user and the host"})
-_REASON: Argument = ("--reason", {"metavar": "TEXT", "help": "for the audit record"})
-_RUN_DIRECTORY: Argument = (
-    "--run-directory",
-    {"metavar": "DIR", "required": True, "help": "where run left config.yaml and bus/url"},
-)
+_BY = _value("--by", "WHO", "for the audit record; else the user and the host")
+_REASON = _value("--reason", "TEXT", "for the audit record")
+_RUN_DIRECTORY = _value("--run-directory", "DIR", "where run left config.yaml and bus/url", required=True)
+_TRIAL_CONFIG = _value("--config", "FILE.yaml", "as for run; the settings of gsm8k where there is none")
 
 VERBS = {
     "run": Verb(
         "run",
         "train a model with a workflow; a run of that name goes on with the settings that it recorded",
         (
-            (
-                "file",
-                {
-                    "nargs": "?",
-                    "metavar": "FILE.py[:name]",
-                    "help": "workflow, the settings' own when left out; or the name of a run that is to go on",
-                },
-            ),
-            (
-                "--config",
-                {"metavar": "FILE.yaml", "help": "else configs/<stem>.yaml, or <stem>_cpu.yaml without a GPU"},
-            ),
-            ("--fresh", {"action": "store_true", "help": "remove what a run of this name left, and start anew"}),
-            ("--no-display", {"action": "store_true", "help": "plain lines instead of the live display"}),
+            _file("workflow, the settings' own when left out; or the name of a run that is to go on"),
+            _value("--config", "FILE.yaml", "else configs/<stem>.yaml, or <stem>_cpu.yaml without a GPU"),
+            _flag("--fresh", "remove what a run of this name left, and start anew"),
+            _flag("--no-display", "plain lines instead of the live display"),
             _HELP_SETTINGS,
         ),
         takes_settings=True,
@@ -95,24 +91,21 @@ VERBS = {
         "try_",
         "run a workflow on a few rows without training, and show every token of it",
         (
-            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; must be given"}),
-            ("--config", {"metavar": "FILE.yaml", "help": "as for run; the settings of gsm8k where there is none"}),
-            ("--n", {"metavar": "N", "type": int, "default": 1, "help": "siblings: attempts at each row (1)"}),
-            ("--index", {"metavar": "I", "type": int, "default": 0, "help": "first row of the data set to take (0)"}),
-            ("--prompts", {"metavar": "K", "type": int, "default": 1, "help": "so many rows from there (1)"}),
-            ("--row", {"metavar": "JSON", "help": "this row instead of a data set's: '{\"question\": ...}'"}),
-            (
+            _file("workflow; must be given"),
+            _TRIAL_CONFIG,
+            _value("--n", "N", "siblings: attempts at each row (1)", type=int, default=1),
+            _value("--index", "I", "first row of the data set to take (0)", type=int, default=0),
+            _value("--prompts", "K", "so many rows from there (1)", type=int, default=1),
+            _value("--row", "JSON", "this row instead of a data set's: '{\"question\": ...}'"),
+            _value(
                 "--server",
-                {
-                    "metavar": "URL",
-                    "action": "append",
-                    "default": [],
-                    "help": "an SGLang server that runs already, or our engine; may be given again; "
-                    "left out, one is started",
-                },
+                "URL",
+                "an SGLang server that runs already, or our engine; may be given again; left out, one is started",
+                action="append",
+                default=[],
             ),
-            ("--tokens", {"action": "store_true", "help": "a table of every token: id, mask, logprob, version"}),
-            ("--json", {"action": "store_true", "help": "one JSON object per trajectory, and nothing else on stdout"}),
+            _flag("--tokens", "a table of every token: id, mask, logprob, version"),
+            _flag("--json", "one JSON object per trajectory, and nothing else on stdout"),
             _HELP_SETTINGS,
         ),
         takes_settings=True,
@@ -121,21 +114,15 @@ VERBS = {
         "evaluate",
         "how right answers to held-out rows are: of a model, or of a run",
         (
-            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow; or else --run"}),
-            ("--config", {"metavar": "FILE.yaml", "help": "as for run; the settings of gsm8k where there is none"}),
-            ("--model", {"metavar": "DIR", "help": "a model folder or hub name; else the settings' model.path"}),
-            ("--server", {"metavar": "URL", "action": "append", "default": [], "help": "as for try"}),
-            ("--run", {"metavar": "NAME", "help": "a run's model instead; a live run evaluates what its servers hold"}),
-            (
-                "--version",
-                {"metavar": "VERSION", "help": "with --run: of that checkpoint, 1-20, or last, or best; else model/"},
-            ),
-            ("--limit", {"metavar": "N", "type": int, "help": "only the first so many rows (eval.limit)"}),
-            (
-                "--samples",
-                {"metavar": "K", "help": "so many sampled answers a row: avg@k, pass@k (eval.samples)"},
-            ),
-            ("--json", {"action": "store_true", "help": "one JSON object per task"}),
+            _file("workflow; or else --run"),
+            _TRIAL_CONFIG,
+            _value("--model", "DIR", "a model folder or hub name; else the settings' model.path"),
+            _value("--server", "URL", "as for try", action="append", default=[]),
+            _value("--run", "NAME", "a run's model instead; a live run evaluates what its servers hold"),
+            _value("--version", "VERSION", "with --run: of that checkpoint, 1-20, or last, or best; else model/"),
+            _value("--limit", "N", "only the first so many rows (eval.limit)", type=int),
+            _value("--samples", "K", "so many sampled answers a row: avg@k, pass@k (eval.samples)"),
+            _flag("--json", "one JSON object per task"),
             _HELP_SETTINGS,
         ),
         takes_settings=True,
@@ -143,14 +130,14 @@ VERBS = {
     "sft": Verb(
         "sft",
         "fine-tune a model on prompts and their answers",
-        (("--config", {"metavar": "FILE.yaml", "help": "settings of the fine-tuning"}), _HELP_SETTINGS),
+        (_value("--config", "FILE.yaml", "settings of the fine-tuning"), _HELP_SETTINGS),
         takes_settings=True,
         goes_on_unheard=True,
     ),
     "reward-model": Verb(
         "reward_model",
         "train a model that scores answers, on pairs of which one is preferred",
-        (("--config", {"metavar": "FILE.yaml", "help": "settings of the training"}), _HELP_SETTINGS),
+        (_value("--config", "FILE.yaml", "settings of the training"), _HELP_SETTINGS),
         takes_settings=True,
         goes_on_unheard=True,
     ),
@@ -159,9 +146,9 @@ VERBS = {
         "one screen about a run: how far it is, what waits where, who is missing",
         (
             _RUN,
-            ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
-            ("--html", {"metavar": "FILE", "help": "write a report with charts and samples instead, as one file"}),
-            ("--watch", {"action": "store_true", "help": "with --html: write it again after every step"}),
+            _flag("--json", "everything, as one JSON object"),
+            _value("--html", "FILE", "write a report with charts and samples instead, as one file"),
+            _flag("--watch", "with --html: write it again after every step"),
             *_REMOTE,
         ),
     ),
@@ -172,14 +159,12 @@ VERBS = {
         "go on with a paused run, or with other settings",
         (
             _RUN,
-            (
+            _value(
                 "--set",
-                {
-                    "metavar": "SETTING=VALUE",
-                    "action": "append",
-                    "default": [],
-                    "help": "from now on; may be given again; one that cannot change while the run goes on is refused",
-                },
+                "SETTING=VALUE",
+                "from now on; may be given again; one that cannot change while the run goes on is refused",
+                action="append",
+                default=[],
             ),
             _BY,
             _REASON,
@@ -190,14 +175,11 @@ VERBS = {
         "doctor",
         "before a run: what it will meet here; of a run: prove or refute its promises from what it has left",
         (
-            ("file", {"nargs": "?", "metavar": "FILE.py[:name]", "help": "workflow of a run that is to be started"}),
-            ("--config", {"metavar": "FILE.yaml", "help": "settings of a run that is to be started, as for run"}),
-            ("--run", {"metavar": "NAME", "help": "name of the run, or its directory"}),
-            ("--json", {"action": "store_true", "help": "everything, as one JSON object"}),
-            (
-                "--graph",
-                {"metavar": "FILE.yaml", "help": "check and draw the calls of a step with these settings, as Mermaid"},
-            ),
+            _file("workflow of a run that is to be started"),
+            _value("--config", "FILE.yaml", "settings of a run that is to be started, as for run"),
+            _value("--run", "NAME", "name of the run, or its directory"),
+            _flag("--json", "everything, as one JSON object"),
+            _value("--graph", "FILE.yaml", "check and draw the calls of a step with these settings, as Mermaid"),
         ),
         takes_settings=True,
     ),
@@ -206,9 +188,9 @@ VERBS = {
         "list the prompts that failed all their attempts, and have them tried again",
         (
             _RUN,
-            ("--json", {"action": "store_true", "help": "one JSON object per line"}),
-            ("--readmit", {"metavar": "GROUP", "nargs": "*", "help": "try these again; with --all, all that are dead"}),
-            ("--all", {"action": "store_true", "help": "with --readmit: every dead group"}),
+            _flag("--json", "one JSON object per line"),
+            _value("--readmit", "GROUP", "try these again; with --all, all that are dead", nargs="*"),
+            _flag("--all", "with --readmit: every dead group"),
         ),
     ),
     "export": Verb(
@@ -216,11 +198,8 @@ VERBS = {
         "write a checkpoint of a run as a plain Hugging Face folder",
         (
             _RUN,
-            (
-                "--checkpoint",
-                {"metavar": "VERSION", "default": "last", "help": "such as 1-20, or best, or last (last)"},
-            ),
-            ("--output", {"metavar": "DIR", "help": "else model_<version> in the run's directory"}),
+            _value("--checkpoint", "VERSION", "such as 1-20, or best, or last (last)", default="last"),
+            _value("--output", "DIR", "else model_<version> in the run's directory"),
         ),
     ),
     "trajectories": Verb(
@@ -228,30 +207,30 @@ VERBS = {
         "list what a run has sampled, show one token by token, export it",
         (
             _RUN,
-            ("--step", {"metavar": "N[-M]", "help": "trained in this step, or in these"}),
-            ("--workflow", {"metavar": "NAME", "help": "of this workflow"}),
-            ("--min-reward", {"metavar": "R", "type": float, "help": "with at least this reward"}),
-            ("--max-reward", {"metavar": "R", "type": float, "help": "with at most this reward"}),
-            ("--min-tokens", {"metavar": "N", "type": int, "help": "of at least so many tokens, prompts included"}),
-            ("--max-tokens", {"metavar": "N", "type": int, "help": "of at most so many tokens"}),
-            ("--version", {"metavar": "V", "help": "sampled by these weights: 1-42, or a step alone"}),
-            ("--error", {"metavar": "TEXT", "help": "never trained, for a reason that contains this; '' for any"}),
-            ("--failed", {"action": "store_true", "help": "failed, and why: workflows, rewards, whole groups"}),
-            ("--sort", {"metavar": "COLUMN", "default": "newest", "help": "largest first; newest when left out"}),
-            ("--reverse", {"action": "store_true", "help": "the other way round"}),
-            ("--limit", {"metavar": "N", "type": int, "help": "list so many (50); 0 for all"}),
-            ("--show", {"metavar": "ID", "help": "one of the list, GROUP.SIBLING: what was said, token by token"}),
-            ("--tokens", {"action": "store_true", "help": "with --show: a table of every token too"}),
-            ("--export", {"metavar": "FILE", "help": "write what is wanted, all of it, as .jsonl, .parquet or .csv"}),
-            ("--json", {"action": "store_true", "help": "one JSON object per line"}),
+            _value("--step", "N[-M]", "trained in this step, or in these"),
+            _value("--workflow", "NAME", "of this workflow"),
+            _value("--min-reward", "R", "with at least this reward", type=float),
+            _value("--max-reward", "R", "with at most this reward", type=float),
+            _value("--min-tokens", "N", "of at least so many tokens, prompts included", type=int),
+            _value("--max-tokens", "N", "of at most so many tokens", type=int),
+            _value("--version", "V", "sampled by these weights: 1-42, or a step alone"),
+            _value("--error", "TEXT", "never trained, for a reason that contains this; '' for any"),
+            _flag("--failed", "failed, and why: workflows, rewards, whole groups"),
+            _value("--sort", "COLUMN", "largest first; newest when left out", default="newest"),
+            _flag("--reverse", "the other way round"),
+            _value("--limit", "N", "list so many (50); 0 for all", type=int),
+            _value("--show", "ID", "one of the list, GROUP.SIBLING: what was said, token by token"),
+            _flag("--tokens", "with --show: a table of every token too"),
+            _value("--export", "FILE", "write what is wanted, all of it, as .jsonl, .parquet or .csv"),
+            _flag("--json", "one JSON object per line"),
         ),
     ),
     "replay": Verb(
         "replay",
         "train again from what a run has archived, without inference",
         (
-            ("--run", {"metavar": "NAME", "help": "name of the recorded run, or its directory; must be given"}),
-            ("--steps", {"metavar": "N", "type": int, "help": "only the first so many (all that are archived)"}),
+            _value("--run", "NAME", "name of the recorded run, or its directory; must be given"),
+            _value("--steps", "N", "only the first so many (all that are archived)", type=int),
             _HELP_SETTINGS,
         ),
         takes_settings=True,
@@ -262,17 +241,14 @@ VERBS = {
         "roles",
         "one process of a run: workflows and their inference servers; --join adds this host to a live one",
         (
-            ("--join", {"metavar": "URL", "help": "join the run --run at this broker: nats://HOST:PORT, tls://..."}),
-            ("--run", {"metavar": "NAME", "help": "with --join: the run's name"}),
-            ("--node-id", {"metavar": "ID", "help": "its own among the run's nodes; with --join, else a new one"}),
-            ("--credentials", {"metavar": "FILE", "help": "with --join: the node's key"}),
-            ("--ca", {"metavar": "FILE", "help": "with --join: who signed the broker's certificate"}),
-            (
-                "--allow-other-files",
-                {"action": "store_true", "help": "with --join: though workflows or rewards are not the run's"},
-            ),
-            ("--directory", {"metavar": "DIR", "help": "with --join: where this host's runs are (runs)"}),
-            ("--run-directory", {"metavar": "DIR", "help": "without --join: where run left config.yaml and bus/url"}),
+            _value("--join", "URL", "join the run --run at this broker: nats://HOST:PORT, tls://..."),
+            _value("--run", "NAME", "with --join: the run's name"),
+            _value("--node-id", "ID", "its own among the run's nodes; with --join, else a new one"),
+            _value("--credentials", "FILE", "with --join: the node's key"),
+            _value("--ca", "FILE", "with --join: who signed the broker's certificate"),
+            _flag("--allow-other-files", "with --join: though workflows or rewards are not the run's"),
+            _value("--directory", "DIR", "with --join: where this host's runs are (runs)"),
+            _value("--run-directory", "DIR", "without --join: where run left config.yaml and bus/url"),
         ),
         takes_settings=True,
         goes_on_unheard=True,
