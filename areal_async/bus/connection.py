@@ -5,11 +5,11 @@ be retried at once; a denied subject fails its request quickly instead of by tim
 what is wrong in one sentence; and a connection that the broker ended for good fails everything loudly.
 """
 
+import asyncio
 import re
 import ssl
-from collections import deque
-from collections.abc import Callable, Mapping
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -71,20 +71,6 @@ class Received(NamedTuple):
 
 
 Handler = Callable[[Received], None]
-
-
-class Listener:
-    """A subscription with a handler; it outlives reconnects and ends with ``aclose``."""
-
-    def __init__(self, connection: "Connection", subject: str, raw: nats.aio.subscription.Subscription) -> None:
-        self.subject = subject
-        self._connection = connection
-        self._raw = raw
-
-    async def aclose(self) -> None:
-        """Stop listening. What was not handled yet is not handled any more."""
-        if not self._connection.is_closed:
-            await self._raw.unsubscribe()
 
 
 class Connection:
@@ -183,17 +169,27 @@ class Connection:
         except nats.errors.Error as exc:
             raise ConnectionLostError(f"message to {subject}: {exc}") from exc
 
-    async def listen(self, subject: str, handler: Handler) -> Listener:
-        """Call ``handler`` for every message on ``subject``, reconnects included, until the listener is closed."""
+    @asynccontextmanager
+    async def listening(self, subject: str, handler: Handler) -> AsyncIterator[None]:
+        """Call ``handler`` for every message on ``subject`` while the block runs, through reconnects; then no more."""
+        subscription = await self.listen(subject, handler)
+        try:
+            yield
+        finally:
+            with anyio.CancelScope(shield=True):
+                if not self.is_closed:
+                    await subscription.unsubscribe()
+
+    async def listen(self, subject: str, handler: Handler) -> nats.aio.subscription.Subscription:
+        """Call ``handler`` for every message on ``subject``, reconnects included, for the life of the connection."""
 
         async def handle(message: nats.aio.msg.Msg) -> None:
             handler(Received(message.subject, message.reply, message.headers or {}, message.data))
 
         self.check_open()
-        raw = await self._raw.subscribe(
+        return await self._raw.subscribe(
             subject, cb=handle, pending_msgs_limit=MAX_QUEUED_MESSAGES, pending_bytes_limit=MAX_QUEUED_BYTES
         )
-        return Listener(self, subject, raw)
 
     def new_inbox(self) -> str:
         """Return a subject under which only this role can listen."""
@@ -261,11 +257,11 @@ class Connection:
     def _on_answer(self, received: Received) -> None:
         call = self._calls.get(received.subject)
         if call is not None:
-            call.on_answer(received)
+            call.answers.put_nowait(received)
 
     def _fail_calls(self, kind: type[BusError], reason: str) -> None:
-        for call in list(self._calls.values()):
-            call.on_failure(kind(f"request to {call.subject}: {reason}"))
+        for call in self._calls.values():
+            call.answers.put_nowait(kind(f"request to {call.subject}: {reason}"))
 
     async def _on_error(self, error: Exception) -> None:
         self._last_error = error
@@ -279,9 +275,9 @@ class Connection:
             self._fail_calls(DeniedError, f"subscription to {self._answers}: denied to the role {self.role}")
             return
         log.error("bus.permission_denied", connection=self.name, role=self.role.value, action=action, subject=subject)
-        for call in list(self._calls.values()):
+        for call in self._calls.values():
             if action == "publish" and call.subject.lower() == subject:
-                call.on_failure(DeniedError(f"publish to {call.subject}: denied to the role {self.role}"))
+                call.answers.put_nowait(DeniedError(f"publish to {call.subject}: denied to the role {self.role}"))
 
     async def _on_disconnected(self) -> None:
         self.num_losses += 1
@@ -312,9 +308,8 @@ class PendingRequest:
         self.subject = subject
         self._connection = connection
         self._reply = reply
-        self._answers: deque[Received] = deque()
-        self._failure: BusError | None = None
-        self._changed = anyio.Event()
+        self.answers: asyncio.Queue[Received | BusError] = asyncio.Queue()
+        """Answers in order, and last the failure after which none comes."""
 
     def __enter__(self) -> Self:
         self._connection._calls[self._reply] = self
@@ -339,22 +334,10 @@ class PendingRequest:
             ConnectionLostError: the connection broke.
             BusError: the subject is denied.
         """
-        while not self._answers:
-            if self._failure is not None:
-                raise self._failure
-            self._changed = anyio.Event()
-            await self._changed.wait()
-        return self._answers.popleft()
-
-    def on_answer(self, received: Received) -> None:
-        """Take an answer in."""
-        self._answers.append(received)
-        self._changed.set()
-
-    def on_failure(self, failure: BusError) -> None:
-        """No further answer will come."""
-        self._failure = failure
-        self._changed.set()
+        answer = await self.answers.get()
+        if isinstance(answer, BusError):
+            raise answer
+        return answer
 
 
 async def connect(

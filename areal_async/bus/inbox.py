@@ -7,6 +7,7 @@ is kept for the next one, and given back when the inbox is closed.
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any, Self
 
 import anyio
@@ -14,7 +15,7 @@ import msgspec
 import structlog
 
 from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, TRY_DEADLINE_S, ApiError, JetStreamApi
-from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Listener, Received
+from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import ConsumerGoneError
 
 PULL_S = 1.5
@@ -130,12 +131,15 @@ class Inbox:
         self._arrived: deque[Delivery] = deque()
         self._status: Received | None = None
         self._changed = anyio.Event()
-        self._listener: Listener | None = None
+        self._held = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
+        connection = self._api.connection
         await self._api.wait_connected(self._api.retry(f"subscription for {self._consumer}"))
-        self._listener = await self._api.connection.listen(f"{self._prefix}.*", self._on_received)
-        self._api.connection.on_reconnect.append(self._changed_now)
+        self._held.push_async_callback(self._give_back)
+        await self._held.enter_async_context(connection.listening(f"{self._prefix}.*", self._on_received))
+        connection.on_reconnect.append(self._changed_now)
+        self._held.callback(connection.on_reconnect.remove, self._changed_now)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -167,12 +171,10 @@ class Inbox:
 
     async def aclose(self) -> None:
         """Stop, and give back at once what arrived and was not fetched."""
-        if self._listener is None:
-            return
-        listener, self._listener = self._listener, None
+        await self._held.aclose()
+
+    async def _give_back(self) -> None:
         with anyio.CancelScope(shield=True):
-            self._api.connection.on_reconnect.remove(self._changed_now)
-            await listener.aclose()
             for delivery in self._take(len(self._arrived)):
                 await delivery.nak()
 

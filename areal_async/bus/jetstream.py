@@ -311,14 +311,10 @@ class Bus:
         """
         subscription = Subscription(self.connection)
         await self.api.wait_connected(self.api.retry(f"subscription to {subject}"))
-        listener = await self.connection.listen(subject, subscription.on_received)
-        try:
+        async with self.connection.listening(subject, subscription.on_received):
             await self.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscription, or denied it
             self.connection.check_allowed("subscription", subject)
             yield subscription
-        finally:
-            with anyio.CancelScope(shield=True):
-                await listener.aclose()
 
     def _stream_of(self, subject: str) -> str:
         if subject in (self.names.outcomes, self.names.cuts):

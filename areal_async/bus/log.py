@@ -14,7 +14,7 @@ import msgspec
 
 from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi
 from areal_async.bus.client import FORWARDED
-from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Listener, Received
+from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Received
 from areal_async.errors import BusError
 
 BATCH_MESSAGES = 512
@@ -71,14 +71,13 @@ class Bells:
     def __init__(self, api: JetStreamApi) -> None:
         self._api = api
         self._bells: dict[str, Bell] = {}
-        self._listeners: list[Listener] = []
 
     async def get(self, subject: str) -> Bell:
         """Return the bell of a subject; it also rings whenever the connection is back."""
         if subject not in self._bells:
             bell = self._bells[subject] = Bell()
             await self._api.wait_connected(self._api.retry(f"subscription to {subject}"))
-            self._listeners.append(await self._api.connection.listen(subject, lambda _: bell.ring()))
+            await self._api.connection.listen(subject, lambda _: bell.ring())
             self._api.connection.on_reconnect.append(bell.ring)
         return self._bells[subject]
 

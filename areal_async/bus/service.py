@@ -11,14 +11,14 @@ Source: NATS ADR-32, "Service API".
 
 import asyncio
 import json
-import math
 import os
 import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -26,13 +26,12 @@ import anyio
 import msgspec
 import nats.errors
 import structlog
-from anyio.streams.memory import MemoryObjectReceiveStream
 from nats.micro.request import Request, ServiceError
 from nats.micro.service import EndpointStats, Service, ServiceConfig
 
 import areal_async
 from areal_async.bus.client import ASKER
-from areal_async.bus.connection import ConnectionLostError, Received
+from areal_async.bus.connection import ConnectionLostError, Handler, Received
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.permissions import SERVICES_INBOX, Role
 from areal_async.errors import PipelineError, UnansweredError, UserError, WireError
@@ -108,12 +107,12 @@ async def serving(
         # The library writes it with a plain encoder, which knows no records, and writes what is no number as no JSON.
         return msgspec.json.decode(msgspec.json.encode(whole_report())) if stats.name == "status" else None
 
-    since_s, lag = time.monotonic(), _LoopLag()
+    since_s, lags_s = time.monotonic(), deque([0.0], maxlen=NUM_BEATS)
     of_process = {"pid": os.getpid(), "host": socket.gethostname()}
 
     def whole_report() -> Report:
         up_s = round(time.monotonic() - since_s, 1)
-        return {"loop_lag_max_s": round(lag.max_s, 4), **report(), **of_process, "up_s": up_s}
+        return {"loop_lag_max_s": round(max(lags_s), 4), **report(), **of_process, "up_s": up_s}
 
     kind = kind or bus.role
     subject = bus.names.status(kind, instance)
@@ -136,28 +135,27 @@ async def serving(
             stats_handler=statistics,
         ),
     )
-    lag.start()
-    try:
-        for endpoint in (own, *endpoints):
-            await service.add_endpoint(
-                name=endpoint.name,
-                subject=endpoint.subject,
-                handler=_handler(endpoint),
-                metadata={
-                    "description": endpoint.description,
-                    "request_schema": json.dumps(endpoint.request),
-                    "response_schema": json.dumps(endpoint.response),
-                },
-            )
-        # After the endpoints, so that all who find it can ask it.
-        with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
-            await service.start()
-        await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
-        yield
-    finally:
-        lag.stop()
-        with anyio.move_on_after(STOP_DEADLINE_S, shield=True), suppress(nats.errors.Error):
-            await service.stop()
+    with _noting_lags(lags_s):
+        try:
+            for endpoint in (own, *endpoints):
+                await service.add_endpoint(
+                    name=endpoint.name,
+                    subject=endpoint.subject,
+                    handler=partial(_handle, endpoint.answer),
+                    metadata={
+                        "description": endpoint.description,
+                        "request_schema": json.dumps(endpoint.request),
+                        "response_schema": json.dumps(endpoint.response),
+                    },
+                )
+            # After the endpoints, so that all who find it can ask it.
+            with suppress(nats.errors.Error):  # it subscribes first; if the connection then breaks, that is made up for
+                await service.start()
+            await bus.api.ask("$JS.API.INFO")  # answered after the broker has seen the subscriptions
+            yield
+        finally:
+            with anyio.move_on_after(STOP_DEADLINE_S, shield=True), suppress(nats.errors.Error):
+                await service.stop()
 
 
 def json_object(*, optional: Sequence[str] = (), **kinds: str | Schema) -> Schema:
@@ -175,17 +173,19 @@ async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadli
         UnansweredError: nobody answers.
     """
     run = bus.names.run
+    answers: asyncio.Queue[Received] = asyncio.Queue()
     with anyio.move_on_after(deadline_s):
-        async with _requested(bus, subject, msgspec.json.encode(body)) as answers:
-            async for answer in answers:
-                if answer.status is not None:
-                    raise UnansweredError(
-                        f"run {run}: nobody takes orders there; start the run, or wait for its controller"
-                    )
-                refusal = answer.headers.get("Nats-Service-Error")
-                if refusal is not None:
-                    raise UserError(refusal)
-                return decode_json(answer.data, Report, what=f"answer of {subject}")
+        async with _hearing_answers(bus, answers.put_nowait) as send:
+            await send(subject, msgspec.json.encode(body))
+            answer = await answers.get()
+            if answer.status is not None:
+                raise UnansweredError(
+                    f"run {run}: nobody takes orders there; start the run, or wait for its controller"
+                )
+            refusal = answer.headers.get("Nats-Service-Error")
+            if refusal is not None:
+                raise UserError(refusal)
+            return decode_json(answer.data, Report, what=f"answer of {subject}")
     raise UnansweredError(
         f"run {run}: no answer at {subject} within {deadline_s:g} s, and it may still be obeyed; "
         f"status --run {run} tells who is there"
@@ -195,11 +195,11 @@ async def ask_service(bus: Bus, subject: str, body: Mapping[str, Any], *, deadli
 async def gather_reports(bus: Bus, *, within_s: float) -> dict[tuple[str, str], Report]:
     """Ask every process of this run what it does; return {(role, instance): report} of those that answer in time."""
     found: dict[tuple[str, str], Report] = {}
+    answers: asyncio.Queue[Received] = asyncio.Queue()
     with anyio.move_on_after(within_s), suppress(ConnectionLostError):
-        async with _requested(bus, "$SRV.STATS") as answers:
-            async for answer in answers:
-                if answer.status is not None:
-                    break  # nobody listens
+        async with _hearing_answers(bus, answers.put_nowait) as send:
+            await send("$SRV.STATS")
+            while (answer := await answers.get()).status is None:  # else nobody listens
                 if (report := _report_in(answer, bus.names.run)) is not None:
                     found[report[0]] = report[1]
     return found
@@ -217,21 +217,13 @@ async def hearing_reports(
     Raises:
         ConnectionLostError: by what asks, while the connection is down.
     """
-    inbox = f"{SERVICES_INBOX}.{uuid4().hex}"
 
     def on_received(answer: Received) -> None:
         if answer.status is None and (report := _report_in(answer, bus.names.run)) is not None:
             on_report(*report)
 
-    async def ask() -> None:
-        await bus.connection.publish("$SRV.STATS", b"", reply=inbox)
-
-    listener = await bus.connection.listen(inbox, on_received)
-    try:
-        yield ask
-    finally:
-        with anyio.CancelScope(shield=True):
-            await listener.aclose()
+    async with _hearing_answers(bus, on_received) as send:
+        yield partial(send, "$SRV.STATS")
 
 
 def _report_in(answer: Received, run: str) -> tuple[tuple[str, str], Report] | None:
@@ -254,25 +246,11 @@ def _speaks_as(role: str, answer: Received, run: str) -> bool:
 
 
 @asynccontextmanager
-async def _requested(
-    bus: Bus, subject: str, payload: bytes = b""
-) -> AsyncIterator[MemoryObjectReceiveStream[Received]]:
-    """Send a request, and have its answers while the block runs.
-
-    Raises:
-        ConnectionLostError: not connected.
-    """
+async def _hearing_answers(bus: Bus, on_answer: Handler) -> AsyncIterator[Callable[..., Awaitable[None]]]:
+    """Hear the answers of services while the block runs; yields what sends a request, as ``Connection.publish``."""
     inbox = f"{SERVICES_INBOX}.{uuid4().hex}"
-    send, receive = anyio.create_memory_object_stream[Received](math.inf)
-    listener = await bus.connection.listen(inbox, send.send_nowait)
-    try:
-        with receive:
-            await bus.connection.publish(subject, payload, reply=inbox)
-            yield receive
-    finally:
-        with anyio.CancelScope(shield=True):
-            await listener.aclose()
-            send.close()
+    async with bus.connection.listening(inbox, on_answer):
+        yield partial(bus.connection.publish, reply=inbox)
 
 
 def _is_request(request: Request) -> bool:
@@ -284,40 +262,30 @@ def _is_request(request: Request) -> bool:
     return bool(reply) and not reply.startswith("$") and not SENT_BY_BROKER & headers.keys()
 
 
-class _LoopLag:
-    """The delays of this process's event loop, lately."""
+@contextmanager
+def _noting_lags(lags_s: deque[float]) -> Iterator[None]:
+    """Note, while the block runs, by how much this process's event loop is late at each beat."""
+    loop = asyncio.get_running_loop()
 
-    def __init__(self) -> None:
-        self._lags_s: deque[float] = deque([0.0], maxlen=NUM_BEATS)
-        self._next: asyncio.TimerHandle | None = None
+    def beat(due_s: float) -> None:
+        nonlocal next_beat
+        lags_s.append(max(0.0, loop.time() - due_s))
+        next_beat = loop.call_later(BEAT_S, beat, loop.time() + BEAT_S)
 
-    @property
-    def max_s(self) -> float:
-        return max(self._lags_s)
-
-    def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._next = loop.call_later(BEAT_S, self._beat, loop, loop.time() + BEAT_S)
-
-    def stop(self) -> None:
-        if self._next is not None:
-            self._next.cancel()
-
-    def _beat(self, loop: asyncio.AbstractEventLoop, due_s: float) -> None:
-        self._lags_s.append(max(0.0, loop.time() - due_s))
-        self._next = loop.call_later(BEAT_S, self._beat, loop, loop.time() + BEAT_S)
+    next_beat = loop.call_later(BEAT_S, beat, loop.time() + BEAT_S)
+    try:
+        yield
+    finally:
+        next_beat.cancel()
 
 
-def _handler(endpoint: ServiceEndpoint) -> Callable[[Request], Awaitable[None]]:
-    async def handle(request: Request) -> None:
-        if not _is_request(request):  # its sender chose where an answer would go
-            log.warning("request.not_believed", subject=request.subject)
-            return
-        try:
-            body = decode_json(request.data, Report, what=f"request to {request.subject}") if request.data else {}
-            answer = await endpoint.answer(body)
-        except PipelineError as exc:
-            raise ServiceError(REFUSED, " ".join(str(exc).split())) from exc
-        await request.respond(msgspec.json.encode(answer))
-
-    return handle
+async def _handle(answer: Callable[[Report], Awaitable[Report]], request: Request) -> None:
+    if not _is_request(request):  # its sender chose where an answer would go
+        log.warning("request.not_believed", subject=request.subject)
+        return
+    try:
+        body = decode_json(request.data, Report, what=f"request to {request.subject}") if request.data else {}
+        answered = await answer(body)
+    except PipelineError as exc:
+        raise ServiceError(REFUSED, " ".join(str(exc).split())) from exc
+    await request.respond(msgspec.json.encode(answered))

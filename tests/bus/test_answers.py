@@ -120,11 +120,10 @@ async def _is_answered(bus: Bus, subject: str, payload: bytes) -> bool:
     if not subject.startswith(("$JS.API.", "$KV.")):
         return False
     inbox, arrived = bus.connection.new_inbox(), anyio.Event()
-    listener = await bus.connection.listen(inbox, lambda _: arrived.set())
-    await bus.connection.publish(subject, payload, reply=inbox)
-    with anyio.move_on_after(PATIENCE_S):
-        await arrived.wait()
-    await listener.aclose()
+    async with bus.connection.listening(inbox, lambda _: arrived.set()):
+        await bus.connection.publish(subject, payload, reply=inbox)
+        with anyio.move_on_after(PATIENCE_S):
+            await arrived.wait()
     return arrived.is_set()
 
 
