@@ -4,7 +4,7 @@
 """
 
 import re
-from dataclasses import dataclass
+from typing import Final
 
 RUN_NAME = re.compile(r"[a-z0-9_-]{1,48}")
 TOKEN = re.compile(r"[A-Za-z0-9_-]+")
@@ -23,52 +23,51 @@ SERVERS = "server."
 SETTINGS = "settings"
 
 
-@dataclass(frozen=True, slots=True)
 class Names:
     """Every name of one run."""
 
-    run: str
+    def __init__(self, run: str) -> None:
+        if not RUN_NAME.fullmatch(run):
+            raise ValueError(f"run name: got {run!r}, need 1 to 48 of a-z 0-9 _ -")
+        self.run: Final = run
 
-    def __post_init__(self) -> None:
-        if not RUN_NAME.fullmatch(self.run):
-            raise ValueError(f"run name: got {self.run!r}, need 1 to 48 of a-z 0-9 _ -")
-
-    # streams
-    @property
-    def tickets_stream(self) -> str:
-        return f"AREAL_{self.run}_TICKETS"
-
-    @property
-    def trajectories_stream(self) -> str:
-        return f"AREAL_{self.run}_TRAJECTORIES"
-
-    @property
-    def outcomes_stream(self) -> str:
+        # streams
+        self.tickets_stream: Final = f"AREAL_{run}_TICKETS"
+        self.trajectories_stream: Final = f"AREAL_{run}_TRAJECTORIES"
+        self.outcomes_stream: Final = f"AREAL_{run}_OUTCOMES"
         """Outcomes and the journal of cuts beside them: one log, so that their order is total."""
-        return f"AREAL_{self.run}_OUTCOMES"
-
-    @property
-    def eval_stream(self) -> str:
-        return f"AREAL_{self.run}_EVAL"
-
-    @property
-    def dead_stream(self) -> str:
-        return f"AREAL_{self.run}_DEAD"
-
-    @property
-    def events_stream(self) -> str:
+        self.eval_stream: Final = f"AREAL_{run}_EVAL"
+        self.dead_stream: Final = f"AREAL_{run}_DEAD"
+        self.events_stream: Final = f"AREAL_{run}_EVENTS"
         """What has happened, as the roles and the broker tell it."""
-        return f"AREAL_{self.run}_EVENTS"
-
-    @property
-    def bucket(self) -> str:
+        self.bucket: Final = f"AREAL_{run}"
         """The key-value bucket with the run's state."""
-        return f"AREAL_{self.run}"
-
-    @property
-    def nodes_bucket(self) -> str:
+        self.nodes_bucket: Final = f"AREAL_{run}_NODES"
         """The bucket of the keys that nodes write, ``server.*`` and ``node.*``, with limits that are theirs alone."""
-        return f"AREAL_{self.run}_NODES"
+
+        # subjects of streams
+        self.all_trajectories: Final = f"areal.{run}.trajectories.>"
+        self.outcomes: Final = f"areal.{run}.outcomes"
+        self.cuts: Final = f"areal.{run}.cuts"
+        self.log: Final = f"areal.{run}.*"
+        """Filter for everything in ``outcomes_stream``: outcomes and cuts in their one order."""
+        self.all_tickets: Final = f"areal.{run}.tickets.>"
+        self.dead_groups: Final = f"areal.{run}.dead.group"
+        """Groups whose last attempt has failed."""
+        self.undecodable: Final = f"areal.{run}.dead.undecodable"
+        """Messages that their reader could not use."""
+
+        # core subjects
+        self.weights: Final = f"areal.{run}.weights"
+        """A new weights version was put into the bucket."""
+        self.all_metrics: Final = f"areal.{run}.metrics.>"
+        self.all_events: Final = f"areal.{run}.events.>"
+
+        # consumers
+        self.nodes_consumer: Final = "nodes"
+        """Shared by all nodes."""
+        self.eval_nodes_consumer: Final = "eval-nodes"
+        self.eval_controller_consumer: Final = "eval-controller"
 
     def bucket_of(self, key: str) -> str:
         """Return the bucket that a key, or all that begin so, is in."""
@@ -78,55 +77,17 @@ class Names:
         """What the broker knows a role of this run as; the operator's holds the streams."""
         return f"AREAL_{self.run}_{_token(role).upper()}"
 
-    # subjects of streams
     def tickets(self, workflow: str) -> str:
         return f"areal.{self.run}.tickets.{_token(workflow)}"
 
     def trajectories(self, workflow: str, group_id: str) -> str:
         return f"areal.{self.run}.trajectories.{_token(workflow)}.{_token(group_id)}"
 
-    @property
-    def all_trajectories(self) -> str:
-        return f"areal.{self.run}.trajectories.>"
-
-    @property
-    def outcomes(self) -> str:
-        return f"areal.{self.run}.outcomes"
-
-    @property
-    def cuts(self) -> str:
-        return f"areal.{self.run}.cuts"
-
-    @property
-    def log(self) -> str:
-        """Filter for everything in ``outcomes_stream``: outcomes and cuts in their one order."""
-        return f"areal.{self.run}.*"
-
-    @property
-    def all_tickets(self) -> str:
-        return f"areal.{self.run}.tickets.>"
-
     def eval_tickets(self, workflow: str) -> str:
         return f"areal.{self.run}.eval.tickets.{_token(workflow)}"
 
     def eval_results(self, workflow: str) -> str:
         return f"areal.{self.run}.eval.results.{_token(workflow)}"
-
-    @property
-    def dead_groups(self) -> str:
-        """Groups whose last attempt has failed."""
-        return f"areal.{self.run}.dead.group"
-
-    @property
-    def undecodable(self) -> str:
-        """Messages that their reader could not use."""
-        return f"areal.{self.run}.dead.undecodable"
-
-    # core subjects
-    @property
-    def weights(self) -> str:
-        """A new weights version was put into the bucket."""
-        return f"areal.{self.run}.weights"
 
     def event(self, kind: str, role: str, instance: str = "0") -> str:
         """One kind of event (``role.lost``) of one process; a role may publish under its own name alone."""
@@ -137,14 +98,6 @@ class Names:
         """Metrics of one process of a role; a role may publish under its own name alone."""
         return f"areal.{self.run}.metrics.{_token(role)}.{_token(instance)}"
 
-    @property
-    def all_metrics(self) -> str:
-        return f"areal.{self.run}.metrics.>"
-
-    @property
-    def all_events(self) -> str:
-        return f"areal.{self.run}.events.>"
-
     def status(self, role: str, instance: str = "0") -> str:
         """Where one process answers what it does now."""
         return f"areal.{self.run}.status.{_token(role)}.{_token(instance)}"
@@ -152,20 +105,6 @@ class Names:
     def control(self, order: str) -> str:
         """Where the controller takes an order."""
         return f"areal.{self.run}.control.{_token(order)}"
-
-    # consumers
-    @property
-    def nodes_consumer(self) -> str:
-        """Shared by all nodes."""
-        return "nodes"
-
-    @property
-    def eval_nodes_consumer(self) -> str:
-        return "eval-nodes"
-
-    @property
-    def eval_controller_consumer(self) -> str:
-        return "eval-controller"
 
     def trainer_consumer(self, lineage: int) -> str:
         return f"trainer-{lineage}"

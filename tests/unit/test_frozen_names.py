@@ -31,13 +31,12 @@ REACHED = re.compile(r"\breach\(\"([a-z_.]+)\"\)|\bfailpoint\(\"([a-z_.]+)\"\)")
 def _names() -> Iterator[str]:
     """Yield what a run is called, with each argument's own name where it takes one."""
     names = Names("run")
-    for name, member in inspect.getmembers(Names):
-        if isinstance(member, property):
-            yield f"name {name} {getattr(names, name)}"
-        elif inspect.isfunction(member) and not name.startswith("_"):
-            arguments = list(inspect.signature(member).parameters)[1:]
+    for name, member in inspect.getmembers(names):
+        if isinstance(member, str) and not name.startswith("_") and name != "run":
+            yield f"name {name} {member}"
+        elif inspect.ismethod(member) and not name.startswith("_"):
             sample = {"kind": "thing.what", "lineage": 3}
-            yield f"name {name} {member(names, *(sample.get(one, one) for one in arguments))}"
+            yield f"name {name} {member(*(sample.get(one, one) for one in inspect.signature(member).parameters))}"
     for name, value in vars(inspect.getmodule(Names)).items():
         if name.isupper() and isinstance(value, str):
             yield f"key {value}"

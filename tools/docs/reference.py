@@ -7,6 +7,7 @@ unexplained.
 import ast
 import functools
 import inspect
+import itertools
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -183,14 +184,15 @@ def _dict_keys(function: Callable[..., Any]) -> Iterator[str]:
 
 
 def attribute_docs(kind: type) -> dict[str, str]:
-    """Return the docstrings that stand below the attributes of a class."""
+    """Return the docstrings that stand below the attributes of a class, in its body or where they are first set."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    body = cast(ast.ClassDef, tree).body
+    bodies = [cast(ast.ClassDef, tree).body]
+    bodies += [one.body for one in bodies[0] if isinstance(one, ast.FunctionDef) and one.name == "__init__"]
     return {
-        before.target.id: inspect.cleandoc(after.value.value).partition("\n\n")[0]
-        for before, after in zip(body, body[1:], strict=False)
+        ast.unparse(before.target).removeprefix("self."): inspect.cleandoc(after.value.value).partition("\n\n")[0]
+        for body in bodies
+        for before, after in itertools.pairwise(body)
         if isinstance(before, ast.AnnAssign)
-        and isinstance(before.target, ast.Name)
         and isinstance(after, ast.Expr)
         and isinstance(after.value, ast.Constant)
         and isinstance(after.value.value, str)
@@ -238,17 +240,16 @@ def _shown(name: str) -> str:
 
 def _names() -> Iterator[list[str]]:
     """Yield every subject and key with its meaning, or with that of the stream that it is in."""
-    names = subjects.Names(RUN)
-    for name, member in inspect.getmembers(subjects.Names):
+    told = attribute_docs(subjects.Names)
+    for name, member in inspect.getmembers(subjects.Names(RUN)):
         if name.startswith("_") or name.endswith(("stream", "consumer", "bucket", "account", "bucket_of", "run")):
             continue
-        spelt = getattr(names, name) if isinstance(member, property) else ""
-        if inspect.isfunction(member):
-            parts = [one.upper() for one in list(inspect.signature(member).parameters)[1:]]
-            spelt = member(names, *("THING.WHAT" if one == "KIND" else one for one in parts))
-        if spelt:
-            meaning = " ".join((inspect.getdoc(member) or "").split()) or _of_its_stream(spelt)
-            yield [_shown(spelt), f"`Names.{name}`", meaning]
+        spelt = member
+        if inspect.ismethod(member):
+            parts = [one.upper() for one in inspect.signature(member).parameters]
+            spelt = member(*("THING.WHAT" if one == "KIND" else one for one in parts))
+        meaning = told.get(name, "") if spelt is member else inspect.getdoc(member) or ""
+        yield [_shown(spelt), f"`Names.{name}`", " ".join(meaning.split()) or _of_its_stream(spelt)]
 
 
 def _of_its_stream(subject: str) -> str:
