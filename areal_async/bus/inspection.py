@@ -7,7 +7,6 @@ a stream on which it hangs is tried without its index, which has the broker veri
 one that it gives up: a power cut may leave its metadata empty. What is left out is absent, and what it held is lost.
 """
 
-import fcntl
 import re
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +21,7 @@ import structlog
 from areal_async.bus.server import EmbeddedBroker, stale_broker_pid
 from areal_async.config.settings import Settings
 from areal_async.errors import BusError, UserError
+from areal_async.process.file_locks import try_lock
 
 OTHERS_S = 10.0
 """Time for others to look into a run that is stopped; each starts its broker for a second or two."""
@@ -173,8 +173,6 @@ def shared_lock(path: Path) -> Iterator[None]:
         yield
         return
     with path.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError as exc:
-            raise HeldError(f"{path}: held by process {lock.read().strip() or 'unknown'}") from exc
+        if not try_lock(lock, is_shared=True):
+            raise HeldError(f"{path}: held by process {lock.read().strip() or 'unknown'}")
         yield

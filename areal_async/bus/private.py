@@ -7,19 +7,14 @@ from pathlib import Path
 import nkeys
 
 from areal_async.errors import UserError
+from areal_async.process.atomic_folders import write_whole
 
 FORBIDDEN = stat.S_IRWXG | stat.S_IRWXO
 
 
 def write_private(path: Path, content: bytes) -> None:
-    """Replace ``path`` by a file that only its owner can read, and only ever whole."""
-    temporary = path.with_name(f".{path.name}.new")
-    temporary.unlink(missing_ok=True)
-    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())  # an empty key after a power cut would lock the run out of its own broker
-    temporary.rename(path)
+    """Replace ``path`` by a file that only its owner can read, whole: an empty key would lock a run out."""
+    write_whole(path, content, mode=0o600)
 
 
 def make_private_directory(path: Path) -> None:

@@ -4,7 +4,6 @@ It is started healthy or not at all, started again when it dies (on the same por
 back to it), and dies with the process that started it. Two launchers of one run exclude each other.
 """
 
-import fcntl
 import os
 import re
 import shutil
@@ -26,6 +25,7 @@ from areal_async.bus.connection import MIN_SERVER_VERSION
 from areal_async.bus.permissions import Role
 from areal_async.config.settings import MESSAGE_BYTES, Settings
 from areal_async.errors import BusError, UserError
+from areal_async.process.file_locks import sign, try_lock
 from areal_async.process.host import LOOPBACK, check_address, free_port
 from areal_async.process.plain_text import escaped, read_tail
 
@@ -354,16 +354,11 @@ async def _health(port: int) -> tuple[bytes, bytes]:
 def _take_lock(path: Path, run: str) -> IO[str]:
     """Hold the run's directory until this process ends, however it ends."""
     lock = open(path, "a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as exc:
-        lock.seek(0)
-        holder = lock.read().strip() or "unknown"
+    if not try_lock(lock):
         lock.close()
-        raise UserError(f"run {run}: already running in process {holder}; stop it or choose another run.name") from exc
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
+        holder = path.read_text().strip() or "unknown"
+        raise UserError(f"run {run}: already running in process {holder}; stop it or choose another run.name")
+    sign(lock)
     return lock
 
 

@@ -9,7 +9,6 @@ bus/url        where the broker is
 Invariant: until a prompt was admitted there is no run. What a first start wrote goes again, and the name is free.
 """
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from areal_async.config.sources import dump_settings, load_settings
 from areal_async.config.strict_yaml import NOT_YAML
 from areal_async.errors import UserError, leaves_of
 from areal_async.process.atomic_folders import write_whole
+from areal_async.process.file_locks import sign, try_lock
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Version
 
@@ -117,15 +117,15 @@ class RunDirectory:
                     f"run {name}: got the directory {self.path}, need one that can be written: {exc.strerror}; "
                     "choose another --run.directory"
                 ) from exc
-            if not _has_locked(lock):
+            if not try_lock(lock):
                 raise self._error_of_holder(name)
             if not _is_at(lock, self.lock):
                 raise HeldError(f"run {name}: another process has taken its directory away; try again")
-            _sign(lock)
+            sign(lock)
             if not is_visit:
                 launcher = held.enter_context(open(self.launcher_lock, "a+"))
-                _sign(launcher)  # before it is locked: who finds it so reads whose it is
-                if not _has_locked(launcher):
+                sign(launcher)  # before it is locked: who finds it so reads whose it is
+                if not try_lock(launcher):
                     raise HeldError(f"run {name}: another process looks at it; try again")
             yield
 
@@ -272,28 +272,12 @@ def find_run(name: str) -> RunDirectory:
     raise UserError(f"--run: got {name}, need the name of a run in {runs}, or a run's directory")
 
 
-def _has_locked(file: IO[str]) -> bool:
-    """Say whether a file is this process's now, for as long as it is open; never wait for those who have it."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def _is_at(file: IO[str], path: Path) -> bool:
     """Say whether an open file is still the one at its path."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:
         return False
-
-
-def _sign(lock: IO[str]) -> None:
-    """Leave this process's number in a lock file, for people."""
-    lock.truncate(0)
-    lock.write(str(os.getpid()))
-    lock.flush()
 
 
 def _remove(item: Path) -> None:

@@ -5,7 +5,6 @@ may be deleted holds a shared lock of one file in it, who deletes it the exclusi
 killed reader held, and file systems that hosts share keep such locks of files, not all of them of folders.
 """
 
-import fcntl
 import os
 import re
 import shutil
@@ -13,6 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from areal_async.process.file_locks import try_lock
 from areal_async.protocol.types import Version
 
 LEDGER = "ledger"
@@ -33,15 +33,21 @@ def written_whole(directory: Path) -> Iterator[Path]:
     finish(partial, directory)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under another name, sync and rename it: a reader never sees half, nor does one after a power cut."""
+def write_whole(path: Path, data: bytes, *, mode: int = 0o666) -> None:
+    """Write a file under another name, then publish it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
         file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    publish_file(temporary, path)
+
+
+def publish_file(temporary: Path, path: Path) -> None:
+    """Have a finished file replace the one at ``path``: a reader never sees half, nor does one after a power cut."""
+    _sync(temporary)
     temporary.replace(path)
+    _sync(path.parent)
 
 
 def partial_name(directory: Path) -> Path:
@@ -89,12 +95,7 @@ def held(folder: Path, lease: str) -> Iterator[bool]:
         yield False
         return
     with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:  # it is being deleted
-            yield False
-            return
-        yield (folder / lease).is_file()
+        yield try_lock(file, is_shared=True) and (folder / lease).is_file()  # else it is being deleted
 
 
 def _delete(folder: Path, lease: str) -> None:
@@ -103,9 +104,7 @@ def _delete(folder: Path, lease: str) -> None:
     with ExitStack() as stack:
         if lease and (folder / lease).is_file():
             file = stack.enter_context((folder / lease).open("r+b"))  # some file systems give writers alone this lock
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not try_lock(file):
                 return
         folder.rename(aside)
     _remove(aside)

@@ -6,12 +6,12 @@ A node with a blocked loop can tell nobody over the bus. It is written by the th
 user by the launcher, and read by the next node of that name, which stores the slot as failed (``recovery``).
 """
 
-import os
 from pathlib import Path
 
 import msgspec
 
 from areal_async.errors import WireError
+from areal_async.process.atomic_folders import write_whole
 from areal_async.protocol.types import EvalTicket, Ticket
 from areal_async.protocol.wire import decode_json
 from areal_async.rollout.user_code.boundary import encodable
@@ -75,18 +75,7 @@ class BlockageFile:
 
     def write(self, blockage: Blockage) -> None:
         """Put it in place of what was there, whole, also after a power cut. Any thread may."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        with temporary.open("wb") as file:
-            file.write(msgspec.json.encode(blockage))
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(self._path, msgspec.json.encode(blockage))
 
     def read(self) -> Blockage | None:
         """Return what is there; None where nothing is, or nothing that can be read."""

@@ -24,6 +24,7 @@ import structlog
 from areal_async.config.metrics import MetricsSettings
 from areal_async.config.settings import Settings
 from areal_async.errors import UserError, WireError
+from areal_async.process.atomic_folders import write_whole
 from areal_async.process.http_server import serve_app
 from areal_async.protocol.wire import decode_json
 from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, MetricSample, samples
@@ -87,10 +88,7 @@ def check_listening(metrics: MetricsSettings) -> None:
 
 def write_target(path: Path, target: str, *, labels: dict[str, str]) -> None:
     """Write one group of targets atomically: Prometheus watches the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps([{"targets": [target], "labels": labels}]) + "\n")
-    temporary.rename(path)
+    write_whole(path, json.dumps([{"targets": [target], "labels": labels}]).encode() + b"\n")
 
 
 def remove_dead_targets(folder: Path) -> None:

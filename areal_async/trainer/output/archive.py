@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from areal_async.algorithms.advantages import spread_over_tokens
 from areal_async.errors import FencedError
+from areal_async.process.atomic_folders import publish_file, write_whole
 from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.payloads import BatchSlot
@@ -143,7 +144,7 @@ def write_archive(
     path = directory / f"step-{made.step:06d}-{made.lineage}-{rank}.parquet"
     temporary = path.with_suffix(".tmp")
     pq.write_table(pa.Table.from_pylist(records, schema=_SCHEMA), temporary)
-    _publish_file(temporary, path)
+    publish_file(temporary, path)
 
 
 class _TokenAdvantages:
@@ -237,10 +238,7 @@ class MetricsFile:
         """Drop the lines of later steps, which are done anew, and of each step all but the newest lineage's."""
         if not self._path.exists():
             return
-        kept = lines_through(self._path.read_bytes(), to_step)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_bytes(kept)
-        _publish_file(temporary, self._path)
+        write_whole(self._path, lines_through(self._path.read_bytes(), to_step))
         self._state = self._look()
 
     def newest(self, count: int) -> list[dict[str, Any]]:
@@ -283,18 +281,3 @@ def _newest_lines(content: bytes) -> dict[int, tuple[Version, bytes]]:
         if number not in kept or kept[number][0] <= version:
             kept[number] = version, text + b"\n"
     return kept
-
-
-def _publish_file(temporary: Path, path: Path) -> None:
-    """Make a finished file appear under its name, through a power cut too."""
-    descriptor = os.open(temporary, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    temporary.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
