@@ -40,6 +40,10 @@ class ApiError(BusError):
         return self.err_code == STORE_FAILED and "exceeded" in self.description
 
 
+class MissingError(ApiError):
+    """There is no such stream, or no such consumer."""
+
+
 def decode_answer(subject: str, data: bytes) -> dict[str, Any]:
     """Return the broker's JSON answer.
 
@@ -130,6 +134,7 @@ class JetStreamApi:
 
         Raises:
             StreamFullError: nothing was stored.
+            MissingError: there is no such stream or consumer.
             ApiError: the broker refuses.
             BusError: no answer within the operation's deadline, or the subject is denied.
         """
@@ -139,7 +144,8 @@ class JetStreamApi:
             answer = decode_answer(subject, (await self.request(subject, payload, headers)).data)
             if "error" not in answer:
                 return answer
-            error = ApiError(subject, answer["error"])
+            is_missing = answer["error"].get("err_code") in (STREAM_NOT_FOUND, CONSUMER_NOT_FOUND)
+            error = (MissingError if is_missing else ApiError)(subject, answer["error"])
             if error.is_full:
                 raise StreamFullError(f"message to {subject}: {error.description}; wait until some are gone") from error
             if answer["error"].get("code") not in (429, 503):

@@ -14,7 +14,7 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, TRY_DEADLINE_S, ApiError, JetStreamApi
+from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi, MissingError
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import ConsumerGoneError
 
@@ -218,10 +218,8 @@ class Inbox:
     async def _check_exists(self) -> None:
         try:
             await self._api.ask(f"$JS.API.CONSUMER.INFO.{self._consumer}")
-        except ApiError as exc:
-            if exc.err_code in (CONSUMER_NOT_FOUND, STREAM_NOT_FOUND):
-                raise ConsumerGoneError(f"consumer {self._consumer}: deleted") from exc
-            raise
+        except MissingError as exc:
+            raise ConsumerGoneError(f"consumer {self._consumer}: deleted") from exc
 
     def _on_received(self, received: Received) -> None:
         if received.status is None:

@@ -4,11 +4,12 @@ Declaring is idempotent. What differs is changed where nothing can be lost by it
 """
 
 import re
+from contextlib import suppress
 from typing import Any
 
 import structlog
 
-from areal_async.bus.api import CONSUMER_NOT_FOUND, STREAM_NOT_FOUND, ApiError
+from areal_async.bus.api import ApiError, MissingError
 from areal_async.bus.jetstream import Bus
 from areal_async.bus.keys import HISTORY, NODES_HISTORY
 from areal_async.config.settings import MAX_PAYLOAD_BYTES, TRAJECTORY_ACK_WAIT_S, Settings
@@ -184,11 +185,8 @@ async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
     if newer:
         raise FencedError(f"lineage {lineage}: {newer[0]} has taken over")
     for other in numbers.keys() - {name}:
-        try:
+        with suppress(MissingError):
             await bus.api.ask(f"$JS.API.CONSUMER.DELETE.{stream}.{other}")
-        except ApiError as exc:
-            if exc.err_code != CONSUMER_NOT_FOUND:
-                raise
         log.info("lineage.fenced", consumer=other, by=name)
     config = _consumer(name, ack_wait=_ns(TRAJECTORY_ACK_WAIT_S), max_ack_pending=-1, headers_only=True)
     await _create_consumer(bus, stream, config)
@@ -198,11 +196,8 @@ async def take_trainer_consumer(bus: Bus, lineage: int) -> str:
 async def delete_run(bus: Bus) -> None:
     """Delete everything the run has at the broker; what is not there is no error."""
     for stream in all_streams(bus.names):
-        try:
+        with suppress(MissingError):
             await bus.api.ask(f"$JS.API.STREAM.DELETE.{stream}")
-        except ApiError as exc:
-            if exc.err_code != STREAM_NOT_FOUND:
-                raise
 
 
 async def forget_nodes(bus: Bus) -> None:
@@ -252,9 +247,7 @@ async def _declare_stream(bus: Bus, config: dict[str, Any]) -> None:
     name = config["name"]
     try:
         info = await bus.api.ask(f"$JS.API.STREAM.INFO.{name}")
-    except ApiError as exc:
-        if exc.err_code != STREAM_NOT_FOUND:
-            raise
+    except MissingError:
         await _write_stream(bus, "CREATE", config)
         log.info("stream.created", stream=name)
         return

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 from areal_async.bus import Bus, StreamState
-from areal_async.bus.api import STREAM_NOT_FOUND, ApiError
+from areal_async.bus.api import MissingError
 from areal_async.bus.streams import all_streams
 from areal_async.config.resumed import EMBEDDED
 from areal_async.config.settings import Settings
@@ -111,7 +111,5 @@ def _place(directory: RunDirectory, settings: Settings) -> str:
 async def _state(bus: Bus, stream: str) -> StreamState | None:
     try:
         return await bus.stream_state(stream)
-    except ApiError as exc:
-        if exc.err_code != STREAM_NOT_FOUND:
-            raise
+    except MissingError:
         return None

@@ -12,7 +12,7 @@ from typing import TypeVar
 import anyio.to_thread
 
 from areal_async.bus import Bus, Message
-from areal_async.bus.api import STREAM_NOT_FOUND, ApiError
+from areal_async.bus.api import MissingError
 from areal_async.doctor.audit.files import read_archive, read_ledger, read_metrics
 from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import Columns, find_faults
@@ -68,9 +68,7 @@ class _Reader:
         ):  # fmt: skip
             try:
                 await self._bus.api.ask(f"$JS.API.STREAM.INFO.{stream}")
-            except ApiError as exc:
-                if exc.err_code != STREAM_NOT_FOUND:
-                    raise
+            except MissingError:
                 self._absent.add(stream)
                 self._evidence.absent_streams.append(f"stream {stream}: the broker does not have it")
 
