@@ -16,12 +16,11 @@ import anyio
 import msgspec
 import structlog
 
-from areal_async.bus.api import JetStreamApi
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
-from areal_async.bus.dead import DeadLetters, decode
+from areal_async.bus.dead import decode
 from areal_async.bus.inbox import Delivery, Inbox, settle
-from areal_async.bus.keys import Keys, Watch, publish_after
-from areal_async.bus.log import POLL_S, Bells, Follow, LogReader, Message
+from areal_async.bus.keys import Keys, publish_after
+from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
 from areal_async.errors import BusError, StreamFullError, WireError
@@ -82,19 +81,14 @@ class Subscription(AsyncIterator[tuple[str, bytes]]):
         self._arrived.set()
 
 
-class Bus:
-    """One process's access to one run. Made by ``open_bus``."""
+class Bus(Keys):
+    """One process's access to one run: its keys, its streams and its core messages. Made by ``open_bus``."""
 
     def __init__(self, connection: Connection, *, names: Names, operation_deadline_s: float = 60.0) -> None:
+        super().__init__(StreamReader(connection, operation_deadline_s), names)
         self.connection = connection
-        self.names = names
         self.role = connection.role
-        self.api = JetStreamApi(connection, operation_deadline_s)
-        self._reader = LogReader(self.api)
-        self._bells = Bells(self.api)
-        self._dead_letters = DeadLetters(self.api, names)
         self._full_turn = anyio.Lock()
-        self._keys = Keys(self.api, self._reader, self._bells, self._dead_letters, names)
 
     async def __aenter__(self) -> Self:
         return self
@@ -132,9 +126,8 @@ class Bus:
         msg_id = msg_id or uuid4().hex
         if expected_last_subject_sequence is not None:
             sequence, is_duplicate = await publish_after(
-                self.api, self._reader, self._stream_of(subject), subject, data, msg_id,
-                expected_last_subject_sequence, dict(headers or {}),
-            )  # fmt: skip
+                self.api, self._stream_of(subject), subject, data, msg_id, expected_last_subject_sequence, headers
+            )
             return Published(sequence, is_duplicate)
         answer = await self.api.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id})
         return Published(int(answer["seq"]), bool(answer.get("duplicate")))
@@ -195,7 +188,7 @@ class Bus:
 
         The subject may hold wildcards. Nothing is lost or repeated over restarts of the broker.
         """
-        return Follow(self._reader, self._bells, stream, subject, start_sequence)
+        return Follow(self.api, stream, subject, start_sequence)
 
     async def read_log(self, stream: str, subject: str, *, start_sequence: int = 1) -> list[Message]:
         """Return a subject's messages up to now, in order."""
@@ -203,18 +196,18 @@ class Bus:
 
     async def find_messages(self, stream: str, subject: str, *, start_sequence: int = 1) -> AsyncIterator[Message]:
         """Iterate over a subject's messages up to now, in order, holding a few megabytes of them at a time."""
-        while batch := await self._reader.read_batch(stream, subject, start_sequence):
+        while batch := await self.api.read_batch(stream, subject, start_sequence):
             for message in batch:
                 yield message
             start_sequence = batch[-1].sequence + 1
 
     async def get_message(self, stream: str, sequence: int) -> Message | None:
         """Return one stored message, or None when it is not stored any more."""
-        return await self._reader.get_message(stream, sequence)
+        return await self.api.get_message(stream, sequence)
 
     async def get_last(self, stream: str, subject: str) -> Message | None:
         """Return the newest stored message of a subject, or None when it has none."""
-        return await self._reader.get_last(stream, subject)
+        return await self.api.get_last(stream, subject)
 
     async def decode(self, message: Message | Delivery, kind: type[R]) -> R | None:
         """Return the record in a message; None when it holds none, and a dead letter of it is stored."""
@@ -251,52 +244,6 @@ class Bus:
             first_sequence=state["first_seq"],
             last_sequence=state["last_seq"],
         )
-
-    # the run's keys
-
-    async def get(self, key: str, kind: type[R]) -> tuple[R | None, int]:
-        """Return a key's value and revision: ``(None, 0)`` when it never existed, ``(None, n)`` when deleted."""
-        return await self._keys.get(key, kind)
-
-    async def put(self, key: str, record: Record) -> int:
-        """Set a key whatever it holds; return its new revision."""
-        return await self._keys.put(key, record)
-
-    async def create(self, key: str, record: Record) -> int:
-        """Set a key that does not exist, else raise ConflictError."""
-        return await self._keys.create(key, record)
-
-    async def compare_and_set(self, key: str, record: Record, revision: int) -> int:
-        """Set a key that still has ``revision`` (0: never existed), else raise ConflictError; return the new one."""
-        return await self._keys.compare_and_set(key, record, revision)
-
-    async def delete(self, key: str) -> None:
-        """Forget a key; one that does not exist is no error."""
-        await self._keys.delete(key)
-
-    async def keys(self, prefix: str = "") -> list[str]:
-        """Return the keys that start with ``prefix``, sorted."""
-        return await self._keys.keys(prefix)
-
-    async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
-        """Return value and revision of every key that starts with ``prefix``, in one request."""
-        return await self._keys.entries(prefix, kind)
-
-    async def records(self, wanted: Mapping[str, type[Record]]) -> dict[str, Record]:
-        """Return the values of several keys in one request, by key; without those that do not exist.
-
-        Args:
-            wanted: which kind stands at a key; or, where that ends in a dot, at every key that begins so.
-        """
-        return await self._keys.records(wanted)
-
-    def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> Watch[R]:
-        """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
-
-        Values between two looks are skipped, and so is a deletion. It looks whenever the key changes, on
-        every reconnect, and every ``poll_s``.
-        """
-        return self._keys.watch(key, kind, poll_s)
 
     # core messages
 

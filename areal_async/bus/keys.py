@@ -16,9 +16,9 @@ from contextlib import suppress
 from typing import Generic, TypeVar
 from uuid import uuid4
 
-from areal_async.bus.api import WRONG_LAST_SEQUENCE, ApiError, JetStreamApi
+from areal_async.bus.api import WRONG_LAST_SEQUENCE, ApiError
 from areal_async.bus.dead import DeadLetters, decode
-from areal_async.bus.log import POLL_S, Attention, Bells, LogReader, Message
+from areal_async.bus.log import POLL_S, Attention, Message, StreamReader
 from areal_async.errors import ConflictError, WireError
 from areal_async.protocol import wire
 from areal_async.protocol.subjects import Names
@@ -42,14 +42,10 @@ _KEY = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 class Keys:
     """The buckets of one run."""
 
-    def __init__(
-        self, api: JetStreamApi, reader: LogReader, bells: Bells, dead_letters: DeadLetters, names: Names
-    ) -> None:
-        self._api = api
-        self._names = names
-        self._reader = reader
-        self._bells = bells
-        self._dead_letters = dead_letters
+    def __init__(self, api: StreamReader, names: Names) -> None:
+        self.api = api
+        self.names = names
+        self._dead_letters = DeadLetters(api, names)
         self._unreadable: deque[int] = deque(maxlen=MAX_REMEMBERED)
         self._known: dict[str, tuple[int, Record]] = {}
         """The newest value that was read or written here, by subject, and its revision."""
@@ -60,7 +56,7 @@ class Keys:
         Raises:
             WireError: none of the values that are kept can be read.
         """
-        message = await self._reader.get_last(self._stream(key), self._subject(key))
+        message = await self.api.get_last(self._stream(key), self._subject(key))
         if message is None:
             return None, 0
         return await self._value(message, kind), message.sequence
@@ -72,7 +68,7 @@ class Keys:
             StreamFullError: a node's key is new, and there are as many as may be.
         """
         subject = self._subject(key)
-        answer = await self._api.ask(subject, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
+        answer = await self.api.ask(subject, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
         self._know(subject, int(answer["seq"]), record)
         return int(answer["seq"])
 
@@ -95,17 +91,20 @@ class Keys:
             StreamFullError: as for ``put``.
         """
         subject, data, stream = self._subject(key), wire.encode(record), self._stream(key)
-        sequence, _ = await publish_after(self._api, self._reader, stream, subject, data, uuid4().hex, revision)
+        sequence, _ = await publish_after(self.api, stream, subject, data, uuid4().hex, revision)
         self._know(subject, sequence, record)
         return sequence
 
     async def delete(self, key: str) -> None:
         """Forget a key; one that does not exist is no error."""
         headers = {"KV-Operation": "DEL", "Nats-Msg-Id": uuid4().hex}
-        await self._api.ask(self._subject(key), b"", headers)
+        await self.api.ask(self._subject(key), b"", headers)
 
     async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
-        """Return value and revision of every key that starts with ``prefix``; without those that cannot be read."""
+        """Return value and revision of every key that starts with ``prefix``, in one request.
+
+        Those that cannot be read are left out.
+        """
         found: dict[str, tuple[R, int]] = {}
         for key, last in (await self._last(prefix)).items():
             with suppress(WireError):
@@ -115,13 +114,17 @@ class Keys:
         return found
 
     async def records(self, wanted: Mapping[str, type[Record]]) -> dict[str, Record]:
-        """Return the values of several keys, by key; without those that do not exist or cannot be read."""
+        """Return the values of several keys, by key; without those that do not exist or cannot be read.
+
+        Args:
+            wanted: which kind stands at a key; or, where that ends in a dot, at every key that begins so.
+        """
         subjects: dict[str, list[str]] = {}
         for key in wanted:
             subjects.setdefault(self._stream(key), []).append(self._subject(f"{key}>" if key.endswith(".") else key))
         found: dict[str, Record] = {}
         for stream, own in subjects.items():
-            for last in await self._reader.read_last_of_each(stream, *own):
+            for last in await self.api.read_last_of_each(stream, *own):
                 key = _key_of(last)
                 if not _is_key(key):
                     continue
@@ -136,16 +139,20 @@ class Keys:
         """Return the keys that start with ``prefix``, sorted."""
         return sorted(await self._last(prefix))
 
-    def watch(self, key: str, kind: type[R], poll_s: float = POLL_S) -> "Watch[R]":
-        """Return the endless iterator of a key's values."""
-        return Watch(self, Attention(self._bells, self._subject(key), poll_s), key, kind)
+    def watch_key(self, key: str, kind: type[R], *, poll_s: float = POLL_S) -> "Watch[R]":
+        """Return the endless iterator of a key's values: the present one, then each newer one that is seen.
+
+        Values between two looks are skipped, and so is a deletion. It looks whenever the key changes, on
+        every reconnect, and every ``poll_s``.
+        """
+        return Watch(self, Attention(self.api, self._subject(key), poll_s), key, kind)
 
     async def _value(self, message: Message, kind: type[R]) -> R | None:
         """Return the record in a value or, where that is none, in the newest one before it that is."""
         values = [message]
-        history = NODES_HISTORY if message.stream == f"KV_{self._names.nodes_bucket}" else HISTORY
+        history = NODES_HISTORY if message.stream == f"KV_{self.names.nodes_bucket}" else HISTORY
         if await self._read(message, kind) is None and not _is_deleted(message) and history > 1:
-            kept = await self._reader.read_batch(message.stream, message.subject, 1)
+            kept = await self.api.read_batch(message.stream, message.subject, 1)
             values += [one for one in reversed(kept) if one.sequence < message.sequence]
         for value in values:
             if _is_deleted(value):
@@ -180,20 +187,20 @@ class Keys:
 
     async def _last(self, prefix: str) -> dict[str, Message]:
         tokens = prefix[: prefix.rfind(".") + 1]
-        buckets = [self._names.bucket_of(prefix)] if tokens else [self._names.bucket, self._names.nodes_bucket]
+        buckets = [self.names.bucket_of(prefix)] if tokens else [self.names.bucket, self.names.nodes_bucket]
         last = {
             _key_of(message): message
             for bucket in buckets
-            for message in await self._reader.read_last_of_each(f"KV_{bucket}", f"$KV.{bucket}.{tokens}>")
+            for message in await self.api.read_last_of_each(f"KV_{bucket}", f"$KV.{bucket}.{tokens}>")
             if not _is_deleted(message)
         }
         return {key: message for key, message in last.items() if key.startswith(prefix) and _is_key(key)}
 
     def _stream(self, key: str) -> str:
-        return f"KV_{self._names.bucket_of(key)}"
+        return f"KV_{self.names.bucket_of(key)}"
 
     def _subject(self, key: str) -> str:
-        return f"$KV.{self._names.bucket_of(key)}.{key}"
+        return f"$KV.{self.names.bucket_of(key)}.{key}"
 
 
 class Watch(AsyncIterator[R], Generic[R]):
@@ -219,8 +226,8 @@ class Watch(AsyncIterator[R], Generic[R]):
 
 
 async def publish_after(
-    api: JetStreamApi, reader: LogReader, stream: str, subject: str, data: bytes, msg_id: str, last_sequence: int,
-    headers: dict[str, str] | None = None,
+    api: StreamReader, stream: str, subject: str, data: bytes, msg_id: str, last_sequence: int,
+    headers: Mapping[str, str] | None = None,
 ) -> tuple[int, bool]:  # fmt: skip
     """Store a message provided that the newest one of its subject is at ``last_sequence``.
 
@@ -238,7 +245,7 @@ async def publish_after(
     except ApiError as exc:
         if exc.err_code not in WRONG_LAST_SEQUENCE:
             raise
-        for message in await reader.read_batch(stream, subject, last_sequence + 1):
+        for message in await api.read_batch(stream, subject, last_sequence + 1):
             if message.headers.get("Nats-Msg-Id") == msg_id:
                 return message.sequence, True
         raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc

@@ -14,7 +14,7 @@ import msgspec
 
 from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi
 from areal_async.bus.client import FORWARDED
-from areal_async.bus.connection import NO_RESPONDERS, ConnectionLostError, Received
+from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
 from areal_async.errors import BusError
 
 BATCH_MESSAGES = 512
@@ -65,54 +65,21 @@ class Bell:
                 await self._rung.wait()
 
 
-class Bells:
-    """The bells of one bus."""
+class StreamReader(JetStreamApi):
+    """JetStream's requests over one connection, the direct gets of stored messages among them."""
 
-    def __init__(self, api: JetStreamApi) -> None:
-        self._api = api
+    def __init__(self, connection: Connection, operation_deadline_s: float) -> None:
+        super().__init__(connection, operation_deadline_s)
         self._bells: dict[str, Bell] = {}
 
-    async def get(self, subject: str) -> Bell:
+    async def bell(self, subject: str) -> Bell:
         """Return the bell of a subject; it also rings whenever the connection is back."""
         if subject not in self._bells:
             bell = self._bells[subject] = Bell()
-            await self._api.wait_connected(self._api.retry(f"subscription to {subject}"))
-            await self._api.connection.listen(subject, lambda _: bell.ring())
-            self._api.connection.on_reconnect.append(bell.ring)
+            await self.wait_connected(self.retry(f"subscription to {subject}"))
+            await self.connection.listen(subject, lambda _: bell.ring())
+            self.connection.on_reconnect.append(bell.ring)
         return self._bells[subject]
-
-
-class Attention:
-    """One reader's way of waiting for news: the bell, a few quick looks after it, and a slow poll."""
-
-    def __init__(self, bells: Bells, subject: str, poll_s: float = POLL_S) -> None:
-        self._bells = bells
-        self._subject = subject
-        self._poll_s = poll_s
-        self._num_seen = 0
-        self._look_s = poll_s
-
-    async def listen(self) -> None:
-        """Hear from now on; before the first look, so that nothing falls in between."""
-        bell = await self._bells.get(self._subject)
-        self._num_seen = bell.num_rings
-
-    async def wait(self) -> None:
-        """Return when it is worth looking again. Waits at most ``poll_s``."""
-        bell = await self._bells.get(self._subject)
-        await bell.wait(self._num_seen, self._look_s)
-        if bell.num_rings != self._num_seen:
-            self._num_seen = bell.num_rings
-            self._look_s = FIRST_LOOK_S
-        else:
-            self._look_s = min(self._poll_s, 2 * self._look_s)
-
-
-class LogReader:
-    """Direct gets."""
-
-    def __init__(self, api: JetStreamApi) -> None:
-        self._api = api
 
     async def get_message(self, stream: str, sequence: int) -> Message | None:
         """Return the message at this sequence, or None when it is not stored any more."""
@@ -149,7 +116,7 @@ class LogReader:
         return sorted(newest.values(), key=lambda message: message.sequence)
 
     async def _one(self, stream: str, subject: str, body: Mapping[str, Any]) -> Message | None:
-        answer = await self._api.request(subject, msgspec.json.encode(body) if body else b"")
+        answer = await self.request(subject, msgspec.json.encode(body) if body else b"")
         if answer.status == "404":
             return None
         if answer.status is not None:
@@ -157,9 +124,9 @@ class LogReader:
         return _message(stream, answer)
 
     async def _batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
-        retry = self._api.retry(f"read of {stream}")
+        retry = self.retry(f"read of {stream}")
         while True:
-            await self._api.wait_connected(retry)
+            await self.wait_connected(retry)
             try:
                 with anyio.fail_after(min(TRY_DEADLINE_S, retry.remaining_s)):
                     return await self._try_batch(stream, body)
@@ -170,7 +137,7 @@ class LogReader:
     async def _try_batch(self, stream: str, body: Mapping[str, Any]) -> list[Message]:
         messages: list[Message] = []
         last_sequence = "0"
-        with self._api.connection.call(f"$JS.API.DIRECT.GET.{stream}") as call:
+        with self.connection.call(f"$JS.API.DIRECT.GET.{stream}") as call:
             await call.send(msgspec.json.encode(body))
             while True:
                 answer = await call.receive()
@@ -188,19 +155,45 @@ class LogReader:
                 messages.append(_message(stream, answer))
 
 
+class Attention:
+    """One reader's way of waiting for news: the bell, a few quick looks after it, and a slow poll."""
+
+    def __init__(self, api: StreamReader, subject: str, poll_s: float = POLL_S) -> None:
+        self._api = api
+        self._subject = subject
+        self._poll_s = poll_s
+        self._num_seen = 0
+        self._look_s = poll_s
+
+    async def listen(self) -> None:
+        """Hear from now on; before the first look, so that nothing falls in between."""
+        bell = await self._api.bell(self._subject)
+        self._num_seen = bell.num_rings
+
+    async def wait(self) -> None:
+        """Return when it is worth looking again. Waits at most ``poll_s``."""
+        bell = await self._api.bell(self._subject)
+        await bell.wait(self._num_seen, self._look_s)
+        if bell.num_rings != self._num_seen:
+            self._num_seen = bell.num_rings
+            self._look_s = FIRST_LOOK_S
+        else:
+            self._look_s = min(self._poll_s, 2 * self._look_s)
+
+
 class Follow:
     """The messages of a subject from a sequence on: those stored, then each new one. An async iterator, endless.
 
     It holds nothing that must be closed, and may be left at any time.
     """
 
-    def __init__(self, reader: LogReader, bells: Bells, stream: str, subject: str, start_sequence: int) -> None:
-        self._reader = reader
+    def __init__(self, api: StreamReader, stream: str, subject: str, start_sequence: int) -> None:
+        self._api = api
         self._stream = stream
         self._subject = subject
         self._next_sequence = start_sequence
         self._ready: deque[Message] = deque()
-        self._attention = Attention(bells, subject)
+        self._attention = Attention(api, subject)
         self._is_listening = False
 
     def __aiter__(self) -> "Follow":
@@ -211,7 +204,7 @@ class Follow:
             await self._attention.listen()
             self._is_listening = True
         while not self._ready:
-            self._ready.extend(await self._reader.read_batch(self._stream, self._subject, self._next_sequence))
+            self._ready.extend(await self._api.read_batch(self._stream, self._subject, self._next_sequence))
             if self._ready:
                 self._next_sequence = self._ready[-1].sequence + 1
             else:
