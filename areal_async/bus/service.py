@@ -266,6 +266,7 @@ def _is_request(request: Request) -> bool:
 def _noting_lags(lags_s: deque[float]) -> Iterator[None]:
     """Note, while the block runs, by how much this process's event loop is late at each beat."""
     loop = asyncio.get_running_loop()
+    next_beat: asyncio.TimerHandle
 
     def beat(due_s: float) -> None:
         nonlocal next_beat
