@@ -3,8 +3,8 @@
 import os
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -24,10 +24,13 @@ MAX_ASKED = 8
 """Times that one process is asked where it stands: a run may stand still for days."""
 
 
-class LocalProcess:
-    """A child of this process; killed by the kernel when this process ends."""
+class ChildProcess:
+    """A child of this process, in a session of its own: what was started, or what stands for it."""
 
-    def __init__(self, spec: ProcessSpec, process: anyio.abc.Process, *, output_start_bytes: int) -> None:
+    noise: tuple[str, ...]
+    """What its lines begin with that say nothing of its end."""
+
+    def __init__(self, spec: ProcessSpec, process: anyio.abc.Process, output_start_bytes: int) -> None:
         self.spec = spec
         self._process = process
         self._output_start_bytes = output_start_bytes
@@ -37,27 +40,72 @@ class LocalProcess:
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def has_ended(self) -> bool:
+        return self._process.returncode is not None
+
     async def wait(self) -> int:
         return await self._process.wait()
 
+    def last_sentence(self) -> str:
+        return self._last_line(self.noise)
+
+    def _last_line(self, noise: tuple[str, ...] = ()) -> str:
+        path = self.spec.output
+        return last_line(path, start_bytes=self._output_start_bytes, noise=noise) if path is not None else ""
+
+
+async def start_child(spec: ProcessSpec, command: Sequence[str]) -> tuple[anyio.abc.Process, int]:
+    """Start what stands for a process; return it, and where that begins which it adds to its output.
+
+    Once it has started it is too late to ask where: it moves the position that both share.
+
+    Raises:
+        PipelineError: its program or its output file cannot be opened.
+    """
+    try:
+        with _opened(spec.output) as output:
+            start_bytes = output.tell() if output is not None else 0
+            process = await anyio.open_process(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **spec.environment},
+                start_new_session=True,
+            )
+            return process, start_bytes
+    except OSError as exc:
+        raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
+
+
+def _opened(path: Path | None) -> AbstractContextManager[IO[bytes] | None]:
+    """Have the output of a process, to be added to; None for this process's own."""
+    if path is None:
+        return nullcontext()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return open(path, "ab")
+
+
+class LocalProcess(ChildProcess):
+    """A child of this process; killed by the kernel when this process ends."""
+
+    noise = ("nanobind:", " - leaked", " - ... skipped", "See https://nanobind")
+    """What a grammar library says as a process ends early, after the cause."""
+
     def terminate(self) -> None:
-        if self._process.returncode is None:
+        if not self.has_ended:
             with suppress(ProcessLookupError):
                 self._process.terminate()
 
     def kill(self) -> None:
-        if self._process.returncode is None:
+        if not self.has_ended:
             with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+                os.killpg(self.pid, signal.SIGKILL)
 
     def ask_stacks(self) -> None:
-        if self._process.returncode is None and self._num_asked < MAX_ASKED:
+        if not self.has_ended and self._num_asked < MAX_ASKED:
             self._num_asked += stacks.ask(self.pid)
-
-    def last_sentence(self) -> str:
-        if self.spec.output is None:
-            return ""
-        return last_line(self.spec.output, start_bytes=self._output_start_bytes, noise=LEAKS)
 
 
 class LocalBackend:
@@ -77,39 +125,9 @@ class LocalBackend:
         """Start one child.
 
         Raises:
-            PipelineError: its program or its output file cannot be opened.
+            PipelineError: as ``start_child``.
         """
-        try:
-            with opened(spec.output) as (output, start_bytes):
-                process = await anyio.open_process(
-                    guarded(list(spec.command)),
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **spec.environment},
-                    start_new_session=True,
-                )
-                return LocalProcess(spec, process, output_start_bytes=start_bytes)
-        except OSError as exc:
-            raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
-
-
-@contextmanager
-def opened(path: Path | None) -> Iterator[tuple[IO[bytes] | None, int]]:
-    """Have the output of a process, to be added to (None for this process's own), and where what it adds begins.
-
-    Once the process has started it is too late to ask where: it moves the position that both share.
-    """
-    if path is None:
-        yield None, 0
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "ab") as output:
-        yield output, output.tell()
-
-
-LEAKS = ("nanobind:", " - leaked", " - ... skipped", "See https://nanobind")
-"""What a grammar library says as a process ends early, after the cause."""
+        return LocalProcess(spec, *await start_child(spec, guarded(list(spec.command))))
 
 
 def last_line(path: Path, *, start_bytes: int, noise: tuple[str, ...] = ()) -> str:

@@ -24,7 +24,7 @@ import anyio.to_thread
 
 from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import ProcessSpec
-from areal_async.launch.local import MAX_ASKED, last_line, opened
+from areal_async.launch.local import MAX_ASKED, ChildProcess, start_child
 from areal_async.process import stacks
 from areal_async.process.host import LOOPBACK
 
@@ -71,37 +71,28 @@ def step_command(spec: ProcessSpec, *, host: str, identity: Path) -> list[str]:
     return on_host(host, spec.name, *say, *environment, *spec.command)
 
 
-class SlurmProcess:
+class SlurmProcess(ChildProcess):
     """One step, and the ``srun`` that stands for it."""
 
+    noise = NOISE
+
     def __init__(
-        self,
-        spec: ProcessSpec,
-        process: anyio.abc.Process,
-        *,
-        host: str,
-        is_here: bool,
-        identity: Path,
-        output_start_bytes: int,
+        self, spec: ProcessSpec, process: anyio.abc.Process, output_start_bytes: int, *, host: str, is_here: bool
     ) -> None:
-        self.spec = spec
-        self._process = process
+        super().__init__(spec, process, output_start_bytes)
         self._host = host
         self._is_here = is_here
-        self._identity = identity
-        self._output_start_bytes = output_start_bytes
-        self._num_asked = 0
         self._orders: list[subprocess.Popen[bytes]] = []
 
     async def wait(self) -> int:
-        status = await self._process.wait()
+        status = await super().wait()
         for order in self._orders:
             await anyio.to_thread.run_sync(order.wait)
         is_signal = SIGNALLED < status <= SIGNALLED + signal.SIGRTMAX
         return SIGNALLED - status if is_signal else status
 
     def terminate(self) -> None:
-        if self._process.returncode is not None:
+        if self.has_ended:
             return
         _, pid = self._step
         with suppress(ProcessLookupError):
@@ -113,7 +104,7 @@ class SlurmProcess:
                 self._order(on_host(self._host, "stop", "kill", "-s", "TERM", str(pid)))
 
     def kill(self) -> None:
-        if self._process.returncode is not None:
+        if self.has_ended:
             return
         step, _ = self._step
         if step:
@@ -124,7 +115,7 @@ class SlurmProcess:
 
     def ask_stacks(self) -> None:
         _, pid = self._step
-        if not pid or self._process.returncode is not None or self._num_asked >= MAX_ASKED:
+        if not pid or self.has_ended or self._num_asked >= MAX_ASKED:
             return
         if self._is_here:
             self._num_asked += stacks.ask(pid)
@@ -134,16 +125,13 @@ class SlurmProcess:
 
     def last_sentence(self) -> str:
         """Return its own last line, and where it has said nothing, Slurm's: it may never have begun."""
-        if self.spec.output is None:
-            return ""
-        own = last_line(self.spec.output, start_bytes=self._output_start_bytes, noise=NOISE)
-        return own or last_line(self.spec.output, start_bytes=self._output_start_bytes)
+        return super().last_sentence() or self._last_line()
 
     @property
     def _step(self) -> tuple[str, int]:
         """The step's id and its process; empty and 0 while it has not begun."""
         try:
-            step, pid = self._identity.read_text().split()
+            step, pid = identity_of(self.spec).read_text().split()
             return step, int(pid)
         except (OSError, ValueError):
             return "", 0
@@ -218,33 +206,22 @@ class SlurmBackend:
         """Start one step.
 
         Raises:
-            PipelineError: ``srun`` or the output file cannot be opened.
+            PipelineError: as ``start_child``, or its file of before cannot be removed.
         """
-        place = spec.output.parent if spec.output is not None else Path.cwd()
-        identity = (place / f".{spec.name}.step").absolute()
-        host = spec.host or self._host
-        command = step_command(spec, host=host, identity=identity)
+        host, identity = spec.host or self._host, identity_of(spec)
+        step = step_command(spec, host=host, identity=identity)
         try:
             identity.unlink(missing_ok=True)
-            with opened(spec.output) as (output, start_bytes):
-                process = await anyio.open_process(
-                    [sys.executable, "-c", _WITH_LAUNCHER, str(os.getpid()), *command],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **spec.environment},
-                    start_new_session=True,
-                )
-                return SlurmProcess(
-                    spec,
-                    process,
-                    host=host,
-                    is_here=host == self._host,
-                    identity=identity,
-                    output_start_bytes=start_bytes,
-                )
         except OSError as exc:
             raise PipelineError(f"{spec.name}: cannot be started: {exc}") from exc
+        child = await start_child(spec, [sys.executable, "-c", _WITH_LAUNCHER, str(os.getpid()), *step])
+        return SlurmProcess(spec, *child, host=host, is_here=host == self._host)
+
+
+def identity_of(spec: ProcessSpec) -> Path:
+    """Return the file in which a step says its id and its process. Pure."""
+    place = spec.output.parent if spec.output is not None else Path.cwd()
+    return (place / f".{spec.name}.step").absolute()
 
 
 def _answer(command: list[str], *, deadline_s: int) -> str:
