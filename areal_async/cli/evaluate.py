@@ -10,7 +10,7 @@ import secrets
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from areal_async.errors import BusError, UnansweredError, UserError
 from areal_async.launch.run import visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.monitor import evaluated
-from areal_async.monitor.text import json_text, settings_help
+from areal_async.monitor.text import json_text
 from areal_async.monitor.trial_output import figure
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
@@ -90,9 +90,6 @@ class Result:
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Evaluate, and say what it came to; the status is 1 when no row of a task could be scored."""
-    if arguments.help_settings:
-        say(settings_help(Settings))
-        return 0
     check_arguments(arguments)
     if arguments.samples is not None:
         overrides = ["--eval.samples", arguments.samples, *overrides]
@@ -203,7 +200,7 @@ def _of_run(directory: RunDirectory, arguments: argparse.Namespace, overrides: S
             say(f"{shown} is evaluated")
         named = settings.model_copy(update={"model": settings.model.model_copy(update={"path": str(model)})})
         results = _evaluate(named, tasks, urls=(), logs=folder, traced_in=directory.path)
-    return [Result(**asdict(result) | {"model": shown}) for result in results]
+    return [replace(result, model=shown) for result in results]
 
 
 def _model_of(directory: RunDirectory, settings: Settings, wanted: str, folder: Path) -> tuple[Path, str]:
@@ -309,7 +306,8 @@ async def ask_live(directory: RunDirectory) -> list[Result]:
             answer = await _answer(directory, bus, subject, body, patience_s=settings.bus.operation_deadline_s)
             told = msgspec.json.encode(answer.get("records", []))
             if records := decode_json(told, list[EvalRecord], what=f"answer of {subject}"):
-                return [_result_of_record(record) for record in records]
+                shared = [one.name for one in fields(Result) if one.name != "model"]
+                return [Result(model=one.eval_id, **{name: getattr(one, name) for name in shared}) for one in records]
             body["version"] = str(answer.get("version", ""))
             await anyio.sleep(POLL_S)
 
@@ -328,19 +326,3 @@ async def _answer(directory: RunDirectory, bus: Bus, subject: str, body: Report,
             if anyio.current_time() > ends_at:
                 raise
         await anyio.sleep(POLL_S)
-
-
-def _result_of_record(record: EvalRecord) -> Result:
-    return Result(
-        workflow=record.workflow,
-        model=record.eval_id,
-        accuracy=record.accuracy,
-        low=record.low,
-        high=record.high,
-        num_scored=record.num_scored,
-        num_failed=record.num_failed,
-        reasons=record.reasons,
-        num_samples=record.num_samples,
-        pass_at=record.pass_at,
-        is_graded=record.is_graded,
-    )

@@ -17,10 +17,12 @@ from typing import Any, NamedTuple, NoReturn
 from areal_async.errors import PipelineError, UserError, leaves_of
 from areal_async.process.gc_pauses import importing
 from areal_async.process.plain_text import escaped
-from areal_async.process.stdio import loss, program
+from areal_async.process.stdio import loss, program, say
 
 INTERRUPTED = 130
 """Exit status of a command that the user broke off."""
+KINDS = {"sft": ("sft", "SftSettings"), "reward-model": ("reward_model", "RewardModelSettings")}
+"""Verb with settings of its own -> their module and their class; the others have those of a run."""
 UNREAD = 141
 """Whoever read it has gone: as of a program that SIGPIPE ends."""
 
@@ -324,10 +326,19 @@ def _dispatch(arguments: Sequence[str]) -> int:
     own, overrides = split_overrides(rest, verb)
     parsed = parser.parse_args(own)
     parsed.verb = name
+    if getattr(parsed, "help_settings", False):
+        return _if_heard(_list_settings(name))
     with importing():
         module = importlib.import_module(f"areal_async.cli.{verb.module}")
     status: int = module.run(parsed, overrides)
     return status if verb.goes_on_unheard else _if_heard(status)
+
+
+def _list_settings(verb: str) -> int:
+    module, kind = KINDS.get(verb, ("settings", "Settings"))
+    settings = getattr(importlib.import_module(f"areal_async.config.{module}"), kind)
+    say(importlib.import_module("areal_async.monitor.text").settings_help(settings))
+    return 0
 
 
 def _if_heard(status: int) -> int:

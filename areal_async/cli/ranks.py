@@ -6,6 +6,7 @@ A process that finds ``RANK`` in its environment is a rank, whoever started it (
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import anyio
@@ -35,14 +36,11 @@ def run_ranks(verb: str, words: Sequence[str], *, num_ranks: int, num_threads: i
     base = ProcessSpec(
         name=verb,
         command=(sys.executable, "-m", "areal_async", verb, *words),
-        environment={
-            "OMP_NUM_THREADS": str(num_threads),
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-        },
+        environment={"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
         output=None,
     )
     first, *others = rank_specs(base, num_ranks, directory=logs)
-    specs = [ProcessSpec(name=first.name, command=first.command, environment=first.environment, output=None), *others]
+    specs = [replace(first, output=None), *others]
     death = anyio.run(_run, specs, backend_options={"use_uvloop": True})
     if death is None:
         return 0

@@ -5,7 +5,7 @@ With nothing changed every loss must come out as it did. Where a setting is chan
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,11 +16,11 @@ import yaml
 from areal_async.algorithms.graphs import step_graph
 from areal_async.cli.checks import check_model
 from areal_async.cli.ranks import own_rank, run_ranks
+from areal_async.config.resumed import differences
 from areal_async.config.settings import AlgorithmSettings, Settings
 from areal_async.config.sources import load_settings
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory, find_run
-from areal_async.monitor.text import settings_help
 from areal_async.process.stdio import say
 from areal_async.telemetry import log
 from areal_async.trainer.output.archive_reader import read_lines, whole_steps
@@ -30,26 +30,14 @@ if TYPE_CHECKING:
 
 SUFFIX = "-replay"
 IRRELEVANT = (
-    *("run.name", "run.directory", "run.watchdog_s", "run.on_stall", "run.max_failed_groups"),
-    *(
-        "trainer.max_restarts",
-        "trainer.keep_*",
-        "eval.*",
-        "tasks.*.eval.*",
-        "metrics.*",
-        "health.*",
-        "launch.*",
-        "bus.*",
-    ),
-)
+    "run.name", "run.directory", "run.watchdog_s", "run.on_stall", "run.max_failed_groups", "trainer.max_restarts",
+    "trainer.keep_*", "eval.*", "tasks.*.eval.*", "metrics.*", "health.*", "launch.*", "bus.*",
+)  # fmt: skip
 """Settings that no number of a replay depends on, as patterns."""
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Replay, and return 1 where the losses of an unchanged run come out otherwise."""
-    if arguments.help_settings:
-        say(settings_help(Settings))
-        return 0
     if arguments.run is None:
         raise UserError("replay: got no run; name --run NAME")
     directory = find_run(arguments.run)
@@ -114,17 +102,8 @@ def own_knobs(algorithm: AlgorithmSettings) -> dict[str, Any]:
 
 def changed_settings(recorded: Settings, settings: Settings) -> list[str]:
     """Return the names of the settings that a replay's numbers may depend on and that differ. Pure."""
-    before, now = dict(_leaves(recorded.model_dump(mode="json"))), dict(_leaves(settings.model_dump(mode="json")))
-    changed = [name for name in before | now if before.get(name) != now.get(name)]
+    changed = [one.name for one in differences(recorded, settings)]
     return [name for name in changed if not any(fnmatchcase(name, pattern) for pattern in IRRELEVANT)]
-
-
-def _leaves(tree: Mapping[str, Any] | Sequence[Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items() if isinstance(tree, Mapping) else enumerate(tree):
-        if isinstance(value, dict | list):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def rate_changes(recorded: Sequence[Mapping[str, Any]], replayed: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -48,7 +48,6 @@ from areal_async.launch.supervisor import RunEnd
 from areal_async.monitor.curves import Follower
 from areal_async.monitor.display import choose_display
 from areal_async.monitor.report.summary import summarise
-from areal_async.monitor.text import settings_help
 from areal_async.monitor.view import RunView
 from areal_async.process.host import check_address, visible_gpus
 from areal_async.process.stdio import say
@@ -68,9 +67,6 @@ NOTHING = (
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run one experiment to its end, to the user's interruption, or to its failure."""
-    if arguments.help_settings:
-        say(settings_help(Settings))
-        return 0
     gpus = visible_gpus()
     chosen = choose(arguments, overrides, has_gpu=bool(gpus))
     settings, directory = chosen.settings, chosen.directory

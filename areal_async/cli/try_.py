@@ -4,6 +4,7 @@ It is the code of a node that runs. Nothing is left on disk, except a server's l
 """
 
 import argparse
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +28,8 @@ from areal_async.config.settings import Settings, TaskSettings
 from areal_async.data.rows import load_rows
 from areal_async.errors import UserError
 from areal_async.inference.call_parser import check_tool_call_parser
-from areal_async.monitor.text import settings_help
 from areal_async.monitor.trial_output import JsonOutput, Output, TerminalOutput
 from areal_async.process.host import visible_gpus
-from areal_async.process.stdio import say
 from areal_async.protocol.types import Prompt, SlotStatus
 from areal_async.telemetry import log
 
@@ -40,9 +39,6 @@ SPARE_STREAMS = 64
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the siblings; the status is 1 when one of them failed."""
-    if arguments.help_settings:
-        say(settings_help(Settings))
-        return 0
     check_arguments(arguments)
     config = choose_trial_config(arguments.file, arguments.config, has_gpu=bool(visible_gpus()))
     settings = load_run_settings(config, arguments.file, overrides)
@@ -52,8 +48,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     output.tell(f"settings: {config}; workflow {task.workflow}, model {settings.model.path}")
     with TemporaryFolder("try") as logs:
         log.configure("try", logs)
-        trial = _Run(settings, task, arguments, output, logs)
-        anyio.run(trial.run, backend_options={"use_uvloop": True})
+        anyio.run(_run, settings, task, arguments, output, logs, backend_options={"use_uvloop": True})
     output.summarise()
     return 1 if output.num_of(SlotStatus.FAILED) else 0
 
@@ -144,35 +139,22 @@ def read_prompts(task: TaskSettings, *, index: int, num_prompts: int) -> list[Pr
     return [Prompt(epoch=0, index=number, row=rows[number]) for number in range(index, index + num_prompts)]
 
 
-class _Run:
-    """Everything of one command that needs the event loop."""
-
-    def __init__(
-        self, settings: Settings, task: TaskSettings, arguments: argparse.Namespace, output: Output, logs: Path
-    ) -> None:
-        self._settings = settings
-        self._task = task
-        self._arguments = arguments
-        self._output = output
-        self._logs = logs
-
-    async def run(self) -> None:
-        arguments = self._arguments
-        prompts = await self._prompts()
-        async with opened_trial(
-            self._settings,
-            self._task,
-            urls=arguments.server,
-            logs=self._logs,
-            max_streams=len(prompts) * arguments.n + SPARE_STREAMS,
-            tell=self._output.tell,
-        ) as (trial, codec):
-            self._output.begin(codec)
-            await trial.run(prompts, num_siblings=arguments.n, on_attempt=self._output.show)
-
-    async def _prompts(self) -> list[Prompt]:
-        if self._arguments.row is not None:
-            return [Prompt(epoch=0, index=0, row=read_row(self._arguments.row))]
-        return await anyio.to_thread.run_sync(
-            lambda: read_prompts(self._task, index=self._arguments.index, num_prompts=self._arguments.prompts)
-        )
+async def _run(
+    settings: Settings, task: TaskSettings, arguments: argparse.Namespace, output: Output, logs: Path
+) -> None:
+    """Do everything of one command that needs the event loop."""
+    if arguments.row is not None:
+        prompts = [Prompt(epoch=0, index=0, row=read_row(arguments.row))]
+    else:
+        read = functools.partial(read_prompts, task, index=arguments.index, num_prompts=arguments.prompts)
+        prompts = await anyio.to_thread.run_sync(read)
+    async with opened_trial(
+        settings,
+        task,
+        urls=arguments.server,
+        logs=logs,
+        max_streams=len(prompts) * arguments.n + SPARE_STREAMS,
+        tell=output.tell,
+    ) as (trial, codec):
+        output.begin(codec)
+        await trial.run(prompts, num_siblings=arguments.n, on_attempt=output.show)

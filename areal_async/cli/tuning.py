@@ -9,8 +9,6 @@ from areal_async.cli.checks import check_dataset, check_model, check_tokenizer
 from areal_async.cli.ranks import own_rank, run_ranks
 from areal_async.config.sources import load_settings
 from areal_async.config.tuning import TuningSettings
-from areal_async.monitor.text import settings_help
-from areal_async.process.stdio import say
 from areal_async.telemetry import log
 
 S = TypeVar("S", bound=TuningSettings)
@@ -24,9 +22,6 @@ def run_tuning(
     Args:
         learn: what one rank does. It is called once the settings are known to be right, and imports torch then.
     """
-    if arguments.help_settings:
-        say(settings_help(kind))
-        return 0
     config = Path(arguments.config) if arguments.config else None
     settings = load_settings(config, overrides, kind)
     check_dataset(settings.dataset, "dataset")

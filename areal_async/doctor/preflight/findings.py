@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from typing import Any
 
+import anyio.to_thread
 import msgspec
 
 from areal_async.errors import UserError
@@ -44,12 +46,22 @@ def error(check: str, saw: str, cure: str) -> PreflightFinding:
     return PreflightFinding(check=check, level=Level.ERROR, saw=saw, cure=cure)
 
 
-def guarded(check: str, look: Callable[[], Iterable[PreflightFinding]]) -> list[PreflightFinding]:
+def guarded(check: str, look: Callable[..., Iterable[PreflightFinding]], *args: Any) -> list[PreflightFinding]:
     """Return what ``look`` finds; a user's mistake that it raises is a finding too."""
     try:
-        return list(look())
+        return list(look(*args))
     except UserError as mistake:
         return [of_mistake(check, mistake)]
+
+
+async def here(check: str, look: Callable[..., Iterable[PreflightFinding]], *args: Any) -> list[PreflightFinding]:
+    """Look in the thread of the event loop: it is quick, or imports what users wrote."""
+    return guarded(check, look, *args)
+
+
+async def in_thread(check: str, look: Callable[..., Iterable[PreflightFinding]], *args: Any) -> list[PreflightFinding]:
+    """Look in a thread of its own: it waits for a program, a network or a disk."""
+    return await anyio.to_thread.run_sync(guarded, check, look, *args)
 
 
 def of_mistake(check: str, mistake: UserError) -> PreflightFinding:

@@ -1,7 +1,6 @@
 """Whether the model, the data and the workflow can be read, by reading them as the run will."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from areal_async.config.settings import DatasetSettings, Settings
 from areal_async.data.rows import load_rows
@@ -34,7 +33,7 @@ def check_models(settings: Settings) -> tuple[list[PreflightFinding], dict[str, 
             wanted[role] = settings.model.for_role(role).path
     wanted |= {f"of policy {name}": str(one.path) for name, one in settings.frozen_policies.items()}
     for role, path in wanted.items():
-        findings += guarded(f"model {role}", partial(look, role, path))
+        findings += guarded(f"model {role}", look, role, path)
     return findings, sizes
 
 
@@ -53,10 +52,10 @@ def check_data(settings: Settings) -> Iterator[PreflightFinding]:
     """Load every data set and count its rows."""
     for task in settings.tasks:
         check = f"data of {task.name}"
-        yield from guarded(check, partial(_rows, check, task.dataset))
+        yield from guarded(check, _rows, check, task.dataset)
     for task, dataset, limit in settings.held_out:
         check = f"held-out data of {task.name}"
-        yield from guarded(check, partial(_rows, check, dataset, limit))
+        yield from guarded(check, _rows, check, dataset, limit)
 
 
 def check_workflows(settings: Settings) -> Iterator[PreflightFinding]:
