@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from areal_async.cli.checks import check_dataset, check_model, check_tokenizer
 from areal_async.cli.ranks import own_rank, run_ranks
-from areal_async.config.sources import load_settings
+from areal_async.config.sources import load_kind
 from areal_async.config.tuning import TuningSettings
 from areal_async.telemetry import log
 
@@ -23,7 +23,7 @@ def run_tuning(
         learn: what one rank does. It is called once the settings are known to be right, and imports torch then.
     """
     config = Path(arguments.config) if arguments.config else None
-    settings = load_settings(config, overrides, kind)
+    settings = load_kind(kind, config, overrides)
     check_dataset(settings.dataset, "dataset")
     check_model(settings.model.path)
     check_tokenizer(settings.model.path)

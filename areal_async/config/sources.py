@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_origin, overload
+from typing import Any, TypeVar, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -108,24 +108,13 @@ def absolute(assignment: Assignment, kind: type[BaseModel]) -> Assignment:
     return replace(assignment, value=with_absolute_paths(value, annotation), folder=Path())
 
 
-@overload
-def load_settings(config: Path | None, overrides: Sequence[str] = (), *, use_environment: bool = True) -> Settings: ...
+def load_settings(config: Path | None, overrides: Sequence[str] = (), *, use_environment: bool = True) -> Settings:
+    """Read, merge and check the settings of a run, as ``load_kind`` does."""
+    return load_kind(Settings, config, overrides, use_environment=use_environment)
 
 
-@overload
-def load_settings(
-    config: Path | None, overrides: Sequence[str], kind: type[S], *, use_environment: bool = True
-) -> S: ...
-
-
-def load_settings(
-    config: Path | None,
-    overrides: Sequence[str] = (),
-    kind: type[BaseModel] = Settings,
-    *,
-    use_environment: bool = True,
-) -> BaseModel:
-    """Read, merge and check the settings of a run.
+def load_kind(kind: type[S], config: Path | None, overrides: Sequence[str] = (), *, use_environment: bool = True) -> S:
+    """Read, merge and check settings of a kind.
 
     Args:
         config: YAML file; ``None`` for defaults.
@@ -160,8 +149,7 @@ def resolve(base: Mapping[str, Any], assignments: Sequence[Assignment], kind: ty
     data = copy.deepcopy(dict(base))
     misplaced: dict[Parts, str] = {}
     for assignment in assignments:
-        _refuse_unknown(assignment, kind)
-        _refuse_misfit(assignment.value, assignment.parts, assignment.origin, kind)
+        _refuse_unfit(assignment, assignment.value, assignment.parts, kind)
         annotation = annotation_at(kind, assignment.parts)
         value, found = placed(assignment.value, annotation, parts=assignment.parts, folder=assignment.folder)
         misplaced = {parts: one for parts, one in misplaced.items() if not _gives(assignment, parts)}
@@ -297,41 +285,24 @@ def _merged(old: Any, new: Any, annotation: Any) -> Any:
     }
 
 
-def _refuse_unknown(assignment: Assignment, kind: type[BaseModel]) -> None:
-    for parts in _unknown(assignment.value, assignment.parts, kind):
+def _refuse_unfit(assignment: Assignment, value: Any, parts: Parts, kind: type[BaseModel]) -> None:
+    """Refuse a name that no setting has, and what stands in the place of a section or a list.
+
+    A key of a later source would replace the latter unseen.
+    """
+    name, origin, annotation = ".".join(parts), assignment.origin, without_none(annotation_at(kind, parts))
+    if annotation is None:
         near = nearest(parts, kind)
         remedy = f"did you mean {near}" if near else "see run --help-settings"
-        raise UserError(f"unknown setting {'.'.join(parts)} {_place(assignment.origin)}; {remedy}")
-
-
-def _unknown(value: Any, parts: Parts, kind: type[BaseModel]) -> Iterator[Parts]:
-    annotation = without_none(annotation_at(kind, parts))
-    if annotation is None:
-        yield parts
-    elif isinstance(value, dict) and (is_section(annotation) or get_origin(annotation) is dict):
-        for key, inner in value.items():
-            yield from _unknown(inner, (*parts, str(key)), kind)
-    elif isinstance(value, list) and get_origin(annotation) in (tuple, list):
-        for index, inner in enumerate(value):
-            if isinstance(inner, dict):
-                yield from _unknown(inner, (*parts, str(index)), kind)
-
-
-def _refuse_misfit(value: Any, parts: Parts, origin: str, kind: type[BaseModel]) -> None:
-    """Refuse what stands in the place of a section or a list, which a key of a later source would replace unseen."""
-    annotation = without_none(annotation_at(kind, parts))
+        place = origin.partition(" (--")[0]  # the sentence has said the name in brackets already
+        raise UserError(f"unknown setting {name} {place}; {remedy}")
     if value is None or not is_composite(annotation):
         return
     is_list = get_origin(annotation) in (tuple, list)
     if not isinstance(value, list if is_list else dict):
-        raise UserError(_misfit_text(".".join(parts), value, _NEEDS["tuple_type" if is_list else "model_type"], origin))
-    for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
-        _refuse_misfit(inner, (*parts, str(part)), origin, kind)
-
-
-def _place(origin: str) -> str:
-    """Drop the name in brackets: the sentence has said it already."""
-    return origin.partition(" (--")[0]
+        raise UserError(_misfit_text(name, value, _NEEDS["tuple_type" if is_list else "model_type"], origin))
+    for part, inner in enumerate(value) if is_list else value.items():
+        _refuse_unfit(assignment, inner, (*parts, str(part)), kind)
 
 
 # What is wrong with a value

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings
 from areal_async.config.sft import SftSettings
-from areal_async.config.sources import load_settings
+from areal_async.config.sources import load_kind
 from areal_async.config.tree import annotation_at, describe, leaves
 
 ROOT = Path(__file__).parents[3]
@@ -57,7 +57,7 @@ def kind_of(path: Path) -> type[BaseModel]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)
 def test_every_file_in_configs_parses(path: Path) -> None:
-    settings = load_settings(path, [], kind_of(path), use_environment=False)
+    settings = load_kind(kind_of(path), path, use_environment=False)
 
     assert settings.model_dump()["run"]["name"] == path.stem
 

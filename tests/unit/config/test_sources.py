@@ -10,7 +10,7 @@ import yaml
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.config.settings import Settings
 from areal_async.config.sft import SftSettings
-from areal_async.config.sources import dump_settings, load_settings
+from areal_async.config.sources import dump_settings, load_kind, load_settings
 from areal_async.config.tree import Parts, leaves, without_none
 from areal_async.errors import UserError
 from areal_async.protocol.fields import MAX_STEP, is_version
@@ -301,12 +301,12 @@ def test_dumped_settings_load_as_themselves(config: Path, tmp_path: Path) -> Non
 def test_other_kinds_of_settings_come_from_the_same_sources(tmp_path: Path) -> None:
     path = _written(tmp_path, "dataset: {path: rows.jsonl}")
 
-    settings = load_settings(path, ["--trainer.lr", "2e-4"], SftSettings)
+    settings = load_kind(SftSettings, path, ["--trainer.lr", "2e-4"])
 
     assert isinstance(settings, SftSettings)
     assert settings.trainer.lr == 2e-4
     with pytest.raises(UserError, match="unknown setting rollout.group_size on the command line"):
-        load_settings(path, ["--rollout.group_size", "2"], SftSettings)
+        load_kind(SftSettings, path, ["--rollout.group_size", "2"])
 
 
 NUMBERS = [
@@ -332,7 +332,7 @@ def test_no_whole_number_is_beyond_64_bits(tmp_path: Path, value: int) -> None:
         if number is int:
             for config, words in ((_nested(tmp_path, parts, value), []), (None, [f"--{'.'.join(parts)}={value}"])):
                 with pytest.raises(UserError) as caught:
-                    load_settings(config, [*REQUIRED[kind], *words], kind)
+                    load_kind(kind, config, [*REQUIRED[kind], *words])
                 sentence = (
                     rf"{re.escape('.'.join(parts))}: got '?{value}'?, need at (?:most|least) (-?\d+); change it .*"
                 )
@@ -346,10 +346,10 @@ def test_a_number_too_long_to_be_read_is_refused_as_one(tmp_path: Path) -> None:
         name = re.escape(".".join(parts))
         need = "a whole number from -9223372036854775808 to" if number is int else "a finite number"
         with pytest.raises(UserError, match=rf"^{name}: got '9+, need {need}"):
-            load_settings(None, [*REQUIRED[kind], f"--{'.'.join(parts)}={'9' * 5000}"], kind)
+            load_kind(kind, None, [*REQUIRED[kind], f"--{'.'.join(parts)}={'9' * 5000}"])
         need = "at most" if number is int else "a number"
         with pytest.raises(UserError, match=rf"^{name}: got 9+, need {need}"):
-            load_settings(_nested(tmp_path, parts, int("9" * 400)), REQUIRED[kind], kind)
+            load_kind(kind, _nested(tmp_path, parts, int("9" * 400)), REQUIRED[kind])
 
 
 @pytest.mark.parametrize("value", [(1 << 63) - 1, -(1 << 63)])
@@ -368,7 +368,7 @@ def test_no_step_is_beyond_what_a_version_holds() -> None:
         name, most = ".".join(parts), 1000 if parts[-1] == "equal_rewards_steps" else MAX_STEP
         sentence = rf"{re.escape(name)}: got '?{most + 1}'?, need at most {most}; change it .*"
         with pytest.raises(UserError, match=rf"\A{sentence}\Z"):
-            load_settings(None, [*REQUIRED[kind], f"--{name}={most + 1}"], kind)
+            load_kind(kind, None, [*REQUIRED[kind], f"--{name}={most + 1}"])
 
 
 def _nested(folder: Path, parts: Parts, value: int) -> Path:
