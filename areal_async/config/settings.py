@@ -379,6 +379,12 @@ class Settings(Section):
         return {name: policy for name, policy in self.policies.items() if policy.is_frozen}
 
     @property
+    def num_inference_gpus(self) -> int:
+        """Derived: GPUs of the servers of one node, those of frozen policies too, where there are any."""
+        frozen = self.frozen_policies.values()
+        return self.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
+
+    @property
     def names(self) -> Names:
         """Subjects, streams and keys of this run."""
         return Names(self.run.name)

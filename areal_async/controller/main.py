@@ -2,12 +2,10 @@
 
 import functools
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import anyio
-import anyio.abc
 import msgspec
 import structlog
 
@@ -21,6 +19,7 @@ from areal_async.data.recorded_rows import Used, refuse_other_rows
 from areal_async.data.rows import load_rows
 from areal_async.errors import BusError, ConflictError, DeniedError, FencedError, PipelineError, UserError, leaves_of
 from areal_async.process import stacks
+from areal_async.process.signals import run_until_told
 from areal_async.protocol.run_state import RunState, ServerState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.telemetry import log as logging
@@ -46,29 +45,10 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
     evaluated = [(task.name, one.rows) for (task, *_), one in zip(settings.held_out, held_out, strict=True)]
     main = functools.partial(_run, settings, run_directory, bus_url, tasks, Tasks(evaluated))
     with recording(settings, run_directory, role="controller"):
-        is_told_to_end = anyio.run(_run_until_told, main, backend_options={"use_uvloop": True})
+        is_told_to_end = anyio.run(run_until_told, main, signal.SIGTERM, backend_options={"use_uvloop": True})
     if is_told_to_end:  # by the signal itself: status 0 would say that the run has finished
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.raise_signal(signal.SIGTERM)
-
-
-async def _run_until_told(main: Callable[[], Awaitable[None]]) -> bool:
-    """Run to the end, or until SIGTERM, and say whether it was that: spans are sent before the process ends."""
-    is_told = False
-    async with anyio.create_task_group() as tasks:
-
-        async def watch_signal(*, task_status: anyio.abc.TaskStatus[None]) -> None:
-            nonlocal is_told
-            with anyio.open_signal_receiver(signal.SIGTERM) as signals:
-                task_status.started()
-                async for _ in signals:
-                    is_told = True
-                    tasks.cancel_scope.cancel()
-
-        await tasks.start(watch_signal)
-        await main()
-        tasks.cancel_scope.cancel()
-    return is_told
 
 
 def _rows_of(settings: Settings) -> tuple[list[Used], list[Used]]:

@@ -31,6 +31,7 @@ from areal_async.launch.rotation import run_rotation
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.launch.supervisor import Notify, RunEnd, RunSupervisor
 from areal_async.process.host import visible_gpus
+from areal_async.process.signals import run_until_told
 from areal_async.protocol.run_state import Control, CrewState, Holder, RunState, SharedSettings
 from areal_async.protocol.subjects import CONTROL, LAUNCHER, RUN_STATE, SETTINGS, TOKEN, Names
 from areal_async.rollout.user_code.source_hashes import differing, source_hashes
@@ -203,18 +204,13 @@ class _Guest:
             PipelineError: the run has failed, or does not come back in time.
         """
         ends: list[RunEnd | None] = []
+
+        async def look() -> None:
+            ends.append(await self._look_for_run())
+
         with anyio.move_on_after(self._wait_s):
-            async with anyio.create_task_group() as tasks:
-
-                async def watch_signals() -> None:
-                    with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                        async for _ in signals:
-                            ends.append(RunEnd.STOPPED)
-                            tasks.cancel_scope.cancel()
-
-                tasks.start_soon(watch_signals)
-                ends.append(await self._look_for_run())
-                tasks.cancel_scope.cancel()
+            if await run_until_told(look, signal.SIGINT, signal.SIGTERM):
+                ends.append(RunEnd.STOPPED)
         if not ends:
             raise PipelineError(
                 f"run {self._run}: was away for {self._wait_s:g} s, need it back within launch.join_wait_s; start it "
@@ -259,9 +255,7 @@ class _Guest:
         return self._end_of_run(end)
 
     def _supervisor(self, settings: Settings, directory: RunDirectory, bus: Bus) -> RunSupervisor:
-        frozen = settings.frozen_policies.values()
-        num_gpus = settings.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
-        gpus, _ = share_gpus(visible_gpus(), num_inference=num_gpus, num_trainer=0)
+        gpus, _ = share_gpus(visible_gpus(), num_inference=settings.num_inference_gpus, num_trainer=0)
         group = node_group(settings, directory, node_id=self._node_id, gpus=gpus)
 
         async def read_failure() -> str | None:

@@ -41,9 +41,7 @@ def plan_groups(
     Raises:
         UserError: there are GPUs, but not enough of them.
     """
-    frozen = settings.frozen_policies.values()
-    num_inference = settings.inference.num_gpus + sum(one.num_servers * one.tensor_parallel for one in frozen)
-    num_ranks = settings.trainer.num_ranks
+    num_inference, num_ranks = settings.num_inference_gpus, settings.trainer.num_ranks
     if others := hosts[1:]:
         share_gpus(gpus, num_inference=num_inference, num_trainer=0)
         _, trainer_gpus = share_gpus(gpus, num_inference=0, num_trainer=num_ranks)

@@ -219,9 +219,13 @@ async def visit(
                     found = await _reach(stack, directory, connect_deadline_s, operation_deadline_s)
                     break
             else:
-                found = await _open_stopped(stack, directory, connect_deadline_s, operation_deadline_s)
+                settings = read_settings_of(directory)
+                directory.read_bus_url()  # raises where there never was a broker
+                url = await stack.enter_async_context(_broker(settings))
+                asking = _operator(settings, directory, url, connect_deadline_s, operation_deadline_s)
+                found = settings, await stack.enter_async_context(asking)
                 if needs_whole:
-                    await find_lost(found[1], directory, found[0], notify=lambda _: None)  # its next start tells
+                    await find_lost(found[1], directory, settings, notify=lambda _: None)  # its next start tells
                 break
         yield found
 
@@ -304,12 +308,12 @@ async def _reach(
     """
     ends_at_s = anyio.current_time() + deadline_s
     while directory.is_live:
-        settings, url = _with_patience(read_settings_of(directory), operation_deadline_s), directory.find_bus_url()
+        settings, url = read_settings_of(directory), directory.find_bus_url()
         if url is None:
             await anyio.sleep(POLL_S)
         else:
             with suppress(UnreachableError):
-                connecting = _operator(settings, directory, url, min(TRY_S, deadline_s))
+                connecting = _operator(settings, directory, url, min(TRY_S, deadline_s), operation_deadline_s)
                 return settings, await stack.enter_async_context(connecting)
         if anyio.current_time() > ends_at_s and directory.is_live and directory.find_bus_url() == url:
             where = f"its broker at {url} does not answer" if url else "it has no broker yet"
@@ -318,23 +322,6 @@ async def _reach(
                 f"down: try again, or see {directory.logs}"
             )
     raise NotLiveError(f"run {read_settings_of(directory).run.name}: has ended")
-
-
-async def _open_stopped(
-    stack: AsyncExitStack, directory: RunDirectory, connect_deadline_s: float, operation_deadline_s: float | None
-) -> tuple[Settings, Bus]:
-    """Start the broker of a run that nobody runs, and connect to it. Call with the directory held."""
-    settings = _with_patience(read_settings_of(directory), operation_deadline_s)
-    directory.read_bus_url()  # raises where there never was a broker
-    url = await stack.enter_async_context(_broker(settings))
-    return settings, await stack.enter_async_context(_operator(settings, directory, url, connect_deadline_s))
-
-
-def _with_patience(settings: Settings, operation_deadline_s: float | None) -> Settings:
-    if operation_deadline_s is None:
-        return settings
-    patience = settings.bus.model_copy(update={"operation_deadline_s": operation_deadline_s})
-    return settings.model_copy(update={"bus": patience})
 
 
 async def _broker_host(settings: Settings, backend: Backend, notify: Notify) -> str:
@@ -396,7 +383,11 @@ async def _broker(
 
 @asynccontextmanager
 async def _operator(
-    settings: Settings, directory: RunDirectory, url: str, connect_deadline_s: float = CONNECT_DEADLINE_S
+    settings: Settings,
+    directory: RunDirectory,
+    url: str,
+    connect_deadline_s: float = CONNECT_DEADLINE_S,
+    operation_deadline_s: float | None = None,
 ) -> AsyncIterator[Bus]:
     async with open_bus(
         url,
@@ -405,6 +396,6 @@ async def _operator(
         credentials=credentials_for(settings, directory.path, Role.OPERATOR),
         ca=settings.bus.ca,
         connect_deadline_s=connect_deadline_s,
-        operation_deadline_s=settings.bus.operation_deadline_s,
+        operation_deadline_s=operation_deadline_s or settings.bus.operation_deadline_s,
     ) as bus:
         yield bus

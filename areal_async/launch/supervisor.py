@@ -297,7 +297,7 @@ class RunSupervisor:
     # The end
 
     async def _stop_when_asked(self) -> None:
-        """Stop once when asked to.
+        """Stop group by group when asked to, each by its own deadline.
 
         consumes:     an order
         waits for:    it
@@ -306,7 +306,9 @@ class RunSupervisor:
         """
         await self._is_asked_to_stop.wait()
         if not self._stopping.is_set():
-            await self._stop_all()
+            self._notify(self._stopping_sentence)
+            await self._stop_others(None)
+            self._finish(RunEnd.STOPPED)
 
     async def _stop_at_signals(self) -> None:
         """Stop at the first signal, kill at the second.
@@ -316,22 +318,14 @@ class RunSupervisor:
         produces:     the end of the run
         unblocked by: cancellation when the run is over
         """
-        async with anyio.create_task_group() as tasks:
-            num_signals = 0
-            with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                async for _ in signals:
-                    num_signals += 1
-                    if num_signals > 1:
-                        self._notify("killing everything")
-                        self._finish(RunEnd.KILLED)
-                    elif not self._stopping.is_set():
-                        tasks.start_soon(self._stop_all)
-
-    async def _stop_all(self) -> None:
-        """Stop group by group, each by its own deadline."""
-        self._notify(self._stopping_sentence)
-        await self._stop_others(None)
-        self._finish(RunEnd.STOPPED)
+        is_second = False
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                if is_second:
+                    self._notify("killing everything")
+                    self._finish(RunEnd.KILLED)
+                self.stop()
+                is_second = True
 
     async def _stop_others(self, spared: _Member | None) -> None:
         self._stopping.set()
