@@ -38,19 +38,13 @@ class CriticTrainerSettings(LayoutSettings):
     """Norm to which the critic's gradients are scaled down; ``None`` takes ``trainer.max_grad_norm``."""
 
 
-class TrainerSettings(Section):
-    """The processes that turn batches into weights."""
+class EngineSettings(Section):
+    """What every training has: how ranks divide a model, AdamW, and memory."""
 
     num_ranks: int = Field(default=1, ge=1)
     """Trainer processes; one per GPU."""
-    engine: Literal["fsdp2"] = "fsdp2"
-    """Fully sharded data parallel, over the ranks that the three settings below leave."""
     pipeline_parallel: int = Field(default=1, ge=1)
     """Ranks that the layers are cut over; a row passes from rank to rank."""
-    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
-    """``interleaved`` gives every rank several stages: ranks wait less for each other, and send more."""
-    pipeline_stages_per_rank: int = Field(default=2, ge=2)
-    """Stages of each rank in the interleaved schedule; in the other each rank has one."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Ranks that share the arithmetic of each layer; they should be of one node. Must divide the heads, those of keys
     and values too, and the width of the feed-forward layer; a vocabulary that it does not divide is not shared."""
@@ -61,17 +55,39 @@ class TrainerSettings(Section):
     warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
     """Training steps over which the rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """After the warm-up: constant, or down to 0 over ``run.steps``."""
+    """After the warm-up: constant, or down to 0 over all steps (``run.steps``)."""
     weight_decay: float = Field(default=0.0, ge=0)
     """AdamW's decoupled decay, on matrices only."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's averages."""
-    eps: float = Field(default=1e-8, ge=1e-37)
-    """AdamW's epsilon; a smaller one is 0 in float32, and a weight without a gradient then no number."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this norm."""
     token_budget: int = Field(default=16384, ge=8)
     """Tokens of one packed row; the longest trajectory must fit."""
+    num_threads: int = Field(default=1, ge=1)
+    """CPU threads per rank where there is no GPU."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    cpu_offload: bool = False
+    """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
+    GPU's, and more time. Where there is no GPU it changes nothing."""
+    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """In which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and is less
+    exact."""
+
+
+class TrainerSettings(EngineSettings):
+    """The processes that turn batches into weights."""
+
+    engine: Literal["fsdp2"] = "fsdp2"
+    """Fully sharded data parallel, over the ranks that ``pipeline_parallel``, ``tensor_parallel`` and ``replicas``
+    leave."""
+    pipeline_schedule: Literal["1f1b", "interleaved"] = "1f1b"
+    """``interleaved`` gives every rank several stages: ranks wait less for each other, and send more."""
+    pipeline_stages_per_rank: int = Field(default=2, ge=2)
+    """Stages of each rank in the interleaved schedule; in the other each rank has one."""
+    eps: float = Field(default=1e-8, ge=1e-37)
+    """AdamW's epsilon; a smaller one is 0 in float32, and a weight without a gradient then no number."""
     checkpoint_every_steps: int = Field(default=10, ge=1, le=MAX_STEP)
     """Training steps between checkpoints; the last step always makes one."""
     keep_checkpoints: int = Field(default=2, ge=1)
@@ -85,16 +101,6 @@ class TrainerSettings(Section):
     async_checkpoints: bool = True
     """Write them beside the next steps, from a copy in host memory as large as a rank's shards of parameters and
     moments; without it the steps wait, and need no copy."""
-    num_threads: int = Field(default=1, ge=1)
-    """CPU threads per rank where there is no GPU."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there: far less of the
-    GPU's, and more time. Where there is no GPU it changes nothing."""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are added up over a step's rows and over ranks; bfloat16 sends half the bytes, and is less
-    exact."""
     max_restarts: int = Field(default=5, ge=0)
     """Times a crashed trainer group is started again from one checkpoint before the run ends; a newer one starts the
     count afresh."""

@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 
 from areal_async.config.section import OutputPath, Section
 from areal_async.config.settings import DatasetSettings, ModelSettings, RunSettings, TemplateSettings, TrainerSettings
-from areal_async.config.trainer import Beta
+from areal_async.config.trainer import EngineSettings
 from areal_async.protocol.fields import MAX_STEP
 
 
@@ -33,39 +33,15 @@ class TuningRunSettings(Section):
         return self
 
 
-class TuningTrainerSettings(Section):
+class TuningTrainerSettings(EngineSettings):
     """The processes that fine-tune; the names mean what they mean in ``trainer``."""
 
-    num_ranks: int = Field(default=1, ge=1)
-    """Trainer processes; one per GPU."""
-    pipeline_parallel: int = Field(default=1, ge=1)
-    """Ranks that the layers are cut over; a row passes from rank to rank."""
-    tensor_parallel: int = Field(default=1, ge=1)
-    """Ranks that share the arithmetic of each layer."""
-    replicas: int = Field(default=1, ge=1)
-    """Copies of the model, each sharded over its own ranks."""
     lr: float = Field(default=1.0e-5, gt=0)
     """Peak learning rate of AdamW."""
-    warmup_steps: int = Field(default=0, ge=0, le=MAX_STEP)
-    """Steps over which the rate rises from 0."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """After the warm-up: constant, or down to 0 over all steps."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """AdamW's decoupled decay, on matrices only."""
-    betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's averages."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Gradients are scaled down to this norm."""
     token_budget: int = Field(default=16384, ge=8)
     """Tokens of one packed row; the longest sequence must fit, and of a pair both."""
-    num_threads: int = Field(default=1, ge=1)
-    """CPU threads per rank where there is no GPU."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
-    cpu_offload: bool = False
-    """Keep parameters, gradients and AdamW's averages in the host's memory, and update them there."""
-    reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """In which gradients are added up over a step's rows and over ranks."""
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -75,7 +51,7 @@ class TuningTrainerSettings(Section):
     @property
     def engine(self) -> TrainerSettings:
         """The engine's settings."""
-        return TrainerSettings(**{name: getattr(self, name) for name in TuningTrainerSettings.model_fields})
+        return TrainerSettings(**{name: getattr(self, name) for name in EngineSettings.model_fields})
 
 
 class TuningEvalSettings(Section):
