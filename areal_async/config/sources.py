@@ -301,7 +301,7 @@ def _refuse_unfit(assignment: Assignment, value: Any, parts: Parts, kind: type[B
     is_list = get_origin(annotation) in (tuple, list)
     if not isinstance(value, list if is_list else dict):
         raise UserError(_misfit_text(name, value, _NEEDS["tuple_type" if is_list else "model_type"], origin))
-    for part, inner in enumerate(value) if is_list else value.items():
+    for part, inner in value.items() if isinstance(value, dict) else enumerate(value):
         _refuse_unfit(assignment, inner, (*parts, str(part)), kind)
 
 

@@ -20,29 +20,29 @@ from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
 FAILURES = (OutcomeKind.FAILED, OutcomeKind.DEAD)
 
 
-def admitted_groups(books: Reconciliation) -> list[GroupId]:
+def admitted_groups(audit: Reconciliation) -> list[GroupId]:
     """Return every group that the admission record counts: the sampler's first ones, and the re-admitted."""
-    rules, admitted = books.evidence.rules, books.evidence.admitted
-    again = [item.group_id for item in books.accounts.readmissions[: admitted.num_readmitted]]
+    rules, admitted = audit.evidence.rules, audit.evidence.admitted
+    again = [item.group_id for item in audit.accounts.readmissions[: admitted.num_readmitted]]
     if rules.num_rows:
-        return [*first_groups(admitted, books.evidence.sampler, _curriculum(books)), *again]
+        return [*first_groups(admitted, audit.evidence.sampler, _curriculum(audit)), *again]
     # Without the data's size: what left a trace; of a live run, before the tickets were read.
-    known = {group_id for group_id, _ in books.received.values()} if books.evidence.is_live else books.groups.keys()
+    known = {group_id for group_id, _ in audit.received.values()} if audit.evidence.is_live else audit.groups.keys()
     return sorted({group for group in map(GroupId.parse, known) if group.attempt == 0} | set(again))
 
 
-def rule_covered(books: Reconciliation, admitted: list[GroupId]) -> Ruling:
+def rule_covered(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     """Judge P7."""
-    evidence, record = books.evidence, books.evidence.admitted
+    evidence, record = audit.evidence, audit.evidence.admitted
     findings = [
-        *_holes(books, admitted),
-        *_strangers(books),
-        *_repeats(books),
-        *_failures(books),
-        *_dead(books),
+        *_holes(audit, admitted),
+        *_strangers(audit),
+        *_repeats(audit),
+        *_failures(audit),
+        *_dead(audit),
     ]
-    if len(books.accounts.readmissions) < record.num_readmitted:
-        text = f"the record counts {record.num_readmitted} re-admissions, the log {len(books.accounts.readmissions)}"
+    if len(audit.accounts.readmissions) < record.num_readmitted:
+        text = f"the record counts {record.num_readmitted} re-admissions, the log {len(audit.accounts.readmissions)}"
         findings.append(Violation(ViolationKind.DISAGREES, "admitted", text))
     num_first = sum(group.attempt == 0 for group in admitted)
     if evidence.rules.num_rows and num_first != record.num_fresh - record.num_skipped:
@@ -54,27 +54,27 @@ def rule_covered(books: Reconciliation, admitted: list[GroupId]) -> Ruling:
     missing += evidence.absent_streams
     if not record.total:
         missing.append("nothing is admitted yet")
-    parts = [*_visits(books, admitted), f"{record.num_readmitted} re-admissions"]
+    parts = [*_visits(audit, admitted), f"{record.num_readmitted} re-admissions"]
     if evidence.rules.curriculum is not None:
         parts.append(f"{record.num_skipped} visits passed over by the curriculum, so no epoch is promised to be whole")
     sentence = "; ".join(parts)
     return rule("P7", "covered", sentence, findings=findings, missing=missing)
 
 
-def _curriculum(books: Reconciliation) -> Curriculum | None:
+def _curriculum(audit: Reconciliation) -> Curriculum | None:
     """Return what passed prompts over, with all that the log says of their visits."""
-    rules, visits = books.evidence.rules, Visits()
+    rules, visits = audit.evidence.rules, Visits()
     if rules.curriculum is None:
         return None
-    for entry in books.evidence.log:
+    for entry in audit.evidence.log:
         visits.read(entry)
-    return Curriculum(rules.curriculum, books.evidence.sampler, visits, seed=rules.seed)
+    return Curriculum(rules.curriculum, audit.evidence.sampler, visits, seed=rules.seed)
 
 
-def _visits(books: Reconciliation, admitted: list[GroupId]) -> Iterator[str]:
+def _visits(audit: Reconciliation, admitted: list[GroupId]) -> Iterator[str]:
     """Say how many prompts each epoch has admitted; each task's epochs where they are its own."""
-    rules = books.evidence.rules
-    pools = books.evidence.sampler.pools if rules.tasks else ()
+    rules = audit.evidence.rules
+    pools = audit.evidence.sampler.pools if rules.tasks else ()
     for number, pool in enumerate(pools or [RowPool(0, sys.maxsize)]):
         epochs = Counter(group.epoch for group in admitted if group.attempt == 0 and pool.holds(group.index))
         visited = "; ".join(f"epoch {epoch}: {count} prompts" for epoch, count in sorted(epochs.items())) or "no prompt"
@@ -82,12 +82,12 @@ def _visits(books: Reconciliation, admitted: list[GroupId]) -> Iterator[str]:
         yield f"{task}{visited} of {pool.num_rows if pools else 'an unknown number'}"
 
 
-def _holes(books: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation]:
+def _holes(audit: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation]:
     """A group that was admitted is settled, in a cut, stored in part, or has its ticket: else it is forgotten."""
-    evidence = books.evidence
-    has_slots = {fate.group_id for fate in books.fates.values()}
+    evidence = audit.evidence
+    has_slots = {fate.group_id for fate in audit.fates.values()}
     for group in map(str, admitted):
-        if books.groups.get(group, OPEN) != OPEN:
+        if audit.groups.get(group, OPEN) != OPEN:
             continue
         if group not in evidence.tickets and group not in has_slots:
             yield Violation(
@@ -97,16 +97,16 @@ def _holes(books: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation
             yield Violation(ViolationKind.HOLE, group, "the run has finished, and its outcome is not recorded")
 
 
-def _strangers(books: Reconciliation) -> Iterator[Violation]:
+def _strangers(audit: Reconciliation) -> Iterator[Violation]:
     """No group but the sampler's next ones and those that an outcome re-admits."""
-    rules, last = books.evidence.rules, books.evidence.admitted_last
-    due = {item.group_id for item in books.accounts.readmissions}
+    rules, last = audit.evidence.rules, audit.evidence.admitted_last
+    due = {item.group_id for item in audit.accounts.readmissions}
     if rules.num_rows:
         # tickets are published before the record moves on
         far = MAX_LOOKED_AT if rules.curriculum else rules.max_groups_in_flight
         further = msgspec.structs.replace(last, num_fresh=last.num_fresh + far)
-        due |= set(first_groups(further, books.evidence.sampler, _curriculum(books)))
-    for group in sorted(map(GroupId.parse, books.groups)):
+        due |= set(first_groups(further, audit.evidence.sampler, _curriculum(audit)))
+    for group in sorted(map(GroupId.parse, audit.groups)):
         if group.attempt and group not in due:
             yield Violation(
                 ViolationKind.OUT_OF_TURN,
@@ -117,10 +117,10 @@ def _strangers(books: Reconciliation) -> Iterator[Violation]:
             yield Violation(ViolationKind.OUT_OF_TURN, str(group), "admitted, though its turn has not come")
 
 
-def _repeats(books: Reconciliation) -> Iterator[Violation]:
+def _repeats(audit: Reconciliation) -> Iterator[Violation]:
     """One attempt at the most is trained."""
     trained: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for group_id, fate in books.groups.items():
+    for group_id, fate in audit.groups.items():
         if fate == TRAINED:
             group = GroupId.parse(group_id)
             trained[group.epoch, group.index].append(group_id)
@@ -133,11 +133,11 @@ def _repeats(books: Reconciliation) -> Iterator[Violation]:
             )
 
 
-def _failures(books: Reconciliation) -> Iterator[Violation]:
+def _failures(audit: Reconciliation) -> Iterator[Violation]:
     """Failed attempts are counted per prompt, and the last one that is allowed is recorded dead."""
-    limit = books.evidence.rules.max_attempts
+    limit = audit.evidence.rules.max_attempts
     failed: Counter[tuple[int, int]] = Counter()
-    for outcome in books.journal.outcomes.values():
+    for outcome in audit.journal.outcomes.values():
         if outcome.kind in FAILURES:
             group = GroupId.parse(outcome.group_id)
             failed[group.epoch, group.index] += 1
@@ -147,7 +147,7 @@ def _failures(books: Reconciliation) -> Iterator[Violation]:
         if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
             text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
             yield Violation(ViolationKind.ATTEMPTS, outcome.group_id, text)
-    again = Counter((group.epoch, group.index) for group in books.accounts.again_after_death)
+    again = Counter((group.epoch, group.index) for group in audit.accounts.again_after_death)
     for prompt, count in sorted(failed.items()):
         allowed = limit * (1 + again[prompt])
         if count > allowed:
@@ -157,9 +157,9 @@ def _failures(books: Reconciliation) -> Iterator[Violation]:
             )
 
 
-def _dead(books: Reconciliation) -> Iterator[Violation]:
-    letters: dict[str, Outcome] = {letter.group_id: letter for letter in books.evidence.dead_letters}
-    for outcome in books.journal.outcomes.values():
+def _dead(audit: Reconciliation) -> Iterator[Violation]:
+    letters: dict[str, Outcome] = {letter.group_id: letter for letter in audit.evidence.dead_letters}
+    for outcome in audit.journal.outcomes.values():
         if outcome.kind is OutcomeKind.DEAD:
             letter = letters.get(outcome.group_id)
             if letter is None:

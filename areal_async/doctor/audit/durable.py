@@ -11,34 +11,34 @@ from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, ru
 from areal_async.protocol.types import GroupId, OutcomeKind
 
 
-def rule_durable(books: Reconciliation, admitted: list[GroupId]) -> Ruling:
+def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     """Judge P1.
 
     Args:
         admitted: every group whose ticket was published before the tickets were read.
     """
-    findings = [Violation(ViolationKind.LOST, uid, fate.reason) for uid, fate in books.lost().items()]
-    findings += _missing_siblings(books, admitted)
+    findings = [Violation(ViolationKind.LOST, uid, fate.reason) for uid, fate in audit.lost().items()]
+    findings += _missing_siblings(audit, admitted)
     findings += [
-        Violation(ViolationKind.DAMAGED, one.version, one.reason) for one in books.evidence.damaged_checkpoints
+        Violation(ViolationKind.DAMAGED, one.version, one.reason) for one in audit.evidence.damaged_checkpoints
     ]
-    num_received = len(books.received)
-    num_used = sum(uid not in books.received for uid in books.fates)
-    sentence = f"{num_received} trajectories acknowledged to {len(books.evidence.produced)} producers"
+    num_received = len(audit.received)
+    num_used = sum(uid not in audit.received for uid in audit.fates)
+    sentence = f"{num_received} trajectories acknowledged to {len(audit.evidence.produced)} producers"
     if num_used:
         sentence += f", {num_used} more stored or used that no receipt notes"
-    missing = list(_unknown_producers(books)) if books.fates else ["nothing was stored yet"]
+    missing = list(_unknown_producers(audit)) if audit.fates else ["nothing was stored yet"]
     return rule("P1", "durable", sentence, findings=findings, missing=missing)
 
 
-def _missing_siblings(books: Reconciliation, admitted: list[GroupId]) -> list[Violation]:
+def _missing_siblings(audit: Reconciliation, admitted: list[GroupId]) -> list[Violation]:
     """A ticket is acked when every slot is stored: what an open group without a ticket lacks is lost.
 
     This asks for no receipt, so it also speaks of producers on other hosts. A group without a trace of any slot is
     left to P7: there is no telling whether its ticket was lost, or its trajectories.
     """
     seen: dict[str, set[int]] = defaultdict(set)
-    for fate in books.fates.values():
+    for fate in audit.fates.values():
         if fate.kind not in (OutcomeKind.DUPLICATE, OutcomeKind.LATE):
             seen[fate.group_id].add(fate.sibling)
     return [
@@ -48,15 +48,15 @@ def _missing_siblings(books: Reconciliation, admitted: list[GroupId]) -> list[Vi
             "its ticket was acked, so it was stored; it is neither stored nor settled",
         )
         for group_id in map(str, admitted)
-        if books.groups.get(group_id, OPEN) == OPEN and seen[group_id] and group_id not in books.evidence.tickets
-        for sibling in range(books.evidence.rules.of(group_id).group_size)
+        if audit.groups.get(group_id, OPEN) == OPEN and seen[group_id] and group_id not in audit.evidence.tickets
+        for sibling in range(audit.evidence.rules.of(group_id).group_size)
         if sibling not in seen[group_id]
     ]
 
 
-def _unknown_producers(books: Reconciliation) -> Iterator[str]:
+def _unknown_producers(audit: Reconciliation) -> Iterator[str]:
     """Yield what keeps the receipts from being the whole list."""
-    evidence = books.evidence
+    evidence = audit.evidence
     acknowledged: dict[str, int] = defaultdict(int)
     for stamp in evidence.stamps:
         acknowledged[stamp.producer] = max(acknowledged[stamp.producer], stamp.num_acknowledged)
@@ -76,32 +76,32 @@ def _unknown_producers(books: Reconciliation) -> Iterator[str]:
             yield f"{produced.num_damaged} receipts of {producer}: their lines are damaged"
 
 
-def rule_once(books: Reconciliation) -> Ruling:
+def rule_once(audit: Reconciliation) -> Ruling:
     """Judge P2: archive, ledger and journal name each slot once, and agree with one another."""
-    findings = [*_doubles(books), *_disagreements(books)]
-    evidence = books.evidence
+    findings = [*_doubles(audit), *_disagreements(audit)]
+    evidence = audit.evidence
     trained = evidence.ledger.trained if evidence.ledger else {}
-    missing = [f"the archive of step {step}" for step in sorted(map(int, trained)) if step not in books.steps]
+    missing = [f"the archive of step {step}" for step in sorted(map(int, trained)) if step not in audit.steps]
     missing += evidence.unreadable_files
-    if not trained and not books.steps:
+    if not trained and not audit.steps:
         missing.append("nothing is trained yet")
     sentence = (
-        f"{len(evidence.archive)} slots in {len(books.steps)} archived steps, {len(trained)} steps in the ledger, "
-        f"{len(books.journal.cuts)} surviving cuts"
+        f"{len(evidence.archive)} slots in {len(audit.steps)} archived steps, {len(trained)} steps in the ledger, "
+        f"{len(audit.journal.cuts)} surviving cuts"
     )
     return rule("P2", "once", sentence, findings=findings, missing=missing)
 
 
-def _doubles(books: Reconciliation) -> Iterator[Violation]:
+def _doubles(audit: Reconciliation) -> Iterator[Violation]:
     by_slot: dict[str, list[int]] = defaultdict(list)
-    for slot in books.evidence.archive:
+    for slot in audit.evidence.archive:
         by_slot[slot.name].append(slot.step)
     for name, steps in sorted(by_slot.items()):
         if len(steps) > 1:
             yield Violation(ViolationKind.TWICE, name, f"archived as trained in steps {_listed(steps)}")
     lists = {
-        "cut": {step: [group.group_id for group in cut.groups] for step, cut in books.journal.cuts.items()},
-        "in the ledger": _ledger(books),
+        "cut": {step: [group.group_id for group in cut.groups] for step, cut in audit.journal.cuts.items()},
+        "in the ledger": _ledger(audit),
     }
     for what, steps_of in lists.items():
         by_group: dict[str, list[int]] = defaultdict(list)
@@ -113,15 +113,15 @@ def _doubles(books: Reconciliation) -> Iterator[Violation]:
                 yield Violation(ViolationKind.TWICE, group_id, f"{what} for steps {_listed(steps)}")
 
 
-def _disagreements(books: Reconciliation) -> Iterator[Violation]:
+def _disagreements(audit: Reconciliation) -> Iterator[Violation]:
     """Ledger and archive hold the same groups in each step, and none that the journal does not know of."""
-    ledger = _ledger(books)
-    for step in sorted(ledger.keys() | books.steps.keys()):
-        archived = {slot.group_id for slot in books.steps.get(step, [])}
+    ledger = _ledger(audit)
+    for step in sorted(ledger.keys() | audit.steps.keys()):
+        archived = {slot.group_id for slot in audit.steps.get(step, [])}
         in_ledger = set(ledger.get(step, archived))
-        cut = books.journal.cuts.get(step)
+        cut = audit.journal.cuts.get(step)
         in_cut = {group.group_id for group in cut.groups} if cut else set()
-        if step in books.steps:
+        if step in audit.steps:
             for group_id in sorted(archived ^ in_ledger):
                 place, other = ("archive", "ledger") if group_id in archived else ("ledger", "archive")
                 yield Violation(
@@ -129,23 +129,23 @@ def _disagreements(books: Reconciliation) -> Iterator[Violation]:
                 )
         for group_id in sorted((archived | in_ledger) - in_cut):
             yield Violation(ViolationKind.DISAGREES, group_id, f"step {step}: trained, and not in the journal's cut")
-        if step <= books.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
+        if step <= audit.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
             for group_id in sorted(archived | in_ledger):
-                outcome = books.journal.outcomes.get(group_id)
+                outcome = audit.journal.outcomes.get(group_id)
                 if outcome is not None and outcome.kind is not OutcomeKind.TRAINED:
                     yield Violation(
                         ViolationKind.DISAGREES, group_id, f"step {step}: trained, and recorded {outcome.kind}"
                     )
-    for line in books.evidence.metrics:
+    for line in audit.evidence.metrics:
         number, count = line.get("step"), line.get("num_trajectories")
-        rows = books.steps.get(number, []) if isinstance(number, int) else []
+        rows = audit.steps.get(number, []) if isinstance(number, int) else []
         if rows and count != len(rows):
             text = f"metrics say {count} trajectories, the archive has {len(rows)}"
             yield Violation(ViolationKind.DISAGREES, f"step {number}", text)
 
 
-def _ledger(books: Reconciliation) -> dict[int, list[str]]:
-    ledger = books.evidence.ledger
+def _ledger(audit: Reconciliation) -> dict[int, list[str]]:
+    ledger = audit.evidence.ledger
     return {int(step): groups for step, groups in ledger.trained.items()} if ledger else {}
 
 

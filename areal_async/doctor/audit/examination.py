@@ -42,15 +42,15 @@ async def examine(settings: Settings, run_directory: Path, bus_url: str) -> Diag
 
 def diagnose(run: str, evidence: RunRecord) -> Diagnosis:
     """Judge the evidence. Pure."""
-    books = Reconciliation(evidence)
-    admitted = admitted_groups(books)
+    audit = Reconciliation(evidence)
+    admitted = admitted_groups(audit)
     rulings = [
-        rule_durable(books, admitted),
-        rule_once(books),
-        rule_fresh(books),
-        rule_whole(books),
-        rule_versioned(books),
-        rule_covered(books, admitted),
+        rule_durable(audit, admitted),
+        rule_once(audit),
+        rule_fresh(audit),
+        rule_whole(audit),
+        rule_versioned(audit),
+        rule_covered(audit, admitted),
     ]
     notes = evidence.absent_streams + evidence.unreadable_files + evidence.notes
     notes += [f"stored message without readable headers: {reason}" for reason in evidence.unreadable_messages]
@@ -61,14 +61,14 @@ def diagnose(run: str, evidence: RunRecord) -> Diagnosis:
         checkpoint=evidence.ledger.version if evidence.ledger else "",
         groups={
             "admitted": evidence.admitted.total,
-            "settled": len(books.journal.outcomes),
-            **books.num_groups_by_fate(),
+            "settled": len(audit.journal.outcomes),
+            **audit.num_groups_by_fate(),
             **num_ids(rulings, ViolationKind.HOLE),
         },
         slots={
-            "acknowledged": len(books.received),
-            "in the broker": len(books.stored),
-            **books.num_slots_by_fate(),
+            "acknowledged": len(audit.received),
+            "in the broker": len(audit.stored),
+            **audit.num_slots_by_fate(),
             **num_ids(rulings, ViolationKind.LOST, ViolationKind.TWICE, ViolationKind.OVER_AGE),
         },
         notes=notes,

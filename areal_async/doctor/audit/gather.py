@@ -2,7 +2,7 @@
 
 Each thing is read after what it must account for: receipts, then what is still stored, then the log. So a message
 that was acknowledged before the first look and is gone at the second has its outcome by the third, and what was
-trained after the archive was read is in nobody's books. Payloads are looked at one by one and not kept.
+trained after the archive was read is in nobody's records. Payloads are looked at one by one and not kept.
 """
 
 from collections.abc import Iterable, Mapping

@@ -6,12 +6,11 @@ fate, in the archive and among what is still stored. Whatever has none of these 
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
 from areal_async.controller.accounts import RUN_ENDED, Accounts
-from areal_async.doctor.audit.run_record import ArchivedSlot, RunRecord, StoredSlot
+from areal_async.doctor.audit.run_record import ArchivedSlot, RunRecord
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import Cut, CutKind, CutSlot, Outcome, OutcomeKind, Version
 
@@ -30,13 +29,13 @@ class SlotFate(StrEnum):
 
 
 class Fate(NamedTuple):
-    """Of one trajectory."""
+    """What became of one trajectory: a ``SlotFate``, or its group's fate."""
 
     group_id: str
     sibling: int
     kind: str
     reason: str = ""
-    """Why it is lost."""
+    """Cause of its loss."""
 
 
 class WholeJournal(Journal):
@@ -57,46 +56,19 @@ class WholeJournal(Journal):
         """Let go of nothing."""
 
 
-@dataclass(slots=True)
 class Reconciliation:
     """Everything that several promises ask for."""
 
-    evidence: RunRecord
-    journal: WholeJournal = field(init=False)
-    accounts: Accounts = field(init=False)
-    checkpoint_step: int = field(init=False)
-    steps: dict[int, list[ArchivedSlot]] = field(init=False)
-    """Archive by step."""
-    cut_steps: dict[str, int] = field(init=False)
-    """Group -> the surviving step that cut it."""
-    stored: dict[str, StoredSlot] = field(init=False)
-    """By sample uid."""
-    groups: dict[str, str] = field(init=False)
-    """Fate of every group that anything speaks of."""
-    ended: set[str] = field(init=False)
-    """Groups that the run's end found unsettled, and after which it has not gone on."""
-    fates: dict[str, Fate] = field(init=False)
-    """Fate of every trajectory that is known to have been stored, by sample uid."""
-    received: dict[str, tuple[str, int]] = field(init=False)
-    """Sample uid -> group and sibling, as the producers' receipts say."""
-
-    def __post_init__(self) -> None:
-        evidence = self.evidence
+    def __init__(self, evidence: RunRecord) -> None:
+        self.evidence = evidence
         self.journal = WholeJournal()
         self.accounts = Accounts(max_groups_in_flight=evidence.rules.max_groups_in_flight)
-        self.ended = set()
-        for entry in evidence.log:
-            if isinstance(entry, Cut):
-                self.journal.add_cut(entry, sequence=0)
-                self.accounts.add_cut(entry, sequence=0)
-                if entry.kind is CutKind.BEGIN:
-                    self.ended.clear()
-            else:
-                if self.journal.add_outcome(entry) and entry.reason == RUN_ENDED:
-                    self.ended.add(entry.group_id)
-                self.accounts.add_outcome(entry)
+        self.ended: set[str] = set()
+        """Groups that the run's end found unsettled, and after which it has not gone on."""
+        self._read_log()
         self.checkpoint_step = Version.parse(evidence.ledger.version).step if evidence.ledger else 0
-        self.steps = {}
+        self.steps: dict[int, list[ArchivedSlot]] = {}
+        """Archive by step."""
         for slot in sorted(evidence.archive, key=lambda one: (one.step, one.lineage, one.position)):
             self.steps.setdefault(slot.step, []).append(slot)
         self.stored = {slot.sample_uid: slot for slot in evidence.stored}
@@ -106,11 +78,27 @@ class Reconciliation:
             for receipt in produced.receipts
             for slot in receipt.slots
         }
+        """Sample uid -> group and sibling, as the producers' receipts say."""
         self.cut_steps = {
             group.group_id: step for step, cut in sorted(self.journal.cuts.items()) for group in cut.groups
         }
+        """Group -> the surviving step that cut it."""
         self.groups = self._group_fates()
+        """Fate of every group that anything speaks of."""
         self.fates = self._slot_fates()
+        """Fate of every trajectory that is known to have been stored, by sample uid."""
+
+    def _read_log(self) -> None:
+        for entry in self.evidence.log:
+            if isinstance(entry, Cut):
+                self.journal.add_cut(entry, sequence=0)
+                self.accounts.add_cut(entry, sequence=0)
+                if entry.kind is CutKind.BEGIN:
+                    self.ended.clear()
+            else:
+                if self.journal.add_outcome(entry) and entry.reason == RUN_ENDED:
+                    self.ended.add(entry.group_id)
+                self.accounts.add_outcome(entry)
 
     def cut_slots(self, step: int) -> dict[tuple[str, str], CutSlot]:
         """Return the slots of a surviving cut, by group and sample uid."""

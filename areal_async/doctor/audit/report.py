@@ -36,7 +36,7 @@ class Violation(msgspec.Struct, frozen=True):
 
     kind: ViolationKind
     id: str
-    """Of the trajectory, slot, group or step."""
+    """Name of the trajectory, slot, group or step."""
     text: str
 
 

@@ -16,7 +16,7 @@ from areal_async.trainer.engine.digests import Damage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskRules:
-    """What of them is a task's own."""
+    """The rules that are a task's own."""
 
     num_rows: int
     ratio: float = 1.0
@@ -44,9 +44,9 @@ class Rules:
     """The settings that the promises speak of."""
 
     group_size: int
-    """Of a group whose task is not known; the least that any has."""
+    """Siblings of a group whose task is not known: the least of any task."""
     min_group_size: int
-    """Likewise."""
+    """Scored siblings that a group needs; the least of any task."""
     max_staleness: int
     max_attempts: int
     max_groups_in_flight: int
@@ -60,7 +60,7 @@ class Rules:
 
     @property
     def num_rows(self) -> int:
-        """Of all tasks together; 0 when the data cannot be read."""
+        """Rows of all tasks together; 0 when the data cannot be read."""
         return sum(task.num_rows for task in self.tasks)
 
     def of(self, group_id: str) -> "Rules | TaskRules":
@@ -111,7 +111,7 @@ class ArchivedSlot:
 
     @property
     def advantages(self) -> tuple[float, ...]:
-        """Of each credited reply, or the one of a slot without credits."""
+        """Advantages of the credited replies, or the one of a slot without credits."""
         return self.credit_advantages or (self.advantage,)
 
     @property
@@ -130,12 +130,12 @@ class TrainedGroups(msgspec.Struct, frozen=True):
 
 @dataclass(kw_only=True, slots=True)
 class RunRecord:
-    """All of it. Sequence numbers are not part of it: they can be reused after corruption."""
+    """Everything that a run has left. Sequence numbers are not part of it: they can be reused after corruption."""
 
     rules: Rules
     is_live: bool = False
     is_finished: bool = False
-    """By the run's own record."""
+    """Whether the run's own record says so."""
     admitted: Admitted = field(default_factory=Admitted)
     """As it was before anything else was read: what it counts had its ticket published by then."""
     admitted_last: Admitted = field(default_factory=Admitted)
@@ -144,27 +144,27 @@ class RunRecord:
     """Groups whose ticket is not acked yet."""
     stored: list[StoredSlot] = field(default_factory=list)
     stamps: list[ProducerSequence] = field(default_factory=list)
-    """Of the stored messages."""
+    """Producer and number of each stored message."""
     unreadable_messages: list[str] = field(default_factory=list)
-    """Stored, but their headers cannot be read."""
+    """Reasons for which headers of stored messages cannot be read."""
     log: list[Cut | Outcome] = field(default_factory=list)
-    """In the stored order."""
+    """Entries in the stored order."""
     num_entries_before_messages: int = 0
     """The part of the log that was there before the stored messages were read."""
     dead_letters: list[Outcome] = field(default_factory=list)
     produced: dict[str, Produced] = field(default_factory=dict)
     """Producer -> its receipts."""
     archive: list[ArchivedSlot] = field(default_factory=list)
-    """Without what an abandoned lineage trained."""
+    """Rows without what an abandoned lineage trained."""
     metrics: list[dict[str, Any]] = field(default_factory=list)
     ledger: TrainedGroups | None = None
     """None before the first checkpoint."""
     absent_streams: list[str] = field(default_factory=list)
     """Streams that the broker does not have, or not any more."""
     unreadable_files: list[str] = field(default_factory=list)
+    """Files of the archive and the checkpoints, each with its reason."""
     damaged_checkpoints: list[Damage] = field(default_factory=list)
-    """Those whose files are not what was written."""
-    """Of the archive and the checkpoints, each with its reason."""
+    """Checkpoints whose files are not what was written, each with its reason."""
     notes: list[str] = field(default_factory=list)
     """What else was noticed."""
 

@@ -20,12 +20,12 @@ WHITE_TOLERANCE = 1e-2
 """Of the mean and variance of a step's advantages."""
 
 
-def rule_fresh(books: Reconciliation) -> Ruling:
+def rule_fresh(audit: Reconciliation) -> Ruling:
     """Judge P3: the age of every trained token, by the lineage rules, against the bound that its step was cut under."""
     findings: list[Violation] = []
     num_tokens = num_masked = oldest = 0
-    for slot in books.evidence.archive:
-        bound, masks_stale, branches = _bound(books, slot.step)
+    for slot in audit.evidence.archive:
+        bound, masks_stale, branches = _bound(audit, slot.step)
         for packed, count in slot.num_by_version.items():
             version = Version.unpack(packed)
             what = f"step {slot.step}: {count} tokens of version {version}"
@@ -46,51 +46,51 @@ def rule_fresh(books: Reconciliation) -> Ruling:
                 findings.append(
                     Violation(ViolationKind.OVER_AGE, slot.name, f"{what} have age {age}, need at most {bound}")
                 )
-    for line in books.evidence.metrics:
+    for line in audit.evidence.metrics:
         step = int(line.get("step", 0))
-        bound, _, _ = _bound(books, step)
+        bound, _, _ = _bound(audit, step)
         if line.get("staleness_max", 0) > bound:
             text = f"metrics say that a token of age {line['staleness_max']} was trained, need at most {bound}"
             findings.append(Violation(ViolationKind.OVER_AGE, f"step {step}", text))
     sentence = f"{num_tokens} trained tokens, the oldest of age {oldest}"
     if num_masked:
         sentence += f", {num_masked} older ones masked"
-    return rule("P3", "fresh", sentence, findings=findings, missing=_unarchived(books))
+    return rule("P3", "fresh", sentence, findings=findings, missing=_unarchived(audit))
 
 
-def _bound(books: Reconciliation, step: int) -> tuple[int, bool, dict[int, int]]:
-    cut = books.journal.cuts.get(step)
-    branches = {int(lineage): shared for lineage, shared in (cut.branches if cut else books.journal.branches).items()}
+def _bound(audit: Reconciliation, step: int) -> tuple[int, bool, dict[int, int]]:
+    cut = audit.journal.cuts.get(step)
+    branches = {int(lineage): shared for lineage, shared in (cut.branches if cut else audit.journal.branches).items()}
     if cut is None:
-        return books.evidence.rules.max_staleness, False, branches
+        return audit.evidence.rules.max_staleness, False, branches
     return cut.max_staleness, cut.masks_stale, branches
 
 
-def rule_whole(books: Reconciliation) -> Ruling:
+def rule_whole(audit: Reconciliation) -> Ruling:
     """Judge P4: each group is trained with its own siblings alone, enough of them, and their own baseline."""
     findings: list[Violation] = []
     num_groups = 0
-    for step, slots in books.steps.items():
+    for step, slots in audit.steps.items():
         groups: dict[str, list[ArchivedSlot]] = defaultdict(list)
         for slot in slots:
             groups[slot.group_id].append(slot)
         num_groups += len(groups)
-        findings += _group_faults(books, step, dict(sorted(groups.items())))
-        findings += _reward_faults(books, step, slots)
-    baseline = books.evidence.rules.advantages
+        findings += _group_faults(audit, step, dict(sorted(groups.items())))
+        findings += _reward_faults(audit, step, slots)
+    baseline = audit.evidence.rules.advantages
     how = f"made by {baseline.made_by}" if baseline.made_by else "computed anew"
     where = {"group": ", their sum 0 in each group", "step": ", whitened over each step", "": ""}[baseline.centred_in]
-    sentence = f"{num_groups} groups in {len(books.steps)} archived steps, advantages {how}{where}"
-    missing = _unarchived(books)
+    sentence = f"{num_groups} groups in {len(audit.steps)} archived steps, advantages {how}{where}"
+    missing = _unarchived(audit)
     if baseline.is_unknown:
         missing.append(f"what advantages were compared with: they are made by {baseline.made_by}")
     return rule("P4", "whole", sentence, findings=findings, missing=missing)
 
 
 def _group_faults(
-    books: Reconciliation, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]
+    audit: Reconciliation, step: int, groups: Mapping[str, Sequence[ArchivedSlot]]
 ) -> Iterator[Violation]:
-    rules = books.evidence.rules
+    rules = audit.evidence.rules
     for group_id, siblings in groups.items():
         if len(siblings) < rules.of(group_id).min_group_size:
             need = rules.of(group_id).min_group_size
@@ -143,9 +143,9 @@ def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Viol
         yield Violation(ViolationKind.NOT_WHOLE, f"step {step}", text)
 
 
-def _reward_faults(books: Reconciliation, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Violation]:
+def _reward_faults(audit: Reconciliation, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Violation]:
     """Hold the archive against the cut, which was journalled before the step ran."""
-    in_cut = books.cut_slots(step)
+    in_cut = audit.cut_slots(step)
     for slot in slots if in_cut else ():
         item = in_cut.get((slot.group_id, slot.sample_uid))
         if item is None:
@@ -163,9 +163,9 @@ def _reward_faults(books: Reconciliation, step: int, slots: Sequence[ArchivedSlo
             yield Violation(ViolationKind.NOT_WHOLE, slot.name, text)
 
 
-def rule_versioned(books: Reconciliation) -> Ruling:
+def rule_versioned(audit: Reconciliation) -> Ruling:
     """Judge P5: every sampled token, trained or stored, carries a version, and no other token does."""
-    evidence = books.evidence
+    evidence = audit.evidence
     findings = [
         Violation(ViolationKind.UNVERSIONED, slot.name, f"step {slot.step}: {fault}")
         for slot in evidence.archive
@@ -176,8 +176,8 @@ def rule_versioned(books: Reconciliation) -> Ruling:
         for slot in evidence.stored
         for fault in slot.token_faults
     ]
-    for step, slots in books.steps.items():
-        in_cut = books.cut_slots(step)
+    for step, slots in audit.steps.items():
+        in_cut = audit.cut_slots(step)
         for slot in slots:
             item = in_cut.get((slot.group_id, slot.sample_uid))
             if item is not None and item.slot.num_output_tokens != slot.num_sampled:
@@ -185,12 +185,12 @@ def rule_versioned(books: Reconciliation) -> Ruling:
                 findings.append(Violation(ViolationKind.UNVERSIONED, slot.name, f"step {step}: {counts}"))
     num_tokens = sum(slot.num_sampled for slot in evidence.archive)
     sentence = f"{num_tokens} sampled tokens in the archive, and those of {len(evidence.stored)} stored trajectories"
-    return rule("P5", "versioned", sentence, findings=findings, missing=_unarchived(books))
+    return rule("P5", "versioned", sentence, findings=findings, missing=_unarchived(audit))
 
 
-def _unarchived(books: Reconciliation) -> list[str]:
+def _unarchived(audit: Reconciliation) -> list[str]:
     """A checkpoint waits for the archive; what was trained since may not be archived yet, or never."""
-    trained = set(map(int, books.evidence.ledger.trained)) if books.evidence.ledger else set()
-    missing = [f"the archive of step {step}" for step in sorted(trained - books.steps.keys())]
-    missing += books.evidence.unreadable_files
-    return missing if trained or books.steps else [*missing, "nothing is trained yet"]
+    trained = set(map(int, audit.evidence.ledger.trained)) if audit.evidence.ledger else set()
+    missing = [f"the archive of step {step}" for step in sorted(trained - audit.steps.keys())]
+    missing += audit.evidence.unreadable_files
+    return missing if trained or audit.steps else [*missing, "nothing is trained yet"]
