@@ -7,6 +7,7 @@ none but those was left out can be proved under it too.
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 import msgspec
 
@@ -18,6 +19,12 @@ from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, ru
 from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
 
 FAILURES = (OutcomeKind.FAILED, OutcomeKind.DEAD)
+hole = partial(Violation, ViolationKind.HOLE)
+out_of_turn = partial(Violation, ViolationKind.OUT_OF_TURN)
+disagrees = partial(Violation, ViolationKind.DISAGREES)
+twice = partial(Violation, ViolationKind.TWICE)
+attempts = partial(Violation, ViolationKind.ATTEMPTS)
+no_letter = partial(Violation, ViolationKind.NO_LETTER)
 
 
 def admitted_groups(audit: Reconciliation) -> list[GroupId]:
@@ -43,13 +50,13 @@ def rule_covered(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     ]
     if len(audit.accounts.readmissions) < record.num_readmitted:
         text = f"the record counts {record.num_readmitted} re-admissions, the log {len(audit.accounts.readmissions)}"
-        findings.append(Violation(ViolationKind.DISAGREES, "admitted", text))
+        findings.append(disagrees("admitted", text))
     num_first = sum(group.attempt == 0 for group in admitted)
     if evidence.rules.num_rows and num_first != record.num_fresh - record.num_skipped:
         text = (
             f"the record counts {record.num_skipped} prompts passed over, the log gives {record.num_fresh - num_first}"
         )
-        findings.append(Violation(ViolationKind.DISAGREES, "admitted", text))
+        findings.append(disagrees("admitted", text))
     missing = [] if evidence.rules.num_rows else [f"the data: {evidence.rules.why_no_rows}"]
     missing += evidence.absent_streams
     if not record.total:
@@ -90,11 +97,9 @@ def _holes(audit: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation
         if audit.groups.get(group, OPEN) != OPEN:
             continue
         if group not in evidence.tickets and group not in has_slots:
-            yield Violation(
-                ViolationKind.HOLE, group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome"
-            )
+            yield hole(group, "admitted, and there is neither its ticket, nor a trajectory, nor an outcome")
         elif evidence.is_finished:
-            yield Violation(ViolationKind.HOLE, group, "the run has finished, and its outcome is not recorded")
+            yield hole(group, "the run has finished, and its outcome is not recorded")
 
 
 def _strangers(audit: Reconciliation) -> Iterator[Violation]:
@@ -108,13 +113,9 @@ def _strangers(audit: Reconciliation) -> Iterator[Violation]:
         due |= set(first_groups(further, audit.evidence.sampler, _curriculum(audit)))
     for group in sorted(map(GroupId.parse, audit.groups)):
         if group.attempt and group not in due:
-            yield Violation(
-                ViolationKind.OUT_OF_TURN,
-                str(group),
-                "admitted again, though no outcome of the attempt before it asks for that",
-            )
+            yield out_of_turn(str(group), "admitted again, though no outcome of the attempt before it asks for that")
         elif rules.num_rows and group not in due:
-            yield Violation(ViolationKind.OUT_OF_TURN, str(group), "admitted, though its turn has not come")
+            yield out_of_turn(str(group), "admitted, though its turn has not come")
 
 
 def _repeats(audit: Reconciliation) -> Iterator[Violation]:
@@ -126,11 +127,8 @@ def _repeats(audit: Reconciliation) -> Iterator[Violation]:
             trained[group.epoch, group.index].append(group_id)
     for groups in trained.values():
         if len(groups) > 1:
-            yield Violation(
-                ViolationKind.TWICE,
-                min(groups),
-                f"several attempts at one prompt were trained: {', '.join(sorted(groups))}",
-            )
+            text = f"several attempts at one prompt were trained: {', '.join(sorted(groups))}"
+            yield twice(min(groups), text)
 
 
 def _failures(audit: Reconciliation) -> Iterator[Violation]:
@@ -143,18 +141,16 @@ def _failures(audit: Reconciliation) -> Iterator[Violation]:
             failed[group.epoch, group.index] += 1
         if outcome.kind is OutcomeKind.FAILED and outcome.num_failed_attempts >= limit:
             text = f"failed {outcome.num_failed_attempts} times and not recorded dead, need at most {limit} attempts"
-            yield Violation(ViolationKind.ATTEMPTS, outcome.group_id, text)
+            yield attempts(outcome.group_id, text)
         if outcome.kind is OutcomeKind.DEAD and outcome.num_failed_attempts < limit:
             text = f"recorded dead after {outcome.num_failed_attempts} failed attempts, need {limit}"
-            yield Violation(ViolationKind.ATTEMPTS, outcome.group_id, text)
+            yield attempts(outcome.group_id, text)
     again = Counter((group.epoch, group.index) for group in audit.accounts.again_after_death)
     for prompt, count in sorted(failed.items()):
         allowed = limit * (1 + again[prompt])
         if count > allowed:
             epoch, index = prompt
-            yield Violation(
-                ViolationKind.ATTEMPTS, f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}"
-            )
+            yield attempts(f"{epoch}-{index}", f"{count} failed attempts, need at most {allowed}")
 
 
 def _dead(audit: Reconciliation) -> Iterator[Violation]:
@@ -163,8 +159,6 @@ def _dead(audit: Reconciliation) -> Iterator[Violation]:
         if outcome.kind is OutcomeKind.DEAD:
             letter = letters.get(outcome.group_id)
             if letter is None:
-                yield Violation(
-                    ViolationKind.NO_LETTER, outcome.group_id, "recorded dead, and not in the dead-letter stream"
-                )
+                yield no_letter(outcome.group_id, "recorded dead, and not in the dead-letter stream")
             elif not letter.reason:
-                yield Violation(ViolationKind.NO_LETTER, outcome.group_id, "in the dead-letter stream without a reason")
+                yield no_letter(outcome.group_id, "in the dead-letter stream without a reason")

@@ -5,10 +5,16 @@ P2: in the surviving lineage, once. Pure.
 
 from collections import defaultdict
 from collections.abc import Iterator
+from functools import partial
 
 from areal_async.doctor.audit.reconciliation import OPEN, Reconciliation
 from areal_async.doctor.audit.report import Ruling, Violation, ViolationKind, rule
 from areal_async.protocol.types import GroupId, OutcomeKind
+
+lost = partial(Violation, ViolationKind.LOST)
+damaged = partial(Violation, ViolationKind.DAMAGED)
+twice = partial(Violation, ViolationKind.TWICE)
+disagrees = partial(Violation, ViolationKind.DISAGREES)
 
 
 def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
@@ -17,11 +23,9 @@ def rule_durable(audit: Reconciliation, admitted: list[GroupId]) -> Ruling:
     Args:
         admitted: every group whose ticket was published before the tickets were read.
     """
-    findings = [Violation(ViolationKind.LOST, uid, fate.reason) for uid, fate in audit.lost().items()]
+    findings = [lost(uid, fate.reason) for uid, fate in audit.lost().items()]
     findings += _missing_siblings(audit, admitted)
-    findings += [
-        Violation(ViolationKind.DAMAGED, one.version, one.reason) for one in audit.evidence.damaged_checkpoints
-    ]
+    findings += [damaged(one.version, one.reason) for one in audit.evidence.damaged_checkpoints]
     num_received = len(audit.received)
     num_used = sum(uid not in audit.received for uid in audit.fates)
     sentence = f"{num_received} trajectories acknowledged to {len(audit.evidence.produced)} producers"
@@ -42,11 +46,7 @@ def _missing_siblings(audit: Reconciliation, admitted: list[GroupId]) -> list[Vi
         if fate.kind not in (OutcomeKind.DUPLICATE, OutcomeKind.LATE):
             seen[fate.group_id].add(fate.sibling)
     return [
-        Violation(
-            ViolationKind.LOST,
-            f"{group_id}.{sibling}",
-            "its ticket was acked, so it was stored; it is neither stored nor settled",
-        )
+        lost(f"{group_id}.{sibling}", "its ticket was acked, so it was stored; it is neither stored nor settled")
         for group_id in map(str, admitted)
         if audit.groups.get(group_id, OPEN) == OPEN and seen[group_id] and group_id not in audit.evidence.tickets
         for sibling in range(audit.evidence.rules.of(group_id).group_size)
@@ -98,7 +98,7 @@ def _doubles(audit: Reconciliation) -> Iterator[Violation]:
         by_slot[slot.name].append(slot.step)
     for name, steps in sorted(by_slot.items()):
         if len(steps) > 1:
-            yield Violation(ViolationKind.TWICE, name, f"archived as trained in steps {_listed(steps)}")
+            yield twice(name, f"archived as trained in steps {_listed(steps)}")
     lists = {
         "cut": {step: [group.group_id for group in cut.groups] for step, cut in audit.journal.cuts.items()},
         "in the ledger": _ledger(audit),
@@ -110,7 +110,7 @@ def _doubles(audit: Reconciliation) -> Iterator[Violation]:
                 by_group[group_id].append(step)
         for group_id, steps in sorted(by_group.items()):
             if len(steps) > 1:
-                yield Violation(ViolationKind.TWICE, group_id, f"{what} for steps {_listed(steps)}")
+                yield twice(group_id, f"{what} for steps {_listed(steps)}")
 
 
 def _disagreements(audit: Reconciliation) -> Iterator[Violation]:
@@ -124,24 +124,19 @@ def _disagreements(audit: Reconciliation) -> Iterator[Violation]:
         if step in audit.steps:
             for group_id in sorted(archived ^ in_ledger):
                 place, other = ("archive", "ledger") if group_id in archived else ("ledger", "archive")
-                yield Violation(
-                    ViolationKind.DISAGREES, group_id, f"step {step}: in the {place} and not in the {other}"
-                )
+                yield disagrees(group_id, f"step {step}: in the {place} and not in the {other}")
         for group_id in sorted((archived | in_ledger) - in_cut):
-            yield Violation(ViolationKind.DISAGREES, group_id, f"step {step}: trained, and not in the journal's cut")
+            yield disagrees(group_id, f"step {step}: trained, and not in the journal's cut")
         if step <= audit.checkpoint_step:  # later ones may be given up by the next lineage, their archive moved away
             for group_id in sorted(archived | in_ledger):
                 outcome = audit.journal.outcomes.get(group_id)
                 if outcome is not None and outcome.kind is not OutcomeKind.TRAINED:
-                    yield Violation(
-                        ViolationKind.DISAGREES, group_id, f"step {step}: trained, and recorded {outcome.kind}"
-                    )
+                    yield disagrees(group_id, f"step {step}: trained, and recorded {outcome.kind}")
     for line in audit.evidence.metrics:
         number, count = line.get("step"), line.get("num_trajectories")
         rows = audit.steps.get(number, []) if isinstance(number, int) else []
         if rows and count != len(rows):
-            text = f"metrics say {count} trajectories, the archive has {len(rows)}"
-            yield Violation(ViolationKind.DISAGREES, f"step {number}", text)
+            yield disagrees(f"step {number}", f"metrics say {count} trajectories, the archive has {len(rows)}")
 
 
 def _ledger(audit: Reconciliation) -> dict[int, list[str]]:

@@ -3,6 +3,7 @@
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 
 from areal_async.algorithms.advantages import AdvantageRule, Sibling
 from areal_async.algorithms.credit import reply_advantages
@@ -18,6 +19,9 @@ SUM_TOLERANCE = 1e-4
 """Of a group's advantages, each a float32, relative to the largest of them."""
 WHITE_TOLERANCE = 1e-2
 """Of the mean and variance of a step's advantages."""
+over_age = partial(Violation, ViolationKind.OVER_AGE)
+not_whole = partial(Violation, ViolationKind.NOT_WHOLE)
+unversioned = partial(Violation, ViolationKind.UNVERSIONED)
 
 
 def rule_fresh(audit: Reconciliation) -> Ruling:
@@ -30,28 +34,24 @@ def rule_fresh(audit: Reconciliation) -> Ruling:
             version = Version.unpack(packed)
             what = f"step {slot.step}: {count} tokens of version {version}"
             if version.lineage > slot.lineage:
-                findings.append(
-                    Violation(ViolationKind.OVER_AGE, slot.name, f"{what}, of a newer lineage than the step's")
-                )
+                findings.append(over_age(slot.name, f"{what}, of a newer lineage than the step's"))
                 continue
             age = age_at(step=slot.step, version=version, lineage=slot.lineage, branches=branches)
             if age < 0:
-                findings.append(Violation(ViolationKind.OVER_AGE, slot.name, f"{what}, which was made only later"))
+                findings.append(over_age(slot.name, f"{what}, which was made only later"))
             elif age <= bound:
                 num_tokens += count
                 oldest = max(oldest, age)
             elif masks_stale:
                 num_masked += count
             else:
-                findings.append(
-                    Violation(ViolationKind.OVER_AGE, slot.name, f"{what} have age {age}, need at most {bound}")
-                )
+                findings.append(over_age(slot.name, f"{what} have age {age}, need at most {bound}"))
     for line in audit.evidence.metrics:
         step = int(line.get("step", 0))
         bound, _, _ = _bound(audit, step)
         if line.get("staleness_max", 0) > bound:
             text = f"metrics say that a token of age {line['staleness_max']} was trained, need at most {bound}"
-            findings.append(Violation(ViolationKind.OVER_AGE, f"step {step}", text))
+            findings.append(over_age(f"step {step}", text))
     sentence = f"{num_tokens} trained tokens, the oldest of age {oldest}"
     if num_masked:
         sentence += f", {num_masked} older ones masked"
@@ -94,8 +94,7 @@ def _group_faults(
     for group_id, siblings in groups.items():
         if len(siblings) < rules.of(group_id).min_group_size:
             need = rules.of(group_id).min_group_size
-            text = f"step {step}: trained with {len(siblings)} siblings, need at least {need}"
-            yield Violation(ViolationKind.NOT_WHOLE, group_id, text)
+            yield not_whole(group_id, f"step {step}: trained with {len(siblings)} siblings, need at least {need}")
     if not rules.advantages.made_by:
         yield from _advantage_faults(step, groups, rules.advantages.rule)
     elif rules.advantages.centred_in == "group":
@@ -117,7 +116,7 @@ def _advantage_faults(
             for got, value in zip(slot.advantages, values, strict=True):
                 if not math.isclose(got, value, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
                     text = f"step {step}: trained with advantage {got:.6g}, the rewards give {value:.6g}"
-                    yield Violation(ViolationKind.NOT_WHOLE, slot.name, text)
+                    yield not_whole(slot.name, text)
 
 
 def _sum_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iterator[Violation]:
@@ -125,8 +124,7 @@ def _sum_faults(step: int, groups: Mapping[str, Sequence[ArchivedSlot]]) -> Iter
     for group_id, siblings in groups.items():
         total = sum(slot.advantage for slot in siblings)
         if not abs(total) <= SUM_TOLERANCE * max(1.0, *(abs(slot.advantage) for slot in siblings)):
-            text = f"step {step}: advantages of its siblings add up to {total:.6g}, need 0"
-            yield Violation(ViolationKind.NOT_WHOLE, group_id, text)
+            yield not_whole(group_id, f"step {step}: advantages of its siblings add up to {total:.6g}, need 0")
 
 
 def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Violation]:
@@ -140,7 +138,7 @@ def _whiteness_faults(step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Viol
     # A spread near 0 is divided by a little more than itself.
     if abs(mean) > WHITE_TOLERANCE or not (variance == 0 or 0.5 <= variance <= 1.0 + WHITE_TOLERANCE):
         text = f"tokens' advantages have mean {mean:.6g} and variance {variance:.6g}, need 0 and 1"
-        yield Violation(ViolationKind.NOT_WHOLE, f"step {step}", text)
+        yield not_whole(f"step {step}", text)
 
 
 def _reward_faults(audit: Reconciliation, step: int, slots: Sequence[ArchivedSlot]) -> Iterator[Violation]:
@@ -149,40 +147,29 @@ def _reward_faults(audit: Reconciliation, step: int, slots: Sequence[ArchivedSlo
     for slot in slots if in_cut else ():
         item = in_cut.get((slot.group_id, slot.sample_uid))
         if item is None:
-            yield Violation(
-                ViolationKind.NOT_WHOLE,
-                slot.name,
-                f"step {step}: trained {slot.sample_uid}, which its cut does not name in this group",
-            )
+            text = f"step {step}: trained {slot.sample_uid}, which its cut does not name in this group"
+            yield not_whole(slot.name, text)
         elif tuple(item.slot.credits) != slot.credits:
-            yield Violation(
-                ViolationKind.NOT_WHOLE, slot.name, f"step {step}: archived with other credits than it was cut with"
-            )
+            yield not_whole(slot.name, f"step {step}: archived with other credits than it was cut with")
         elif item.slot.reward != slot.reward:
             text = f"step {step}: archived with reward {slot.reward:.6g}, cut with {item.slot.reward:.6g}"
-            yield Violation(ViolationKind.NOT_WHOLE, slot.name, text)
+            yield not_whole(slot.name, text)
 
 
 def rule_versioned(audit: Reconciliation) -> Ruling:
     """Judge P5: every sampled token, trained or stored, carries a version, and no other token does."""
     evidence = audit.evidence
     findings = [
-        Violation(ViolationKind.UNVERSIONED, slot.name, f"step {slot.step}: {fault}")
-        for slot in evidence.archive
-        for fault in slot.token_faults
+        unversioned(slot.name, f"step {slot.step}: {fault}") for slot in evidence.archive for fault in slot.token_faults
     ]
-    findings += [
-        Violation(ViolationKind.UNVERSIONED, slot.sample_uid, fault)
-        for slot in evidence.stored
-        for fault in slot.token_faults
-    ]
+    findings += [unversioned(slot.sample_uid, fault) for slot in evidence.stored for fault in slot.token_faults]
     for step, slots in audit.steps.items():
         in_cut = audit.cut_slots(step)
         for slot in slots:
             item = in_cut.get((slot.group_id, slot.sample_uid))
             if item is not None and item.slot.num_output_tokens != slot.num_sampled:
                 counts = f"{slot.num_sampled} tokens are archived as sampled, {item.slot.num_output_tokens} were"
-                findings.append(Violation(ViolationKind.UNVERSIONED, slot.name, f"step {step}: {counts}"))
+                findings.append(unversioned(slot.name, f"step {step}: {counts}"))
     num_tokens = sum(slot.num_sampled for slot in evidence.archive)
     sentence = f"{num_tokens} sampled tokens in the archive, and those of {len(evidence.stored)} stored trajectories"
     return rule("P5", "versioned", sentence, findings=findings, missing=_unarchived(audit))

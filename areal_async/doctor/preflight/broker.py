@@ -13,7 +13,7 @@ from areal_async.bus import Role, credentials_for, open_bus
 from areal_async.bus.api import ApiError
 from areal_async.bus.streams import reserved_bytes
 from areal_async.config.settings import MAX_PAYLOAD_BYTES, Settings
-from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, of_mistake, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, good_if, of_mistake, warning
 from areal_async.errors import BusError, UserError
 
 MONITOR_PORT = 8222
@@ -51,9 +51,8 @@ async def check_broker(settings: Settings) -> list[PreflightFinding]:
 
 def _payload(limit: int) -> PreflightFinding:
     saw = f"messages up to {gigabytes(limit)}, a run sends up to {gigabytes(MAX_PAYLOAD_BYTES)}"
-    if limit < MAX_PAYLOAD_BYTES:
-        return error("broker's payload", saw, f"set max_payload: {MAX_PAYLOAD_BYTES} at the broker")
-    return good("broker's payload", saw)
+    cure = f"set max_payload: {MAX_PAYLOAD_BYTES} at the broker"
+    return good_if(limit >= MAX_PAYLOAD_BYTES, "broker's payload", saw, cure, otherwise=error)
 
 
 def _room(account: dict[str, Any], settings: Settings) -> PreflightFinding:
@@ -64,9 +63,8 @@ def _room(account: dict[str, Any], settings: Settings) -> PreflightFinding:
             "broker's storage", f"the account has no limit of its own; the run's streams take {gigabytes(wanted)}"
         )
     saw = f"{gigabytes(max(limit - used, 0))} left to this account, the run's streams want {gigabytes(wanted)}"
-    if limit - used < wanted:
-        return error("broker's storage", saw, "raise the account's limit, or lower rollout.max_stream_bytes")
-    return good("broker's storage", saw)
+    cure = "raise the account's limit, or lower rollout.max_stream_bytes"
+    return good_if(limit - used >= wanted, "broker's storage", saw, cure, otherwise=error)
 
 
 async def _durability(settings: Settings) -> list[PreflightFinding]:
@@ -111,9 +109,5 @@ def judge_varz(told: dict[str, Any], *, now: datetime) -> list[PreflightFinding]
         apart_s = abs((datetime.fromisoformat(str(told.get("now"))) - now).total_seconds())
     except ValueError:
         return findings
-    saw = f"{apart_s:.1f} s from this host's"
-    if apart_s > CLOCK_TOLERANCE_S:
-        findings.append(warning("broker's clock", saw, "start a time service on both hosts"))
-    else:
-        findings.append(good("broker's clock", saw))
-    return findings
+    saw, cure = f"{apart_s:.1f} s from this host's", "start a time service on both hosts"
+    return [*findings, good_if(apart_s <= CLOCK_TOLERANCE_S, "broker's clock", saw, cure, otherwise=warning)]

@@ -46,6 +46,13 @@ def error(check: str, saw: str, cure: str) -> PreflightFinding:
     return PreflightFinding(check=check, level=Level.ERROR, saw=saw, cure=cure)
 
 
+def good_if(
+    is_good: bool, check: str, saw: str, cure: str, *, otherwise: Callable[[str, str, str], PreflightFinding]
+) -> PreflightFinding:
+    """Return what was seen as good, or as what it is ``otherwise``, with its cure."""
+    return good(check, saw) if is_good else otherwise(check, saw, cure)
+
+
 def guarded(check: str, look: Callable[..., Iterable[PreflightFinding]], *args: Any) -> list[PreflightFinding]:
     """Return what ``look`` finds; a user's mistake that it raises is a finding too."""
     try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 
 from areal_async.config.settings import Settings
-from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, warning
+from areal_async.doctor.preflight.findings import PreflightFinding, error, gigabytes, good, good_if, warning
 from areal_async.doctor.preflight.machine import Machine, free_disk_bytes
 from areal_async.doctor.preflight.memory import NUM_BYTES, STATE_BYTES, ModelSize
 from areal_async.launch.plan import plan_groups
@@ -38,10 +38,8 @@ def check_processes(
     if len(hosts) == 1:
         num_threads += served.num_servers * served.num_threads
     saw = f"{num_threads} busy threads on {machine.num_cores} cores, no GPU"
-    if num_threads > machine.num_cores:
-        yield warning("cores", saw, "lower trainer.num_threads or inference.num_threads; they take turns else")
-    else:
-        yield good("cores", saw)
+    cure = "lower trainer.num_threads or inference.num_threads; they take turns else"
+    yield good_if(num_threads <= machine.num_cores, "cores", saw, cure, otherwise=warning)
 
 
 def check_ports(settings: Settings) -> Iterator[PreflightFinding]:
@@ -74,20 +72,16 @@ def check_disk(settings: Settings, sizes: Mapping[str, ModelSize]) -> Iterator[P
     cure = "make room, lower trainer.keep_checkpoints, or set run.directory to a larger disk"
     if need > free:
         yield error("disk", saw, cure)
-    elif need + streams > free:
-        yield warning("disk", saw, f"{cure}; or lower bus.max_disk_bytes")
     else:
-        yield good("disk", saw)
+        yield good_if(need + streams <= free, "disk", saw, f"{cure}; or lower bus.max_disk_bytes", otherwise=warning)
 
 
 def check_limits(settings: Settings, machine: Machine) -> Iterator[PreflightFinding]:
     """Count the files that a node opens, and the memory that GPUs share."""
     need = FILES_PER_TRAJECTORY * settings.rollout.max_trajectories_per_node + OTHER_FILES
     saw = f"{machine.open_files:,} open files a process, a node wants {need:,}"
-    if machine.open_files < need:
-        yield error("limits", saw, f"raise it (ulimit -Hn {need}), or lower rollout.max_trajectories_per_node")
-    else:
-        yield good("limits", saw)
+    cure = f"raise it (ulimit -Hn {need}), or lower rollout.max_trajectories_per_node"
+    yield good_if(machine.open_files >= need, "limits", saw, cure, otherwise=error)
     shared = machine.shared_memory_bytes
     if machine.gpus and shared is not None and shared < SHARED_MEMORY_BYTES:
         yield warning("shared memory", f"{gigabytes(shared)} in /dev/shm", "enlarge it (docker: --shm-size 8g)")
