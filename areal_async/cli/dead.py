@@ -7,12 +7,10 @@ stopped one, whose broker is started for the while, when the run is started agai
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
 from datetime import datetime
 
 import anyio
-import structlog
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -28,11 +26,12 @@ from areal_async.process.stdio import say
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
 from areal_async.protocol.types import GroupId, Outcome, OutcomeKind
+from areal_async.telemetry import log
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """List dead letters, or have some tried again."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    log.quieten()
     groups = arguments.readmit
     if arguments.all and groups is None:
         raise UserError("--all: got no --readmit; give --readmit --all to have every dead group tried again")

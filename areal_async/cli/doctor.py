@@ -6,13 +6,11 @@ With ``--graph`` it draws the calls that a training step is made of instead, and
 
 import argparse
 import json
-import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
-import structlog
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +24,7 @@ from areal_async.errors import BusError, UserError
 from areal_async.launch.run import NotLiveError, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
 from areal_async.process.stdio import say
+from areal_async.telemetry import log
 
 MAX_SHOWN = 20
 """Findings printed per promise; ``--json`` has them all."""
@@ -49,7 +48,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"doctor: got {overrides[0]} with --run, need a run's own settings; leave it out")
     if arguments.run is None:
         raise UserError("doctor: got neither a run nor settings; name FILE.py, --run NAME or --graph FILE.yaml")
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    log.quieten()
     directory = find_run(arguments.run)
     diagnosis = anyio.run(examine_now, directory, backend_options={"use_uvloop": True})
     if arguments.json:

@@ -5,7 +5,6 @@ its own nodes, under the weights that its servers hold now; the controller is as
 """
 
 import argparse
-import logging
 import secrets
 import sys
 from collections import Counter, defaultdict
@@ -17,7 +16,6 @@ from typing import Any
 import anyio
 import anyio.to_thread
 import msgspec
-import structlog
 
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.cli.checks import check_dataset
@@ -289,7 +287,7 @@ def _of_live_run(directory: RunDirectory, arguments: argparse.Namespace, overrid
         raise UserError(
             f"{given}: got it for a live run, which evaluates by its own settings; name a --version as well"
         )
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    log.quieten()
     return anyio.run(ask_live, directory, backend_options={"use_uvloop": True})
 
 

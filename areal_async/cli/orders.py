@@ -2,14 +2,12 @@
 
 import argparse
 import getpass
-import logging
 import socket
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 import anyio
-import structlog
 
 from areal_async.bus import Bus, Report, ask_service
 from areal_async.errors import BusError, UnansweredError, UserError
@@ -19,6 +17,7 @@ from areal_async.process.stdio import say
 from areal_async.protocol.fields import MAX_EXACT
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import RUN_STATE
+from areal_async.telemetry import log
 
 ANSWER_DEADLINE_S = 10.0
 LOOK_S = 2.0
@@ -32,7 +31,7 @@ DONE = {
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Give one order and say that the controller has it."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    log.quieten()
     directory = find_run(arguments.run)
     order = str(arguments.verb)
 

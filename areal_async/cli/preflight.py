@@ -8,7 +8,6 @@ from pathlib import Path
 
 import anyio
 import msgspec
-import structlog
 from rich.console import Console
 from rich.text import Text
 
@@ -17,6 +16,7 @@ from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.doctor.preflight import Level, PreflightFinding, look_ahead
 from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
+from areal_async.telemetry import log
 
 MARKS = {
     Level.GOOD: Text("ok     ", style="green"),
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = choose_config(arguments.file, arguments.config, has_gpu=has_gpu)
     settings = load_run_settings(config, arguments.file, overrides)
     check_groups(settings)
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    log.quieten(logging.CRITICAL)
     console = Console(highlight=False, soft_wrap=True)
 
     async def look() -> list[PreflightFinding]:

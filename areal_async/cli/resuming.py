@@ -7,7 +7,7 @@ other than the one it was started with, where one is named. An edited one is not
 import json
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Assignment, Sources, absolute, resolve
 from areal_async.errors import UserError
 from areal_async.launch.run_directory import RunDirectory, SettingsSources
+from areal_async.launch.starts import Start
 
 PLACE = ("run.name", "run.directory")
 """By these a run is found."""
@@ -46,22 +47,24 @@ class Request:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Resumed:
-    """A run that is to go on."""
+class Chosen:
+    """A run that is to be started, or to go on."""
 
     settings: Settings
-    named: frozenset[str]
-    """The settings that the request speaks of, be it as they were."""
-    said: SettingsSources
-    notices: tuple[str, ...]
+    directory: RunDirectory
+    start: Start
+    origin: str
+    """Source of the settings, for people."""
+    notices: tuple[str, ...] = ()
     """What the settings file says now that the run keeps as it was."""
 
 
-def resume(directory: RunDirectory, run: RunSettings, request: Request) -> Resumed:
+def resume(directory: RunDirectory, run: RunSettings, request: Request, *, by: str) -> Chosen:
     """Return a recorded run with what is said otherwise.
 
     Args:
         run: by which it was found.
+        by: name of who starts it.
 
     Raises:
         UserError: what is said cannot be read, or is something that the run keeps.
@@ -85,10 +88,11 @@ def resume(directory: RunDirectory, run: RunSettings, request: Request) -> Resum
         edited = [leaf for leaf in _news(_leaves(said), known) if leaf.name not in {*named, *PLACE}]
         notices = tuple(_notices(settings, edited, request.config))
     kept = before if before is not None and not is_other_file else said
-    return Resumed(
+    return Chosen(
         settings=settings,
-        named=named,
-        said=SettingsSources(config=kept.config, file=kept.file, environment=said.environment),
+        directory=directory,
+        start=Start(by=by, named=named, said=replace(kept, environment=said.environment)),
+        origin=f"those that the run recorded, {directory.config}",
         notices=notices,
     )
 

@@ -9,7 +9,6 @@ import re
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -30,7 +29,7 @@ from areal_async.cli.checks import (
 )
 from areal_async.cli.export import write_best
 from areal_async.cli.orders import who
-from areal_async.cli.resuming import Request, resume
+from areal_async.cli.resuming import Chosen, Request, resume
 from areal_async.config.paths import is_same_function
 from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import Sources, load_settings, read_sources, resolve
@@ -92,18 +91,6 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _run_locked(settings, directory, backend, start=chosen.start, first=first, is_plain=arguments.no_display)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chosen:
-    """A run that is to be started, or to go on."""
-
-    settings: Settings
-    directory: RunDirectory
-    start: Start
-    origin: str
-    """Of the settings, for people."""
-    notices: tuple[str, ...] = ()
-
-
 def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: bool) -> Chosen:
     """Return what the command asks for: a run that was started before goes on with what it recorded.
 
@@ -127,14 +114,7 @@ def choose(arguments: argparse.Namespace, overrides: Sequence[str], *, has_gpu: 
     run = find_place(request.sources, file)
     directory = RunDirectory(run.directory / run.name)
     if directory.exists and not arguments.fresh:
-        resumed = resume(directory, run, request)
-        return Chosen(
-            settings=resumed.settings,
-            directory=directory,
-            start=Start(by=who(), named=resumed.named, said=resumed.said),
-            origin=f"those that the run recorded, {directory.config}",
-            notices=resumed.notices,
-        )
+        return resume(directory, run, request, by=who())
     if arguments.file is not None and file is None and not arguments.fresh:
         raise UserError(
             f"run: got {arguments.file}, need the name of a run that was started in {run.directory}, "

@@ -2,13 +2,11 @@
 
 import argparse
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import anyio
-import structlog
 from rich.console import Console
 
 from areal_async.config.settings import BusSettings, RunSettings, Settings
@@ -19,11 +17,12 @@ from areal_async.monitor.liveness import awaiting_beat
 from areal_async.monitor.snapshot import CONNECT_S, Status, ask_status, read_status
 from areal_async.monitor.status_screen import render
 from areal_async.protocol.subjects import RUN_NAME
+from areal_async.telemetry import log
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the status; 0 whatever it says, as long as there is one."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    log.quieten()
     check_remote(arguments)
     if arguments.html is not None:
         if arguments.url is not None:

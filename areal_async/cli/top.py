@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 
 import anyio
-import structlog
 
 from areal_async.bus import Bus, ask_service
 from areal_async.cli.orders import DONE, who
@@ -23,6 +22,7 @@ from areal_async.monitor.snapshot import CONNECT_S
 from areal_async.monitor.top.app import TopApp
 from areal_async.monitor.top.feed import TopFeed
 from areal_async.monitor.top.view import TopView
+from areal_async.telemetry import log
 
 ORDER_DEADLINE_S = 5.0
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Show the run until the user has seen enough."""
     if not all(one.isatty() for one in (sys.stdin, sys.stdout, sys.stderr)):
         raise UserError(f"top: got no terminal, need one; status --run {arguments.run} prints what it shows once")
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    log.quieten(logging.CRITICAL)
     for name in ("COLUMNS", "LINES"):  # inherited, perhaps from another terminal; this one tells its own size
         os.environ.pop(name, None)
     check_remote(arguments)

@@ -6,12 +6,10 @@ never were, from the run's broker: a live run's own, and that of a stopped one i
 
 import argparse
 import functools
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
-import structlog
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +38,7 @@ from areal_async.monitor.trajectory_sources import ask, ask_untrained, find_reco
 from areal_async.process.stdio import say
 from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Trajectory
+from areal_async.telemetry import log
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
 PIPE_WIDTH = 200
@@ -50,7 +49,7 @@ MAX_ERROR_CHARACTERS = 100
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     """List, show or export."""
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
+    log.quieten()
     directory = find_run(arguments.run)
     if arguments.show is not None:
         show(directory, arguments.show, with_tokens=arguments.tokens, is_json=arguments.json)
@@ -136,12 +135,9 @@ def print_list(entries: Sequence[Entry], *, limit: int) -> None:
         console.print("no trajectories")
         return
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("step", "group.sibling", "workflow"):
-        table.add_column(name, justify="right" if name == "step" else "left", no_wrap=True)
-    for name in ("reward", "advantage", "tokens", "turns"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("versions", no_wrap=True)
-    table.add_column("truncated", no_wrap=True)
+    numbers = ("step", "reward", "advantage", "tokens", "turns")
+    for name in ("step", "group.sibling", "workflow", *numbers[1:], "versions", "truncated"):
+        table.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
     table.add_column("error", overflow="fold")
     for entry in entries:
         table.add_row(

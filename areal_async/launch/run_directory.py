@@ -24,10 +24,8 @@ from areal_async.config.settings import RunSettings, Settings
 from areal_async.config.sources import dump_settings, load_settings
 from areal_async.config.strict_yaml import NOT_YAML
 from areal_async.errors import UserError, leaves_of
-from areal_async.process.atomic_folders import write_whole
+from areal_async.process.atomic_folders import versions_in, write_whole
 from areal_async.process.file_locks import sign, try_lock
-from areal_async.protocol.fields import is_version
-from areal_async.protocol.types import Version
 
 
 class LiveError(HeldError):
@@ -83,8 +81,7 @@ class RunDirectory:
     @property
     def checkpointed_step(self) -> int:
         """The newest training step that a checkpoint holds; 0 when none does."""
-        names = [path.name for path in (self.path / "checkpoints").glob("*")]
-        return max((Version.parse(name).step for name in names if is_version(name)), default=0)
+        return max((version.step for version in versions_in(self.path / "checkpoints")), default=0)
 
     @property
     def exists(self) -> bool:
@@ -178,8 +175,8 @@ class RunDirectory:
         if name == "model_best":
             best = folder / "best"
             return best.readlink().name if best.is_symlink() else ""
-        versions = [Version.parse(path.name) for path in folder.glob("*") if is_version(path.name)]
-        return str(max(versions, key=lambda version: (version.lineage, version.step))) if versions else ""
+        versions = versions_in(folder)
+        return str(versions[-1]) if versions else ""
 
     def set_models_aside(self) -> list[str]:
         """Give what was exported at the run's end the names of what it is, before it goes on; return these."""
@@ -251,11 +248,10 @@ class RunDirectory:
         Raises:
             UserError: the run was never started.
         """
-        path = self.path / "bus" / "url"
-        try:
-            return path.read_text(encoding="utf-8").strip()
-        except OSError as exc:
-            raise UserError(f"{path}: cannot be read; start the run first") from exc
+        url = self.find_bus_url()
+        if url is None:
+            raise UserError(f"{self.path / 'bus' / 'url'}: cannot be read; start the run first")
+        return url
 
 
 def find_run(name: str) -> RunDirectory:

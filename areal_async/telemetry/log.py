@@ -24,6 +24,11 @@ CHATTY = ("aiohttp", "asyncio", "httpcore", "httpx", "nats", "urllib3", "uvicorn
 """Loggers of dependencies that write a line per request or connection; only their warnings are kept."""
 
 
+def quieten(level: int = logging.ERROR) -> None:
+    """Log to the terminal alone, and nothing below a level: for what answers a person."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+
+
 def configure(role: str, directory: Path | None) -> None:
     """Send all logging of this process to its files, replacing what was configured before.
 
