@@ -153,7 +153,7 @@ def metrics() -> str:
         "## Prometheus\n\nWith `metrics.prometheus` each process serves these at `/metrics`.\n",
     ]
     for role, told in roles.items():
-        rows = [[one.name + _labels(one), one.kind, one.help] for one in told]
+        rows = [[one.name + _labels(one), samples.kind_of(one.name), one.help] for one in told]
         parts.append(f"### {role}\n\n" + table(["metric", "kind", "what it is"], rows))
     return "\n".join(parts)
 

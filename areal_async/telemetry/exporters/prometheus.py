@@ -27,7 +27,7 @@ from areal_async.errors import UserError, WireError
 from areal_async.process.atomic_folders import write_whole
 from areal_async.process.http_server import serve_app
 from areal_async.protocol.wire import decode_json
-from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, MetricSample, samples
+from areal_async.telemetry.exporters.samples import COUNTER, GAUGE, MetricSample, kind_of, samples
 
 STOP_DEADLINE_S = 3.0
 HOST, PID, NAMESPACE = "__areal_host", "__areal_pid", "__areal_pid_namespace"
@@ -133,15 +133,15 @@ class _Collector:
         families: dict[str, Any] = {}
         for sample in self._read():
             if sample.name not in families:
-                families[sample.name] = kinds[sample.kind](sample.name, sample.help, labels=[*sample.labels])
+                families[sample.name] = kinds[kind_of(sample.name)](sample.name, sample.help, labels=[*sample.labels])
             families[sample.name].add_metric([*sample.labels.values()], sample.value)
         return families.values()
 
 
 def _disk(run_directory: Path) -> Iterable[MetricSample]:
     usage = shutil.disk_usage(run_directory)
-    yield MetricSample("areal_disk_free_bytes", GAUGE, "Free space where the run directory is.", usage.free)
-    yield MetricSample("areal_disk_size_bytes", GAUGE, "Size of that file system.", usage.total)
+    yield MetricSample("areal_disk_free_bytes", "Free space where the run directory is.", usage.free)
+    yield MetricSample("areal_disk_size_bytes", "Size of that file system.", usage.total)
 
 
 def _listen(address: str) -> socket.socket:

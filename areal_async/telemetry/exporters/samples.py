@@ -16,7 +16,6 @@ class MetricSample(NamedTuple):
     """One number of one role, with its labels."""
 
     name: str
-    kind: str
     help: str
     value: float
     labels: dict[str, str] = {}
@@ -27,64 +26,55 @@ class Field(NamedTuple):
 
     key: str
     name: str
-    kind: str
     help: str
     labels: dict[str, str] = {}
 
 
 CONTROLLER = (
-    Field("admitted", "areal_groups_admitted_total", COUNTER, "Groups admitted since the run began."),
-    Field("settled", "areal_groups_settled", GAUGE, "Groups settled in the newest lineage."),
-    Field("in_flight", "areal_groups_in_flight", GAUGE, "Groups admitted and not settled."),
-    Field("credits", "areal_credits", GAUGE, "Groups that may still be admitted."),
-    Field("untrained", "areal_groups_untrained", GAUGE, "Groups that have ended untrained since the last cut."),
-    Field("is_paused", "areal_run_paused", GAUGE, "1 while an operator has paused the run."),
-    Field("quiet_s", "areal_quiet_seconds", GAUGE, "Time since anything in the run made progress."),
-    Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),
+    Field("admitted", "areal_groups_admitted_total", "Groups admitted since the run began."),
+    Field("settled", "areal_groups_settled", "Groups settled in the newest lineage."),
+    Field("in_flight", "areal_groups_in_flight", "Groups admitted and not settled."),
+    Field("credits", "areal_credits", "Groups that may still be admitted."),
+    Field("untrained", "areal_groups_untrained", "Groups that have ended untrained since the last cut."),
+    Field("is_paused", "areal_run_paused", "1 while an operator has paused the run."),
+    Field("quiet_s", "areal_quiet_seconds", "Time since anything in the run made progress."),
+    Field("num_dead_letters", "areal_dead_letters_total", "Messages that this process could not use."),
 )
 NODE = (
-    Field("num_groups_running", "areal_groups_running", GAUGE, "Groups that this node works on."),
-    Field("num_trajectories_running", "areal_trajectories_running", GAUGE, "Workflows running."),
+    Field("num_groups_running", "areal_groups_running", "Groups that this node works on."),
+    Field("num_trajectories_running", "areal_trajectories_running", "Workflows running."),
     Field(
         "num_groups_waiting_for_stream",
         "areal_groups_waiting_for_stream",
-        GAUGE,
         "Finished groups that wait for room in the trajectory stream.",
     ),
-    Field("num_requests_waiting", "areal_requests_waiting", GAUGE, "Completions that wait for a server."),
+    Field("num_requests_waiting", "areal_requests_waiting", "Completions that wait for a server."),
     *(
-        Field(
-            f"num_{outcome}",
-            "areal_trajectories_total",
-            COUNTER,
-            "Trajectories stored by this node.",
-            {"outcome": outcome},
-        )
+        Field(f"num_{outcome}", "areal_trajectories_total", "Trajectories stored by this node.", {"outcome": outcome})
         for outcome in ("scored", "failed", "rejected")
     ),
-    Field("num_generated_tokens", "areal_generated_tokens_total", COUNTER, "Tokens its servers have generated."),
-    Field("loop_lag_p99_s", "areal_event_loop_lag_p99_seconds", GAUGE, "99th percentile of the event loop's lag."),
-    Field("loop_lag_max_s", "areal_event_loop_lag_max_seconds", GAUGE, "Largest lag of the event loop."),
-    Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),
+    Field("num_generated_tokens", "areal_generated_tokens_total", "Tokens its servers have generated."),
+    Field("loop_lag_p99_s", "areal_event_loop_lag_p99_seconds", "99th percentile of the event loop's lag."),
+    Field("loop_lag_max_s", "areal_event_loop_lag_max_seconds", "Largest lag of the event loop."),
+    Field("num_dead_letters", "areal_dead_letters_total", "Messages that this process could not use."),
 )
 SERVER = (
-    Field("num_requests", "areal_server_requests", GAUGE, "Completions that a server works on."),
-    Field("limit", "areal_server_requests_limit", GAUGE, "Completions that it is given at the most."),
-    Field("outstanding_tokens", "areal_server_outstanding_tokens", GAUGE, "Tokens that its completions may take yet."),
-    Field("num_generated_tokens", "areal_server_generated_tokens_total", COUNTER, "Tokens it has generated."),
-    Field("num_first_tokens", "areal_server_first_tokens_total", COUNTER, "Streams that have given a token."),
+    Field("num_requests", "areal_server_requests", "Completions that a server works on."),
+    Field("limit", "areal_server_requests_limit", "Completions that it is given at the most."),
+    Field("outstanding_tokens", "areal_server_outstanding_tokens", "Tokens that its completions may take yet."),
+    Field("num_generated_tokens", "areal_server_generated_tokens_total", "Tokens it has generated."),
+    Field("num_first_tokens", "areal_server_first_tokens_total", "Streams that have given a token."),
     Field(
         "first_token_total_s",
         "areal_server_first_token_seconds_total",
-        COUNTER,
         "Time from their requests to these first tokens.",
     ),
-    Field("num_swaps", "areal_server_swaps_total", COUNTER, "Weights versions that it was given."),
-    Field("swap_total_s", "areal_server_swap_seconds_total", COUNTER, "Time for which these have paused it."),
+    Field("num_swaps", "areal_server_swaps_total", "Weights versions that it was given."),
+    Field("swap_total_s", "areal_server_swap_seconds_total", "Time for which these have paused it."),
 )
 TRAINER = (
-    Field("step", "areal_step", GAUGE, "Training steps done."),
-    Field("num_dead_letters", "areal_dead_letters_total", COUNTER, "Messages that this process could not use."),
+    Field("step", "areal_step", "Training steps done."),
+    Field("num_dead_letters", "areal_dead_letters_total", "Messages that this process could not use."),
 )
 STEP = {
     "reward_mean": "Mean reward of the newest step's trajectories.",
@@ -125,6 +115,11 @@ NOT_EXPORTED = {"step", "weights_version"}
 _UNFIT = re.compile(r"[^a-zA-Z0-9_]")
 
 
+def kind_of(name: str) -> str:
+    """Return the kind of a metric: its name tells, as Prometheus's do."""
+    return COUNTER if name.endswith("_total") else GAUGE
+
+
 def samples(role: str, report: Mapping[str, Any]) -> Iterator[MetricSample]:
     """Yield the numbers of one report of a role (``controller``, ``node``, ``trainer``)."""
     match role:
@@ -148,12 +143,12 @@ def step_samples(line: Mapping[str, Any]) -> Iterator[MetricSample]:
         name, _, part = key.partition("/")
         if not part:
             text = STEP.get(key, f"{key} of the newest step.")
-            yield MetricSample(f"areal_step_{_with_unit(name)}", GAUGE, text, float(value))
+            yield MetricSample(f"areal_step_{_with_unit(name)}", text, float(value))
             continue
         by = LABELS.get(name, "key")
         text = f"{name} of the newest step, by {by}."
         whole = _with_unit(name.removesuffix(f"_at_{by}"))
-        yield MetricSample(f"areal_step_{whole}_by_{by}", GAUGE, text, float(value), {by: part})
+        yield MetricSample(f"areal_step_{whole}_by_{by}", text, float(value), {by: part})
 
 
 def _with_unit(name: str) -> str:
@@ -169,19 +164,19 @@ def _server(server_id: str, server: Mapping[str, Any]) -> Iterator[MetricSample]
     for one in _read(SERVER, server):
         yield one._replace(labels=labels)
     fence = str(server.get("fence") or "")
-    yield MetricSample("areal_server_fenced", GAUGE, "1 while a server is kept out of use.", float(bool(fence)), labels)
+    yield MetricSample("areal_server_fenced", "1 while a server is kept out of use.", float(bool(fence)), labels)
     try:
         version = Version.parse(str(server.get("version")))
     except ValueError:
         return
-    yield MetricSample("areal_server_weights_step", GAUGE, "Step of the weights it runs.", version.step, labels)
+    yield MetricSample("areal_server_weights_step", "Step of the weights it runs.", version.step, labels)
 
 
 def _read(fields: tuple[Field, ...], report: Mapping[str, Any]) -> Iterator[MetricSample]:
     for field in fields:
         value = report.get(field.key)
         if _is_number(value):
-            yield MetricSample(field.name, field.kind, field.help, float(value), field.labels)
+            yield MetricSample(field.name, field.help, float(value), field.labels)
 
 
 def _is_number(value: object) -> TypeGuard[int | float]:

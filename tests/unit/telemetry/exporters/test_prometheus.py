@@ -21,7 +21,6 @@ from areal_async.errors import UserError
 from areal_async.telemetry.exporters.prometheus import HOST, NAMESPACE, PID, _own_labels, exporting, write_target
 from areal_async.telemetry.exporters.samples import (
     CONTROLLER,
-    COUNTER,
     NODE,
     SERVER,
     STEP,
@@ -202,12 +201,6 @@ def test_every_number_that_the_alerts_and_the_dashboard_name_is_exported() -> No
         named = set(_names(promql_parser.parse(expression)))
         assert named, expression
         assert named <= exported, expression
-
-
-def test_what_grows_within_a_life_is_named_so() -> None:
-    """Prometheus' rule: ``_total`` on counters and on nothing else."""
-    for field in (*CONTROLLER, *NODE, *SERVER, *TRAINER):
-        assert field.name.endswith("_total") == (field.kind == COUNTER), field.name
 
 
 def _scraped(text: str) -> dict[str, float]:
