@@ -49,7 +49,7 @@ def configure(role: str, directory: Path | None) -> None:
     handlers = [_stderr_handler(shared)]
     if directory is not None:
         handlers.append(_file_handler(directory / f"{role}.jsonl", shared))
-    _replace_handlers(handlers)
+    logging.basicConfig(handlers=handlers, level=logging.INFO, force=True)
     for name in CHATTY:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)
@@ -67,15 +67,7 @@ def configure(role: str, directory: Path | None) -> None:
 
 def record_failure(error: BaseException) -> None:
     """Write what ends this process, with its traceback, to the file alone: stderr gets one sentence elsewhere."""
-    record = logging.LogRecord(
-        name="areal_async",
-        level=logging.ERROR,
-        pathname=__file__,
-        lineno=0,
-        msg="process.failed",
-        args=(),
-        exc_info=(type(error), error, error.__traceback__),
-    )
+    record = _record(logging.ERROR, "process.failed", exc_info=(type(error), error, error.__traceback__))
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
             handler.handle(record)
@@ -129,7 +121,7 @@ class _FileHandler(logging.handlers.WatchedFileHandler):
             with suppress(OSError):
                 if self.stream is not None:
                     self.stream.write("\n")  # the last one may have been cut short
-            self._emit(_left_out(num_before))
+            self._emit(_record(logging.WARNING, "log.left_out", num_lines=num_before))
             if self.num_left_out:  # still
                 self.num_left_out += num_before
                 return
@@ -149,11 +141,9 @@ class _FileHandler(logging.handlers.WatchedFileHandler):
             super().handleError(record)
 
 
-def _left_out(num_lines: int) -> logging.LogRecord:
-    fields = {"num_lines": num_lines}
-    return logging.makeLogRecord(
-        {"name": "areal_async", "levelno": logging.WARNING, "levelname": "WARNING", "msg": "log.left_out", **fields}
-    )
+def _record(level: int, event: str, **fields: Any) -> logging.LogRecord:
+    named = {"name": "areal_async", "levelno": level, "levelname": logging.getLevelName(level)}
+    return logging.makeLogRecord({**named, "msg": event, **fields})
 
 
 def _stderr_handler(shared: list[Processor]) -> logging.Handler:
@@ -212,13 +202,3 @@ def _error_of(exc_info: Any) -> BaseException | None:
     if isinstance(exc_info, tuple):
         return _error_of(exc_info[1])
     return sys.exc_info()[1] if exc_info else None
-
-
-def _replace_handlers(handlers: list[logging.Handler]) -> None:
-    root = logging.getLogger()
-    for handler in root.handlers[:]:
-        root.removeHandler(handler)
-        handler.close()
-    for handler in handlers:
-        root.addHandler(handler)
-    root.setLevel(logging.INFO)
