@@ -6,18 +6,17 @@ killed reader held, and file systems that hosts share keep such locks of files, 
 """
 
 import os
-import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from areal_async.process.file_locks import try_lock
+from areal_async.protocol.fields import is_version
 from areal_async.protocol.types import Version
 
 LEDGER = "ledger"
 """In a checkpoint: what it was trained on. Readers hold the folder by it."""
-_VERSION = re.compile(r"\d+-\d+")
 
 
 @contextmanager
@@ -80,10 +79,9 @@ def keep_newest(directory: Path, count: int, *, also: Collection[str] = (), leas
     """
     for leftover in (*directory.glob(".*.partial"), *directory.glob(".*.replaced")):
         _remove(leftover)  # of a save that a crash cut short
-    folders = [path for path in directory.iterdir() if path.is_dir() and _VERSION.fullmatch(path.name)]
-    for path in sorted(folders, key=lambda path: Version.parse(path.name))[:-count]:
-        if path.name not in also:
-            _delete(path, lease)
+    for version in versions_in(directory)[:-count]:
+        if str(version) not in also:
+            _delete(directory / str(version), lease)
 
 
 @contextmanager
@@ -128,10 +126,4 @@ def _sync(path: Path) -> None:
 
 def versions_in(folder: Path) -> list[Version]:
     """Return the versions that folders in a folder are named by, oldest first."""
-    found = []
-    for path in folder.glob("*-*"):
-        try:
-            found.append(Version.parse(path.name))
-        except ValueError:
-            continue
-    return sorted(found)
+    return sorted(Version.parse(path.name) for path in folder.glob("*-*") if is_version(path.name))
