@@ -7,6 +7,7 @@ each epoch, however many prompts it has; what is missing in between takes 16 byt
 import re
 from array import array
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
@@ -80,27 +81,23 @@ class GroupIds(AbstractSet[str]):
     __slots__ = ("_by_attempt", "_others")
 
     def __init__(self, group_ids: Iterable[str] = ()) -> None:
-        self._by_attempt: dict[str, NumberSet] = {}
+        self._by_attempt: defaultdict[str, NumberSet] = defaultdict(NumberSet)
         """Attempt -> epoch and index, as one number."""
         self._others: set[str] = set()
         """Texts that no numbers stand for."""
         if isinstance(group_ids, GroupIds):
-            self._by_attempt = {attempt: prompts.copy() for attempt, prompts in group_ids._by_attempt.items()}
+            self._by_attempt.update({attempt: prompts.copy() for attempt, prompts in group_ids._by_attempt.items()})
             self._others = set(group_ids._others)
         else:
             self.update(group_ids)
 
     def add(self, group_id: str) -> None:
         """Take a group in; one that is there already changes nothing."""
-        parts = _PARTS(group_id)
-        if parts is None:
+        attempt, prompt = _numbered(group_id)
+        if attempt:
+            self._by_attempt[attempt].add(prompt)
+        else:
             self._others.add(group_id)
-            return
-        epoch, index, attempt = parts.groups()
-        prompts = self._by_attempt.get(attempt)
-        if prompts is None:
-            prompts = self._by_attempt[attempt] = NumberSet()
-        prompts.add(int(epoch) * _EPOCH + int(index))
 
     def update(self, group_ids: Iterable[str]) -> None:
         """Take groups in."""
@@ -115,12 +112,8 @@ class GroupIds(AbstractSet[str]):
     def __contains__(self, group_id: object) -> bool:
         if not isinstance(group_id, str):
             return False
-        parts = _PARTS(group_id)
-        if parts is None:
-            return group_id in self._others
-        epoch, index, attempt = parts.groups()
-        prompts = self._by_attempt.get(attempt)
-        return prompts is not None and int(epoch) * _EPOCH + int(index) in prompts
+        attempt, prompt = _numbered(group_id)
+        return prompt in self._by_attempt.get(attempt, ()) or group_id in self._others
 
     def __iter__(self) -> Iterator[str]:
         for attempt, prompts in self._by_attempt.items():
@@ -131,3 +124,12 @@ class GroupIds(AbstractSet[str]):
 
     def __len__(self) -> int:
         return sum(map(len, self._by_attempt.values())) + len(self._others)
+
+
+def _numbered(group_id: str) -> tuple[str, int]:
+    """Return a group's attempt, and its epoch and index as one number; no attempt where no numbers stand for it."""
+    parts = _PARTS(group_id)
+    if parts is None:
+        return "", 0
+    epoch, index, attempt = parts.groups()
+    return attempt, int(epoch) * _EPOCH + int(index)
