@@ -211,13 +211,11 @@ class Watch(AsyncIterator[R], Generic[R]):
         self._attention = attention
         self._key = key
         self._kind = kind
-        self._revision: int | None = None
+        self._revision = 0
 
     async def __anext__(self) -> R:
-        if self._revision is None:
-            await self._attention.listen()
-            self._revision = 0
         while True:
+            await self._attention.listen()
             record, revision = await self._keys.get(self._key, self._kind)
             if record is not None and revision > self._revision:
                 self._revision = revision

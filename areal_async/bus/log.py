@@ -162,20 +162,22 @@ class Attention:
         self._api = api
         self._subject = subject
         self._poll_s = poll_s
+        self._bell: Bell | None = None
         self._num_seen = 0
         self._look_s = poll_s
 
     async def listen(self) -> None:
-        """Hear from now on; before the first look, so that nothing falls in between."""
-        bell = await self._api.bell(self._subject)
-        self._num_seen = bell.num_rings
+        """Hear from the first call on: before the first look, so that nothing falls in between."""
+        if self._bell is None:
+            self._bell = await self._api.bell(self._subject)
+            self._num_seen = self._bell.num_rings
 
     async def wait(self) -> None:
         """Return when it is worth looking again. Waits at most ``poll_s``."""
-        bell = await self._api.bell(self._subject)
-        await bell.wait(self._num_seen, self._look_s)
-        if bell.num_rings != self._num_seen:
-            self._num_seen = bell.num_rings
+        assert self._bell is not None
+        await self._bell.wait(self._num_seen, self._look_s)
+        if self._bell.num_rings != self._num_seen:
+            self._num_seen = self._bell.num_rings
             self._look_s = FIRST_LOOK_S
         else:
             self._look_s = min(self._poll_s, 2 * self._look_s)
@@ -194,16 +196,13 @@ class Follow:
         self._next_sequence = start_sequence
         self._ready: deque[Message] = deque()
         self._attention = Attention(api, subject)
-        self._is_listening = False
 
     def __aiter__(self) -> "Follow":
         return self
 
     async def __anext__(self) -> Message:
-        if not self._is_listening:
-            await self._attention.listen()
-            self._is_listening = True
         while not self._ready:
+            await self._attention.listen()
             self._ready.extend(await self._api.read_batch(self._stream, self._subject, self._next_sequence))
             if self._ready:
                 self._next_sequence = self._ready[-1].sequence + 1

@@ -294,7 +294,7 @@ class EmbeddedBroker:
             os.close(log_file)
         with anyio.move_on_after(START_DEADLINE_S):
             while self._process.returncode is None:
-                if await _is_healthy(self._http_port):
+                if (await _health(self._http_port))[0] == HEALTHY:
                     self._num_starts += 1
                     self._on_change("running", "", self._num_starts)
                     return
@@ -328,12 +328,6 @@ async def _stop(process: anyio.abc.Process) -> None:
         process.kill()
     await process.wait()
     await process.aclose()
-
-
-async def _is_healthy(port: int) -> bool:
-    """Ask whether the broker and its streams are ready."""
-    status, _ = await _health(port)
-    return status == HEALTHY
 
 
 async def _health(port: int) -> tuple[bytes, bytes]:
