@@ -75,9 +75,10 @@ class DeliveredMessage(Protocol):
 
 def admitted(ticket: Ticket) -> Span:
     """Return the first span of a group: the publication of its ticket."""
-    return tracing.first_span(
+    return tracing.span(
         f"admit {ticket.workflow}",
         _first_of(ticket),
+        is_first=True,
         kind=PRODUCER,
         attributes={
             **_of_ticket(ticket),
@@ -92,7 +93,7 @@ def admitted(ticket: Ticket) -> Span:
 @contextmanager
 def leased(ticket: Ticket | EvalTicket, delivery: DeliveredMessage, *, node_id: str) -> Iterator[None]:
     """Run a ticket's work for its lease, which it has waited for since it was stored."""
-    lease = tracing.past(
+    lease = tracing.span(
         f"lease {ticket.workflow}",
         _first_of(ticket),
         start_ns=delivery.stored_ns,
@@ -104,6 +105,7 @@ def leased(ticket: Ticket | EvalTicket, delivery: DeliveredMessage, *, node_id: 
             **_received("tickets" if isinstance(ticket, Ticket) else "eval"),
         },
     )
+    lease.end(time.time_ns())
     if lease is tracing.NOTHING:
         yield
         return
@@ -118,9 +120,8 @@ def episode(ticket: Ticket, siblings: Iterable[int]) -> Span:
 
 
 def _invocation(workflow: str, parent: SpanContext | None, attributes: Attributes, *, is_first: bool = False) -> Span:
-    make = tracing.first_span if is_first else tracing.span
     attributes = {**attributes, "gen_ai.operation.name": "invoke_workflow", "gen_ai.workflow.name": workflow}
-    return make(f"invoke_workflow {workflow}", parent, attributes=attributes)
+    return tracing.span(f"invoke_workflow {workflow}", parent, attributes=attributes, is_first=is_first)
 
 
 def note_trajectories(span: Span, trajectories: Iterable[Trajectory]) -> None:
@@ -251,18 +252,17 @@ def cut(entry: Cut, stored: Mapping[str, Mapping[int, DeliveredMessage]]) -> Ite
         yield
     now_ns = time.time_ns()
     for group in entry.groups:
-        tracing.past(
+        tracing.span(
             "await cut",
             tracing.of_group(group.group_id),
             start_ns=max((one.stored_ns for one in stored.get(group.group_id, {}).values()), default=now_ns),
-            end_ns=now_ns,
             kind=CONSUMER,
             attributes={
                 **_of_group(group.group_id, group.workflow),
                 **_of_step(made),
                 **_received("trajectories"),
             },
-        )
+        ).end(now_ns)
 
 
 def settled(outcome: Outcome) -> Span:
@@ -290,9 +290,10 @@ def settled(outcome: Outcome) -> Span:
 
 def asked(ticket: EvalTicket) -> Span:
     """Return the span of a row's published ticket: its first one, or, for other samples and attempts, one below it."""
-    make = tracing.span if ticket.attempt or ticket.sample else tracing.first_span
+    is_first = not (ticket.attempt or ticket.sample)
     attributes = {**_of_ticket(ticket), **_sent("eval")}
-    return make(f"ask {ticket.workflow}", _first_of(ticket), kind=PRODUCER, attributes=attributes)
+    name = f"ask {ticket.workflow}"
+    return tracing.span(name, _first_of(ticket), kind=PRODUCER, attributes=attributes, is_first=is_first)
 
 
 def answer(ticket: EvalTicket) -> Span:
@@ -319,13 +320,13 @@ def published_result(ticket: EvalTicket) -> Span:
 
 def received_result(result: EvalResult, delivery: DeliveredMessage) -> None:
     """Record the wait of a row's result for the process that asked for it."""
-    tracing.past(
+    tracing.span(
         "await result",
         tracing.of_row(result.eval_id, result.index),
         start_ns=delivery.stored_ns,
         kind=CONSUMER,
         attributes={**_of_row(result.eval_id, result.index, result.sample), **_received("eval")},
-    )
+    ).end(time.time_ns())
 
 
 # a training step
@@ -352,24 +353,23 @@ def trained(made: Version, group_ids: Iterable[str], *, since_s: float, wait_s: 
         return
     start_ns, begins_ns = tracing.wall_ns(since_s), tracing.wall_ns(since_s + wait_s)
     groups = {group_id: first for group_id in group_ids if (first := tracing.of_group(group_id)) is not None}
-    tracing.past(
+    tracing.span(
         f"step {made.step}",
         step,
         start_ns=start_ns,
         attributes=_of_step(made),
         links=groups.values(),
         is_first=True,
-    )
-    tracing.past("await data", step, start_ns=start_ns, end_ns=begins_ns, attributes=_of_step(made))
+    ).end(time.time_ns())
+    tracing.span("await data", step, start_ns=start_ns, attributes=_of_step(made)).end(begins_ns)
     for group_id, first in groups.items():
-        tracing.past(
+        tracing.span(
             f"train in step {made.step}",
             first,
             start_ns=begins_ns,
-            end_ns=begins_ns + int(train_s * 1e9),
             attributes={**_of_group(group_id), **_of_step(made)},
             links=[step],
-        )
+        ).end(begins_ns + int(train_s * 1e9))
 
 
 def _of_group(group_id: str, workflow: str = "") -> dict[str, AnyValue]:

@@ -248,32 +248,19 @@ def joining(carrier: Mapping[str, str]) -> Iterator[None]:
         yield
 
 
-def span(name: str, parent: SpanContext | None, *, kind: SpanKind = INTERNAL, attributes: Attributes) -> Span:
-    """Return a span for a ``with`` block, which begins now; ``NOTHING`` where ``parent`` is not recorded."""
-    if _recorder is None or parent is None:
-        return NOTHING
-    return RecordedSpan(name, _below(parent), parent, kind=kind, attributes=attributes, start_ns=time.time_ns())
-
-
-def first_span(name: str, first: SpanContext | None, *, kind: SpanKind = INTERNAL, attributes: Attributes) -> Span:
-    """As ``span``, for ``first`` itself, the first one of a trace."""
-    if _recorder is None or first is None:
-        return NOTHING
-    return RecordedSpan(name, first, None, kind=kind, attributes=attributes, start_ns=time.time_ns())
-
-
-def past(
+def span(
     name: str,
     parent: SpanContext | None,
     *,
-    start_ns: int,
-    end_ns: int | None = None,
     kind: SpanKind = INTERNAL,
     attributes: Attributes,
+    start_ns: int | None = None,
     links: Iterable[SpanContext] = (),
     is_first: bool = False,
 ) -> Span:
-    """Record a span that is over, since ``end_ns`` or now.
+    """Return a span for a ``with`` block, begun at ``start_ns`` or now; ``NOTHING`` where ``parent`` is not recorded.
+
+    One that is over already is recorded by its ``end``, with the time of that.
 
     Args:
         is_first: it is itself the one at ``parent``, the first of its trace.
@@ -281,9 +268,8 @@ def past(
     if _recorder is None or parent is None:
         return NOTHING
     ids, above = (parent, None) if is_first else (_below(parent), parent)
-    made = RecordedSpan(name, ids, above, kind=kind, attributes=attributes, start_ns=start_ns, links=links)
-    made.end(time.time_ns() if end_ns is None else end_ns)
-    return made
+    start_ns = time.time_ns() if start_ns is None else start_ns
+    return RecordedSpan(name, ids, above, kind=kind, attributes=attributes, start_ns=start_ns, links=links)
 
 
 def fail(span: Span, kind: str, reason: str) -> None:

@@ -70,7 +70,7 @@ async def test_a_users_span_is_below_ours_and_ours_below_it_through_tasks(theirs
         with tracing.span("completion", tracing.current(), attributes={}):
             await anyio.lowlevel.checkpoint()
 
-    with tracing.first_span("workflow", of_group("0-1-0"), attributes={}):
+    with tracing.span("workflow", of_group("0-1-0"), is_first=True, attributes={}):
         with theirs.tracer.start_as_current_span("retrieve"):
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(call)
@@ -111,7 +111,7 @@ def test_a_request_is_answered_for_its_callers_span_in_our_trace_alone(ours: Our
     workflow = of_group("0-1-0")
     assert workflow is not None
     callers = (f"{workflow.trace_id:032x}", f"{7:032x}", "what no trace is")
-    with tracing.first_span("workflow", workflow, attributes={}):
+    with tracing.span("workflow", workflow, is_first=True, attributes={}):
         for trace_id in callers:
             with tracing.joining({"traceparent": f"00-{trace_id}-{8:016x}-01"}):
                 with tracing.span("completion", tracing.current(), attributes={}):
@@ -130,7 +130,7 @@ def test_a_workflow_reaches_our_span_as_the_current_one(*, has_texts: bool) -> N
     """It may add to it, and end it badly once; what an exception says is let in with the other texts alone."""
     tracing.install(ours := Ours(), run="seen", has_texts=has_texts)
     try:
-        with tracing.first_span("workflow", of_group("0-1-0"), attributes={"a": 1}):
+        with tracing.span("workflow", of_group("0-1-0"), is_first=True, attributes={"a": 1}):
             span = trace.get_current_span()
             span.set_attributes({"user.documents": 3})
             span.add_event("retrieved", {"user.index": "wiki"}, 12)
@@ -156,7 +156,9 @@ def test_any_exporter_of_the_sdk_takes_our_spans() -> None:
     exporter = InMemorySpanExporter()
     outbox = SpanOutbox(SdkExporter(exporter, RESOURCE), where="memory")
     tracing.install(outbox, run="seen", has_texts=True)
-    with tracing.first_span("workflow", of_group("0-1-0"), kind=tracing.PRODUCER, attributes={"a": 1}) as first:
+    with tracing.span(
+        "workflow", of_group("0-1-0"), kind=tracing.PRODUCER, is_first=True, attributes={"a": 1}
+    ) as first:
         tracing.fail(first, "failed", "half \ud800")
         with tracing.span("completion", tracing.current(), attributes={}) as span:
             span.add_event("stream.begun", {"areal.server_id": "0-0"})
@@ -196,7 +198,7 @@ def test_what_a_workflow_says_of_our_span_cannot_end_the_exporting(tmp_path: Pat
     for sink in (FileExporter(path, RESOURCE, scope={"name": "s", "version": "1"}), SdkExporter(exporter, RESOURCE)):
         outbox = SpanOutbox(sink, where="here")
         tracing.install(outbox, run="seen")
-        with tracing.first_span("workflow", of_group("0-1-0"), attributes={}):
+        with tracing.span("workflow", of_group("0-1-0"), is_first=True, attributes={}):
             trace.get_current_span().set_attributes(hostile)
         tracing.install(None)
         outbox.close()

@@ -141,7 +141,7 @@ async def test_a_span_belongs_to_the_one_that_its_task_was_started_in(kept: Kept
             await anyio.lowlevel.checkpoint()
 
     group = of_group("0-1-0")
-    with tracing.first_span("group", group, attributes={}):
+    with tracing.span("group", group, is_first=True, attributes={}):
         async with anyio.create_task_group() as siblings:
             for number in range(3):
                 siblings.start_soon(sibling, number)
@@ -233,7 +233,7 @@ async def test_a_tool_and_a_reward_are_below_the_episode_that_called_them(kept: 
     failed = Trajectory(slot=slot, sequences=[])
     ticket = Ticket(group_id="0-1-0", workflow="w", row={}, group_size=2, version="1-0")
     calls = [ToolCall(id="call00001", name="add", arguments=given) for given in ({"a": 1, "b": 2}, {"a": "x"})]
-    with tracing.first_span("admit", of_group("0-1-0"), attributes={}), spans.episode(ticket, [1]) as episode:
+    with tracing.span("admit", of_group("0-1-0"), is_first=True, attributes={}), spans.episode(ticket, [1]) as episode:
         results = await Toolbox([add], timeout_s=5.0).run(calls)
         assert [one.is_error for one in results] == [False, True]
         assert await sample_rewards.length_of("four") == 4.0
@@ -272,7 +272,10 @@ async def test_what_a_model_wrote_is_in_no_span_unless_texts_are_let_in(*, has_t
     ]
     ticket = Ticket(group_id="0-1-0", workflow="w", row={}, group_size=2, version="1-0")
     calls = [ToolCall(id="call00001", name=name, arguments={"a": 1, "b": 2}) for name in ("add", SECRET * 100)]
-    with tracing.first_span("admit", of_group("0-1-0"), attributes={}), spans.episode(ticket, [0, 1]) as episode:
+    with (
+        tracing.span("admit", of_group("0-1-0"), is_first=True, attributes={}),
+        spans.episode(ticket, [0, 1]) as episode,
+    ):
         spans.note_break("0-0", "ServerFault", SECRET, num_tokens=3)
         await Toolbox([add], timeout_s=5.0).run(calls)
         spans.note_trajectories(episode, ends)

@@ -61,7 +61,7 @@ def test_what_a_process_recorded_is_at_the_collector_when_it_has_ended(tmp_path:
         settings = _settings(tmp_path, traces=collector.url, traces_key="k", traces_texts=True)
         with recording(settings, tmp_path, role="node", instance="7"):
             _record(number=3, share=0.5, ids=["a", "b"])
-            with pytest.raises(UserError), tracing.first_span("admit", of_group("0-1-0"), attributes={}):
+            with pytest.raises(UserError), tracing.span("admit", of_group("0-1-0"), is_first=True, attributes={}):
                 raise UserError("x: got y")
 
     work, admit = collector.spans
