@@ -29,29 +29,19 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "Act": "areal_async.api",
-    "ContextFull": "areal_async.errors",
-    "DescribedTool": "areal_async.api",
-    "Message": "areal_async.api",
-    "Policy": "areal_async.api",
-    "Prompt": "areal_async.protocol.types",
-    "Reject": "areal_async.errors",
-    "Reply": "areal_async.api",
-    "RewardModel": "areal_async.api",
-    "Rewards": "areal_async.api",
-    "ToolCall": "areal_async.api",
-    "ToolError": "areal_async.errors",
-    "ToolResult": "areal_async.api",
-    "Workflow": "areal_async.api",
-    "group_workflow": "areal_async.api",
-    "mcp_tools": "areal_async.rollout.tools.mcp",
-    "per_node": "areal_async.api",
-    "reward": "areal_async.rollout.rewards.decorator",
-    "shared": "areal_async.rollout.user_code.task_scope",
-    "shared_mcp_tools": "areal_async.rollout.tools.mcp",
-    "tool": "areal_async.rollout.tools.schema",
-}
+_NAMES = {
+    "areal_async.api": (
+        "Act", "DescribedTool", "Message", "Policy", "Reply", "RewardModel", "Rewards", "ToolCall", "ToolResult",
+        "Workflow", "group_workflow", "per_node",
+    ),
+    "areal_async.errors": ("ContextFull", "Reject", "ToolError"),
+    "areal_async.protocol.types": ("Prompt",),
+    "areal_async.rollout.rewards.decorator": ("reward",),
+    "areal_async.rollout.tools.mcp": ("mcp_tools", "shared_mcp_tools"),
+    "areal_async.rollout.tools.schema": ("tool",),
+    "areal_async.rollout.user_code.task_scope": ("shared",),
+}  # fmt: skip
+_HOMES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Act",
