@@ -5,7 +5,8 @@ which the broker drops the second copy.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
+from uuid import uuid4
 
 import anyio
 import msgspec
@@ -24,6 +25,14 @@ STORE_FAILED = 10077
 """Also what a full stream answers, with a description that says so."""
 STREAM_NOT_FOUND = 10059
 CONSUMER_NOT_FOUND = 10014
+
+
+class Published(NamedTuple):
+    """The broker's word that a message is stored."""
+
+    sequence: int
+    is_duplicate: bool
+    """It was stored before, under the same id."""
 
 
 class ApiError(BusError):
@@ -152,3 +161,14 @@ class JetStreamApi:
                 raise error
             retry.last_seen = str(error)
             await retry.pause()
+
+    async def store(
+        self, subject: str, data: bytes, *, msg_id: str | None = None, headers: Mapping[str, str] | None = None
+    ) -> Published:
+        """Store a message once, however often it must be sent; without an id it is given one.
+
+        Raises:
+            BusError: as ``ask``.
+        """
+        answer = await self.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id or uuid4().hex})
+        return Published(int(answer["seq"]), bool(answer.get("duplicate")))

@@ -84,10 +84,12 @@ class Connection:
         """Called in order each time the connection is back. They must not block."""
         self.num_losses = 0
         """Number of losses of the connection: unchanged means that everything sent in between has arrived in order."""
-        self._raw = Client()
+        self.client = Client()
+        """The library's own, for what it builds on top of itself (``service``)."""
         self._connected = anyio.Event()
         self._is_closing = False
-        self._last_error: Exception | None = None
+        self.last_error: Exception | None = None
+        """The newest trouble that the library reported."""
         self._denied: set[tuple[str, str]] = set()
         self._calls: dict[str, PendingRequest] = {}
         self._num_calls = 0
@@ -96,22 +98,12 @@ class Connection:
     @property
     def is_connected(self) -> bool:
         """Whether the broker can be reached now, as far as is known."""
-        return bool(self._raw.is_connected) and self._connected.is_set()
-
-    @property
-    def client(self) -> nats.aio.client.Client:
-        """The library's own, for what it builds on top of itself (``service``)."""
-        return self._raw
+        return bool(self.client.is_connected) and self._connected.is_set()
 
     @property
     def is_closed(self) -> bool:
         """Whether it ended for good."""
-        return bool(self._raw.is_closed)
-
-    @property
-    def last_error(self) -> Exception | None:
-        """The newest trouble the library reported."""
-        return self._last_error
+        return bool(self.client.is_closed)
 
     async def wait_connected(self) -> None:
         """Wait, without a deadline, until the broker can be reached.
@@ -157,15 +149,15 @@ class Connection:
         self.check_open()
         self.check_allowed("publish", subject)
         size = len(payload) + sum(len(key) + len(value) + 4 for key, value in (headers or {}).items()) + 16
-        if size > self._raw.max_payload:  # the broker would end the connection
+        if size > self.client.max_payload:  # the broker would end the connection
             raise BusError(
-                f"message to {subject}: got {size} bytes with headers, need at most {self._raw.max_payload}; "
+                f"message to {subject}: got {size} bytes with headers, need at most {self.client.max_payload}; "
                 "send less or raise max_payload at the broker"
             )
         if not self.is_connected:
             raise ConnectionLostError(f"message to {subject}: not connected to {self.url}")
         try:
-            await self._raw.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
+            await self.client.publish(subject, payload, reply=reply, headers=dict(headers) if headers else None)
         except nats.errors.Error as exc:
             raise ConnectionLostError(f"message to {subject}: {exc}") from exc
 
@@ -187,13 +179,13 @@ class Connection:
             handler(Received(message.subject, message.reply, message.headers or {}, message.data))
 
         self.check_open()
-        return await self._raw.subscribe(
+        return await self.client.subscribe(
             subject, cb=handle, pending_msgs_limit=MAX_QUEUED_MESSAGES, pending_bytes_limit=MAX_QUEUED_BYTES
         )
 
     def new_inbox(self) -> str:
         """Return a subject under which only this role can listen."""
-        return str(self._raw.new_inbox())
+        return str(self.client.new_inbox())
 
     def check_allowed(self, action: str, subject: str) -> None:
         """Raise DeniedError when the broker has denied to ``publish`` to, or a ``subscription`` to, the subject."""
@@ -208,14 +200,14 @@ class Connection:
                     await self.request("$JS.API.INFO", deadline_s=deadline_s)  # answered after all that came before
             self._is_closing = True
             with anyio.move_on_after(deadline_s):
-                await self._raw.close()
+                await self.client.close()
             for _ in range(3):  # the tasks that the library cancels end within the next turns of the loop
                 await anyio.lowlevel.checkpoint()
         self._fail_calls(ConnectionLostError, "the connection was closed")
 
     async def open(self, authentication: Mapping[str, Any]) -> None:
         """Connect and authenticate; for ``connect``, which also checks who answers."""
-        await self._raw.connect(
+        await self.client.connect(
             self.url,
             name=self.name,
             inbox_prefix=self.role.inbox_prefix,
@@ -232,7 +224,7 @@ class Connection:
             closed_cb=self._on_closed,
             **authentication,
         )
-        self._raw.options["allow_reconnect"] = True
+        self.client.options["allow_reconnect"] = True
         self._connected.set()
         self._inbox = self.new_inbox()
         await self.listen(self._answers, self._on_answer)
@@ -245,14 +237,14 @@ class Connection:
     @property
     def server_info(self) -> dict[str, Any]:
         """What the broker said about itself when it greeted."""
-        return dict(self._raw._server_info)
+        return dict(self.client._server_info)
 
     def check_open(self) -> None:
         """Raise BusError when the connection ended for good."""
         if self._is_closing:
             raise BusError(f"connection {self.name}: closed")
         if self.is_closed:
-            raise BusError(f"connection {self.name}: ended by the broker at {self.url}: {self._last_error}")
+            raise BusError(f"connection {self.name}: ended by the broker at {self.url}: {self.last_error}")
 
     def _on_answer(self, received: Received) -> None:
         call = self._calls.get(received.subject)
@@ -264,7 +256,7 @@ class Connection:
             call.answers.put_nowait(kind(f"request to {call.subject}: {reason}"))
 
     async def _on_error(self, error: Exception) -> None:
-        self._last_error = error
+        self.last_error = error
         denied = _DENIED.search(str(error))
         if denied is None:
             log.debug("bus.error_reported", connection=self.name, error=str(error) or repr(error))
@@ -296,7 +288,7 @@ class Connection:
 
     async def _on_closed(self) -> None:
         if not self._is_closing:
-            log.error("bus.connection_ended", connection=self.name, error=str(self._last_error))
+            log.error("bus.connection_ended", connection=self.name, error=str(self.last_error))
         self._connected.set()  # those who wait find out that it is closed
         self._fail_calls(ConnectionLostError, "the connection was closed")
 

@@ -81,7 +81,7 @@ class DeadLetters:
             data = wire.encode(letter)
             msg_id = f"undecodable.{message.stream}.{message.sequence}"
             with suppress(StreamFullError):
-                await self._api.ask(self._names.undecodable, data, {"Nats-Msg-Id": msg_id})
+                await self._api.store(self._names.undecodable, data, msg_id=msg_id)
                 self._stored_bytes += len(data)
         self.num_letters += 1
         event = MessageBuried(stream=letter.stream, sequence=letter.sequence, reason=letter.reason)

@@ -9,17 +9,17 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
-from uuid import uuid4
+from typing import NamedTuple, TypeVar
 
 import anyio
 import msgspec
 import structlog
 
+from areal_async.bus.api import Published
 from areal_async.bus.connection import Connection, ConnectionLostError, Received, connect
 from areal_async.bus.dead import decode
 from areal_async.bus.inbox import Delivery, Inbox, settle
-from areal_async.bus.keys import Keys, publish_after
+from areal_async.bus.keys import Keys
 from areal_async.bus.log import POLL_S, Follow, Message, StreamReader
 from areal_async.bus.permissions import Role
 from areal_async.bus.sweep import Sweep
@@ -38,14 +38,6 @@ MAX_UNREAD = 4096
 """Core messages kept for a slow subscriber; the oldest are dropped beyond."""
 
 log = structlog.get_logger()
-
-
-class Published(NamedTuple):
-    """The broker's word that a message is stored."""
-
-    sequence: int
-    is_duplicate: bool
-    """It was stored before, under the same id."""
 
 
 class StreamState(NamedTuple):
@@ -90,16 +82,6 @@ class Bus(Keys):
         self.role = connection.role
         self._full_turn = anyio.Lock()
 
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
-
-    async def aclose(self) -> None:
-        """Send what is written, then close. Takes a few seconds at the most."""
-        await self.connection.aclose()
-
     # streams: writing
 
     async def publish(
@@ -123,14 +105,13 @@ class Bus(Keys):
             BusError: refused, or no answer within the deadline: then it may have been stored.
         """
         data = wire.encode(payload) if isinstance(payload, Record) else payload
-        msg_id = msg_id or uuid4().hex
-        if expected_last_subject_sequence is not None:
-            sequence, is_duplicate = await publish_after(
-                self.api, self._stream_of(subject), subject, data, msg_id, expected_last_subject_sequence, headers
-            )
-            return Published(sequence, is_duplicate)
-        answer = await self.api.ask(subject, data, {**(headers or {}), "Nats-Msg-Id": msg_id})
-        return Published(int(answer["seq"]), bool(answer.get("duplicate")))
+        if expected_last_subject_sequence is None:
+            return await self.api.store(subject, data, msg_id=msg_id, headers=headers)
+        if subject not in (self.names.outcomes, self.names.cuts):
+            raise BusError(f"message to {subject}: only the log takes an expected sequence")
+        return await self.api.store_after(
+            expected_last_subject_sequence, self.names.outcomes_stream, subject, data, msg_id=msg_id, headers=headers
+        )
 
     async def publish_patiently(self, subject: str, record: Record, *, msg_id: str) -> Published:
         """Store a message as ``publish`` does, however long its stream is full.
@@ -263,11 +244,6 @@ class Bus(Keys):
             self.connection.check_allowed("subscription", subject)
             yield subscription
 
-    def _stream_of(self, subject: str) -> str:
-        if subject in (self.names.outcomes, self.names.cuts):
-            return self.names.outcomes_stream
-        raise BusError(f"message to {subject}: only the log takes an expected sequence")
-
 
 @asynccontextmanager
 async def open_bus(
@@ -281,7 +257,7 @@ async def open_bus(
     connect_deadline_s: float = 10.0,
     operation_deadline_s: float = 60.0,
 ) -> AsyncIterator[Bus]:
-    """Connect a process to its run, and close the connection at the end.
+    """Connect a process to its run; at the end send what is written and close, within a few seconds.
 
     Args:
         instance: Tells processes of one role apart in the broker's tools.
@@ -299,5 +275,7 @@ async def open_bus(
         ca=ca,
         deadline_s=connect_deadline_s,
     )
-    async with Bus(connection, names=names, operation_deadline_s=operation_deadline_s) as bus:
-        yield bus
+    try:
+        yield Bus(connection, names=names, operation_deadline_s=operation_deadline_s)
+    finally:
+        await connection.aclose()

@@ -14,9 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Generic, TypeVar
-from uuid import uuid4
 
-from areal_async.bus.api import WRONG_LAST_SEQUENCE, ApiError
 from areal_async.bus.dead import DeadLetters, decode
 from areal_async.bus.log import POLL_S, Attention, Message, StreamReader
 from areal_async.errors import ConflictError, WireError
@@ -68,9 +66,9 @@ class Keys:
             StreamFullError: a node's key is new, and there are as many as may be.
         """
         subject = self._subject(key)
-        answer = await self.api.ask(subject, wire.encode(record), {"Nats-Msg-Id": uuid4().hex})
-        self._know(subject, int(answer["seq"]), record)
-        return int(answer["seq"])
+        sequence, _ = await self.api.store(subject, wire.encode(record))
+        self._know(subject, sequence, record)
+        return sequence
 
     async def create(self, key: str, record: Record) -> int:
         """Set a key that does not exist.
@@ -90,15 +88,14 @@ class Keys:
             ConflictError: another writer was faster.
             StreamFullError: as for ``put``.
         """
-        subject, data, stream = self._subject(key), wire.encode(record), self._stream(key)
-        sequence, _ = await publish_after(self.api, stream, subject, data, uuid4().hex, revision)
+        subject = self._subject(key)
+        sequence, _ = await self.api.store_after(revision, self._stream(key), subject, wire.encode(record))
         self._know(subject, sequence, record)
         return sequence
 
     async def delete(self, key: str) -> None:
         """Forget a key; one that does not exist is no error."""
-        headers = {"KV-Operation": "DEL", "Nats-Msg-Id": uuid4().hex}
-        await self.api.ask(self._subject(key), b"", headers)
+        await self.api.store(self._subject(key), b"", headers={"KV-Operation": "DEL"})
 
     async def entries(self, prefix: str, kind: type[R]) -> dict[str, tuple[R, int]]:
         """Return value and revision of every key that starts with ``prefix``, in one request.
@@ -221,32 +218,6 @@ class Watch(AsyncIterator[R], Generic[R]):
                 self._revision = revision
                 return record
             await self._attention.wait()
-
-
-async def publish_after(
-    api: StreamReader, stream: str, subject: str, data: bytes, msg_id: str, last_sequence: int,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[int, bool]:  # fmt: skip
-    """Store a message provided that the newest one of its subject is at ``last_sequence``.
-
-    Returns:
-        Its sequence, and whether it had been stored before. The broker checks the sequence before the id, so a
-        write that is repeated because its answer was lost conflicts with itself: it is then looked for by its id.
-
-    Raises:
-        ConflictError: another message came first.
-    """
-    headers = {**(headers or {}), "Nats-Msg-Id": msg_id, "Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
-    try:
-        answer = await api.ask(subject, data, headers)
-        return int(answer["seq"]), bool(answer.get("duplicate"))
-    except ApiError as exc:
-        if exc.err_code not in WRONG_LAST_SEQUENCE:
-            raise
-        for message in await api.read_batch(stream, subject, last_sequence + 1):
-            if message.headers.get("Nats-Msg-Id") == msg_id:
-                return message.sequence, True
-        raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc
 
 
 def _key_of(message: Message) -> str:

@@ -8,14 +8,15 @@ subject) and, should the bell be missed, by asking every ``POLL_S``.
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import anyio
 import msgspec
 
-from areal_async.bus.api import TRY_DEADLINE_S, JetStreamApi
+from areal_async.bus.api import TRY_DEADLINE_S, WRONG_LAST_SEQUENCE, ApiError, JetStreamApi, Published
 from areal_async.bus.client import FORWARDED
 from areal_async.bus.connection import NO_RESPONDERS, Connection, ConnectionLostError, Received
-from areal_async.errors import BusError
+from areal_async.errors import BusError, ConflictError
 
 BATCH_MESSAGES = 512
 BATCH_BYTES = 8 << 20
@@ -114,6 +115,36 @@ class StreamReader(JetStreamApi):
                 break
             start_sequence = batch[-1].sequence + 1
         return sorted(newest.values(), key=lambda message: message.sequence)
+
+    async def store_after(
+        self,
+        last_sequence: int,
+        stream: str,
+        subject: str,
+        data: bytes,
+        *,
+        msg_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Published:
+        """Store a message provided that the newest one of its subject is at ``last_sequence``.
+
+        The broker checks the sequence before the id, so a write that is repeated because its answer was lost conflicts
+        with itself: it is then looked for by its id.
+
+        Raises:
+            ConflictError: another message came first.
+        """
+        msg_id = msg_id or uuid4().hex
+        headers = {**(headers or {}), "Nats-Expected-Last-Subject-Sequence": str(last_sequence)}
+        try:
+            return await self.store(subject, data, msg_id=msg_id, headers=headers)
+        except ApiError as exc:
+            if exc.err_code not in WRONG_LAST_SEQUENCE:
+                raise
+            for message in await self.read_batch(stream, subject, last_sequence + 1):
+                if message.headers.get("Nats-Msg-Id") == msg_id:
+                    return Published(message.sequence, is_duplicate=True)
+            raise ConflictError(f"{subject}: newer than {last_sequence}: {exc.description}; read it again") from exc
 
     async def _one(self, stream: str, subject: str, body: Mapping[str, Any]) -> Message | None:
         answer = await self.request(subject, msgspec.json.encode(body) if body else b"")

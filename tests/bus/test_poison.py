@@ -378,7 +378,7 @@ async def test_headers_that_are_none_do_not_stop_the_connection(
     open_role: OpenRole, operator: Bus, headers: bytes
 ) -> None:
     names, node = operator.names, await open_role(Role.NODE)
-    client = operator.connection._raw
+    client = operator.connection.client
     size = f"{len(headers)} {len(headers) + len(GARBAGE)}"
     command = f"HPUB {names.tickets(WORKFLOW)} {size}\r\n".encode()
     await client._send_command(command + headers + GARBAGE + b"\r\n")

@@ -157,7 +157,7 @@ async def test_a_connection_is_closed_though_another_that_waited_for_its_end_was
     async with running_broker(settings) as broker:
         key = broker.credentials(Role.OPERATOR)
         connection = await connect(broker.url, name="x", role=Role.OPERATOR, credentials=key, deadline_s=PATIENCE_S)
-        transport = connection._raw._transport
+        transport = connection.client._transport
         assert transport is not None
         waiting = asyncio.ensure_future(transport.wait_closed())  # type: ignore[no-untyped-call]
         await asyncio.sleep(0)
