@@ -39,8 +39,8 @@ from areal_async.bus import gather_reports
 from areal_async.launch.run import visit_live
 from areal_async.monitor.liveness import locked
 from areal_async.monitor.snapshot import read_snapshot
-from areal_async.monitor.tail import JsonLines
 from areal_async.monitor.top.feed import REFRESH_S
+from areal_async.process.json_lines import JsonLines
 from tests.e2e.terminal import Terminal
 from tools.faults_run import ENDLESS, REPOSITORY, FaultRun
 

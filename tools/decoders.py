@@ -27,7 +27,7 @@ from areal_async.inference.faults import ServerFault
 from areal_async.inference.http import context_tokens_of, error_message, read_load
 from areal_async.inference.http import decode_answer as decode_server_answer
 from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
-from areal_async.monitor.tail import decode_object
+from areal_async.process.json_lines import decode_object
 from areal_async.protocol import run_state, types, wire
 from areal_async.protocol.publish_log import (
     STAMP_HEADER,

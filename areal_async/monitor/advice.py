@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from areal_async.config.settings import Settings, TaskSettings
-from areal_async.monitor.tail import Line
 from areal_async.monitor.view import number
+from areal_async.process.json_lines import Line
 from areal_async.process.stdio import program
 from areal_async.protocol.types import mean
 

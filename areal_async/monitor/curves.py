@@ -12,7 +12,7 @@ import anyio.to_thread
 import structlog
 
 from areal_async.config.settings import Settings
-from areal_async.monitor.tail import JsonLines, Line
+from areal_async.process.json_lines import JsonLines, Line
 from areal_async.protocol.types import Version
 from areal_async.telemetry.exporters.curves import Curves
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from areal_async.monitor.tail import read_last_json_line
+from areal_async.process.json_lines import read_last_json_line
 
 
 def last_evaluation(run_directory: Path) -> dict[str, Any]:

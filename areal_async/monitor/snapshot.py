@@ -22,9 +22,9 @@ from areal_async.monitor.durations import duration_text, seconds_since
 from areal_async.monitor.evaluated import last_evaluation
 from areal_async.monitor.liveness import AskLive, locked
 from areal_async.monitor.register import read_register
-from areal_async.monitor.tail import decode_object, read_last_json_line
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.view import number
+from areal_async.process.json_lines import decode_object, read_last_json_line
 from areal_async.protocol.run_state import Changes, Control, CrewState, RunState, ServerState
 from areal_async.protocol.subjects import CHANGES, CONTROL, RUN_STATE
 from areal_async.protocol.types import Record, Version, WeightsVersion

@@ -12,8 +12,8 @@ from typing import Any
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.monitor.evaluated import answers, failures, measured
-from areal_async.monitor.tail import JsonLines, Line, decode_object
 from areal_async.monitor.token_text import visible
+from areal_async.process.json_lines import JsonLines, Line, decode_object
 from areal_async.protocol.types import mean
 from areal_async.protocol.wire import decode_json
 

@@ -9,8 +9,8 @@ import pytest
 
 from areal_async.bus import Bus, Role
 from areal_async.errors import UserError
-from areal_async.monitor.tail import decode_object
 from areal_async.process.atomic_folders import LEDGER
+from areal_async.process.json_lines import decode_object
 from areal_async.protocol.subjects import CHECKPOINT
 from areal_async.protocol.types import CheckpointRecord, Cut, CutGroup
 from areal_async.trainer.batch.lineage import Lineage

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from areal_async.cli.main import main
-from areal_async.monitor.tail import read_json_lines
+from areal_async.process.json_lines import read_json_lines
 from tests.quiet import logging_as_before
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -1,9 +1,7 @@
-"""Reading what a run has left in its directory: the archive, the metrics, the newest checkpoint's ledger."""
+"""Reading what a run has left in its directory: the archive, the newest checkpoint's ledger."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -76,19 +74,6 @@ class _ListsOfLists:
     def row(self, index: int) -> list[Array]:
         start, end = self._rows[index], self._rows[index + 1]
         return [self._values[self._sequences[at] : self._sequences[at + 1]] for at in range(start, end)]
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines that are whole."""
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
-        except (ValueError, RecursionError):
-            continue  # cut short by a crash
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
 
 
 def read_ledger(directory: Path) -> tuple[TrainedGroups | None, list[str]]:

@@ -13,10 +13,11 @@ import anyio.to_thread
 
 from areal_async.bus import Bus, Message
 from areal_async.bus.api import MissingError
-from areal_async.doctor.audit.files import read_archive, read_ledger, read_metrics
+from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import Columns, find_faults
 from areal_async.errors import WireError
+from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.publish_log import Receipt, decode_stamp, read_receipts
 from areal_async.protocol.run_state import RunState
 from areal_async.protocol.subjects import ADMITTED, RUN_STATE
@@ -38,7 +39,7 @@ async def gather(bus: Bus, run_directory: Path, rules: Rules, *, is_live: bool) 
     await reader.read_tickets()
     evidence.num_entries_before_messages = len(await reader.read_log())
     await reader.read_trajectories()
-    evidence.metrics = read_metrics(run_directory / "metrics.jsonl")
+    evidence.metrics = read_json_lines(run_directory / "metrics.jsonl")
     evidence.ledger, unreadable = read_ledger(run_directory / "checkpoints")
     # In a thread: it reads every byte of them, and the connection to a live run's broker has to be kept up meanwhile.
     evidence.damaged_checkpoints = await anyio.to_thread.run_sync(find_damage, run_directory / "checkpoints")

@@ -17,10 +17,10 @@ import areal_async
 from areal_async.config.settings import Settings
 from areal_async.config.sources import dump_settings
 from areal_async.errors import UserError
-from areal_async.monitor.tail import JsonLines, Line, read_json_lines
 from areal_async.monitor.token_text import Detokenizer
 from areal_async.monitor.token_views import TokenView, token_views
 from areal_async.monitor.trajectory_list import Entry, entry_of
+from areal_async.process.json_lines import JsonLines, Line, read_json_lines
 from areal_async.protocol.types import Version
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory, archive_files, read_recorded
 

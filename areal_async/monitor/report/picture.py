@@ -12,8 +12,8 @@ import resvg_py
 
 from areal_async.monitor.report.assets import LIGHT
 from areal_async.monitor.report.charts import HEIGHT, WIDTH, Series, coloured_names, line_chart
-from areal_async.monitor.tail import Line
 from areal_async.monitor.view import number
+from areal_async.process.json_lines import Line
 
 FONT = Path(__file__).with_name("DejaVuSans.ttf")
 GAP, LINE_HEIGHT = 16, 14

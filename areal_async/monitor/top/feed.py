@@ -15,8 +15,8 @@ from areal_async.errors import BusError, UserError, leaves_of
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.liveness import BeatsSeen, locked
 from areal_async.monitor.snapshot import NUM_READ, event_in, read_snapshot
-from areal_async.monitor.tail import JsonLines
 from areal_async.monitor.top.view import TopView
+from areal_async.process.json_lines import JsonLines
 
 REFRESH_S = 0.7
 """Between two questions to everybody; what they say stands on the screen within a second."""

@@ -9,8 +9,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from areal_async.monitor.display import sparkline
 from areal_async.monitor.durations import duration_text, seconds_since
 from areal_async.monitor.snapshot import OK, Member
-from areal_async.monitor.tail import Line
 from areal_async.monitor.view import event_text, number
+from areal_async.process.json_lines import Line
 from areal_async.protocol.types import Version, mean
 from areal_async.telemetry.wait_graph import WaitRecord
 

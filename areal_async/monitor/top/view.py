@@ -13,7 +13,6 @@ import msgspec
 
 from areal_async.bus import Report
 from areal_async.monitor.snapshot import ENDED, OVER, Status
-from areal_async.monitor.tail import Line
 from areal_async.monitor.top.rows import (
     EVENT_COLUMNS,
     LEASE_COLUMNS,
@@ -34,6 +33,7 @@ from areal_async.monitor.top.rows import (
     wait_rows,
 )
 from areal_async.monitor.view import number
+from areal_async.process.json_lines import Line
 from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
 
 PANES = ("processes", "servers", "waits", "leases", "events", "tasks")

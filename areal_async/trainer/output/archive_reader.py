@@ -5,6 +5,7 @@ Invariant: of each step only what the surviving lineage trained is read, and onl
 
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.errors import UserError
+from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, ReplyReward, Slot, SlotStatus, Trajectory, Version
 from areal_async.protocol.types import Sequence as TokenSequence
@@ -76,14 +78,10 @@ class ArchivedTrajectory:
 
 def read_lines(run_directory: Path) -> list[Line]:
     """Return the lines of ``metrics.jsonl`` that are whole, by step."""
-    path = run_directory / "metrics.jsonl"
     lines: dict[int, Line] = {}
-    for text in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            line = json.loads(text)
+    for line in read_json_lines(run_directory / "metrics.jsonl"):
+        with suppress(ValueError, KeyError, TypeError):
             lines[int(line["step"])] = line
-        except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # cut short by a crash, or being written now
     return [line for _, line in sorted(lines.items())]
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_async.doctor.audit.files import read_archive, read_ledger, read_metrics
+from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.versions import Columns, count_versions, find_faults
 from areal_async.protocol.types import NOT_SAMPLED, Cut, CutSlot, Sequence, Slot, SlotStatus, Trajectory, Version
 from areal_async.trainer.batch.payloads import BatchSlot
@@ -99,12 +99,3 @@ def test_the_newest_ledger_that_can_be_read_is_taken_and_a_broken_one_told_of(tm
     assert ledger
     assert ledger.version == "1-4"
     assert [reason.split(":")[0] for reason in unreadable] == ["checkpoint 2-12", "checkpoint 1-8"]
-
-
-def test_a_metrics_line_cut_short_is_passed_over(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    assert read_metrics(path) == []
-
-    path.write_text('{"step": 1}\n{"step": ')
-
-    assert read_metrics(path) == [{"step": 1}]

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from areal_async.config.settings import DatasetSettings, RolloutSettings, RunSettings, Settings, TaskSettings
 from areal_async.monitor.display import LiveDisplay, PlainDisplay, render, sparkline
-from areal_async.monitor.tail import JsonLines, read_json_lines
 from areal_async.monitor.view import KEPT_STEPS, RunView, event_text, notice_text
+from areal_async.process.json_lines import JsonLines, read_json_lines
 
 METRICS = "areal.g.metrics."
 EVENTS = "areal.g.events.controller.0.run.ordered"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_async.monitor.report.data import StepLines
-from areal_async.monitor.tail import BLOCK_BYTES, read_last_json_line
+from areal_async.process.json_lines import BLOCK_BYTES, read_last_json_line
 
 
 @pytest.mark.parametrize("size", [1, 100, BLOCK_BYTES // 2, BLOCK_BYTES - 20, BLOCK_BYTES, 3 * BLOCK_BYTES])
