@@ -57,8 +57,6 @@ class PairStats:
     """Norm of the gradient before clipping."""
     lr: float
     num_pairs: int
-    num_tokens: int
-    """Tokens of this rank's pairs."""
     num_skipped: int
     """Updates left out because the gradient was not finite."""
 
@@ -91,7 +89,6 @@ class PairEngine(TrainedEngine[Tensor]):
             grad_norm=tally.grad_norm,
             lr=lr,
             num_pairs=round(sums.get("units", 0.0)),
-            num_tokens=sum(pair.num_tokens for pair in pairs),
             num_skipped=tally.num_skipped,
         )
 

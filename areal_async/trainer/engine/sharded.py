@@ -249,8 +249,7 @@ class TrainedEngine(ModelEngine[T]):
         """Return for each parameter which of ``GROUPS`` it is in, as ones and zeros. A collective."""
         names = [name for name, _ in self._model.named_parameters()]
         # A rank may hold some of the layers only; the last one's number tells how many there are.
-        mine = torch.tensor([num_layers(names)], device=self.dims.all.device)
-        count = int(self.dims.all.reduce(mine, dist.ReduceOp.MAX).item())
+        count = self.dims.all.largest(num_layers(names))
         groups = [groups_of(name, num_layers=count) for name in names]
         return [[float(group in own) for group in GROUPS] for own in groups]
 

@@ -5,10 +5,10 @@ Which rows are held out and in which order the others come follows from the seed
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import yaml
@@ -20,8 +20,12 @@ from areal_async.config.settings import DatasetSettings, TemplateSettings
 from areal_async.config.tuning import TuningSettings
 from areal_async.errors import UserError
 from areal_async.process.stdio import say
-from areal_async.trainer.engine.parallel.ranks import Ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
 from areal_async.trainer.packing.pack import balance
+
+S = TypeVar("S", bound=TuningSettings)
+E = TypeVar("E")
+E_contra = TypeVar("E_contra", contravariant=True)
 
 RANK_DEADLINE_S = 1800.0
 """How long one rank waits for another: long enough for rank 0 to write a large model."""
@@ -33,32 +37,36 @@ Indices = NDArray[np.int64]
 """Positions of examples in the data set."""
 
 
-class TuningTask(Protocol):
-    """Examples, and the model that learns them. Every method is a collective but ``costs``."""
+class TuningTask(Protocol[E_contra]):
+    """The model that learns, and what is told of it."""
 
     @property
-    def data_ranks(self) -> Ranks:
-        """The ranks that hold other examples than this one."""
+    def step_fields(self) -> tuple[str, ...]:
+        """Names of what an update did, as its line of ``metrics.jsonl`` has them."""
         ...
 
-    def costs(self, indices: Indices) -> list[int]:
-        """Return what each of these examples costs to learn, in any unit."""
+    @property
+    def engine(self) -> Any:
+        """The model's ``TrainedEngine``, whose ``train_step`` takes such examples."""
         ...
 
-    def train_step(self, mine: Indices, *, step: int, total_steps: int) -> Mapping[str, float]:
-        """Make an update from every rank's examples; return its line of ``metrics.jsonl``."""
+    def cost(self, example: E_contra, /) -> int:
+        """Return what this example costs to learn, in any unit."""
         ...
 
     def format_step(self, fields: Mapping[str, float]) -> str:
         """Return the line that is printed of a step."""
         ...
 
-    def held_out(self, mine: Indices) -> tuple[Mapping[str, float], str]:
-        """Return what every rank's examples, never learned, come to: the line of metrics, and what is printed."""
+    def held_out(self, examples: Sequence[E_contra], /) -> tuple[Mapping[str, float], str]:
+        """Return what every rank's examples, never learned, come to: the line of metrics, and what is printed.
+
+        A collective.
+        """
         ...
 
     def save(self, directory: Path) -> None:
-        """Write the model as a Hugging Face folder, ``model``, into the run directory."""
+        """Write the model as a Hugging Face folder, ``model``, into the run directory. A collective."""
         ...
 
 
@@ -79,36 +87,50 @@ def split(num_examples: int, settings: TuningSettings) -> tuple[Indices, Indices
 
 
 def tune(
-    settings: TuningSettings,
-    task: TuningTask,
-    *,
-    trained: Indices,
-    held_out: Indices,
-    batch_size: int,
-    is_first: bool,
+    settings: S, *, load: Callable[[S], Sequence[E]], make: Callable[[S, Ranks], TuningTask[E]], batch_size: int
 ) -> None:
-    """Learn to the end and write the model. A collective; the rank that is first writes and prints."""
-    total_steps = settings.run.steps or max(1, round(settings.run.epochs * len(trained) / batch_size))
-    files = _RunFiles(settings.run_directory) if is_first else None
-    if files:
-        files.start(settings)
-    batches = endless_batches(trained, size=batch_size, seed=settings.run.seed)
-    for step in range(1, total_steps + 1):
-        started = time.monotonic()
-        mine = _share(next(batches), task)
-        fields = task.train_step(mine, step=step, total_steps=total_steps)
+    """Learn to the end as one rank of however many the environment names, and write the model.
+
+    Rank 0 prints, and writes the run directory.
+
+    Args:
+        load: returns all examples.
+        make: loads the model.
+
+    Raises:
+        UserError: the model, the data set or a column is not there, or an example is too long.
+    """
+    with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
+        examples = load(settings)
+        trained, held_out = split(len(examples), settings)
+        task = make(settings, ranks)
+
+        def own(indices: Indices) -> list[E]:
+            """Return this rank's share of some examples, which costs what the others' cost."""
+            every, data = [examples[place] for place in indices], task.engine.dims.data
+            return [every[place] for place in balance(list(map(task.cost, every)), num_ranks=data.size)[data.rank]]
+
+        total_steps = settings.run.steps or max(1, round(settings.run.epochs * len(trained) / batch_size))
+        files = _RunFiles(settings.run_directory) if ranks.rank == 0 else None
         if files:
-            fields = {"step": step, **fields, "time_step_s": time.monotonic() - started}
-            files.append(fields)
-            if step % settings.run.log_every_steps == 0 or step == total_steps:
-                say(f"step {step}/{total_steps}  {task.format_step(fields)}")
-    figures, text = task.held_out(_share(held_out, task))
-    task.save(settings.run_directory)
-    if files:
-        if len(held_out):
-            files.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
-            say(f"held-out {text} over {len(held_out)} rows")
-        say(f"model written to {settings.run_directory / 'model'}")
+            files.start(settings)
+        batches = endless_batches(trained, size=batch_size, seed=settings.run.seed)
+        for step in range(1, total_steps + 1):
+            started = time.monotonic()
+            stats = task.engine.train_step(own(next(batches)), step=step, total_steps=total_steps)
+            if files:
+                fields = {"step": step, **{name: getattr(stats, name) for name in task.step_fields}}
+                fields["time_step_s"] = time.monotonic() - started
+                files.append(fields)
+                if step % settings.run.log_every_steps == 0 or step == total_steps:
+                    say(f"step {step}/{total_steps}  {task.format_step(fields)}")
+        figures, text = task.held_out(own(held_out))
+        task.save(settings.run_directory)
+        if files:
+            if len(held_out):
+                files.append({"step": total_steps, **figures, "held_out_rows": len(held_out)})
+                say(f"held-out {text} over {len(held_out)} rows")
+            say(f"model written to {settings.run_directory / 'model'}")
 
 
 def endless_batches(rows: Indices, *, size: int, seed: int) -> Iterator[Indices]:
@@ -203,12 +225,6 @@ def _is_message(value: object) -> bool:
 def _wrong_cell(cell: object, place: int, column: str, dataset: DatasetSettings, *, need: str) -> UserError:
     got = "null" if cell is None else f"{type(cell).__name__} {cell!r:.60}"
     return UserError(f"dataset: {dataset.source} row {place}: {column} is {got}, need {need}")
-
-
-def _share(indices: Indices, task: TuningTask) -> Indices:
-    """Return this rank's share, which costs what the others' cost."""
-    ranks = task.data_ranks
-    return indices[np.array(balance(task.costs(indices), num_ranks=ranks.size)[ranks.rank], dtype=np.int64)]
 
 
 @dataclass(frozen=True, slots=True)

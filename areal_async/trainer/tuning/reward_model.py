@@ -9,9 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from areal_async.algorithms.preference import bradley_terry_loss
 from areal_async.config.reward_model import PairDatasetSettings, RewardModelSettings
 from areal_async.config.settings import TemplateSettings
@@ -19,61 +16,33 @@ from areal_async.data.rows import check_columns, load_rows
 from areal_async.errors import UserError
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine.pairs import Pair, PairEngine
-from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.tuning.loop import (
-    RANK_DEADLINE_S,
     Conversation,
-    Indices,
     conversations_of,
     encode_conversations,
     load_tokenizer,
-    split,
     texts_of,
     tune,
 )
 
 
 def run_reward_model(settings: RewardModelSettings) -> None:
-    """Train as one rank of however many the environment names; rank 0 prints and writes the run directory.
-
-    Raises:
-        UserError: the model, the data set or a column is not there, or a pair is too long.
-    """
-    with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
-        pairs = load_pairs(settings)
-        trained, held_out = split(len(pairs), settings)
-        task = RewardModelTask(settings, pairs, ranks)
-        tune(
-            settings,
-            task,
-            trained=trained,
-            held_out=held_out,
-            batch_size=settings.trainer.batch_pairs,
-            is_first=ranks.rank == 0,
-        )
+    """Train to the end (``loop.tune``)."""
+    tune(settings, load=load_pairs, make=RewardModelTask, batch_size=settings.trainer.batch_pairs)
 
 
 class RewardModelTask:
-    """Pairs to tell apart, and the classifier that learns to (``loop.TuningTask``)."""
+    """The classifier that learns to tell pairs apart (``loop.TuningTask``)."""
 
-    def __init__(self, settings: RewardModelSettings, pairs: Sequence[Pair], ranks: Ranks) -> None:
-        self._pairs = pairs
-        self._engine = PairEngine(model=settings.model, trainer=settings.trainer.engine, ranks=ranks)
+    step_fields = ("loss", "accuracy", "margin_mean", "grad_norm", "lr", "num_pairs", "num_skipped")
 
-    @property
-    def data_ranks(self) -> Ranks:
-        """The ranks that hold other examples than this one."""
-        return self._engine.dims.data
+    def __init__(self, settings: RewardModelSettings, ranks: Ranks) -> None:
+        self.engine = PairEngine(model=settings.model, trainer=settings.trainer.engine, ranks=ranks)
 
-    def costs(self, indices: Indices) -> list[int]:
-        """Return the floating-point operations of each pair's forward pass."""
-        return [sum(self._engine.flops.forward(len(one), 1) for one in pair) for pair in self._at(indices)]
-
-    def train_step(self, mine: Indices, *, step: int, total_steps: int) -> Mapping[str, float]:
-        """Make an update from every rank's pairs."""
-        stats = self._engine.train_step(self._at(mine), step=step, total_steps=total_steps)
-        names = ("loss", "accuracy", "margin_mean", "grad_norm", "lr", "num_pairs", "num_skipped")
-        return {name: getattr(stats, name) for name in names}
+    def cost(self, pair: Pair) -> int:
+        """Return the floating-point operations of the pair's forward pass."""
+        return sum(self.engine.flops.forward(len(one), 1) for one in pair)
 
     def format_step(self, fields: Mapping[str, float]) -> str:
         """Return the line that is printed of a step."""
@@ -82,30 +51,18 @@ class RewardModelTask:
             f"lr {fields['lr']:.2e}  {fields['num_pairs'] / fields['time_step_s']:,.0f} pairs/s"
         )
 
-    def held_out(self, mine: Indices) -> tuple[Mapping[str, float], str]:
-        """Return loss and accuracy of every rank's pairs."""
-        figures = held_out_figures(self._engine, self._at(mine))
-        text = f"loss {figures['held_out_loss']:.4f}, pairs right {figures['held_out_accuracy']:.3f}"
-        return figures, text
+    def held_out(self, pairs: Sequence[Pair]) -> tuple[Mapping[str, float], str]:
+        """Return the mean loss and the share of pairs told right over all ranks' pairs, 0 for none."""
+        chosen_P, rejected_P = self.engine.scores(pairs).double().unbind(1)
+        total = float(bradley_terry_loss(chosen_P, rejected_P)) * len(pairs) if pairs else 0.0
+        sums = self.engine.dims.data.sums([total, float((chosen_P > rejected_P).sum()), float(len(pairs))])
+        loss, accuracy = (one / max(1.0, sums[-1]) for one in sums[:-1])
+        figures = {"held_out_loss": loss, "held_out_accuracy": accuracy}
+        return figures, f"loss {loss:.4f}, pairs right {accuracy:.3f}"
 
     def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face folder, ``model``, into the run directory."""
-        self._engine.save_weights(directory / "model")
-
-    def _at(self, indices: Indices) -> list[Pair]:
-        return [self._pairs[place] for place in indices]
-
-
-def held_out_figures(engine: PairEngine, pairs: Sequence[Pair]) -> dict[str, float]:
-    """Return the mean loss and the share of pairs told right over all ranks' pairs, 0 for none. A collective."""
-    chosen_P, rejected_P = engine.scores(pairs).double().unbind(1)
-    ranks = engine.dims.data
-    loss = float(bradley_terry_loss(chosen_P, rejected_P)) * len(pairs) if pairs else 0.0
-    sums = torch.tensor(
-        [loss, float((chosen_P > rejected_P).sum()), float(len(pairs))], dtype=torch.float64, device=ranks.device
-    )
-    total, right, count = ranks.reduce(sums, dist.ReduceOp.SUM).tolist()
-    return {"held_out_loss": total / max(1.0, count), "held_out_accuracy": right / max(1.0, count)}
+        self.engine.save_weights(directory / "model")
 
 
 def load_pairs(settings: RewardModelSettings) -> list[Pair]:

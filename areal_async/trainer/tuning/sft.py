@@ -9,72 +9,36 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.config.settings import TemplateSettings
 from areal_async.config.sft import SftDatasetSettings, SftSettings
 from areal_async.data.rows import check_columns, load_rows
 from areal_async.process.hub import local_model
-from areal_async.trainer.engine.parallel.ranks import Ranks, joined_ranks
+from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.packing.rows import TrainRow
-from areal_async.trainer.tuning.loop import (
-    RANK_DEADLINE_S,
-    Indices,
-    conversations_of,
-    encode_conversations,
-    load_tokenizer,
-    split,
-    texts_of,
-    tune,
-)
+from areal_async.trainer.tuning.loop import conversations_of, encode_conversations, load_tokenizer, texts_of, tune
 
 
 def run_sft(settings: SftSettings) -> None:
-    """Fine-tune as one rank of however many the environment names; rank 0 prints and writes the run directory.
-
-    Raises:
-        UserError: the model, the data set or a column is not there, or a row is too long.
-    """
-    with joined_ranks(deadline_s=RANK_DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
-        rows = load_examples(settings)
-        trained, held_out = split(len(rows), settings)
-        task = SftTask(settings, rows, ranks)
-        tune(
-            settings,
-            task,
-            trained=trained,
-            held_out=held_out,
-            batch_size=settings.trainer.batch_sequences,
-            is_first=ranks.rank == 0,
-        )
+    """Fine-tune to the end (``loop.tune``)."""
+    tune(settings, load=load_examples, make=SftTask, batch_size=settings.trainer.batch_sequences)
 
 
 class SftTask:
-    """Answers to learn, and the policy that learns them (``loop.TuningTask``)."""
+    """The policy that learns answers (``loop.TuningTask``)."""
 
-    def __init__(self, settings: SftSettings, rows: Sequence[TrainRow], ranks: Ranks) -> None:
-        self._rows = rows
-        self._engine = FsdpEngine(
+    step_fields = ("loss", "grad_norm", "entropy_mean", "lr", "num_tokens", "num_skipped")
+
+    def __init__(self, settings: SftSettings, ranks: Ranks) -> None:
+        self.engine = FsdpEngine(
             model=settings.model, trainer=settings.trainer.engine, ranks=ranks, objective=likelihood_loss
         )
 
-    @property
-    def data_ranks(self) -> Ranks:
-        """The ranks that hold other examples than this one."""
-        return self._engine.dims.data
-
-    def costs(self, indices: Indices) -> list[int]:
-        """Return the floating-point operations of each row's forward pass."""
-        return [self._engine.flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in self._at(indices)]
-
-    def train_step(self, mine: Indices, *, step: int, total_steps: int) -> Mapping[str, float]:
-        """Make an update from every rank's rows."""
-        stats = self._engine.train_step(self._at(mine), step=step, total_steps=total_steps)
-        names = ("loss", "grad_norm", "entropy_mean", "lr", "num_tokens", "num_skipped")
-        return {name: getattr(stats, name) for name in names}
+    def cost(self, row: TrainRow) -> int:
+        """Return the floating-point operations of the row's forward pass."""
+        return self.engine.flops.forward(row.num_tokens, int(row.loss_mask.sum()))
 
     def format_step(self, fields: Mapping[str, float]) -> str:
         """Return the line that is printed of a step."""
@@ -83,17 +47,16 @@ class SftTask:
             f"{fields['num_tokens'] / fields['time_step_s']:,.0f} answer tokens/s"
         )
 
-    def held_out(self, mine: Indices) -> tuple[Mapping[str, float], str]:
-        """Return the mean negative log likelihood of every rank's rows."""
-        loss = held_out_loss(self._engine, self._at(mine))
+    def held_out(self, rows: Sequence[TrainRow]) -> tuple[Mapping[str, float], str]:
+        """Return the mean negative log likelihood over all ranks' rows, 0 for none."""
+        logprob = sum(float(row.sum()) for row in self.engine.logprobs(rows))
+        total, count = self.engine.dims.data.sums([logprob, float(sum(int(row.loss_mask.sum()) for row in rows))])
+        loss = -total / count if count else 0.0
         return {"held_out_loss": loss}, f"loss {loss:.4f}"
 
     def save(self, directory: Path) -> None:
         """Write the model as a Hugging Face folder, and beside it what adapters were trained."""
-        self._engine.export(directory)
-
-    def _at(self, indices: Indices) -> list[TrainRow]:
-        return [self._rows[place] for place in indices]
+        self.engine.export(directory)
 
 
 def load_examples(settings: SftSettings) -> list[TrainRow]:
@@ -121,18 +84,6 @@ def encode_examples(
         _example(prompt, [*answer, tokenizer.eos_token_id])
         for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
     ]
-
-
-def held_out_loss(engine: FsdpEngine, rows: Sequence[TrainRow]) -> float:
-    """Return the mean negative log likelihood over all ranks' rows, 0 for none. A collective."""
-    logprobs, ranks = engine.logprobs(rows), engine.dims.data
-    sums = torch.tensor(
-        [sum(float(row.sum()) for row in logprobs), sum(float(row.loss_mask.sum()) for row in rows)],
-        dtype=torch.float64,
-        device=ranks.device,
-    )
-    total, count = ranks.reduce(sums, dist.ReduceOp.SUM).tolist()
-    return -total / count if count else 0.0
 
 
 def _example(prompt: list[int], answer: list[int]) -> TrainRow:

@@ -36,9 +36,7 @@ def divide(
     """
     lengths = [row.num_tokens for row in rows]
     costs = [flops.forward(row.num_tokens, int(row.loss_mask.sum())) for row in rows]
-    fewest = len(pack(lengths, token_budget=token_budget))
-    most = ranks.reduce(torch.tensor([fewest], device=ranks.device), dist.ReduceOp.MAX)
-    num_rows = int(most.item())
+    num_rows = ranks.largest(len(pack(lengths, token_budget=token_budget)))
     if fit is not None and num_rows:
         num_rows = fit(num_rows)
     ways = divisions(lengths, costs, token_budget=token_budget, num_rows=num_rows)

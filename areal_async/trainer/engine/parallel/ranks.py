@@ -6,7 +6,7 @@ Bytes travel as bytes: nothing is pickled.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -68,6 +68,17 @@ class Ranks:
         if self.size > 1:
             dist.all_reduce(values_N, op=op, group=self.tensors)
         return values_N
+
+    def sums(self, values: Sequence[float]) -> list[float]:
+        """Return each of these values added up over the ranks, in float64; for the thread that trains."""
+        added: list[float] = self.reduce(
+            torch.tensor(values, dtype=torch.float64, device=self.device), dist.ReduceOp.SUM
+        ).tolist()
+        return added
+
+    def largest(self, value: int) -> int:
+        """Return the largest that any rank passed; for the thread that trains."""
+        return int(self.reduce(torch.tensor([value], device=self.device), dist.ReduceOp.MAX).item())
 
     def with_tensor_group(self) -> "Ranks":
         """Return the same ranks with a group of their own for tensors. A collective, of all ranks in the same order.

@@ -1,8 +1,6 @@
 """The verb's pairs are the conversations that servers score, some are held out, and what it makes is told and kept."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ from transformers import AutoTokenizer
 from areal_async.config.reward_model import RewardModelSettings
 from areal_async.errors import UserError
 from areal_async.rollout.policy.text import load_codec
-from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.tuning import reward_model
 from tests.unit.trainer.rank_workers import ROOT
 
@@ -39,17 +36,6 @@ def settings(tmp_path: Path) -> RewardModelSettings:
             "eval": {"limit": 8},
         }
     )
-
-
-@pytest.fixture(autouse=True)
-def one_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the function under test use the process group that all tests share."""
-
-    @contextmanager
-    def joined() -> Iterator[Ranks]:
-        yield ranks
-
-    monkeypatch.setattr(reward_model, "joined_ranks", lambda **_: joined())
 
 
 def changed(settings: RewardModelSettings, **sections: dict[str, Any]) -> RewardModelSettings:

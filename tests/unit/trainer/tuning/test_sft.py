@@ -1,8 +1,6 @@
 """Supervised fine-tuning learns the answer and the end of the turn, and nothing of the prompt."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ from transformers import AutoTokenizer
 
 from areal_async.config.sft import SftSettings
 from areal_async.errors import UserError
-from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.tuning import loop, sft
 from tests.unit.trainer.rank_workers import ROOT
 
@@ -35,17 +32,6 @@ def settings(tmp_path: Path) -> SftSettings:
             "eval": {"limit": 8},
         }
     )
-
-
-@pytest.fixture(autouse=True)
-def one_group(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the function under test use the process group that all tests share."""
-
-    @contextmanager
-    def joined() -> Iterator[Ranks]:
-        yield ranks
-
-    monkeypatch.setattr(sft, "joined_ranks", lambda **_: joined())
 
 
 def changed(settings: SftSettings, **sections: dict[str, Any]) -> SftSettings:
