@@ -14,6 +14,7 @@ from pathlib import Path
 
 import anyio
 import anyio.to_thread
+import msgspec
 import numpy as np
 
 from areal_async.algorithms.advantages import advantage_rule
@@ -150,15 +151,11 @@ class Replay:
         """Return the cut of the recorded step without its groups; what was changed since stands in no cut."""
         if not recorded:
             return Cut(lineage=made.lineage, step=made.step)
-        bound, numbers = recorded[0].bound, recorded[0].numbers
-        return Cut(
-            lineage=made.lineage,
-            step=made.step,
-            max_staleness=bound.max_staleness,
-            lr=0.0 if "trainer.lr" in self._changed else recorded[0].lr,
-            numbers={name: value for name, value in numbers.items() if name not in self._changed},
-            masks_stale=bound.masks_stale,
-            branches={str(lineage): step for lineage, step in bound.branches.items()},
+        cut = recorded[0].cut
+        return msgspec.structs.replace(
+            cut,
+            lr=0.0 if "trainer.lr" in self._changed else cut.lr,
+            numbers={name: value for name, value in cut.numbers.items() if name not in self._changed},
         )
 
     def _refuse(self, recorded: Sequence[ArchivedTrajectory]) -> None:

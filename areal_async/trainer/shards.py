@@ -1,6 +1,6 @@
 """One rank's shard of a batch, trained: the same way in a run, in a replay, and where a failing group is looked for."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -8,9 +8,9 @@ import msgspec
 from areal_async.algorithms.advantages import advantage_rule
 from areal_async.config.live import settings_of_step
 from areal_async.config.settings import Settings
-from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import Cut, Trajectory, Version
 from areal_async.telemetry import wait_graph
+from areal_async.trainer.batch.cut import ages_in
 from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, shard_of
 from areal_async.trainer.batch.step import (
     AgeStats,
@@ -102,7 +102,7 @@ class ShardTrainer:
             trajectories,
             advantages=batch.advantages,
             start=start,
-            age=_ages_in(cut, start.lineage),
+            age=ages_in(cut, start.lineage),
             max_staleness=cut.max_staleness,
             masks_stale=cut.masks_stale,
             temperature=self._settings.rollout.sampling.temperature,
@@ -121,7 +121,7 @@ class ShardTrainer:
             batch,
             [msgspec.json.decode(one, type=ShardStats) for one in every],
             workflows=[task.name for task in self._settings.tasks],
-            age=_ages_in(trained.cut, lineage),
+            age=ages_in(trained.cut, lineage),
         )
         return {**numbers, **trained.report.others}
 
@@ -130,9 +130,3 @@ class ShardTrainer:
         ranks = self._dims.all
         with wait_graph.on(wait_graph.step(step), "all ranks in", waiter=wait_graph.rank(ranks.rank)):
             return await self._threads.engine.run(lambda: ranks.gather_bytes(payload))
-
-
-def _ages_in(cut: Cut, lineage: int) -> Callable[[Version], int]:
-    """Return how old a version is in the step of this cut, as a lineage trains it."""
-    branches = {int(number): shared for number, shared in cut.branches.items()}
-    return lambda version: age_at(step=cut.step, version=version, lineage=lineage, branches=branches)

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from areal_async.algorithms.credit import has_differing_replies, sibling_of
-from areal_async.protocol.types import CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
+from areal_async.protocol.staleness import age_at
+from areal_async.protocol.types import Cut, CutGroup, CutSlot, OutcomeKind, Slot, SlotStatus, StoredMessage, Version
 
 SpanAge = Callable[[Version, Version], int]
 """Greatest age, in the step that is being cut, of a token sampled between two versions."""
@@ -170,6 +171,12 @@ def plan_cut(
     room = max(0, batch_groups - len(due))
     taken = sorted(due, key=lambda group: group.order) + [group for _, _, group in others[:room]]
     return CutPlan(taken=taken, stale=stale, waits_for=waits_for, num_missing=max(0, batch_groups - len(taken)))
+
+
+def ages_in(cut: Cut, lineage: int) -> Callable[[Version], int]:
+    """Return how old a version is in the step of this cut, as a lineage trains it (``staleness.age_at``)."""
+    branches = {int(number): shared for number, shared in cut.branches.items()}
+    return lambda version: age_at(step=cut.step, version=version, lineage=lineage, branches=branches)
 
 
 def _is_scored(slot: Slot) -> bool:

@@ -12,8 +12,8 @@ import numpy as np
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.protocol.fields import MAX_INFO, MAX_INFO_KEYS, MAX_LOGPROB, MAX_REWARD, OWN_INFO, is_info_key
-from areal_async.protocol.staleness import age_at
 from areal_async.protocol.types import Cut, Sequence, Slot, SlotStatus, StoredMessage, Trajectory, Version
+from areal_async.trainer.batch.cut import ages_in
 
 
 class TrainingLimits:
@@ -92,11 +92,11 @@ class TrainingLimits:
 
 def _check_ages(sequence: Sequence, what: str, *, cut: Cut, lineage: int) -> None:
     """Hold each version against the step: a header gives two of them, and not what lies between."""
-    branches = {int(number): shared for number, shared in cut.branches.items()}
+    age_of = ages_in(cut, lineage)
     for packed in np.unique(sequence.versions[sequence.loss_mask]).tolist():
         version = Version.unpack(packed)
         try:
-            age = age_at(step=cut.step, version=version, lineage=lineage, branches=branches)
+            age = age_of(version)
         except ValueError as exc:
             raise WireError(f"{what}: {exc}") from exc
         if age < 0:

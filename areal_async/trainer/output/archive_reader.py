@@ -15,9 +15,18 @@ import pyarrow.parquet as pq
 
 from areal_async.errors import UserError
 from areal_async.process.json_lines import read_json_lines
-from areal_async.protocol.staleness import age_at
-from areal_async.protocol.types import NOT_CREDITED, NOT_SAMPLED, ReplyReward, Slot, SlotStatus, Trajectory, Version
+from areal_async.protocol.types import (
+    NOT_CREDITED,
+    NOT_SAMPLED,
+    Cut,
+    ReplyReward,
+    Slot,
+    SlotStatus,
+    Trajectory,
+    Version,
+)
 from areal_async.protocol.types import Sequence as TokenSequence
+from areal_async.trainer.batch.cut import ages_in
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
 """Columns of the sequences; the last three may be null, and older archives are without the last two or one."""
@@ -25,31 +34,17 @@ Line = Mapping[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Bound:
-    """How old the tokens of a step might be, and by which branches their age is counted."""
-
-    max_staleness: int
-    masks_stale: bool
-    branches: Mapping[int, int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ArchivedTrajectory:
     """One trained trajectory, or its header alone."""
 
-    made: Version
-    """Version that the step which trained it made."""
+    cut: Cut
+    """The cut of the step that trained it, without its groups."""
     position: int
     """Place in the step's whole batch, from 0."""
     group_id: str
     workflow: str
     advantages: tuple[float, ...]
     """Advantage of each credited reply, or the one of a trajectory without credits."""
-    bound: Bound
-    lr: float
-    """Peak of the learning rate that its step was trained with; 0 for what the settings say."""
-    numbers: Mapping[str, float | None]
-    """What else of the settings it was trained with, by name."""
     trajectory: Trajectory
     """Without sequences where only headers were read."""
 
@@ -58,16 +53,20 @@ class ArchivedTrajectory:
         """Mean advantage over its replies."""
         return sum(self.advantages) / len(self.advantages)
 
+    @property
+    def made(self) -> Version:
+        """Version that the step which trained it made."""
+        return Version(self.cut.lineage, self.cut.step)
+
     def age(self, version: Version) -> int:
         """Return the age that a token of ``version`` had in this step."""
-        step, lineage = self.made.step, self.made.lineage
-        return age_at(step=step, version=version, lineage=lineage, branches=self.bound.branches)
+        return ages_in(self.cut, self.cut.lineage)(version)
 
     def trained_mask(self, sequence: TokenSequence) -> list[bool]:
         """Say of each token whether it was in the loss: sampled, credited and, where over-age is masked, fresh."""
         is_credited = sequence.loss_mask if sequence.turns is None else sequence.turns != NOT_CREDITED
         fresh = {
-            packed: packed == NOT_SAMPLED or self.age(Version.unpack(packed)) <= self.bound.max_staleness
+            packed: packed == NOT_SAMPLED or self.age(Version.unpack(packed)) <= self.cut.max_staleness
             for packed in set(sequence.versions.tolist())
         }
         return [
@@ -179,18 +178,19 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]
             credits=[ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits],
         )
         yield ArchivedTrajectory(
-            made=Version(row["lineage"], row["step"]),
+            cut=Cut(
+                lineage=row["lineage"],
+                step=row["step"],
+                max_staleness=row["max_staleness"],
+                masks_stale=row["masks_stale"],
+                branches=json.loads(row["branches"]),
+                lr=row.get("lr") or 0.0,  # older archives have none
+                numbers=json.loads(row.get("numbers") or "{}"),
+            ),
             position=row["position"],
             group_id=row["group_id"],
             workflow=row["workflow"],
             advantages=tuple(one["advantage"] for one in credits) or (row["advantage"],),
-            bound=Bound(
-                max_staleness=row["max_staleness"],
-                masks_stale=row["masks_stale"],
-                branches={int(lineage): step for lineage, step in json.loads(row["branches"]).items()},
-            ),
-            lr=row.get("lr") or 0.0,  # older archives have none
-            numbers=json.loads(row.get("numbers") or "{}"),
             trajectory=Trajectory(
                 slot=slot,
                 sequences=_sequences(table, index) if with_tokens else [],
