@@ -103,9 +103,7 @@ class StepCalls:
         return {"start_logprobs": self._engines.actor.logprobs(inputs["rows"])}
 
     def _reference_logprobs(self, step: "_RunningStep", inputs: Values) -> Values:
-        assert self._engines.reference is not None
-        logprobs = self._engines.infer("reference", inputs["rows"], self._engines.reference.logprobs)
-        return {"reference_logprobs": logprobs}
+        return {"reference_logprobs": self._engines.reference_logprobs(inputs["rows"])}
 
     def _values(self, step: "_RunningStep", inputs: Values) -> Values:
         assert self._engines.critic is not None

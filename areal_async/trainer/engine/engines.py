@@ -13,7 +13,7 @@ from areal_async.trainer.engine.critic import CriticEngine
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.resharder import Resharder, RowInference, hold_same_rows
 from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.engine.reference import BareActor, Reference, ReferenceEngine
+from areal_async.trainer.engine.reference import ReferenceEngine
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.packing.rows import TrainRow
 
@@ -26,7 +26,8 @@ class Engines:
 
     actor: FsdpEngine
     critic: CriticEngine | None = None
-    reference: Reference | None = None
+    reference: FsdpEngine | ReferenceEngine | None = None
+    """The actor itself where its adapters leave the reference as it is: it takes no memory, but the policy's time."""
     resharders: Mapping[str, Resharder] = field(default_factory=dict)
     """By role: the way of the actor's rows to those models that other ranks hold rows for."""
 
@@ -41,13 +42,11 @@ class Engines:
 
         actor = FsdpEngine.for_run(settings, ranks)
         critic = CriticEngine.for_run(settings, own_ranks()) if "critic" in wanted else None
-        reference: Reference | None = None
+        reference: FsdpEngine | ReferenceEngine | None = None
         if shares_base(settings):
-            reference = BareActor(actor)
+            reference = actor
         elif "reference" in wanted:
             reference = ReferenceEngine.for_run(settings, own_ranks())
-        # A bare actor's rows are the actor's.
-        others = {"critic": critic, "reference": reference if isinstance(reference, ReferenceEngine) else None}
         return cls(
             actor=actor,
             critic=critic,
@@ -59,7 +58,7 @@ class Engines:
                     flops=engine.flops,
                     num_minibatches=settings.algorithm.num_minibatches,
                 )
-                for role, engine in others.items()
+                for role, engine in (("critic", critic), ("reference", reference))
                 if engine is not None and not hold_same_rows(actor.dims, engine.dims)
             },
         )
@@ -80,6 +79,13 @@ class Engines:
         """Return what a call of that role's model says of the actor's rows. A collective."""
         resharder = self.resharders.get(role)
         return resharder.infer(rows, infer) if resharder else infer(rows)
+
+    def reference_logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return ``logprobs`` of the actor's rows by the reference. A collective."""
+        assert self.reference is not None
+        if isinstance(self.reference, FsdpEngine):
+            return self.reference.base_logprobs(rows)
+        return self.infer("reference", rows, self.reference.logprobs)
 
     def rows_for(self, role: str, rows: Sequence[TrainRow]) -> list[TrainRow]:
         """Return this rank's rows of that role's model for those of the actor's. A collective."""

@@ -5,8 +5,7 @@ call it, in the same order, from one thread each.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -156,11 +155,10 @@ class FsdpEngine(TrainedEngine[Scores]):
             if self.dims.all.rank == 0:
                 self.write_adapter(tensors, directory / "adapter")
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Be the model that training started from, which the adapters leave as it is. No collective."""
+    def base_logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
+        """Return ``logprobs`` by the model that training started from, which the adapters leave as it is."""
         with lora.without_adapters(self._model.decoder):
-            yield
+            return self.logprobs(rows)
 
     @property
     def trained(self) -> TrainState:
@@ -237,8 +235,7 @@ class FsdpEngine(TrainedEngine[Scores]):
         ranks = self.dims.data
         if ranks.size == 1:
             return values_N
-        count = torch.tensor([len(values_N)], device=values_N.device)
-        most = int(ranks.reduce(count, dist.ReduceOp.MAX).item())
+        most = ranks.largest(len(values_N))
         padded = torch.cat([values_N, values_N.new_full((most - len(values_N),), math.nan)])
         parts = [torch.empty_like(padded) for _ in range(ranks.size)]
         dist.all_gather(parts, padded, group=ranks.tensors)

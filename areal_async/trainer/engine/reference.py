@@ -1,7 +1,7 @@
 """The engine of the reference: a policy that stays as it is, and says how likely it finds what another one does."""
 
 from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import Self
 
 from torch import Tensor
 
@@ -10,42 +10,8 @@ from areal_async.process.hub import local_model
 from areal_async.trainer.engine.model import DTYPES, load_policy
 from areal_async.trainer.engine.parallel.dims import ParallelDims
 from areal_async.trainer.engine.parallel.ranks import Ranks
-from areal_async.trainer.engine.policy import FsdpEngine
 from areal_async.trainer.engine.sharded import ModelEngine
 from areal_async.trainer.packing.rows import TrainRow
-
-
-class Reference(Protocol):
-    """What says how likely a model that stays as it is finds some rows."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Words of the model's embedding."""
-        ...
-
-    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """Return for each row the logprob of every token in its loss, at its temperature; 0 elsewhere [L].
-
-        A collective.
-        """
-        ...
-
-
-class BareActor:
-    """The reference of a policy with adapters: the policy without them. It takes no memory, but the policy's time."""
-
-    def __init__(self, actor: FsdpEngine) -> None:
-        self._actor = actor
-
-    @property
-    def vocab_size(self) -> int:
-        """Words of the model's embedding."""
-        return self._actor.vocab_size
-
-    def logprobs(self, rows: Sequence[TrainRow]) -> list[Tensor]:
-        """As ``Reference`` says. In the policy's thread: it is another model meanwhile."""
-        with self._actor.without_adapters():
-            return self._actor.logprobs(rows)
 
 
 class ReferenceEngine(ModelEngine[tuple[Tensor, Tensor]]):
