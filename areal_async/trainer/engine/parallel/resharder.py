@@ -21,21 +21,8 @@ from areal_async.trainer.packing.rows import TrainRow
 
 RowInference = Callable[[Sequence[TrainRow]], list[Tensor]]
 """A call of a model's engine: a number for every token of each row [L]."""
-
-
-class _RowBytes(msgspec.Struct, array_like=True):
-    """A ``TrainRow`` in bytes, little-endian."""
-
-    token_ids: bytes
-    loss_mask: bytes
-    behave_logprobs: bytes
-    advantage: float | bytes
-    current_mask: bytes
-    ages: bytes | None
-    columns: dict[str, bytes]
-    temperature: float | bytes
-    turns: bytes | None
-    index: int
+DTYPES = ("|b1", "<i2", "<i4", "<i8", "<f4")
+"""Of the arrays that travel, by the code of their bytes."""
 
 
 class _Parcel(msgspec.Struct, array_like=True):
@@ -48,7 +35,6 @@ class _Parcel(msgspec.Struct, array_like=True):
 
 
 _PARCELS = msgspec.msgpack.Decoder(list[_Parcel])
-_ROW = msgspec.msgpack.Decoder(_RowBytes)
 
 
 class Resharder:
@@ -81,12 +67,12 @@ class Resharder:
         parcels = [parcel for part in by_source for parcel in part]
         shares = self._divide(parcels)
         answers = infer([_unpacked(parcels[place]) for place in shares[self._target.data.rank]])
-        own = b"".join(answer.float().numpy().astype("<f4").tobytes() for answer in answers)
+        own = b"".join(answer.float().numpy().tobytes() for answer in answers)
         payloads = self._ranks.gather_bytes(own if self._target.is_reporting_rank else b"")
         results: dict[int, Tensor] = {}
         for share, rank in zip(shares, self._target.reporting_ranks, strict=True):
             ends = np.cumsum([parcels[place].num_tokens for place in share])
-            pieces = np.split(_array(payloads[rank], "<f4"), ends[:-1])
+            pieces = np.split(np.frombuffer(payloads[rank], dtype="<f4").copy(), ends[:-1])
             results |= {place: torch.from_numpy(piece) for place, piece in zip(share, pieces, strict=False)}
         first = sum(len(part) for part in by_source[: self._source.data.rank])
         return [results[place] for place in range(first, first + len(rows))]
@@ -121,8 +107,11 @@ def hold_same_rows(dims: ParallelDims, other: ParallelDims) -> bool:
 
 def encode_rows(rows: Sequence[TrainRow]) -> bytes:
     """Return the rows as bytes, which travel between ranks and which tools keep a batch in."""
-    parcels = [_Parcel(one.index, one.num_tokens, int(one.loss_mask.sum()), msgspec.Raw(_packed(one))) for one in rows]
-    return msgspec.msgpack.encode(parcels)
+    encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
+    parcels = [
+        _Parcel(one.index, one.num_tokens, int(one.loss_mask.sum()), msgspec.Raw(encoder.encode(one))) for one in rows
+    ]
+    return encoder.encode(parcels)
 
 
 def decode_rows(payload: bytes) -> list[TrainRow]:
@@ -134,47 +123,19 @@ def decode_rows(payload: bytes) -> list[TrainRow]:
     return [_unpacked(parcel) for parcel in _PARCELS.decode(payload)]
 
 
-def _packed(row: TrainRow) -> bytes:
-    return msgspec.msgpack.encode(
-        _RowBytes(
-            token_ids=_bytes(row.token_ids, "<i4"),
-            loss_mask=_bytes(row.loss_mask, "?"),
-            behave_logprobs=_bytes(row.behave_logprobs, "<f4"),
-            advantage=_one_or_each(row.advantage),
-            current_mask=_bytes(row.current_mask, "?"),
-            ages=None if row.ages is None else _bytes(row.ages, "<i8"),
-            columns={name: _bytes(column, "<f4") for name, column in row.columns.items()},
-            temperature=_one_or_each(row.temperature),
-            turns=None if row.turns is None else _bytes(row.turns, "<i2"),
-            index=row.index,
-        )
-    )
-
-
 def _unpacked(parcel: _Parcel) -> TrainRow:
-    row = _ROW.decode(parcel.row)
-    return TrainRow(
-        token_ids=_array(row.token_ids, "<i4"),
-        loss_mask=_array(row.loss_mask, "?"),
-        behave_logprobs=_array(row.behave_logprobs, "<f4"),
-        advantage=row.advantage if isinstance(row.advantage, float) else _array(row.advantage, "<f4"),
-        current_mask=_array(row.current_mask, "?"),
-        ages=None if row.ages is None else _array(row.ages, "<i8"),
-        columns={name: _array(column, "<f4") for name, column in row.columns.items()},
-        temperature=row.temperature if isinstance(row.temperature, float) else _array(row.temperature, "<f4"),
-        turns=None if row.turns is None else _array(row.turns, "<i2"),
-        index=row.index,
-    )
+    return TrainRow(**msgspec.msgpack.decode(parcel.row, ext_hook=_array))
 
 
-def _one_or_each(values: Any) -> float | bytes:
-    return float(np.asarray(values)) if np.ndim(values) == 0 else _bytes(values, "<f4")
+def _encoded(values: Any) -> Any:
+    """Return an array as bytes of one of ``DTYPES``, and a number of numpy's as Python's."""
+    array = np.asarray(values)
+    if not array.ndim:
+        return array.item()
+    array = array.astype("<f4") if array.dtype.kind == "f" else array
+    return msgspec.msgpack.Ext(DTYPES.index(array.dtype.str), array.tobytes())
 
 
-def _bytes(values: Any, dtype: str) -> bytes:
-    return np.asarray(values).astype(dtype).tobytes()
-
-
-def _array(payload: bytes, dtype: str) -> NDArray[Any]:
+def _array(code: int, payload: memoryview) -> NDArray[Any]:
     # A copy: the bytes' own memory cannot be written to, which torch warns of.
-    return np.frombuffer(payload, dtype=dtype).copy()
+    return np.frombuffer(payload, dtype=DTYPES[code]).copy()
