@@ -29,6 +29,7 @@ from areal_async.inference.http import decode_answer as decode_server_answer
 from areal_async.inference.sse import DONE, EventSplitter, decode_chunk
 from areal_async.process.json_lines import decode_object
 from areal_async.protocol import run_state, types, wire
+from areal_async.protocol.events import AlarmRaised
 from areal_async.protocol.publish_log import (
     STAMP_HEADER,
     ProducerSequence,
@@ -42,7 +43,6 @@ from areal_async.rollout.rewards.process import decode_answer as decode_reward_a
 from areal_async.rollout.rewards.process import decode_length
 from areal_async.rollout.rewards.worker import Answer
 from areal_async.trainer.batch.ledger import Ledger, LedgerFile
-from areal_async.trainer.health import AlarmNews
 from areal_async.trainer.output.archive import lines_through
 
 
@@ -192,7 +192,7 @@ _CUT = types.Cut(
 _GROUP = types.UpdateGroup(name="g1", address="10.0.0.1", port=7000, backend="gloo", size=3, ranks={"s0": 1, "s1": 2})
 _TENSOR = types.TensorSpec(name="lm_head.weight", dtype="bfloat16", shape=[128, 64])
 _ALARM = msgspec.json.encode(
-    AlarmNews(event="alarm.raised", name="logprob_gap", step=7, sentence="they are apart", value=None, bound=0.5)
+    AlarmRaised(name="logprob_gap", step=7, weights_version="1-7", sentence="they are apart", value=None, bound=0.5)
 )
 _RECEIPT = msgspec.json.encode(
     Receipt(number=3, group_id="0-3-0", slots=[ReceivedSlot(sibling=0, sample_uid="0-3-0.0.n.x", crc32=7)])
@@ -285,7 +285,7 @@ DECODERS: tuple[Decoder, ...] = (
         partial(Ledger.decode, what="ledger"),
         msgspec.json.encode(LedgerFile(version="1-4", trained={"3": ["0-1-0"], "4": ["0-2-0", "0-3-1"]})),
     ),
-    decoder("alarm", partial(wire.decode_json, kind=AlarmNews, what="alarm"), _ALARM),
+    decoder("alarm", partial(wire.decode_json, kind=AlarmRaised, what="alarm"), _ALARM),
     decoder("receipt", partial(wire.decode_json, kind=Receipt, what="receipt"), _RECEIPT),
     decoder("metrics file", partial(lines_through, step=1), _STEP_LINES),
     decoder(

@@ -145,7 +145,8 @@ class AlarmEvent(Event, frozen=True, kw_only=True):
     weights_version: str
     """That it made; that the servers hold, where no step follows."""
     sentence: str
-    value: float
+    value: float | None
+    """The number that was seen; None for one that is not finite, which JSON cannot say."""
     bound: float
     """The threshold that ``value`` crossed."""
 

@@ -5,17 +5,15 @@ the run's events what it has published of that: a step that is trained again pub
 with the first step that no longer shows its cause.
 """
 
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import structlog
 
-from areal_async.bus import Bus, Message
+from areal_async.bus import Bus
 from areal_async.config.health import MAX_EQUAL_STEPS, HealthSettings
 from areal_async.errors import DeniedError, WireError
 from areal_async.protocol.events import AlarmCleared, AlarmEvent, AlarmRaised
@@ -24,7 +22,6 @@ from areal_async.protocol.wire import decode_json
 
 Line = Mapping[str, Any]
 
-KINDS = RAISED, _ = "alarm.raised", "alarm.cleared"
 HISTORY_STEPS = MAX_EQUAL_STEPS
 """Lines that the rules look back on."""
 
@@ -93,41 +90,26 @@ def _is_flat(line: Line) -> bool:
     return bool(line.get("num_trajectories", 0) > num_groups or line.get("reward_std", 0.0) == 0)
 
 
-class AlarmNews(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest event of one alarm."""
-
-    event: str
-    name: str
-    step: int
-    sentence: str
-    value: float | None
-    """The number that was seen; None for one that is not finite, which JSON cannot say."""
-    bound: float
-
-    @property
-    def alarm(self) -> Alarm:
-        """The alarm itself."""
-        value = math.nan if self.value is None else self.value
-        return Alarm(name=self.name, sentence=self.sentence, value=value, bound=self.bound)
-
-
-def _news(event: str, alarm: Alarm, *, step: int) -> AlarmNews:
-    return AlarmNews(
-        event=event, name=alarm.name, step=step, sentence=alarm.sentence, value=alarm.value, bound=alarm.bound
+def _event(kind: type[AlarmEvent], alarm: Alarm | AlarmEvent, line: Line) -> AlarmEvent:
+    return kind(
+        name=alarm.name,
+        step=int(line["step"]),
+        weights_version=str(line["weights_version"]),
+        sentence=alarm.sentence,
+        value=alarm.value,
+        bound=alarm.bound,
     )
 
 
-async def newest_alarm_events(bus: Bus) -> dict[str, AlarmNews]:
+async def newest_alarm_events(bus: Bus) -> dict[str, AlarmEvent]:
     """Return the newest event of each alarm, by its name."""
-    messages: list[Message] = []
-    for kind in KINDS:
-        messages += await bus.read_log(bus.names.events_stream, bus.names.event(kind, bus.role))
-    newest: dict[str, AlarmNews] = {}
-    for message in sorted(messages, key=lambda message: message.sequence):
-        with suppress(WireError):
-            one = decode_json(message.data, AlarmNews, what=message.subject)
-            newest[one.name] = one
-    return newest
+    found: list[tuple[int, AlarmEvent]] = []
+    for kind in (AlarmRaised, AlarmCleared):
+        subject = bus.names.event(str(kind.__struct_config__.tag), bus.role)
+        for message in await bus.read_log(bus.names.events_stream, subject):
+            with suppress(WireError):
+                found.append((message.sequence, decode_json(message.data, kind, what=message.subject)))
+    return {event.name: event for _, event in sorted(found, key=lambda one: one[0])}
 
 
 class Health:
@@ -138,7 +120,7 @@ class Health:
         self._bus = bus
         self._lines: deque[Line] = deque(maxlen=HISTORY_STEPS)
         self._raised: dict[str, Alarm] = {}
-        self._published: dict[str, AlarmNews] = {}
+        self._published: dict[str, AlarmEvent] = {}
 
     @property
     def sentences(self) -> list[str]:
@@ -157,7 +139,7 @@ class Health:
         last = self._lines[-1] if self._lines else {}
         for name in self._raised.keys() & str(last.get("alarm_names", "")).split():
             if name not in self._published:
-                self._published[name] = _news(RAISED, self._raised[name], step=int(last["step"]))
+                self._published[name] = _event(AlarmRaised, self._raised[name], last)
 
     async def judge(self, line: Metrics) -> Metrics:
         """Take in a step and return its line with how many alarms are raised (``alarms``), and which.
@@ -171,27 +153,18 @@ class Health:
             last = self._published.get(name)
             if last is not None and step <= last.step:
                 continue  # it is trained again
-            was_raised = last is not None and last.event == RAISED
-            if last is not None and was_raised and name not in self._raised:
-                await self._publish(AlarmCleared, before.get(name, last.alarm), line)
-            elif name in self._raised and not was_raised:
-                await self._publish(AlarmRaised, self._raised[name], line)
+            if isinstance(last, AlarmRaised) and name not in self._raised:
+                await self._publish(_event(AlarmCleared, before.get(name, last), line))
+            elif name in self._raised and not isinstance(last, AlarmRaised):
+                await self._publish(_event(AlarmRaised, self._raised[name], line))
         names = {"alarm_names": " ".join(self._raised)} if self._raised else {}
         return {**line, "alarms": len(self._raised), **names}
 
     def _judged(self) -> dict[str, Alarm]:
         return {alarm.name: alarm for alarm in alarms(list(self._lines), self.settings)}
 
-    async def _publish(self, kind: type[AlarmEvent], alarm: Alarm, line: Metrics) -> None:
-        event = kind(
-            name=alarm.name,
-            step=int(line["step"]),
-            weights_version=str(line["weights_version"]),
-            sentence=alarm.sentence,
-            value=alarm.value,
-            bound=alarm.bound,
-        )
-        write = log.warning if kind is AlarmRaised else log.info
-        write(event.kind, step=line["step"], name=alarm.name, sentence=alarm.sentence)
-        self._published[alarm.name] = _news(event.kind, alarm, step=event.step)
+    async def _publish(self, event: AlarmEvent) -> None:
+        write = log.warning if isinstance(event, AlarmRaised) else log.info
+        write(event.kind, step=event.step, name=event.name, sentence=event.sentence)
+        self._published[event.name] = event
         await self._bus.publish_event(event)

@@ -24,7 +24,7 @@ def line(step: int, *, num_equal: int) -> dict[str, Any]:
 
 async def _has_told(trainer: Bus, newest: tuple[str, int]) -> bool:
     told = (await newest_alarm_events(trainer)).get("equal_rewards")
-    return told is not None and (told.event, told.step) == newest
+    return told is not None and (told.kind, told.step) == newest
 
 
 async def test_an_alarm_is_told_when_it_begins_and_when_it_ends_through_a_restart(open_role: OpenRole) -> None:
