@@ -31,7 +31,6 @@ from areal_async.config.sources import load_settings
 from areal_async.process.parent_death import die_with_parent
 from areal_async.protocol.types import Cut, Version
 from areal_async.protocol.wire import decode_slot, encode_trajectory
-from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.payloads import SlotKey, slots_of
 from areal_async.trainer.engine.engines import Engines, EngineThreads
 from areal_async.trainer.engine.parallel.ranks import joined_ranks
@@ -139,7 +138,7 @@ def _settings_alone(settings: Settings) -> Settings:
 def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer until nobody asks."""
     material = msgspec.msgpack.decode(_read(requests), type=Material)
-    shard = material.shard()
+    shard, start = material.shard(), Version.parse(material.start)
     with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
         trainer = ShardTrainer(
@@ -147,19 +146,9 @@ def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
         )
         while request := _read(requests):
             groups = msgspec.msgpack.decode(request, type=list[str])
-            reason = anyio.run(functools.partial(_try, trainer, shard, material, groups))
+            reason = anyio.run(functools.partial(trainer.attempt, shard, material.missing, groups, start=start))
             answers.write(_frame(msgspec.msgpack.encode(reason)))
             answers.flush()
-
-
-async def _try(trainer: ShardTrainer, shard: RankShard, material: Material, groups: Sequence[str]) -> str:
-    others = [slot.key for slot in shard.slots if slot.group_id not in groups]
-    batch = trainer.agree(shard.slots, [*material.missing, *others])
-    try:
-        await trainer.train(shard, batch, start=Version.parse(material.start))
-    except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
-        return said_by(exc)
-    return ""
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ from areal_async.config.live import settings_of_step
 from areal_async.config.settings import Settings
 from areal_async.protocol.types import Cut, Trajectory, Version
 from areal_async.telemetry import wait_graph
+from areal_async.trainer.batch.culprits import said_by
 from areal_async.trainer.batch.cut import ages_in
 from areal_async.trainer.batch.payloads import BatchSlot, SlotKey, shard_of
 from areal_async.trainer.batch.step import (
@@ -109,6 +110,20 @@ class ShardTrainer:
         )
         report = await self._calls.run(rows, batch, step=cut.step, settings=self.settings_of(cut))
         return TrainedShard(cut=cut, slots=mine, trajectories=trajectories, ages=ages, report=report)
+
+    async def attempt(
+        self, shard: RankShard, missing: Iterable[SlotKey], groups: Sequence[str], *, start: Version
+    ) -> str:
+        """Train some groups of a shard alone; return why that fails, nothing where it does not. A collective.
+
+        What is in the engines is worth nothing any more.
+        """
+        others = [slot.key for slot in shard.slots if slot.group_id not in groups]
+        try:
+            await self.train(shard, self.agree(shard.slots, [*missing, *others]), start=start)
+        except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
+            return said_by(exc)
+        return ""
 
     async def metrics(self, batch: AgreedBatch, trained: TrainedShard, *, lineage: int) -> dict[str, float | int | str]:
         """Return the part of the step's metrics line that its batch decides, over all ranks. A collective."""

@@ -218,20 +218,14 @@ class StepRunner:
     async def _give_up_culprits(
         self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, error: Exception
     ) -> None:
-        """Record the groups that a step fails with, so that it is replayed without them; this process is to end.
-
-        What is in its engine is worth nothing any more. A single rank tries parts of the batch on it. Of several, the
-        one that has raised looks for them in a process of its own, while its peers wait for it in their collectives;
-        those who only miss a peer look for nothing.
-        """
+        """Record the groups that a step fails with, so that it is replayed without them; this process is to end."""
         if is_of_peers(error):
             return
         cut = shard.cut
         self.culprits_of = cut.step
         groups = list(dict.fromkeys(slot.group_id for slot in batch.slots))
-        find = self._find_here if self._ranks.size == 1 else self._find_alone
         with self._waiting(wait_graph.step(cut.step), "what fails in"):
-            found = await find(shard, missing, batch, groups, said_by(error))
+            found = await self._find_culprits(shard, missing, groups, said_by(error))
         for group_id, why in found.items():
             log.warning("group.given_up", step=cut.step, group_id=group_id, reason=why)
             reason = f"the step fails with it: {why}"
@@ -240,30 +234,24 @@ class StepRunner:
             else:
                 await fail_group(self._bus, self._settings, cut, group_id, reason=reason, lineage=self.lineage)
 
-    async def _find_here(
-        self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
+    async def _find_culprits(
+        self, shard: RankShard, missing: Mapping[SlotKey, str], groups: Sequence[str], why: str
     ) -> dict[str, str]:
-        async def attempt(tried: Sequence[str]) -> str:
-            others = [slot.key for slot in batch.slots if slot.group_id not in tried]
-            try:
-                await self._train(shard, self._shards.agree(shard.slots, [*missing, *others]))
-            except Exception as exc:  # noqa: BLE001 - whatever it is, the step cannot be trained with them
-                return said_by(exc)
-            return ""
+        """Return the groups that the step fails with, each with why.
 
-        return await find_culprits(groups, why, attempt)
-
-    async def _find_alone(
-        self, shard: RankShard, missing: Mapping[SlotKey, str], batch: AgreedBatch, groups: Sequence[str], why: str
-    ) -> dict[str, str]:
-        """Look in a process of its own, where the whole cut is on one rank; no longer than half of what peers wait."""
-        found: dict[str, str] = {}
+        A single rank tries parts of the batch on its engine. Of several, the one that has raised looks for them in a
+        process of its own, where the whole cut is on one rank, while its peers wait for it in their collectives: no
+        longer than half of what they wait. Those who only miss a peer look for nothing.
+        """
+        if self._ranks.size == 1:
+            attempt = functools.partial(self._shards.attempt, shard, missing, start=self.version)
+            return await find_culprits(groups, why, attempt)
         with anyio.move_on_after(self._ranks.deadline_s / 2):
             whole = await self.fetch_again(shard.cut, is_whole=True)
             material = Material.of(whole, [*missing, *whole.missing], start=self.version)
             async with aclosing(Alone(self._directory, material)) as alone:
-                found = await find_culprits(groups, why, alone.attempt)
-        return found
+                return await find_culprits(groups, why, alone.attempt)
+        return {}
 
     def _waiting(self, on: str, what: str) -> AbstractContextManager[wait_graph.Wait]:
         return wait_graph.on(on, what, waiter=wait_graph.rank(self.rank))
