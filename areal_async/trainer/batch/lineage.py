@@ -8,7 +8,7 @@ its cuts and outcomes for every reader. All else that a lineage writes is compar
 from areal_async.bus import Bus, Message, take_trainer_consumer
 from areal_async.errors import ConflictError, FencedError
 from areal_async.process.failpoints import failpoint
-from areal_async.protocol.events import CheckpointDamaged, CheckpointWritten, WeightsAnnounced
+from areal_async.protocol.events import CheckpointWritten, Event, WeightsAnnounced
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.subjects import CHECKPOINT, LINEAGE
 from areal_async.protocol.types import CheckpointRecord, Cut, CutKind, LineageRecord, Outcome, Version, WeightsVersion
@@ -121,21 +121,15 @@ class Lineage:
         await self._bus.publish_event(WeightsAnnounced(version=weights.version))
         failpoint("trainer.after_announce")
 
-    async def record_checkpoint(self, checkpoint: CheckpointRecord) -> None:
-        """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced."""
-        await self._write(CHECKPOINT, checkpoint)
-        self.checkpoint = checkpoint
-        await self._bus.publish_event(CheckpointWritten(version=checkpoint.version))
+    async def record_checkpoint(self, checkpoint: CheckpointRecord, *, event: Event | None = None) -> None:
+        """Make ``checkpoint`` the one a restart begins from. It must be on disk, whole and synced.
 
-    async def fall_back(self, checkpoint: CheckpointRecord, *, reason: str) -> None:
-        """Begin from an older checkpoint than the newest, which is damaged."""
-        assert self.checkpoint is not None
-        damaged = self.checkpoint
+        Args:
+            event: told of it, where it was not just written.
+        """
         await self._write(CHECKPOINT, checkpoint)
         self.checkpoint = checkpoint
-        await self._bus.publish_event(
-            CheckpointDamaged(version=damaged.version, reason=reason, taken=checkpoint.version)
-        )
+        await self._bus.publish_event(event or CheckpointWritten(version=checkpoint.version))
 
     async def _take_checkpoint(self) -> None:
         """Start from the newest checkpoint, and make it this lineage's to replace.

@@ -12,6 +12,7 @@ import structlog
 
 from areal_async.errors import UserError, WireError
 from areal_async.process.atomic_folders import LEDGER
+from areal_async.protocol.events import CheckpointDamaged
 from areal_async.protocol.journal import Journal
 from areal_async.protocol.types import CheckpointRecord, Version
 from areal_async.trainer.batch.ledger import Ledger
@@ -49,7 +50,8 @@ async def choose_checkpoint(lineage: Lineage) -> None:
         )
     log.error("checkpoint.damaged", version=newest.version, reason=reason, taken=older.name)
     record = CheckpointRecord(version=older.name, path=str(older), sums_sha256=digest_of_sums(older))
-    await lineage.fall_back(record, reason=reason)
+    damaged = CheckpointDamaged(version=newest.version, reason=reason, taken=older.name)
+    await lineage.record_checkpoint(record, event=damaged)
     await anyio.to_thread.run_sync(set_aside, path)
 
 
