@@ -1,18 +1,18 @@
 """From the ``algorithm`` section to the functions it names, for the loss; ``advantages`` has its own."""
 
 import functools
-from collections.abc import Callable
-
-from torch import Tensor
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from areal_async.algorithms import corrections, surrogates
 from areal_async.algorithms.aggregation import Aggregation
-from areal_async.algorithms.corrections import Correction
 from areal_async.algorithms.policy import PolicyLoss
 from areal_async.algorithms.ratios import RATIOS
-from areal_async.algorithms.surrogates import Surrogate
 from areal_async.config.algorithm import AlgorithmSettings
 from areal_async.config.settings import Settings
+
+Choice = tuple[Callable[..., Any], Mapping[str, str]]
+"""A function, and the settings that its parameters are taken from."""
 
 
 def aggregation(settings: Settings) -> Aggregation:
@@ -26,10 +26,10 @@ def policy_objective(settings: Settings) -> PolicyLoss:
     """Return the policy's loss."""
     algorithm = settings.algorithm
     return PolicyLoss(
-        surrogate=SURROGATES[algorithm.loss](algorithm),
+        surrogate=_chosen(SURROGATES[algorithm.loss], algorithm),
         log_ratio=RATIOS[algorithm.ratio_level],
         decoupled=settings.uses_decoupled_loss,
-        correction=CORRECTIONS[algorithm.correction](algorithm),
+        correction=_chosen(CORRECTIONS[algorithm.correction], algorithm),
         is_loglinear=settings.uses_decoupled_loss and algorithm.proximal == "loglinear",
         kl_coef=algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0,
         kl_estimator=algorithm.kl_estimator,
@@ -38,55 +38,30 @@ def policy_objective(settings: Settings) -> PolicyLoss:
     )
 
 
-def _ppo_clip(algorithm: AlgorithmSettings) -> Surrogate:
-    return functools.partial(
-        surrogates.ppo_clip,
-        eps_clip=algorithm.eps_clip,
-        eps_clip_higher=_higher(algorithm),
-        dual_clip=algorithm.dual_clip,
-    )
+def _chosen(choice: Choice, algorithm: AlgorithmSettings) -> Callable[..., Any]:
+    function, parameters = choice
+    given = {parameter: getattr(algorithm, setting) for parameter, setting in parameters.items()}
+    if "eps_clip_higher" in given and given["eps_clip_higher"] is None:
+        given["eps_clip_higher"] = algorithm.eps_clip
+    return functools.partial(function, **given)
 
 
-def _cispo(algorithm: AlgorithmSettings) -> Surrogate:
-    return functools.partial(surrogates.cispo, eps_clip=algorithm.eps_clip, eps_clip_higher=_higher(algorithm))
-
-
-def _sapo(algorithm: AlgorithmSettings) -> Surrogate:
-    return functools.partial(surrogates.sapo, tau_pos=algorithm.tau_pos, tau_neg=algorithm.tau_neg)
-
-
-def _dppo_tv(algorithm: AlgorithmSettings) -> Surrogate:
-    return functools.partial(surrogates.dppo_tv, divergence=algorithm.divergence)
-
-
-def _higher(algorithm: AlgorithmSettings) -> float:
-    return algorithm.eps_clip if algorithm.eps_clip_higher is None else algorithm.eps_clip_higher
-
-
-def _capped(correction: Callable[..., Tensor]) -> Callable[[AlgorithmSettings], Correction]:
-    return lambda algorithm: functools.partial(correction, cap=algorithm.behave_weight_cap)
-
-
-def _between(correction: Callable[..., Tensor]) -> Callable[[AlgorithmSettings], Correction]:
-    return lambda algorithm: functools.partial(
-        correction, low=algorithm.behave_weight_floor, high=algorithm.behave_weight_cap
-    )
-
-
-SURROGATES: dict[str, Callable[[AlgorithmSettings], Surrogate]] = {
-    "ppo_clip": _ppo_clip,
-    "reinforce": lambda _: surrogates.reinforce,
-    "importance": lambda _: surrogates.importance,
-    "cispo": _cispo,
-    "sapo": _sapo,
-    "dppo_tv": _dppo_tv,
-    "m2po": lambda _: surrogates.importance,
+_CLIPS = {"eps_clip": "eps_clip", "eps_clip_higher": "eps_clip_higher"}
+_CAP, _BETWEEN = {"cap": "behave_weight_cap"}, {"low": "behave_weight_floor", "high": "behave_weight_cap"}
+SURROGATES: dict[str, Choice] = {
+    "ppo_clip": (surrogates.ppo_clip, _CLIPS | {"dual_clip": "dual_clip"}),
+    "reinforce": (surrogates.reinforce, {}),
+    "importance": (surrogates.importance, {}),
+    "cispo": (surrogates.cispo, _CLIPS),
+    "sapo": (surrogates.sapo, {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
+    "dppo_tv": (surrogates.dppo_tv, {"divergence": "divergence"}),
+    "m2po": (surrogates.importance, {}),
 }
-CORRECTIONS: dict[str, Callable[[AlgorithmSettings], Correction]] = {
-    "none": lambda _: corrections.uncorrected,
-    "truncate": _capped(corrections.truncate),
-    "truncate_sequence": _capped(corrections.truncate_sequences),
-    "icepop": _between(corrections.icepop),
-    "reject_token": _between(corrections.reject_tokens),
-    "reject_sequence": _between(corrections.reject_sequences),
+CORRECTIONS: dict[str, Choice] = {
+    "none": (corrections.uncorrected, {}),
+    "truncate": (corrections.truncate, _CAP),
+    "truncate_sequence": (corrections.truncate_sequences, _CAP),
+    "icepop": (corrections.icepop, _BETWEEN),
+    "reject_token": (corrections.reject_tokens, _BETWEEN),
+    "reject_sequence": (corrections.reject_sequences, _BETWEEN),
 }
