@@ -90,8 +90,6 @@ def step_advantages(groups: Sequence[Sequence[Sibling]], rule: AdvantageRule) ->
         ValueError: a reward is not finite.
     """
     rewards = [_shaped(siblings, rule.overlong) for siblings in groups]
-    if rule.std == "group" and rule.baseline == "group":
-        return [group_advantages(rewards_G, std=True) for rewards_G in rewards]
     centred = [_centred(rewards_G, rule.baseline) for rewards_G in rewards]
     if rule.std == "group":
         centred = [_divided(values_G, _std(rewards_G)) for values_G, rewards_G in zip(centred, rewards, strict=True)]
@@ -120,13 +118,8 @@ def group_advantages(rewards_G: Sequence[float] | NDArray[np.float64], *, std: b
     Source: GRPO, arXiv 2402.03300 section 4.1.2; without ``std`` Dr.GRPO, arXiv 2503.20783.
     """
     rewards = _finite(rewards_G)
-    if rewards.size < 2 or rewards.min() == rewards.max():
-        return np.zeros(rewards.shape, dtype=np.float32)
-    centred = rewards - rewards.mean()
-    if std:
-        centred /= rewards.std(ddof=1) + STD_EPSILON
-    advantages_G: NDArray[np.float32] = centred.astype(np.float32)
-    return advantages_G
+    centred_G = _centred(rewards, "group")
+    return (_divided(centred_G, _std(rewards)) if std else centred_G).astype(np.float32)
 
 
 def whitened(values_N: NDArray[np.float64], weights_N: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from areal_async.algorithms.sequences import sequence_sums
+from areal_async.algorithms.sequences import masked, sequence_sums
 
 MAX_DISTANCE = 20.0
 """Either way, of one token in nats, where an exponential is taken of it: beyond, k3 is as there, without a gradient."""
@@ -50,8 +50,7 @@ def kl_estimate(logprobs_T: Tensor, reference_T: Tensor | None, mask_T: Tensor, 
     """
     if reference_T is None:
         raise ValueError("kl: got no reference logprobs, need those of a reference model; load one or set kl_coef to 0")
-    d_T = torch.where(mask_T, logprobs_T - reference_T.detach(), logprobs_T.new_zeros(()))
-    return ESTIMATORS[estimator](d_T)
+    return ESTIMATORS[estimator](masked(logprobs_T - reference_T.detach(), mask_T))
 
 
 def kl_rewards(rewards_T: Tensor, kl_T: Tensor, mask_T: Tensor, *, kl_coef: float) -> Tensor:
@@ -62,7 +61,7 @@ def kl_rewards(rewards_T: Tensor, kl_T: Tensor, mask_T: Tensor, *, kl_coef: floa
 
     Source: RLHF with PPO (InstructGPT), arXiv 2203.02155; REINFORCE++, arXiv 2501.03262, with k1.
     """
-    return torch.where(mask_T, rewards_T - kl_coef * kl_T.detach(), rewards_T.new_zeros(()))
+    return masked(rewards_T - kl_coef * kl_T.detach(), mask_T)
 
 
 def last_token_rewards(rewards_N: Tensor, mask_T: Tensor, sequence_T: Tensor) -> Tensor:

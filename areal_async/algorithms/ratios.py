@@ -6,10 +6,9 @@ results are 0 where the mask is False. Gradients flow through ``logprobs_T``.
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from areal_async.algorithms.sequences import sequence_means
+from areal_async.algorithms.sequences import masked, sequence_means
 
 MAX_LOG_RATIO = 20.0
 """Either way, of one token: beyond it the loss is as there, without a gradient. The exponential of what a server may
@@ -25,7 +24,7 @@ def token_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sequen
     Source: PPO, arXiv 1707.06347 section 3.
     """
     # Where the mask is False anything may stand, and inf * 0 is not 0: mask the difference before any exponential.
-    log_ratio_T = torch.where(mask_T, logprobs_T - anchor_T.detach(), logprobs_T.new_zeros(()))
+    log_ratio_T = masked(logprobs_T - anchor_T.detach(), mask_T)
     return log_ratio_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
@@ -37,7 +36,7 @@ def sequence_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, seq
     Source: GSPO, arXiv 2507.18071 eq. 7.
     """
     log_ratio_T = token_log_ratio(logprobs_T, anchor_T, mask_T, sequence_T)
-    return _masked(sequence_means(log_ratio_T, mask_T, sequence_T), mask_T)
+    return masked(sequence_means(log_ratio_T, mask_T, sequence_T), mask_T)
 
 
 def sequence_token_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None) -> Tensor:
@@ -49,7 +48,7 @@ def sequence_token_log_ratio(logprobs_T: Tensor, anchor_T: Tensor, mask_T: Tenso
     Source: GSPO-token, arXiv 2507.18071 eq. 14.
     """
     value_T = sequence_log_ratio(logprobs_T, anchor_T, mask_T, sequence_T).detach()
-    return _masked(value_T + (logprobs_T - logprobs_T.detach()), mask_T)
+    return masked(value_T + (logprobs_T - logprobs_T.detach()), mask_T)
 
 
 def loglinear_proximal(logprobs_T: Tensor, behave_T: Tensor, age_T: Tensor) -> Tensor:
@@ -63,10 +62,6 @@ def loglinear_proximal(logprobs_T: Tensor, behave_T: Tensor, age_T: Tensor) -> T
     """
     alpha_T = 1.0 / (age_T.to(logprobs_T.dtype) + 1.0)
     return alpha_T * behave_T + (1.0 - alpha_T) * logprobs_T.detach()
-
-
-def _masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
-    return torch.where(mask_T, values_T, values_T.new_zeros(()))
 
 
 RATIOS: dict[str, LogRatio] = {

@@ -8,14 +8,19 @@ import torch
 from torch import Tensor
 
 
+def masked(values_T: Tensor, mask_T: Tensor) -> Tensor:
+    """Return the values where the mask is True, 0 elsewhere [T]."""
+    return torch.where(mask_T, values_T, values_T.new_zeros(()))
+
+
 def masked_sum(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """Add up where the mask is True; whatever stands elsewhere, infinities too, does not matter."""
-    return torch.where(mask_T, values_T, values_T.new_zeros(())).sum()
+    return masked(values_T, mask_T).sum()
 
 
 def masked_max(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """Return the largest of these non-negative values, 0 for none."""
-    return torch.where(mask_T, values_T, values_T.new_zeros(())).amax()
+    return masked(values_T, mask_T).amax()
 
 
 def sequence_sums(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None) -> Tensor:
@@ -24,7 +29,7 @@ def sequence_sums(values_T: Tensor, mask_T: Tensor, sequence_T: Tensor | None) -
     Raises:
         ValueError: it is not known which sequence a token belongs to.
     """
-    kept_T = torch.where(mask_T, values_T, values_T.new_zeros(()))
+    kept_T = masked(values_T, mask_T)
     return torch.zeros_like(kept_T).index_add(0, _numbered(sequence_T), kept_T)
 
 
