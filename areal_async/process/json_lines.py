@@ -9,6 +9,7 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,7 +76,14 @@ class JsonLines:
 
 def read_json_lines(path: Path) -> list[Line]:
     """Return every whole line of a file; none when it is not there."""
-    return JsonLines(path).read_new().lines
+    return list(json_lines(path))
+
+
+def json_lines(path: Path) -> Iterator[Line]:
+    """Yield every whole line of a file, however long the file is; none when it is not there."""
+    with suppress(FileNotFoundError), open(path, "rb") as file:
+        for _, line in _decoded(file):
+            yield line
 
 
 def read_last_json_line(path: Path) -> Line | None:

@@ -26,6 +26,7 @@ from areal_async.process.atomic_folders import publish_file, write_whole
 from areal_async.protocol.types import Cut, Metrics, Trajectory, Version
 from areal_async.protocol.types import Sequence as TokenSequence
 from areal_async.trainer.batch.payloads import BatchSlot
+from areal_async.trainer.output.archive_reader import SLOT_COLUMNS
 from areal_async.trainer.packing.rows import TrainRow
 
 _FILE = re.compile(r"step-([0-9]+)-([0-9]+)-[0-9]+\.parquet").fullmatch
@@ -106,18 +107,11 @@ def write_archive(
             "lineage": made.lineage,
             "position": placed.position,
             "group_id": placed.group_id,
-            "sibling": slot.sibling,
-            "sample_uid": slot.sample_uid,
             "workflow": placed.workflow,
-            "reward": slot.reward,
+            **{name: getattr(slot, name) for name in SLOT_COLUMNS},
             "advantage": own.mean,
             "advantages": own.by_token,
-            "oldest": slot.oldest,
-            "newest": slot.newest,
             "info": json.dumps(trajectory.info),
-            "num_tokens": slot.num_tokens,
-            "num_output_tokens": slot.num_output_tokens,
-            "num_truncated": slot.num_truncated,
             "max_staleness": cut.max_staleness,
             "masks_stale": cut.masks_stale,
             "branches": json.dumps(cut.branches),

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_async.errors import UserError
-from areal_async.process.json_lines import read_json_lines
+from areal_async.process.json_lines import json_lines
 from areal_async.protocol.types import (
     NOT_CREDITED,
     NOT_SAMPLED,
@@ -30,6 +30,10 @@ from areal_async.trainer.batch.cut import ages_in
 
 ARRAYS = ("token_ids", "loss_mask", "logprobs", "versions", "turns", "temperatures", "steered")
 """Columns of the sequences; the last three may be null, and older archives are without the last two or one."""
+SLOT_COLUMNS = (
+    "sibling", "sample_uid", "reward", "oldest", "newest", "num_tokens", "num_output_tokens", "num_truncated",
+)  # fmt: skip
+"""Columns that are called what a slot's header calls them."""
 Line = Mapping[str, Any]
 
 
@@ -78,7 +82,7 @@ class ArchivedTrajectory:
 def read_lines(run_directory: Path) -> list[Line]:
     """Return the lines of ``metrics.jsonl`` that are whole, by step."""
     lines: dict[int, Line] = {}
-    for line in read_json_lines(run_directory / "metrics.jsonl"):
+    for line in json_lines(run_directory / "metrics.jsonl"):
         with suppress(ValueError, KeyError, TypeError):
             lines[int(line["step"])] = line
     return [line for _, line in sorted(lines.items())]
@@ -166,15 +170,8 @@ def _rows(table: pa.Table, *, with_tokens: bool) -> Iterator[ArchivedTrajectory]
     for index, row in enumerate(table.select(scalars).to_pylist()):
         credits = row.get("credits") or []
         slot = Slot(
-            sibling=row["sibling"],
-            sample_uid=row["sample_uid"],
             status=SlotStatus.SCORED,
-            reward=row["reward"],
-            num_tokens=row["num_tokens"],
-            num_output_tokens=row["num_output_tokens"],
-            oldest=row["oldest"],
-            newest=row["newest"],
-            num_truncated=row["num_truncated"],
+            **{name: row[name] for name in SLOT_COLUMNS},
             credits=[ReplyReward(one["reward"], one["num_tokens"], one["role"]) for one in credits],
         )
         yield ArchivedTrajectory(

@@ -4,14 +4,13 @@ Invariant: the newest ones, and the one that a restart would begin from, always 
 until it has been.
 """
 
-import json
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from areal_async.config.settings import Settings, TrainerSettings
 from areal_async.process.atomic_folders import LEDGER, keep_newest, versions_in
+from areal_async.process.json_lines import json_lines
 from areal_async.protocol.types import Version, mean
 
 INTERVAL = "checkpoint_every_steps"
@@ -61,7 +60,7 @@ def find_best(run_directory: Path, settings: Settings) -> Version | None:
     there = versions_in(run_directory / "checkpoints")
     made = {
         int(line["step"]): (line["weights_version"], float(line["reward_mean"]), line.get(INTERVAL))
-        for line in _json_lines(run_directory / "metrics.jsonl")
+        for line in json_lines(run_directory / "metrics.jsonl")
         if {"step", "weights_version", "reward_mean"} <= line.keys()
     }
 
@@ -133,21 +132,7 @@ def _is_milestone(version: Version, trainer: TrainerSettings) -> bool:
 def _accuracies(run_directory: Path) -> dict[Version, float]:
     """Return the mean over the tasks' accuracies of every version that was evaluated."""
     by_version: dict[Version, dict[str, float]] = defaultdict(dict)
-    for line in _json_lines(run_directory / "eval.jsonl"):
+    for line in json_lines(run_directory / "eval.jsonl"):
         if "eval_id" in line and line.get("accuracy") is not None:  # none where no row had a reward
             by_version[Version.parse(line["eval_id"])][line.get("workflow", "")] = float(line["accuracy"])
     return {version: mean(list(own.values())) for version, own in by_version.items()}
-
-
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are whole, one at a time: the last one may be in the writing."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8", errors="replace") as file:
-        for text in file:
-            try:
-                line = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(line, dict):
-                yield line
