@@ -103,8 +103,7 @@ class PairEngine(TrainedEngine[Tensor]):
         # The folder it came from may hold a model that generates.
         decoder = classifier.own_stages[0].decoder if isinstance(classifier, StagedModel) else classifier
         classifier.config.architectures = [type(decoder).__name__]
-        buckets = weights.plan(classifier, self._dtype, max_bytes=0)
-        return weights.save(classifier, buckets, directory, source=self._source, ranks=self.dims.all)
+        return weights.save(classifier, self._dtype, directory, source=self._source, ranks=self.dims.all)
 
     def _divide(self, rows: Sequence[TrainRow]) -> Parts:
         """Return which rows share a packed one, the answers of a pair always, one after the other. A collective."""

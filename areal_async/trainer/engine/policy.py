@@ -114,8 +114,7 @@ class FsdpEngine(TrainedEngine[Scores]):
 
     def save_weights(self, directory: Path) -> dict[str, str]:
         """Write a Hugging Face folder atomically; return {safetensors file: sha256}, equal on every rank."""
-        buckets = self.plan_buckets(max_bytes=0)
-        return weights.save(self._model.decoder, buckets, directory, source=self._source, ranks=self.dims.all)
+        return weights.save(self._model.decoder, self._dtype, directory, source=self._source, ranks=self.dims.all)
 
     def plan_buckets(self, *, max_bytes: int) -> list[weights.Bucket]:
         """Return how the weights, as they are served, are divided for ``gather_weights``. No collective."""
@@ -137,7 +136,7 @@ class FsdpEngine(TrainedEngine[Scores]):
 
     def plan_adapter(self) -> list[weights.Bucket]:
         """Return the adapters alone, as they are served, for ``gather_weights``. No collective."""
-        return weights.plan_adapter(self._model.decoder, self._dtype)
+        return weights.plan(self._model.decoder, self._dtype, of_adapters=True)
 
     def write_adapter(self, tensors: dict[str, Tensor], directory: Path) -> dict[str, str]:
         """Write gathered adapters as a folder of PEFT's, atomically; return {file: sha256}. Rank 0's alone."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from areal_async.algorithms.objective import LossTerms
-from areal_async.algorithms.policy import gap_name
+from areal_async.algorithms.policy import GAP_EDGES, gap_name
 from areal_async.protocol.types import mean
 from areal_async.trainer.engine.gradient_groups import GROUPS, KINDS
 from areal_async.trainer.engine.parallel.ranks import Ranks
@@ -164,9 +164,7 @@ class Tally:
         def share(name: str, count: float = num_tokens) -> float:
             return sums.get(name, 0.0) / count if count else 0.0
 
-        def gap_over(edge: float) -> float:
-            return share(gap_name(edge), sums.get("current", 0.0))
-
+        over = {edge: share(gap_name(edge), sums.get("current", 0.0)) for edge in GAP_EDGES}
         return StepStats(
             loss=share("loss", sums.get("units", 0.0)),
             grad_norm=self.grad_norm,
@@ -176,10 +174,7 @@ class Tally:
             num_current_tokens=int(sums.get("current", 0.0)),
             logprob_gap_all_mean=share("gap"),
             logprob_gap_max=maxima.get("current_gap", 0.0),
-            logprob_gap_over_0_001=gap_over(0.001),
-            logprob_gap_over_0_01=gap_over(0.01),
-            logprob_gap_over_0_1=gap_over(0.1),
-            logprob_gap_over_1=gap_over(1.0),
+            **{f"logprob_{gap_name(edge)}".replace(".", "_"): part for edge, part in over.items()},
             behave_kl_mean=share("behave_kl"),
             ratio_max_deviation=maxima.get("current_ratio_deviation", 0.0),
             ratio_mean=share("ratio"),

@@ -7,18 +7,19 @@ import hashlib
 import json
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from areal_async.inference.weight_group import describe, flatten, unflatten
 from areal_async.process.atomic_folders import written_whole
 from areal_async.protocol.types import TensorSpec
 from areal_async.trainer.engine.lora import BASE, LoraLinear, adapters, is_adapter, merge, peft_name
+from areal_async.trainer.engine.parallel.dims import whole_of
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
 
@@ -30,26 +31,23 @@ Bucket = list[TensorSpec]
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
-def plan(causal_lm: nn.Module, dtype: torch.dtype, *, max_bytes: int) -> list[Bucket]:
+def plan(
+    causal_lm: nn.Module, dtype: torch.dtype, *, max_bytes: int = sys.maxsize, of_adapters: bool = False
+) -> list[Bucket]:
     """Divide the weights, in ``dtype``, into buckets of at most ``max_bytes``; a larger tensor goes alone.
 
     Tied weights come once, as stored; adapters not at all, for they are merged. The same on every rank, and for as
     long as the model lives.
+
+    Args:
+        of_adapters: these alone.
     """
-    specs = [
-        describe(name, torch.empty(shape, dtype=dtype, device="meta"))
+    whole = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
         for name, shape in _shapes(causal_lm)
-        if not is_adapter(name)
-    ]
-    sizes = {spec.name: torch.Size(spec.shape).numel() * dtype.itemsize for spec in specs}
-    by_name = {spec.name: spec for spec in specs}
-    return [[by_name[name] for name in names] for names in _split(sizes, max_bytes=max_bytes)]
-
-
-def plan_adapter(causal_lm: nn.Module, dtype: torch.dtype) -> list[Bucket]:
-    """Return the names and shapes of the adapters alone, in ``dtype``, as one bucket."""
-    named = [(name, one.shape) for name, one in causal_lm.named_parameters() if is_adapter(name)]
-    return [[describe(name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape in named]]
+        if is_adapter(name) == of_adapters
+    }
+    return [[describe(name, whole[name]) for name in names] for names in _split(whole, max_bytes=max_bytes)]
 
 
 def gather(
@@ -81,14 +79,12 @@ def gather(
     return tensors
 
 
-def save(
-    causal_lm: nn.Module, buckets: Sequence[Bucket], directory: Path, *, source: Path, ranks: Ranks
-) -> dict[str, str]:
-    """Gather the weights and write them; return {safetensors file: sha256} on every rank. A collective.
+def save(causal_lm: nn.Module, dtype: torch.dtype, directory: Path, *, source: Path, ranks: Ranks) -> dict[str, str]:
+    """Gather the weights and write them in ``dtype``; return {safetensors file: sha256} on every rank. A collective.
 
     ``source`` is the folder that the model came from.
     """
-    tensors = gather(causal_lm, buckets, ranks)
+    tensors = gather(causal_lm, plan(causal_lm, dtype, max_bytes=0), ranks)
     hashes = write(tensors, directory, source=source, config=cast(Any, causal_lm).config) if ranks.rank == 0 else {}
     return cast(dict[str, str], json.loads(ranks.broadcast_bytes(json.dumps(hashes).encode())))
 
@@ -138,9 +134,9 @@ def adapter_witnesses(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _served(parameter: Tensor, adapted: LoraLinear | None, dtype: torch.dtype, *, device: torch.device) -> Tensor:
     if adapted is None:
-        return _whole(parameter, dtype, device)
+        return whole_of(parameter, dtype, device)
     parts = (parameter, adapted.lora_A, adapted.lora_B)
-    weight, lora_a, lora_b = (_whole(part, dtype, device) for part in parts)
+    weight, lora_a, lora_b = (whole_of(part, dtype, device) for part in parts)
     return merge(weight, lora_a, lora_b, adapted.scale)
 
 
@@ -153,11 +149,6 @@ def _shapes(causal_lm: nn.Module) -> Iterable[tuple[str, torch.Size]]:
     if isinstance(causal_lm, StagedModel):
         return causal_lm.shapes.items()
     return ((name, parameter.shape) for name, parameter in causal_lm.named_parameters())
-
-
-def _whole(parameter: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    shard = parameter.detach().to(device=device, dtype=dtype)  # the shard may lie in the host's memory
-    return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
 
 def _layer_of(name: str) -> int | None:
@@ -183,8 +174,7 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
     # Imported here, like all that only rank 0 of a trainer needs.
     from safetensors.torch import save
 
-    sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
-    parts = list(_split(sizes, max_bytes=MAX_FILE_BYTES))
+    parts = list(_split(tensors, max_bytes=MAX_FILE_BYTES))
     hashes: dict[str, str] = {}
     places: dict[str, str] = {}
     for number, part in enumerate(parts, start=1):
@@ -194,19 +184,19 @@ def _write_tensors(tensors: dict[str, Tensor], folder: Path) -> dict[str, str]:
         hashes[name] = hashlib.sha256(data).hexdigest()
         places |= dict.fromkeys(part, name)
     if len(parts) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        index = {"metadata": {"total_size": sum(tensor.nbytes for tensor in tensors.values())}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     return hashes
 
 
-def _split(sizes: Mapping[str, int], *, max_bytes: int) -> Iterable[list[str]]:
+def _split(tensors: Mapping[str, Tensor], *, max_bytes: int) -> Iterable[list[str]]:
     """Yield the names of each part's tensors, in order, none over ``max_bytes`` unless a single tensor is."""
     part: list[str] = []
     size = 0
-    for name, num_bytes in sizes.items():
-        if part and size + num_bytes > max_bytes:
+    for name, tensor in tensors.items():
+        if part and size + tensor.nbytes > max_bytes:
             yield part
             part, size = [], 0
         part.append(name)
-        size += num_bytes
+        size += tensor.nbytes
     yield part

@@ -110,6 +110,12 @@ def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def whole_of(parameter: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return all of a parameter in another dtype; its shards may lie in the host's memory. A collective."""
+    shard = parameter.detach().to(device=device, dtype=dtype)
+    return shard.full_tensor() if isinstance(shard, DTensor) else shard
+
+
 def _flat_mesh(ranks: Ranks) -> DeviceMesh:
     if ranks.tensors is None:
         return init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=(DP_SHARD,))
@@ -123,10 +129,8 @@ def _group_along(
     inner = [DIMENSIONS.index(name) for name in along]
     outer = [dim for dim in range(len(DIMENSIONS)) if dim not in inner]
     members = numbers.permute(*outer, *inner).flatten(len(outer)).flatten(0, len(outer) - 1)
-    own: dist.ProcessGroup | None = None
-    for line in members.tolist():
-        group = dist.new_group(line, timeout=timedelta(seconds=ranks.deadline_s), backend=backend)
-        if ranks.rank in line:
-            own = group
+    deadline = timedelta(seconds=ranks.deadline_s)
+    own: dist.ProcessGroup | None
+    own, _ = dist.new_subgroups_by_enumeration(members.tolist(), timeout=deadline, backend=backend)
     assert own is not None
     return own

@@ -20,11 +20,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from areal_async.errors import UserError
-from areal_async.trainer.engine.parallel.dims import PP, ParallelDims, local_shard
+from areal_async.trainer.engine.parallel.dims import PP, ParallelDims, local_shard, whole_of
 from areal_async.trainer.packing.flops import DecoderFlops, decoder_flops
 from areal_async.trainer.packing.rows import PackedRow
 
@@ -198,9 +197,7 @@ class StagedModel(nn.Module):
         whole: Tensor | None = None
         if self._dims.pp_rank == owner:
             assert parameter is not None
-            shard = parameter.detach().to(device=self._dims.all.device, dtype=dtype)
-            whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
-            whole = whole.to(self._dims.all.device)
+            whole = whole_of(parameter, dtype, self._dims.all.device)
         if owner == 0 or self._dims.all.rank % self._dims.ranks_per_stage:
             return whole  # rank 0 has it, or is not in this pipeline
         if self._dims.pp_rank == owner:
