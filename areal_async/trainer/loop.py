@@ -11,7 +11,6 @@ rank; which steps exist is decided by the journal alone.
 """
 
 import time
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import anyio
@@ -114,7 +113,7 @@ class Trainer:
         await self._publish_weights()
         version = self._runner.version
         self._state = f"waiting for servers to hold {version}"
-        with self._waiting(wait_graph.weights(str(version)), "all servers to hold"):
+        with self._runner.waiting(wait_graph.weights(str(version)), "all servers to hold"):
             await self._publisher.wait_until_held(version, should_stop=lambda: self._wants_stop)
         await self._train()
         await self._checkpoint_now()
@@ -186,7 +185,7 @@ class Trainer:
             while True:
                 self._state, since = "waiting", time.monotonic()
                 try:
-                    with self._waiting(wait_graph.cut(self.step + 1), "the groups of"):
+                    with self._runner.waiting(wait_graph.cut(self.step + 1), "the groups of"):
                         shard = await receive.receive()
                 except anyio.EndOfStream:
                     return
@@ -258,6 +257,3 @@ class Trainer:
         self._metrics_file.append(judged)
         self.last_line = judged
         log.info("step.trained", **judged)
-
-    def _waiting(self, on: str, what: str) -> AbstractContextManager[wait_graph.Wait]:
-        return wait_graph.on(on, what, waiter=wait_graph.rank(self._runner.rank))

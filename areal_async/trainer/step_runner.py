@@ -91,7 +91,7 @@ class StepRunner:
 
     async def export(self) -> None:
         """Write the final model into the run directory. A collective."""
-        with self._waiting(wait_graph.checkpoint(self.step), "the export after"):
+        with self.waiting(wait_graph.checkpoint(self.step), "the export after"):
             await self._thread.run(lambda: self._engines.actor.export(self._directory))
 
     def check_ledger(self, journal: Journal) -> None:
@@ -194,7 +194,7 @@ class StepRunner:
         step = shard.cut.step
         self.step_settings = self._shards.settings_of(shard.cut)
         with (
-            self._waiting(wait_graph.step(step), "the engine in"),
+            self.waiting(wait_graph.step(step), "the engine in"),
             spans.part_of_step(Version(self.lineage, step), "train"),
         ):
             return await self._shards.train(shard, batch, start=self.version)
@@ -224,7 +224,7 @@ class StepRunner:
         cut = shard.cut
         self.culprits_of = cut.step
         groups = list(dict.fromkeys(slot.group_id for slot in batch.slots))
-        with self._waiting(wait_graph.step(cut.step), "what fails in"):
+        with self.waiting(wait_graph.step(cut.step), "what fails in"):
             found = await self._find_culprits(shard, missing, groups, said_by(error))
         for group_id, why in found.items():
             log.warning("group.given_up", step=cut.step, group_id=group_id, reason=why)
@@ -253,5 +253,6 @@ class StepRunner:
                 return await find_culprits(groups, why, alone.attempt)
         return {}
 
-    def _waiting(self, on: str, what: str) -> AbstractContextManager[wait_graph.Wait]:
+    def waiting(self, on: str, what: str) -> AbstractContextManager[wait_graph.Wait]:
+        """Say what this rank waits for, as long as the block lasts."""
         return wait_graph.on(on, what, waiter=wait_graph.rank(self.rank))

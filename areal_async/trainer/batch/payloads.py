@@ -7,6 +7,7 @@ checksum; where the hint fails, the group's subject is searched.
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import anyio
@@ -98,7 +99,10 @@ async def fetch(
     async def fetch_message(sequence: int, slots: list[BatchSlot]) -> None:
         async with limiter:
             message = await bus.get_message(bus.names.trajectories_stream, sequence)
-            blobs = _split(message.data) if message else []
+            blobs: list[memoryview] = []
+            if message is not None:
+                with suppress(WireError):
+                    blobs = split_message(message.data)
             for slot in slots:
                 read = _read(blobs, slot.header, check) or await _search(bus, slot, check)
                 if isinstance(read, str):
@@ -110,13 +114,6 @@ async def fetch(
         for (_, _, sequence), same in by_message.items():
             fetching.start_soon(fetch_message, sequence, same)
     return found, dict(sorted(missing.items()))
-
-
-def _split(payload: bytes) -> list[memoryview]:
-    try:
-        return split_message(payload)
-    except WireError:
-        return []
 
 
 def _read(blobs: Sequence[memoryview], slot: Slot, check: Check) -> Trajectory | None:

@@ -8,6 +8,7 @@ Imports no torch: the doctor looks at checkpoints with it.
 """
 
 import hashlib
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -124,11 +125,9 @@ def set_aside(checkpoint: Path) -> Path:
 
     One that is gone stays so.
     """
-    aside = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}")
-    number = 1
-    while aside.exists():
-        number += 1
-        aside = checkpoint.with_name(f"{checkpoint.name}{DAMAGED}-{number}")
+    endings = itertools.chain([DAMAGED], (f"{DAMAGED}-{number}" for number in itertools.count(2)))
+    places = (checkpoint.with_name(f"{checkpoint.name}{ending}") for ending in endings)
+    aside = next(place for place in places if not place.exists())
     if checkpoint.is_dir():
         checkpoint.rename(aside)
     return aside
