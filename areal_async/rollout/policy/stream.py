@@ -7,6 +7,7 @@ from typing import Any, Self
 from areal_async.api import Reply
 from areal_async.errors import WorkflowError
 from areal_async.inference.embedded.engine.text import Decoder, TextStream
+from areal_async.rollout.user_code.task_scope import mark_retrieved
 
 Generate = Callable[[Callable[[list[int]], None]], Coroutine[Any, Any, Reply]]
 """Given what to call with new tokens: say the whole reply and record it."""
@@ -83,6 +84,5 @@ class RecordingStream:
             self._moved.set()
 
     def _end(self, task: asyncio.Task[Reply]) -> None:
-        if not task.cancelled():
-            task.exception()  # known to whoever asks for the next piece, and no news to the loop
+        mark_retrieved(task)  # known to whoever asks for the next piece
         self._moved.set()

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from anyio.lowlevel import RunVar
 from jsonschema import Draft202012Validator, SchemaError
 
 from areal_async.errors import ToolError, WorkflowError
+from areal_async.process.per_loop import PerLoop
 from areal_async.rollout.tools.mcp_connection import START_DEADLINE_S, Address, McpConnection
 
 if TYPE_CHECKING:
@@ -85,11 +85,7 @@ async def mcp_tools(
     connection = McpConnection(address)
     try:
         await connection.opened()
-
-        async def connect() -> McpConnection:
-            return connection
-
-        yield [_tool(tool, address, connect, timeout_s) for tool in connection.tools]
+        yield [_tool(tool, address, connection.opened, timeout_s) for tool in connection.tools]
     finally:
         connection.close()
         await connection.closed()  # where the trajectory is cancelled, the rest goes on without it
@@ -110,7 +106,7 @@ async def shared_mcp_tools(
     ``mcp_tools``.
     """
     address = Address.of(server, env=env, cwd=cwd, start_deadline_s=start_deadline_s)
-    shared = _shared_connections().setdefault(address, _Shared(address))
+    shared = _shared.get().setdefault(address, _Shared(address))
     connection = await shared.connect()
     return [_tool(tool, address, shared.connect, timeout_s) for tool in connection.tools]
 
@@ -131,16 +127,7 @@ class _Shared:
         return await connection.opened()
 
 
-_shared: RunVar[dict[Address, _Shared]] = RunVar("mcp_shared")
-
-
-def _shared_connections() -> dict[Address, _Shared]:
-    try:
-        return _shared.get()
-    except LookupError:
-        connections: dict[Address, _Shared] = {}
-        _shared.set(connections)
-        return connections
+_shared = PerLoop[dict[Address, _Shared]]("mcp_shared", dict)
 
 
 def _tool(

@@ -14,17 +14,18 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 import anyio
 import anyio.to_thread
-from anyio.lowlevel import RunVar
 
 from areal_async.errors import ToolError, UserError, WorkflowError
 from areal_async.process import parent_death
+from areal_async.process.per_loop import PerLoop
 from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.rollout.user_code.task_scope import mark_retrieved
 from areal_async.telemetry import wait_graph
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class McpConnection:
         call = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
-        call.add_done_callback(_look_at)
+        call.add_done_callback(mark_retrieved)
         try:
             await asyncio.wait({call, self._task}, return_when=asyncio.FIRST_COMPLETED)
         except asyncio.CancelledError:
@@ -229,13 +230,7 @@ class McpConnection:
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._opened.set()  # a task that is cancelled before it runs sets nothing
-        _look_at(task)
-
-
-def _look_at(future: "asyncio.Future[Any]") -> None:
-    """Take note of an error that nobody may ask for any more; unseen, the loop would complain of it."""
-    if not future.cancelled():
-        future.exception()
+        mark_retrieved(task)
 
 
 async def _list_tools(client: "Client") -> "list[Tool]":
@@ -251,26 +246,14 @@ async def _list_tools(client: "Client") -> "list[Tool]":
             return tools
 
 
-_starting: RunVar[anyio.Semaphore] = RunVar("mcp_starting")
+_starting = PerLoop("mcp_starting", lambda: anyio.Semaphore(MAX_STARTING))
 
 
 @asynccontextmanager
 async def _place_to_start() -> AsyncIterator[Callable[[], None]]:
     """Wait for a place among the servers that start; it is given back once, at the end at the latest."""
-    try:
-        places = _starting.get()
-    except LookupError:
-        _starting.set(places := anyio.Semaphore(MAX_STARTING))
+    places = _starting.get()
     await places.acquire()
-    is_taken = True
-
-    def give_back() -> None:
-        nonlocal is_taken
-        if is_taken:
-            is_taken = False
-            places.release()
-
-    try:
-        yield give_back
-    finally:
-        give_back()
+    with ExitStack() as taken:
+        taken.callback(places.release)
+        yield taken.close

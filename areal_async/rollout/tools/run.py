@@ -15,10 +15,10 @@ from typing import Any
 
 import anyio
 import msgspec
-from anyio.lowlevel import RunVar
 
 from areal_async.api import RunnableTool, ToolCall, ToolResult
 from areal_async.errors import ArealError, Reject, ToolError, WorkflowError
+from areal_async.process.per_loop import PerLoop
 from areal_async.rollout.tools.schema import Tool, describe_tool
 from areal_async.rollout.user_code.boundary import attributed_to, describe, encodable
 from areal_async.rollout.user_code.task_scope import AbnormalExit, DeadlineExceeded, run_within
@@ -101,7 +101,7 @@ async def _call(tool: Tool, arguments: Mapping[str, Any], timeout_s: float) -> A
     function = functools.partial(tool.function, **arguments)
     if inspect.iscoroutinefunction(tool.function):
         return await _run(tool.name, function(), timeout_s)
-    async with _threads():
+    async with _threads.get():
         return await _run(tool.name, _call_in_thread(tool.name, function), timeout_s)
 
 
@@ -114,17 +114,9 @@ async def _run(name: str, work: Coroutine[Any, Any, Any], timeout_s: float) -> A
         raise ToolError(str(exc)) from exc.__cause__
 
 
-_places: RunVar[anyio.Semaphore] = RunVar("tool_threads")
+_threads = PerLoop("tool_threads", lambda: anyio.Semaphore(NUM_THREADS, fast_acquire=True))
+"""An event loop's bound on calls in threads. To wait for a place costs nothing of a call's deadline."""
 _left_behind: set[Future[Any]] = set()
-
-
-def _threads() -> anyio.Semaphore:
-    """Return this event loop's bound on calls in threads. To wait for a place costs nothing of a call's deadline."""
-    try:
-        return _places.get()
-    except LookupError:
-        _places.set(places := anyio.Semaphore(NUM_THREADS, fast_acquire=True))
-        return places
 
 
 async def _call_in_thread(name: str, function: Callable[[], Any]) -> Any:

@@ -99,20 +99,10 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
         """Its next step is its last, whatever it says."""
 
     def send(self, value: Any) -> Any:
-        if self.is_to_end:
-            self._end()
-        try:
-            return self._inner.send(value)
-        except (SystemExit, KeyboardInterrupt) as exc:
-            raise self._instead_of(exc) from exc
+        return self._step(self._inner.send, value)
 
     def throw(self, *exc_info: Any) -> Any:
-        if self.is_to_end:
-            self._end()
-        try:
-            return self._inner.throw(*exc_info)
-        except (SystemExit, KeyboardInterrupt) as exc:
-            raise self._instead_of(exc) from exc
+        return self._step(self._inner.throw, *exc_info)
 
     def close(self) -> None:
         self._inner.close()
@@ -123,6 +113,14 @@ class ScopedCoroutine(Coroutine[Any, Any, T]):
     def __getattr__(self, name: str) -> Any:
         """Show the coroutine inside to anyone who asks where a task stands."""
         return getattr(self._inner, name)
+
+    def _step(self, step: Callable[..., Any], *given: Any) -> Any:
+        if self.is_to_end:
+            self._end()
+        try:
+            return step(*given)
+        except (SystemExit, KeyboardInterrupt) as exc:
+            raise self._instead_of(exc) from exc
 
     def _end(self) -> None:
         try:
@@ -241,6 +239,12 @@ def result_of(task: "asyncio.Task[T]", name: str) -> T:
     if error is not None and not isinstance(error, Exception):
         raise AbnormalExit(describe(name, error)) from error
     return task.result()
+
+
+def mark_retrieved(future: "asyncio.Future[Any]") -> None:
+    """Take note of an error that nobody may ask for any more; unseen, the loop would complain of it."""
+    if not future.cancelled():
+        future.exception()
 
 
 def make_task(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T], **options: Any) -> "asyncio.Task[T]":
