@@ -17,7 +17,7 @@ from areal_async.api import Message
 from areal_async.config.settings import PolicySettings, SamplingSettings
 from areal_async.inference.pool import ServerPool
 from areal_async.rollout.policy.messages import checked_messages
-from areal_async.rollout.policy.offload import is_long, run_beside
+from areal_async.rollout.policy.offload import beside_if_long
 from areal_async.rollout.policy.policy import Generator
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
 from areal_async.rollout.user_code.task_scope import unscoped
@@ -49,8 +49,7 @@ class FrozenReward:
     async def score(self, messages: Sequence[Message]) -> float:
         """Score a whole conversation, rendered by the reward model's own chat template."""
         messages = checked_messages(messages)
-        work = partial(self._tokenized, messages)
-        prompt_ids = await run_beside(work) if is_long(messages) else work()
+        prompt_ids = await beside_if_long(partial(self._tokenized, messages), messages)
         with unscoped():
             return await self.scorer.score(prompt_ids)
 

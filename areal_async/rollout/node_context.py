@@ -68,7 +68,7 @@ class NodeContext:
         policy = ServedPolicy(
             self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
         )
-        policy.max_sequence_tokens = max_sequence_tokens
+        policy.record.max_sequence_tokens = max_sequence_tokens
         return policy
 
     def workflow(self, name: str, settings: Settings) -> TaskWorkflow:

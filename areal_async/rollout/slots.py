@@ -169,15 +169,16 @@ def check_size(turns: list[Turn], *, max_bytes: int, max_sequence_tokens: int) -
 
 
 def _own_info(policy: RecordingPolicy, sequences: list[Sequence]) -> dict[str, float]:
+    record = policy.record
     info = {
-        "num_turns": float(len(policy.turns)),
+        "num_turns": float(len(record.turns)),
         "num_sequences": float(len(sequences)),
-        "num_breaks": float(policy.num_breaks),
+        "num_breaks": float(record.num_breaks),
     }
-    if policy.num_tool_calls is not None:
-        info |= {"num_tool_calls": float(policy.num_tool_calls), "num_tool_errors": float(policy.num_tool_errors)}
-    if policy.num_tool_calls:
-        info["share_valid_tool_calls"] = 1.0 - policy.num_tool_errors / policy.num_tool_calls
+    if record.num_tool_calls is not None:
+        info |= {"num_tool_calls": float(record.num_tool_calls), "num_tool_errors": float(record.num_tool_errors)}
+    if record.num_tool_calls:
+        info["share_valid_tool_calls"] = 1.0 - record.num_tool_errors / record.num_tool_calls
     return info
 
 

@@ -135,7 +135,7 @@ class Trial:
             for generator, slot in zip(generators, slots, strict=True)
         ]
         for policy, slot in zip(policies, slots, strict=True):
-            policy.max_sequence_tokens = slot.max_sequence_tokens
+            policy.record.max_sequence_tokens = slot.max_sequence_tokens
         call = WorkflowCall(self._workflow, policies)
         started = time.monotonic()
         with (

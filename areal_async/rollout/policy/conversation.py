@@ -11,7 +11,7 @@ the text of every prompt is what the template writes, with each recorded reply a
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -42,12 +42,7 @@ class RecordedReply:
 
     def is_continued_by(self, messages: Sequence[Message]) -> bool:
         """Say whether ``messages`` begin with this conversation."""
-        length = len(self.messages)
-        return (
-            length <= len(messages)
-            and self.is_reply(messages[length - 1])
-            and are_same(messages[: length - 1], self.messages[:-1])
-        )
+        return self._begins(messages, self.is_reply)
 
     def is_reply(self, message: Message) -> bool:
         """Say whether ``message`` is the reply, as it was given or in a copy; changed, it is the workflow's own."""
@@ -55,11 +50,15 @@ class RecordedReply:
 
     def is_answered_otherwise(self, messages: Sequence[Message]) -> bool:
         """Say whether ``messages`` begin with the same question and another answer."""
-        length = len(self.messages)
+        return self._begins(messages, lambda answer: answer.get("role") == "assistant")
+
+    def _begins(self, messages: Sequence[Message], is_answer: Callable[[Message], bool]) -> bool:
+        """Say whether ``messages`` begin with the same question and such an answer."""
+        num_before = len(self.messages) - 1
         return (
-            length <= len(messages)
-            and messages[length - 1].get("role") == "assistant"
-            and are_same(messages[: length - 1], self.messages[:-1])
+            num_before < len(messages)
+            and is_answer(messages[num_before])
+            and are_same(messages[:num_before], self.messages[:-1])
         )
 
 

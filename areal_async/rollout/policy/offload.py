@@ -39,3 +39,8 @@ async def run_beside(work: Callable[[], T]) -> T:
     """Run what takes long in one of the threads for it; where the caller is cancelled, what has begun ends unheard."""
     context = contextvars.copy_context()
     return await asyncio.get_running_loop().run_in_executor(_threads, partial(context.run, work))
+
+
+async def beside_if_long(work: Callable[[], T], *parts: Any) -> T:
+    """Run what takes long for long ``parts`` beside the loop where they are that, else at once."""
+    return await run_beside(work) if is_long(*parts) else work()

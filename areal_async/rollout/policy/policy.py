@@ -22,7 +22,7 @@ from areal_async.inference.pool import ServerHandle
 from areal_async.protocol.types import Turn
 from areal_async.rollout.policy.conversation import Conversations, RenderedPrompt
 from areal_async.rollout.policy.messages import checked_messages, reply_message
-from areal_async.rollout.policy.offload import is_long, run_beside
+from areal_async.rollout.policy.offload import beside_if_long, is_long
 from areal_async.rollout.policy.sampling import sampling_params
 from areal_async.rollout.policy.stream import RecordingStream
 from areal_async.rollout.policy.text import ContextRoom, TextCodec
@@ -112,7 +112,8 @@ class RecordingPolicy:
         self._name = name
         self._role = role.name if role else ""
         self._trajectory = role.trajectory if role else ReplyRecord()
-        self._own = self._trajectory if role is None or role.is_trained else ReplyRecord()
+        self.record = self._trajectory if role is None or role.is_trained else ReplyRecord()
+        """What was said, by its roles too."""
         self._server: ServerHandle | None = None
         self._conversations = Conversations(codec)
         self._streams: list[RecordingStream] = []
@@ -122,36 +123,12 @@ class RecordingPolicy:
     @property
     def turns(self) -> list[Turn]:
         """What was said, by its roles too."""
-        return self._own.turns
+        return self.record.turns
 
     @property
     def reply_ids(self) -> list[str]:
         """One per turn."""
-        return self._own.reply_ids
-
-    @property
-    def num_breaks(self) -> int:
-        """As ``ReplyRecord.num_breaks``."""
-        return self._own.num_breaks
-
-    @property
-    def num_tool_calls(self) -> int | None:
-        """As ``ReplyRecord.num_tool_calls``."""
-        return self._own.num_tool_calls
-
-    @property
-    def num_tool_errors(self) -> int:
-        """As ``ReplyRecord.num_tool_errors``."""
-        return self._own.num_tool_errors
-
-    @property
-    def max_sequence_tokens(self) -> int | None:
-        """As ``ReplyRecord.max_sequence_tokens``."""
-        return self._own.max_sequence_tokens
-
-    @max_sequence_tokens.setter
-    def max_sequence_tokens(self, most: int | None) -> None:
-        self._own.max_sequence_tokens = most
+        return self.record.reply_ids
 
     @property
     def info(self) -> dict[str, float]:
@@ -203,7 +180,7 @@ class RecordingPolicy:
     ) -> RecordingStream:
         """Answer a conversation piece by piece."""
         params = self._sampling_params(sampling)
-        opened = None if is_long(messages, tools) else self._open(messages, tools)
+        opened = None if is_long(messages, tools) else self._noted(self._opening(messages, tools)())
 
         async def generate(on_tokens: Callable[[list[int]], None]) -> Reply:
             rendered = opened or await self._rendered_prompt(messages, tools)
@@ -240,7 +217,7 @@ class RecordingPolicy:
         said = checked_messages(messages)
         replies: list[Reply] = []
         results: list[ToolResult] = []
-        record = self._own
+        record = self.record
         record.num_tool_calls = record.num_tool_calls or 0
         while True:
             try:
@@ -266,16 +243,13 @@ class RecordingPolicy:
             stream.cancel()
 
     async def _rendered_prompt(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
-        if not is_long(messages, tools):
-            return self._open(messages, tools)
-        work = partial(self._conversations.open, messages, self._schemas(tools), rooms=self._rooms())
-        return self._noted(await run_beside(work))
+        return self._noted(await beside_if_long(self._opening(messages, tools), messages, tools))
 
-    def _open(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> RenderedPrompt:
-        return self._noted(self._conversations.open(messages, self._schemas(tools), rooms=self._rooms()))
+    def _opening(self, messages: Sequence[Message], tools: Sequence[ToolLike]) -> Callable[[], RenderedPrompt]:
+        return partial(self._conversations.open, messages, self._schemas(tools), rooms=self._rooms())
 
     def _noted(self, rendered: RenderedPrompt) -> RenderedPrompt:
-        self._own.num_breaks += rendered.is_break
+        self.record.num_breaks += rendered.is_break
         return rendered
 
     def _schemas(self, tools: Sequence[ToolLike]) -> list[Mapping[str, Any]]:
@@ -290,12 +264,11 @@ class RecordingPolicy:
     async def _encoded(self, prompt: str) -> list[int]:
         for room in self._rooms():
             room.check_length(prompt)
-        work = partial(self._codec.encode, prompt, add_special_tokens=True)
-        return await run_beside(work) if is_long(prompt) else work()
+        return await beside_if_long(partial(self._codec.encode, prompt, add_special_tokens=True), prompt)
 
     def _rooms(self) -> list[ContextRoom]:
         """Return what is known of the room for a prompt: a trainer's packed row, and a server that was met."""
-        row = self._own.max_sequence_tokens
+        row = self.record.max_sequence_tokens
         rooms = [] if row is None else [ContextRoom(row, "trainer.token_budget")]
         if self._server is not None and self._server.context_tokens is not None:
             rooms.append(ContextRoom(self._server.context_tokens, "inference.context_length or the model's"))
@@ -328,7 +301,7 @@ class RecordingPolicy:
         Raises:
             ContextFull: not a token of it would fit. No server has spent anything on it.
         """
-        most = self._own.max_sequence_tokens
+        most = self.record.max_sequence_tokens
         if most is None:
             return params
         if len(prompt_ids) >= most:

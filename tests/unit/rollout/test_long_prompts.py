@@ -73,7 +73,7 @@ async def test_what_is_long_is_rendered_and_tokenized_beside_the_loop(how: str, 
 async def test_what_cannot_fit_is_refused_before_it_is_tokenized(how: str) -> None:
     tokenizer = WatchedTokenizer()
     policy = policy_with(tokenizer, [97, END])
-    policy.max_sequence_tokens = 1000
+    policy.record.max_sequence_tokens = 1000
 
     with pytest.raises(ContextFull, match=r"got \d+ characters, at least \d+ tokens, .*length of 1000 tokens"):
         await ask(policy, how, "x" * (1000 * CHARACTERS_PER_TOKEN))
@@ -83,7 +83,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_tokenized(how: str) -> No
 async def test_what_may_fit_is_tokenized_to_find_out() -> None:
     tokenizer = WatchedTokenizer()
     policy = policy_with(tokenizer, [97, END])
-    policy.max_sequence_tokens = 1000
+    policy.record.max_sequence_tokens = 1000
 
     with pytest.raises(ContextFull, match=r"got \d+ tokens, .*length of 1000 tokens"):
         await ask(policy, "complete", "x" * 1001)
@@ -139,7 +139,7 @@ async def test_long_texts_are_not_kept_by_the_thousand() -> None:
 
 async def test_a_request_of_megabytes_is_told_that_it_does_not_fit() -> None:
     async with served(speaker("hi")) as policy, client(policy) as http:
-        policy.max_sequence_tokens = 4096
+        policy.record.max_sequence_tokens = 4096
         for is_streamed in (False, True):
             body = chat(messages=[{"role": "user", "content": MEGABYTES}], stream=is_streamed)
             response = await http.post("/chat/completions", json=body)

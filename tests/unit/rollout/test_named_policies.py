@@ -86,7 +86,7 @@ async def test_role_speaks_in_the_same_trajectory_under_its_own_name() -> None:
     assert len(trajectory.sequences) == 2, "each has its own conversation"
     assert trajectory.slot.num_output_tokens == 6
     assert sum(int(sequence.loss_mask.sum()) for sequence in trajectory.sequences) == 6
-    assert table.policy.num_breaks == 0
+    assert table.policy.record.num_breaks == 0
     assert [params["top_p"] for _, params in table.trained.calls] == [1.0, 0.5, 1.0]
 
 
@@ -103,7 +103,7 @@ async def test_roles_that_ask_the_same_do_not_take_each_other_s_conversation() -
 
     assert table.trained.calls[2][0][: -len(b"user:x.assistant:")] == [*table.trained.calls[1][0], 98, END]
     assert len(trajectory.sequences) == 2
-    assert table.policy.num_breaks == 0
+    assert table.policy.record.num_breaks == 0
 
 
 async def test_frozen_model_leaves_no_token_in_the_trajectory() -> None:

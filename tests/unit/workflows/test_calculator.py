@@ -82,7 +82,7 @@ async def play(workflow: Any, *said: str) -> tuple[float, RecordingPolicy]:
 async def test_conversation_is_scored_by_its_last_answer(said: list[str], reward: float, num_errors: int) -> None:
     scored, policy = await play(calculator, *said)
 
-    assert (scored, policy.num_tool_errors, policy.num_breaks) == (reward, num_errors, 0)
+    assert (scored, policy.record.num_tool_errors, policy.record.num_breaks) == (reward, num_errors, 0)
 
 
 async def test_without_the_tool_a_call_answers_nothing() -> None:

@@ -44,7 +44,7 @@ async def test_conversation_is_scored_by_its_last_answer() -> None:
         model = ScriptedModel(*([*codec.encode(text), codec.stop_token_ids[0]] for text in texts))
         policy = RecordingPolicy(model, codec, SamplingSettings(), name="uid")
         rewards.append(await python_tool(prompt, policy))
-        assert (policy.num_tool_calls, policy.num_tool_errors) == (1, 0)
+        assert (policy.record.num_tool_calls, policy.record.num_tool_errors) == (1, 0)
 
     assert rewards == [1.0, 0.0]
 

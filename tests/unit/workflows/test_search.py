@@ -67,6 +67,6 @@ async def test_conversation_is_scored_by_its_last_answer() -> None:
         rewards.append(await search(prompt, policy))
         told = codec.decode(model.calls[1][0])
         assert f"{asked.thing.name}: {asked.thing.document['text']}" in told
-        assert (policy.num_tool_errors, policy.num_breaks) == (0, 0)
+        assert (policy.record.num_tool_errors, policy.record.num_breaks) == (0, 0)
 
     assert rewards == [1.0, 0.0]

@@ -105,7 +105,7 @@ def test_conversations_that_come_back_keep_their_tokens(
                 assert turn.prompt_ids[: len(before)] == before, "what was said has been tokenized again"
             conversations.append(go_on(api, conversations[number], answer))
             parents.append(len(policy.turns) - 1)
-        assert policy.num_breaks == 0
+        assert policy.record.num_breaks == 0
         rows = merge_turns(policy.turns)
         sampled = sum(int(row.loss_mask.sum()) for row in rows)
         assert sampled == sum(len(turn.output_ids) for turn in policy.turns)

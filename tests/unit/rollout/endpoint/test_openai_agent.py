@@ -26,7 +26,7 @@ async def test_agent_calls_its_tools_and_is_one_sequence() -> None:
         assert reward == 1.0
         assert len(policy.turns) == 2
         assert len(merge_turns(policy.turns)) == 1
-        assert policy.num_breaks == 0
+        assert policy.record.num_breaks == 0
 
 
 async def test_agent_that_fails_is_the_workflow_s_failure() -> None:

@@ -40,7 +40,7 @@ def assert_one_sequence(policy: ServedPolicy, *texts: str) -> None:
     """Everything that was said is trained, as it was said, and in one sequence."""
     (row,) = merge_turns(policy.turns)
     assert row.token_ids[row.loss_mask].tolist() == [token for text in texts for token in said(text)]
-    assert policy.num_breaks == 0
+    assert policy.record.num_breaks == 0
 
 
 # OpenAI Chat Completions

@@ -45,7 +45,7 @@ async def test_chat_renders_the_template_and_returns_the_text_without_special_to
 async def test_a_prompt_that_fills_a_packed_row_is_refused_and_one_that_nearly_does_is_answered_as_far() -> None:
     policy = policy_of(model := ScriptedModel([98, END], [98], [99, END]))
     prompt_ids = list(range(20))
-    policy.max_sequence_tokens = 20
+    policy.record.max_sequence_tokens = 20
 
     with pytest.raises(ContextFull, match=r"got 20 tokens, .* length of 20 tokens \(trainer.token_budget\)"):
         await policy.complete(prompt_ids)
@@ -69,13 +69,13 @@ async def test_act_that_outgrows_the_context_returns_what_there_is() -> None:
 
     call = [*b'{"name": "add", "arguments": {"left": 2, "right": 3}}', END]
     policy = policy_of(ScriptedModel(call, call))
-    policy.max_sequence_tokens = 75
+    policy.record.max_sequence_tokens = 75
 
     done = await policy.act(QUESTION, [add])
     assert (done.is_finished, len(done.replies), [one.text for one in done.results]) == (False, 1, ["5"])
     assert done.messages[-1]["role"] == "tool"
 
-    policy.max_sequence_tokens = 10
+    policy.record.max_sequence_tokens = 10
     with pytest.raises(ContextFull):
         await policy.act(QUESTION, [add])
 
@@ -259,7 +259,7 @@ async def test_replies_to_one_question_are_said_side_by_side_and_each_can_be_gon
     assert model.calls[0] == model.calls[1] == model.calls[2]
     assert model.calls[3][0] == [*model.calls[0][0], 201, END, *b"user:x", END, *b"assistant:"]
     assert len(merge_turns(policy.turns)) == 3
-    assert policy.num_breaks == 0
+    assert policy.record.num_breaks == 0
 
 
 async def test_single_reply_asked_for_by_number_comes_in_a_list() -> None:
@@ -279,7 +279,7 @@ async def test_conversation_that_was_changed_is_counted_as_a_break() -> None:
     await policy.chat(QUESTION)
     await policy.chat([*QUESTION, {"role": "assistant", "content": "mine"}, {"role": "user", "content": "x"}])
 
-    assert policy.num_breaks == 1
+    assert policy.record.num_breaks == 1
 
 
 # Streams
@@ -394,7 +394,7 @@ async def test_act_runs_tools_until_the_model_calls_none_and_keeps_one_sequence(
     assert text.endswith(
         f"{CALL}<|im_end|>\n<|im_start|>user\n<tool_response>\n5\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
-    assert (policy.num_tool_calls, policy.num_tool_errors, policy.num_breaks) == (1, 0, 0)
+    assert (policy.record.num_tool_calls, policy.record.num_tool_errors, policy.record.num_breaks) == (1, 0, 0)
 
 
 async def test_bad_calls_are_told_to_the_model_which_may_try_again() -> None:
@@ -407,7 +407,7 @@ async def test_bad_calls_are_told_to_the_model_which_may_try_again() -> None:
     ]  # fmt: skip
     assert done.messages[1] == {"role": "assistant", "content": "<tool_call>add 2 3</tool_call>"}
     assert len(merge_turns(policy.turns)) == 1
-    assert (policy.num_tool_calls, policy.num_tool_errors) == (3, 2)
+    assert (policy.record.num_tool_calls, policy.record.num_tool_errors) == (3, 2)
 
 
 async def test_act_ends_after_its_turns_and_does_not_run_what_the_last_one_calls() -> None:
