@@ -32,11 +32,16 @@ async def _run(node: NodeContext, ticket: EvalTicket, delivery: Delivery) -> Non
             with wait_graph.doing(row, "the workflow of", waiter=evaluation), spans.answer(ticket) as span:
                 result = await _answer(node, ticket, Work(workflow=ticket.workflow, name=row, eval_ticket=ticket))
                 spans.note_result(span, result)
-            msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
             with spans.published_result(ticket), wait_graph.on(wait_graph.BROKER, "its result to be stored by"):
-                await node.bus.publish_patiently(node.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
+                await publish_result(node, ticket, result)
             tasks.cancel_scope.cancel()
         await delivery.ack()
+
+
+async def publish_result(node: NodeContext, ticket: EvalTicket, result: EvalResult) -> None:
+    """Store a result, once for each attempt at its answer."""
+    msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
+    await node.bus.publish_patiently(node.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)
 
 
 async def _answer(node: NodeContext, ticket: EvalTicket, work: Work) -> EvalResult:

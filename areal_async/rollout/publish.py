@@ -142,23 +142,19 @@ class Outbox:
         """
         try:
             while self.num_left:
-                await self._wait_ready()
+                await self._wait_ready(1)
+                with anyio.move_on_after(self._linger_s):
+                    await self._wait_ready(self.num_left)
                 await self._send_ready()
         except anyio.get_cancelled_exc_class():
             with anyio.move_on_after(FLUSH_DEADLINE_S, shield=True):
                 await self._send_ready()
             raise
 
-    async def _wait_ready(self) -> None:
-        while not self._ready:
+    async def _wait_ready(self, num_slots: int) -> None:
+        while len(self._ready) < num_slots:
             self._changed = anyio.Event()
             await self._changed.wait()
-        if len(self._ready) >= self.num_left:
-            return
-        with anyio.move_on_after(self._linger_s):
-            while len(self._ready) < self.num_left:
-                self._changed = anyio.Event()
-                await self._changed.wait()
 
     async def _send_ready(self) -> None:
         while self._ready or self._in_flight:

@@ -9,6 +9,7 @@ import secrets
 import structlog
 
 from areal_async.protocol.types import EvalResult, EvalTicket, Slot, SlotStatus, StoredMessage, Ticket
+from areal_async.rollout.evaluate import publish_result
 from areal_async.rollout.node_context import NodeContext
 from areal_async.rollout.publish import Outbox
 from areal_async.rollout.runner import stored_messages
@@ -44,7 +45,8 @@ async def make_amends(node: NodeContext, file: BlockageFile) -> set[RowKey]:
         if blockage.work.ticket is not None:
             await _store_slots(node, blockage, blockage.work.ticket)
         if (row := blockage.work.eval_ticket) is not None:
-            await _publish_result(node, blockage, row)
+            result = EvalResult(eval_id=row.eval_id, index=row.index, error=blockage.reason, sample=row.sample)
+            await publish_result(node, row, result)
             ended.add(row_key(row))
         log.warning("blockage.recorded", workflow=blockage.work.workflow, slot=blockage.work.name, at=blockage.place)
     file.remove()
@@ -95,9 +97,3 @@ def _to_fail(ticket: Ticket, stored: list[StoredMessage], blockage: Blockage) ->
         )
         reasons |= {sibling: others for sibling in missing if sibling != culprit}
     return reasons
-
-
-async def _publish_result(node: NodeContext, blockage: Blockage, ticket: EvalTicket) -> None:
-    result = EvalResult(eval_id=ticket.eval_id, index=ticket.index, error=blockage.reason, sample=ticket.sample)
-    msg_id = f"eval.{ticket.answer}.{ticket.attempt}"
-    await node.bus.publish_patiently(node.bus.names.eval_results(ticket.workflow), result, msg_id=msg_id)

@@ -102,15 +102,7 @@ def _parse_tagged(text: str, read: Callable[[str], WrittenCall]) -> Parsed:
     return Parsed(content, calls)
 
 
-def _parse_hermes(text: str, tools: Schemas) -> Parsed:
-    return _parse_tagged(text, _read_call)
-
-
-def _parse_xml(text: str, tools: Schemas) -> Parsed:
-    return _parse_tagged(text, lambda body: WrittenCall(*read_xml(body, tools)))
-
-
-def _parse_json(text: str, tools: Schemas) -> Parsed:
+def _parse_json(text: str) -> Parsed:
     body = text.strip().removeprefix(_PYTHON_TAG).strip()
     fenced = _FENCE.match(body)
     body = fenced[1].strip() if fenced else body
@@ -122,10 +114,6 @@ def _parse_json(text: str, tools: Schemas) -> Parsed:
         parts = [part.strip() for part in re.split(r";|\n(?=\s*\{)", body) if part.strip()]
         return Parsed("", [_read_call(part) for part in (parts if len(parts) > 1 and _are_json(parts) else [body])])
     return Parsed("", [_call_of(item) for item in (value if isinstance(value, list) else [value])])
-
-
-def _parse_nothing(text: str, tools: Schemas) -> Parsed:
-    return Parsed(text, [])
 
 
 def _are_json(parts: Iterable[str]) -> bool:
@@ -155,5 +143,8 @@ def _call_of(value: Any) -> WrittenCall:
 
 
 _PARSERS: dict[ToolFormat, Callable[[str, Schemas], Parsed]] = {
-    "hermes": _parse_hermes, "xml": _parse_xml, "json": _parse_json, "unknown": _parse_nothing,
-}  # fmt: skip
+    "hermes": lambda text, _: _parse_tagged(text, _read_call),
+    "xml": lambda text, tools: _parse_tagged(text, lambda body: WrittenCall(*read_xml(body, tools))),
+    "json": lambda text, _: _parse_json(text),
+    "unknown": lambda text, _: Parsed(text, []),
+}
