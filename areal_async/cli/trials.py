@@ -14,6 +14,7 @@ from areal_async.errors import leaves_of
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.commands import NO_VERSION
 from areal_async.inference.external_servers import Facts, visited_servers
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.frozen import serve_frozen
 from areal_async.rollout.policy.text import TextCodec, load_codec
@@ -74,10 +75,7 @@ async def opened_trial(
         ):
             trial = Trial(
                 TaskWorkflow(task.name, given[task.name], settings, frozen),
-                generator=client,
-                codec=codec,
-                endpoint=endpoint,
-                call_parser=client.call_parser,
+                PolicyMaker(generator=client, codec=codec, endpoint=endpoint, call_parser=client.call_parser),
                 user_code=user_code,
                 version=facts[0].version if facts else NO_VERSION,
                 eval_id=eval_id,

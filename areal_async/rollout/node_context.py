@@ -7,14 +7,11 @@ import anyio
 
 from areal_async.api import GroupWorkflow, Workflow
 from areal_async.bus import Bus
-from areal_async.config.settings import SamplingSettings, Settings
+from areal_async.config.settings import Settings
 from areal_async.errors import UserError
 from areal_async.protocol.publish_log import PublishLog
-from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.named_policies import FrozenModel, FrozenReward
-from areal_async.rollout.policy.policy import CallParser, Generator
-from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.publish import Backpressure
 from areal_async.rollout.workflow_call import TaskWorkflow
 
@@ -35,21 +32,15 @@ class Counts:
 
 
 @dataclass(kw_only=True)
-class NodeContext:
+class NodeContext(PolicyMaker):
     """What every ticket of a node works with."""
 
     settings: Settings
     bus: Bus
     node_id: str
-    generator: Generator
-    codec: TextCodec
     workflows: Mapping[str, Workflow | GroupWorkflow]
     frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
     """By the names of their policies."""
-    endpoint: AgentEndpoint = field(default_factory=AgentEndpoint)
-    """Whoever makes the workplace enters it as well; it starts when a workflow asks for it."""
-    call_parser: CallParser | None = None
-    """The servers' own parser of tool calls, where it is to be used."""
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))
@@ -62,14 +53,6 @@ class NodeContext:
     def __post_init__(self) -> None:
         self.now = self.settings
         self.publish_log = PublishLog(self.settings.run_directory, self.node_id)
-
-    def policy(self, sampling: SamplingSettings, *, name: str, max_sequence_tokens: int | None = None) -> ServedPolicy:
-        """Return a new trajectory's policy, whose answers end where a packed row of the trainer does."""
-        policy = ServedPolicy(
-            self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
-        )
-        policy.record.max_sequence_tokens = max_sequence_tokens
-        return policy
 
     def workflow(self, name: str, settings: Settings) -> TaskWorkflow:
         """Return the workflow of a ticket, as it is called with these settings.

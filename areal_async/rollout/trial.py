@@ -6,18 +6,15 @@ What a node shares with others it does without: no bus, no tickets, no trainer. 
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 import structlog
 
 from areal_async.protocol.types import GroupId, Prompt, Trajectory, Turn
 from areal_async.protocol.types import Sequence as TokenSequence
-from areal_async.rollout.endpoint.policy import ServedPolicy
-from areal_async.rollout.endpoint.server import AgentEndpoint
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.policy.merge import merge_turns
-from areal_async.rollout.policy.policy import CallParser, Generator
-from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.slots import SlotSpec
 from areal_async.rollout.stopwatch import TimedCall, TimedGenerator, Times
 from areal_async.rollout.user_code.source_location import SourceLocation, UserCode
@@ -58,11 +55,8 @@ class Trial:
     def __init__(
         self,
         workflow: TaskWorkflow,
+        policies: PolicyMaker,
         *,
-        generator: Generator,
-        codec: TextCodec,
-        endpoint: AgentEndpoint,
-        call_parser: CallParser | None = None,
         user_code: UserCode,
         version: str,
         eval_id: str | None = None,
@@ -75,10 +69,7 @@ class Trial:
         """
         settings = workflow.settings
         self._workflow = workflow
-        self._generator = generator
-        self._codec = codec
-        self._endpoint = endpoint
-        self._call_parser = call_parser
+        self._policies = policies
         self._user_code = user_code
         self._version = version
         self._eval_id = eval_id
@@ -122,20 +113,13 @@ class Trial:
             )
             for sibling in siblings
         ]
-        generators = [TimedGenerator(self._generator) for _ in slots]
+        generators = [TimedGenerator(self._policies.generator) for _ in slots]
         policies = [
-            ServedPolicy(
-                generator,
-                self._codec,
-                self._sampling,
-                name=slot.sample_uid,
-                endpoint=self._endpoint,
-                call_parser=self._call_parser,
+            replace(self._policies, generator=generator).policy(
+                self._sampling, name=slot.sample_uid, max_sequence_tokens=slot.max_sequence_tokens
             )
             for generator, slot in zip(generators, slots, strict=True)
         ]
-        for policy, slot in zip(policies, slots, strict=True):
-            policy.record.max_sequence_tokens = slot.max_sequence_tokens
         call = WorkflowCall(self._workflow, policies)
         started = time.monotonic()
         with (

@@ -287,10 +287,7 @@ def routes() -> str:
         ]
         for route in _server_routes("")
     ]
-    apis = [
-        [f"/v1/{path}", "POST", (inspect.getdoc(api.dialect) or "").partition(":")[0]]
-        for path, api in app._APIS.items()
-    ]
+    apis = [[f"/v1/{path}", "POST", api.name] for path, api in app._APIS.items()]
     models = [["/v1/models", "GET", "the model"], ["/v1/models/NAME", "GET", "the model"]]
     return "\n".join(
         [

@@ -7,12 +7,14 @@ and images are refused.
 
 import secrets
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from areal_async.rollout.endpoint.calls import (
+    ApiExchange,
     CompletionRequest,
+    ErrorAnswer,
     Finish,
     Form,
     Refusal,
@@ -27,7 +29,7 @@ from areal_async.rollout.endpoint.content import (
     Name,
     Probability,
     StopString,
-    choice_of,
+    chosen_tools,
     function_call,
     function_tool,
     refuse_if,
@@ -36,7 +38,7 @@ from areal_async.rollout.endpoint.content import (
     with_named_results,
 )
 from areal_async.rollout.endpoint.extras import Extras, form_of, sampling_of
-from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
+from areal_async.rollout.endpoint.reading import Unsupported, read
 
 _STOP_REASON: dict[Finish, str] = {
     "stop": "end_turn", "stop_sequence": "stop_sequence", "length": "max_tokens", "tool_calls": "tool_use",
@@ -59,8 +61,7 @@ _UNSAID = ("thinking", "redacted_thinking")
 class _ResultPart(msgspec.Struct):
     type: str
     text: str | None = None
-    cache_control: Hint = None
-    citations: Hint = None
+    HINTS: ClassVar = ("cache_control", "citations")
 
 
 class _Block(msgspec.Struct):
@@ -71,13 +72,7 @@ class _Block(msgspec.Struct):
     input: dict[str, Any] | None = None
     tool_use_id: str = ""
     content: str | list[_ResultPart] | None = None
-    is_error: Hint = None
-    thinking: Hint = None
-    signature: Hint = None
-    data: Hint = None
-    cache_control: Hint = None
-    citations: Hint = None
-    caller: Hint = None
+    HINTS: ClassVar = ("is_error", "thinking", "signature", "data", "cache_control", "citations", "caller")
 
 
 class _MessagesMessage(msgspec.Struct):
@@ -90,9 +85,7 @@ class _MessagesTool(msgspec.Struct):
     type: str | None = None
     description: str | None = None
     input_schema: dict[str, Any] | None = None
-    strict: Hint = None
-    cache_control: Hint = None
-    eager_input_streaming: Hint = None
+    HINTS: ClassVar = ("strict", "cache_control", "eager_input_streaming")
 
 
 class _MessagesToolChoice(msgspec.Struct):
@@ -108,7 +101,7 @@ class _MessagesFormat(msgspec.Struct):
 
 class _OutputConfig(msgspec.Struct):
     format: _MessagesFormat | None = None
-    effort: Hint = None
+    HINTS: ClassVar = ("effort",)
 
 
 class _MessagesRequest(Extras, kw_only=True):
@@ -124,15 +117,10 @@ class _MessagesRequest(Extras, kw_only=True):
     output_config: _OutputConfig | None = None
     output_format: _MessagesFormat | None = None
     model: str = ""
-    metadata: Hint = None
-    service_tier: Hint = None
-    cache_control: Hint = None
-    inference_geo: Hint = None
-    user_profile_id: Hint = None
-    workspace_id: Hint = None
-    diagnostics: Hint = None
-    speed: Hint = None
-    thinking: Hint = None
+    HINTS: ClassVar = (
+        "metadata", "service_tier", "cache_control", "inference_geo", "user_profile_id", "workspace_id",
+        "diagnostics", "speed", "thinking",
+    )  # fmt: skip
 
 
 def parse(body: bytes, unsupported: Unsupported) -> "MessagesExchange":
@@ -189,11 +177,9 @@ def _tools(request: _MessagesRequest) -> tuple[list[dict[str, Any]], ToolChoice]
         )
         tools.append(function_tool(tool.name, tool.description, tool.input_schema))
     wanted = request.tool_choice or _MessagesToolChoice("auto")
-    if wanted.type == "none":
-        return [], ToolChoice()
-    kind = {"auto": "auto", "any": "required", "tool": "one"}[wanted.type]
+    kind = {"auto": "auto", "any": "required", "tool": "one", "none": "none"}[wanted.type]
     names = [wanted.name] if wanted.name else []
-    return tools, choice_of(kind, names, tools, is_single=bool(wanted.disable_parallel_tool_use))
+    return chosen_tools(tools, kind, names, is_single=bool(wanted.disable_parallel_tool_use))
 
 
 def _add(messages: list[dict[str, Any]], message: _MessagesMessage, where: str) -> None:
@@ -238,12 +224,17 @@ def _add(messages: list[dict[str, Any]], message: _MessagesMessage, where: str) 
         refuse_if(len(messages) == num_before, f"{where}.content", "got no blocks, need at least one")
 
 
-class MessagesExchange:
-    """One request and its answers."""
+class MessagesExchange(ApiExchange):
+    """One request and its answers: a ``message``, or ``message_start`` to ``message_stop``.
+
+    How long the prompt is is told at the end of a stream.
+    """
 
     def __init__(self, call: CompletionRequest, model: str) -> None:
         self.call = call
         self._head = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+        self._num_blocks = 0
+        self._is_in_text = False
 
     def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``message``."""
@@ -252,24 +243,9 @@ class MessagesExchange:
         content += [{**_block_start(call), "input": msgspec.json.decode(_arguments(call))} for call in one.tool_calls]
         return {**self._head, "content": content, **_end(one), "usage": _usage(one)}
 
-    def writer(self) -> "MessagesWriter":
-        return MessagesWriter(self._head)
-
-    def conclude(self, said: Sequence[ReportedReply]) -> None:
-        """There is nothing to go on from: every request brings its whole conversation."""
-
-
-class MessagesWriter:
-    """Writes ``message_start`` to ``message_stop``. How long the prompt is is told at the end."""
-
-    def __init__(self, head: dict[str, Any]) -> None:
-        self._head = head
-        self._num_blocks = 0
-        self._is_in_text = False
-
     def begin(self) -> bytes:
-        usage = {"input_tokens": 0, "output_tokens": 0}
-        message = {**self._head, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        unsaid: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
+        message = {**self._head, **unsaid, "usage": {"input_tokens": 0, "output_tokens": 0}}
         return named_event({"type": "message_start", "message": message})
 
     def piece(self, index: int, text: str) -> bytes:
@@ -292,7 +268,7 @@ class MessagesWriter:
         return named_event({"type": "message_stop"})
 
     def fail(self, refusal: Refusal) -> bytes:
-        return named_event(error(refusal))
+        return named_event(error(refusal).body)
 
     def _start(self, block: dict[str, Any]) -> bytes:
         return named_event({"type": "content_block_start", "index": self._num_blocks, "content_block": block})
@@ -305,15 +281,11 @@ class MessagesWriter:
         return named_event({"type": "content_block_stop", "index": self._num_blocks - 1})
 
 
-def status(refusal: Refusal) -> int:
-    """Return the HTTP status of an error."""
-    return _ERRORS[refusal.kind][0]
-
-
-def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the JSON object of an error."""
-    kind = _ERRORS[refusal.kind][1]
-    return {"type": "error", "error": {"type": kind, "message": refusal.message}, "request_id": None}
+def error(refusal: Refusal) -> ErrorAnswer:
+    """Return the answer to a request that is refused."""
+    status, kind = _ERRORS[refusal.kind]
+    body = {"type": "error", "error": {"type": kind, "message": refusal.message}, "request_id": None}
+    return ErrorAnswer(status, body)
 
 
 def _block_start(call: dict[str, Any]) -> dict[str, Any]:

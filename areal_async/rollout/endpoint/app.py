@@ -8,6 +8,7 @@ since the policy has, unless the policy has not heard of it: the trajectory asks
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 
 from areal_async.rollout.endpoint import anthropic_messages, openai_chat, openai_responses
 from areal_async.rollout.endpoint.admission import AdmissionLimits, BodyBudget, announced_bytes, read_body
-from areal_async.rollout.endpoint.calls import ApiExchange, Dialect, Refusal, Unexpected
+from areal_async.rollout.endpoint.calls import ApiExchange, ErrorAnswer, Refusal, Unexpected
 from areal_async.rollout.endpoint.session import Session, ended, find_session
 from areal_async.rollout.policy.offload import run_beside
 from areal_async.rollout.user_code.boundary import attributed_to
@@ -32,20 +33,33 @@ _ANTHROPIC_HEADERS = (b"anthropic-version", b"x-api-key")
 log = structlog.get_logger()
 
 
+ErrorWriter = Callable[[Refusal], ErrorAnswer]
+
+
 class PostRoute(NamedTuple):
     """What answers a POST to one path."""
 
-    dialect: Dialect
+    name: str
+    """Of the API."""
+    error: ErrorWriter
     parse: Callable[[bytes, Session], ApiExchange]
 
 
 _APIS: Mapping[str, PostRoute] = {
-    "chat/completions": PostRoute(openai_chat, lambda body, session: openai_chat.parse(body, session.unsupported)),
+    "chat/completions": PostRoute(
+        "OpenAI's Chat Completions",
+        openai_chat.error,
+        lambda body, session: openai_chat.parse(body, session.unsupported),
+    ),
     "responses": PostRoute(
-        openai_responses, lambda body, session: openai_responses.parse(body, session.history, session.unsupported)
+        "OpenAI's Responses",
+        openai_chat.error,
+        lambda body, session: openai_responses.parse(body, session.history, session.unsupported),
     ),
     "messages": PostRoute(
-        anthropic_messages, lambda body, session: anthropic_messages.parse(body, session.unsupported)
+        "Anthropic's Messages",
+        anthropic_messages.error,
+        lambda body, session: anthropic_messages.parse(body, session.unsupported),
     ),
 }
 
@@ -71,8 +85,8 @@ class App:
         except Refusal as refusal:
             if refusal.kind == "internal":
                 log.exception("endpoint.unexpected", cause=refusal.message)
-            dialect = api.dialect if api else _guess_dialect(scope)
-            await _error(dialect, refusal, self._limits)(scope, receive, send)
+            error = (api.error if api else _guess_error(scope))(refusal)
+            await self._refused(refusal, error)(scope, receive, send)
 
     async def _answer(self, api: PostRoute | None, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         session = find_session(self._sessions, _split(scope["path"])[0], _key(scope))
@@ -86,29 +100,28 @@ class App:
         _check_method(scope, "POST")
         await _Answering(api, session, self.room, self._limits, scope, receive, send).run()
 
+    def _refused(self, refusal: Refusal, error: ErrorAnswer) -> Response:
+        headers = {"x-should-retry": "true" if refusal.kind in ("busy", "too_slow") else "false"}
+        if refusal.kind == "busy":
+            headers["retry-after"] = str(self._limits.draw_retry_after())
+        if refusal.kind == "too_slow":
+            headers["connection"] = "close"  # the rest of the request would have to be read before another one
+        return _json(error.body, status_code=error.status, headers=headers)
 
+
+@dataclass(eq=False)
 class _Answering:
     """One request that may be answered."""
 
-    def __init__(
-        self,
-        api: PostRoute,
-        session: Session,
-        room: BodyBudget,
-        limits: AdmissionLimits,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        self._api = api
-        self._session = session
-        self._room = room
-        self._limits = limits
-        self._scope = scope
-        self._receive = receive
-        self._send = send
-        self._is_read = asyncio.Event()
-        self._has_begun = False
+    api: PostRoute
+    session: Session
+    room: BodyBudget
+    limits: AdmissionLimits
+    scope: Scope
+    receive: Receive
+    send: Send
+    is_read: asyncio.Event = field(default_factory=asyncio.Event)
+    has_begun: bool = False
 
     async def run(self) -> None:
         """Answer it, unless the client leaves or the trajectory ends before.
@@ -116,7 +129,7 @@ class _Answering:
         Raises:
             Refusal: it is not answered.
         """
-        task = self._session.start(self._serve())
+        task = self.session.start(self._serve())
         leaving = asyncio.create_task(self._left())
         try:
             await asyncio.wait([task, leaving], return_when=asyncio.FIRST_COMPLETED)
@@ -126,51 +139,51 @@ class _Answering:
             leaving.cancel()
             await asyncio.wait([task, leaving])
         error = ended() if task.cancelled() else task.exception()
-        if error is not None and not has_left and not self._has_begun:
+        if error is not None and not has_left and not self.has_begun:
             raise error
         # What has begun and is not to be ended well is left without its end: the connection closes.
 
     async def _serve(self) -> None:
-        session = self._session
+        session = self.session
         with session.noting_refusal():
-            num_bytes = announced_bytes(self._scope, self._limits)
-        async with self._room.holding(session.id, num_bytes) as shrink:
+            num_bytes = announced_bytes(self.scope, self.limits)
+        async with self.room.holding(session.id, num_bytes) as shrink:
             with session.noting_refusal():
-                body = await read_body(self._receive, self._limits)
+                body = await read_body(self.receive, self.limits)
             if body is None:
                 return
             shrink(len(body))
-            self._is_read.set()
+            self.is_read.set()
             async with session.running:
                 with session.noting_refusal():
                     exchange = await self._parse(body)
                 del body  # what it says is in the exchange
-                with tracing.joining(Headers(scope=self._scope)):
+                with tracing.joining(Headers(scope=self.scope)):
                     await self._answer(exchange)
 
     async def _parse(self, body: bytes) -> ApiExchange:
-        parse = partial(self._api.parse, body, self._session)
+        parse = partial(self.api.parse, body, self.session)
         return await run_beside(parse) if len(body) > LONG_BODY_BYTES else parse()
 
     async def _answer(self, exchange: ApiExchange) -> None:
         if not exchange.call.is_streamed:
-            said = await self._session.answer(exchange)
+            said = await self.session.answer(exchange)
             response = _json(exchange.answer(said))
-            self._has_begun = True
-            await response(self._scope, self._receive, self._send)
+            self.has_begun = True
+            await response(self.scope, self.receive, self.send)
             return
-        async with aclosing(self._session.stream(exchange)) as stream:
+        async with aclosing(self.session.stream(exchange)) as stream:
             async for events in stream:
-                if not self._has_begun:
-                    self._has_begun = True
+                if not self.has_begun:
+                    self.has_begun = True
                     headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-                    await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-                await self._send({"type": "http.response.body", "body": events, "more_body": True})
-        await self._send({"type": "http.response.body", "body": b""})
+                    await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+                await self.send({"type": "http.response.body", "body": events, "more_body": True})
+        await self.send({"type": "http.response.body", "body": b""})
 
     async def _left(self) -> None:
-        await self._is_read.wait()  # until then a client that leaves is noticed by whoever reads
-        while (await self._receive())["type"] != "http.disconnect":
+        await self.is_read.wait()  # until then a client that leaves is noticed by whoever reads
+        while (await self.receive())["type"] != "http.disconnect":
             pass
 
 
@@ -190,10 +203,10 @@ def _key(scope: Scope) -> str:
     return key.decode("latin-1")
 
 
-def _guess_dialect(scope: Scope) -> Dialect:
+def _guess_error(scope: Scope) -> ErrorWriter:
     """Return the API of a client that asks for what neither has, or both."""
     names = {name for name, _ in scope["headers"]}
-    return anthropic_messages if any(name in names for name in _ANTHROPIC_HEADERS) else openai_chat
+    return anthropic_messages.error if names.intersection(_ANTHROPIC_HEADERS) else openai_chat.error
 
 
 def _check_method(scope: Scope, method: str) -> None:
@@ -212,15 +225,5 @@ def _models(model: str) -> dict[str, Any]:
     return {"object": "list", "data": [one], "has_more": False, "first_id": model, "last_id": model}
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
-
-
-def _error(dialect: Dialect, refusal: Refusal, limits: AdmissionLimits) -> Response:
-    body = msgspec.json.encode(dialect.error(refusal))
-    headers = {"x-should-retry": "true" if refusal.kind in ("busy", "too_slow") else "false"}
-    if refusal.kind == "busy":
-        headers["retry-after"] = str(limits.draw_retry_after())
-    if refusal.kind == "too_slow":
-        headers["connection"] = "close"  # the rest of the request would have to be read before another one
-    return Response(body, status_code=dialect.status(refusal), headers=headers, media_type="application/json")
+def _json(value: Any, **options: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json", **options)

@@ -1,8 +1,9 @@
 """What a request asks of the policy and what comes back, whatever API it was written in."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -39,6 +40,14 @@ class Unexpected(Refusal):
         super().__init__("internal", message)
 
 
+class ErrorAnswer(NamedTuple):
+    """A refusal in the words of one API."""
+
+    status: int
+    """Of HTTP."""
+    body: dict[str, Any]
+
+
 class Form(NamedTuple):
     """What an answer has to look like that calls no tool, as ``policy.chat`` takes it."""
 
@@ -50,8 +59,6 @@ class Form(NamedTuple):
 class ToolChoice:
     """Which calls an answer may have."""
 
-    param: str = "tool_choice"
-    """The field that says so."""
     is_required: bool = False
     """It has to call, and says nothing else."""
     names: tuple[str, ...] = ()
@@ -116,52 +123,39 @@ class ReportedReply:
         return {"role": "assistant", "content": self.content, **calls}
 
 
-class Writer(Protocol):
-    """Writes one answer as server-sent events. Each method returns the bytes to send, possibly none."""
+class ApiExchange(ABC):
+    """One request, read, and the ways to answer it: whole, or as server-sent events.
 
-    def begin(self) -> bytes: ...
-
-    def piece(self, index: int, text: str) -> bytes:
-        """Write a piece of the content of reply ``index``."""
-        ...
-
-    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
-        """Write what is left of reply ``index``: ``rest`` of its content, its calls, why it ended."""
-        ...
-
-    def finish(self, said: Sequence[ReportedReply]) -> bytes:
-        """Write the end of the answer, once every reply has ended."""
-        ...
-
-    def fail(self, refusal: Refusal) -> bytes:
-        """Write that there will be no more."""
-        ...
-
-
-class ApiExchange(Protocol):
-    """One request, read, and the ways to answer it."""
+    Each method of those returns the bytes to send, possibly none. An exchange is answered once.
+    """
 
     call: CompletionRequest
 
+    @abstractmethod
     def answer(self, said: Sequence[ReportedReply]) -> Any:
         """Return the JSON object that answers it whole."""
-        ...
 
-    def writer(self) -> Writer: ...
+    def conclude(self, said: Sequence[ReportedReply]) -> None:  # noqa: B027
+        """Note that it has been answered. An API whose requests bring their whole conversation has nothing to note."""
 
-    def conclude(self, said: Sequence[ReportedReply]) -> None:
-        """Note that it has been answered."""
-        ...
+    @abstractmethod
+    def begin(self) -> bytes: ...
 
+    @abstractmethod
+    def piece(self, index: int, text: str) -> bytes:
+        """Write a piece of the content of reply ``index``."""
 
-class Dialect(Protocol):
-    """One API."""
+    @abstractmethod
+    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
+        """Write what is left of reply ``index``: ``rest`` of its content, its calls, why it ended."""
 
-    def status(self, refusal: Refusal) -> int: ...
+    @abstractmethod
+    def finish(self, said: Sequence[ReportedReply]) -> bytes:
+        """Write the end of the answer, once every reply has ended."""
 
-    def error(self, refusal: Refusal) -> Any:
-        """Return the JSON object of an error."""
-        ...
+    @abstractmethod
+    def fail(self, refusal: Refusal) -> bytes:
+        """Write that there will be no more."""
 
 
 def data_event(value: Any) -> bytes:

@@ -81,28 +81,35 @@ def refuse_if(is_wrong: bool, param: str, message: str) -> None:
         raise Refusal("bad_request", f"{param}: {message}", param=param, code="invalid_value")
 
 
-def choice_of(
+def chosen_tools(
+    tools: list[dict[str, Any]],
     kind: str,
-    names: Sequence[str],
-    tools: Sequence[dict[str, Any]],
+    names: Sequence[str] = (),
     *,
     is_single: bool,
-    param: str = "tool_choice",
-) -> ToolChoice:
-    """Return which calls an answer may have.
+    leaves_others_out: bool = False,
+) -> tuple[list[dict[str, Any]], ToolChoice]:
+    """Return the tools that the model is told of, and which calls an answer may have.
 
     Args:
-        kind: ``auto``; ``required`` for a call of any tool, or of one of ``names`` where there are any; ``one`` for a
-            single call.
-        tools: that the model is told of.
+        tools: all that the request has.
+        kind: ``none``; ``auto``; ``required`` for a call of any tool, or of one of ``names`` where there are any;
+            ``one`` for a single call.
+        leaves_others_out: the model is told of ``names`` alone.
 
     Raises:
         Refusal: there is no such tool, or none at all.
     """
+    if kind == "none":
+        return [], ToolChoice()
+    param = "tool_choice"
     known = [tool["function"]["name"] for tool in tools]
     for name in names:
         refuse_if(name not in known, param, f"got the tool {name!r:.80}, need one of those in tools")
     refuse_if(kind != "auto" and not tools, param, "got a call to be made without tools, need at least one tool")
     refuse_if(kind == "one" and not names, param, "got no name of a tool, need one")
+    if leaves_others_out:
+        refuse_if(not names, param, "got no tool that is allowed, need one at least; else take none")
+        tools = [tool for tool in tools if tool["function"]["name"] in names]
     is_single = (is_single or kind == "one") and bool(tools)
-    return ToolChoice(param=param, is_required=kind != "auto", names=tuple(names), is_single=is_single)
+    return tools, ToolChoice(is_required=kind != "auto", names=tuple(names), is_single=is_single)

@@ -20,6 +20,14 @@ Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Bias = Annotated[float, msgspec.Meta(ge=-100, le=100)]
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 _TOKEN_ID = re.compile(r"[0-9]{1,9}")
+_SAME_NAMES = ("top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos")
+_FORMS: dict[str, FormKind] = {
+    "json_schema": "json_schema", "regex": "regex", "ebnf": "ebnf", "structural_tag": "structural_tag",
+    "guided_json": "json_schema", "guided_regex": "regex", "guided_grammar": "ebnf",
+    "structured_outputs.json": "json_schema", "structured_outputs.regex": "regex",
+    "structured_outputs.grammar": "ebnf",
+}  # fmt: skip
+"""What each field says of the answer."""
 ANY_OBJECT = Form("json_schema", {"type": "object", "additionalProperties": True})
 
 
@@ -65,15 +73,10 @@ def sampling_of(extras: Extras, **own: Any) -> dict[str, Any]:
     refuse_if(extras.top_k == 0, "top_k", "got 0, need -1 or at least 1")
     wanted = {
         **own,
-        "top_k": extras.top_k,
-        "min_p": extras.min_p,
-        "frequency_penalty": extras.frequency_penalty,
-        "presence_penalty": extras.presence_penalty,
-        "repetition_penalty": extras.repetition_penalty,
+        **{name: getattr(extras, name) for name in _SAME_NAMES},
         "logit_bias": _biases(extras.logit_bias or {}) or None,
         "min_new_tokens": extras.min_tokens,
         "stop_token_ids": tuple(extras.stop_token_ids) if extras.stop_token_ids else None,
-        "ignore_eos": extras.ignore_eos,
     }
     return {name: value for name, value in wanted.items() if value is not None}
 
@@ -90,29 +93,18 @@ def form_of(extras: Extras, choice: ToolChoice, own: Form | None, param: str) ->
     refuse_if(
         choice.is_required and bool(forms.keys() - {param}),
         next(iter(forms), param),
-        f"got a form of the answer with {choice.param}, by which the answer has to be a call; leave one out",
+        "got a form of the answer with tool_choice, by which the answer has to be a call; leave one out",
     )
     return next(iter(forms.values()), None)
 
 
 def _given(extras: Extras) -> Iterator[tuple[str, Form]]:
-    kinds: dict[str, FormKind] = {
-        "json_schema": "json_schema",
-        "regex": "regex",
-        "ebnf": "ebnf",
-        "structural_tag": "structural_tag",
-        "guided_json": "json_schema",
-        "guided_regex": "regex",
-        "guided_grammar": "ebnf",
-    }
-    given = [(name, kind, getattr(extras, name)) for name, kind in kinds.items()]
     outputs = extras.structured_outputs or Structured()
-    given += [
-        ("structured_outputs.json", "json_schema", outputs.json),
-        ("structured_outputs.regex", "regex", outputs.regex),
-        ("structured_outputs.grammar", "ebnf", outputs.grammar),
-    ]
-    yield from ((name, Form(kind, _object(name, kind, value))) for name, kind, value in given if value is not None)
+    for name, kind in _FORMS.items():
+        owner, _, field = name.rpartition(".")
+        value = getattr(outputs if owner else extras, field)
+        if value is not None:
+            yield name, Form(kind, _object(name, kind, value))
     if outputs.json_object:
         yield "structured_outputs.json_object", ANY_OBJECT
     for name, choices in (("guided_choice", extras.guided_choice), ("structured_outputs.choice", outputs.choice)):

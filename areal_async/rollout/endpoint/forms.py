@@ -34,9 +34,9 @@ def grammar_of(call: CompletionRequest, tool_format: str | None, *, is_thinking:
     if tool_format not in _WRITERS:
         raise Refusal(
             "bad_request",
-            f"{choice.param}: cannot be had, as how this model writes calls is known to the servers' parser "
+            "tool_choice: cannot be had, as how this model writes calls is known to the servers' parser "
             "(inference.tool_call_parser) alone; leave it to the model",
-            param=choice.param,
+            param="tool_choice",
             code="unsupported_parameter",
         )
     callable_tools = [tool for tool in call.tools if not choice.names or tool["function"]["name"] in choice.names]

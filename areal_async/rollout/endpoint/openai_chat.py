@@ -6,13 +6,16 @@ The structs say which fields are honoured and which are hints; ``reading`` sees 
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
 from areal_async.rollout.endpoint.calls import (
     MAX_REPLIES,
+    ApiExchange,
     CompletionRequest,
+    ErrorAnswer,
     Finish,
     Form,
     Refusal,
@@ -28,7 +31,7 @@ from areal_async.rollout.endpoint.content import (
     Name,
     Probability,
     StopString,
-    choice_of,
+    chosen_tools,
     function_call,
     function_tool,
     refuse_if,
@@ -37,7 +40,7 @@ from areal_async.rollout.endpoint.content import (
     with_named_results,
 )
 from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
-from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
+from areal_async.rollout.endpoint.reading import Unsupported, read
 
 _FINISH: dict[Finish, str] = {"stop": "stop", "stop_sequence": "stop", "length": "length", "tool_calls": "tool_calls"}
 _STATUS: dict[RefusalKind, int] = {
@@ -61,21 +64,20 @@ class _ChatPart(msgspec.Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
-    cache_control: Hint = None
-    prompt_cache_breakpoint: Hint = None
+    HINTS: ClassVar = ("cache_control", "prompt_cache_breakpoint")
 
 
 class _Function(msgspec.Struct):
     name: str
     arguments: str = ""
-    parsed_arguments: Hint = None
+    HINTS: ClassVar = ("parsed_arguments",)
 
 
 class _ToolCall(msgspec.Struct):
     id: str
     type: Literal["function"] = "function"
     function: _Function = msgspec.field(default_factory=lambda: _Function(""))
-    index: Hint = None
+    HINTS: ClassVar = ("index",)
 
 
 class _ChatMessage(msgspec.Struct):
@@ -84,26 +86,20 @@ class _ChatMessage(msgspec.Struct):
     name: str | None = None
     tool_calls: list[_ToolCall] | None = None
     tool_call_id: str | None = None
-    refusal: Hint = None
-    annotations: Hint = None
-    audio: Hint = None
-    parsed: Hint = None
-    reasoning: Hint = None
-    reasoning_content: Hint = None
-    cache_control: Hint = None
+    HINTS: ClassVar = ("refusal", "annotations", "audio", "parsed", "reasoning", "reasoning_content", "cache_control")
 
 
 class _FunctionSchema(msgspec.Struct):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Hint = None
+    HINTS: ClassVar = ("strict",)
 
 
 class _ChatTool(msgspec.Struct):
     function: _FunctionSchema
     type: Literal["function"] = "function"
-    cache_control: Hint = None
+    HINTS: ClassVar = ("cache_control",)
 
 
 class _Named(msgspec.Struct):
@@ -128,14 +124,12 @@ class _ChatToolChoice(msgspec.Struct):
 
 class _StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
-    include_obfuscation: Hint = None
+    HINTS: ClassVar = ("include_obfuscation",)
 
 
 class _JsonSchema(msgspec.Struct):
     schema: dict[str, Any]
-    name: Hint = None
-    description: Hint = None
-    strict: Hint = None
+    HINTS: ClassVar = ("name", "description", "strict")
 
 
 class _ChatFormat(msgspec.Struct):
@@ -161,17 +155,10 @@ class _ChatRequest(Extras, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     response_format: _ChatFormat | None = None
     model: str = ""
-    user: Hint = None
-    metadata: Hint = None
-    store: Hint = None
-    service_tier: Hint = None
-    prompt_cache_key: Hint = None
-    prompt_cache_options: Hint = None
-    prompt_cache_retention: Hint = None
-    safety_identifier: Hint = None
-    prediction: Hint = None
-    reasoning_effort: Hint = None
-    verbosity: Hint = None
+    HINTS: ClassVar = (
+        "user", "metadata", "store", "service_tier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "prediction", "reasoning_effort", "verbosity",
+    )  # fmt: skip
 
 
 def parse(body: bytes, unsupported: Unsupported) -> "ChatExchange":
@@ -223,28 +210,16 @@ def _tools(request: _ChatRequest) -> tuple[list[dict[str, Any]], ToolChoice]:
         function_tool(tool.function.name, tool.function.description, tool.function.parameters)
         for tool in request.tools or ()
     ]
-    is_single = request.parallel_tool_calls is False
+    choose = partial(chosen_tools, tools, is_single=request.parallel_tool_calls is False)
     wanted = request.tool_choice
-    if wanted == "none":
-        return [], ToolChoice()
     if wanted is None or isinstance(wanted, str):
-        return tools, choice_of(wanted or "auto", (), tools, is_single=is_single)
+        return choose(wanted or "auto")
     if wanted.type == "function":
-        names = [wanted.function.name] if wanted.function else []
-        return tools, choice_of("one", names, tools, is_single=is_single)
+        return choose("one", [wanted.function.name] if wanted.function else [])
     allowed = wanted.allowed_tools
     refuse_if(allowed is None, "tool_choice.allowed_tools", "missing, need the mode and the tools")
     assert allowed is not None
-    return allowed_tools(tools, allowed.mode, [tool.function.name for tool in allowed.tools], is_single=is_single)
-
-
-def allowed_tools(
-    tools: list[dict[str, Any]], mode: str, names: Sequence[str], *, is_single: bool
-) -> tuple[list[dict[str, Any]], ToolChoice]:
-    """Return the tools that are left of all, and what may be called of them: the model is not told of the others."""
-    choice = choice_of(mode, names, tools, is_single=is_single)
-    refuse_if(not names, "tool_choice", "got no tool that is allowed, need one at least; else take none")
-    return [tool for tool in tools if tool["function"]["name"] in names], choice
+    return choose(allowed.mode, [tool.function.name for tool in allowed.tools], leaves_others_out=True)
 
 
 def _messages(written: Sequence[_ChatMessage]) -> list[dict[str, Any]]:
@@ -268,8 +243,8 @@ def _messages(written: Sequence[_ChatMessage]) -> list[dict[str, Any]]:
     return messages
 
 
-class ChatExchange:
-    """One request and its answers."""
+class ChatExchange(ApiExchange):
+    """One request and its answers: a ``chat.completion``, or ``chat.completion.chunk`` events."""
 
     def __init__(self, call: CompletionRequest, model: str, *, wants_usage: bool) -> None:
         self.call = call
@@ -289,24 +264,9 @@ class ChatExchange:
         ]
         return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(said)}
 
-    def writer(self) -> "ChatWriter":
-        return ChatWriter(self._head, self.call.n, wants_usage=self._wants_usage)
-
-    def conclude(self, said: Sequence[ReportedReply]) -> None:
-        """There is nothing to go on from: every request brings its whole conversation."""
-
-
-class ChatWriter:
-    """Writes ``chat.completion.chunk`` events."""
-
-    def __init__(self, head: dict[str, Any], num_choices: int, *, wants_usage: bool) -> None:
-        self._head = {**head, "object": "chat.completion.chunk"}
-        self._num_choices = num_choices
-        self._wants_usage = wants_usage
-
     def begin(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return b"".join(self._chunk(index, delta) for index in range(self._num_choices))
+        return b"".join(self._chunk(index, delta) for index in range(self.call.n))
 
     def piece(self, index: int, text: str) -> bytes:
         return self._chunk(index, {"content": text})
@@ -324,30 +284,30 @@ class ChatWriter:
         return events + self._chunk(index, {}, finish_reason=_FINISH[said.finish])
 
     def finish(self, said: Sequence[ReportedReply]) -> bytes:
-        usage = data_event({**self._head, "choices": [], "usage": _usage(said)}) if self._wants_usage else b""
+        usage = self._event([], usage=_usage(said)) if self._wants_usage else b""
         return usage + b"data: [DONE]\n\n"
 
     def fail(self, refusal: Refusal) -> bytes:
-        return data_event(error(refusal)) + b"data: [DONE]\n\n"
+        return data_event(error(refusal).body) + b"data: [DONE]\n\n"
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, finish_reason: str | None = None, logprobs: Any = None
     ) -> bytes:
         choice = {"index": index, "delta": delta, "finish_reason": finish_reason, "logprobs": logprobs}
-        return data_event({**self._head, "choices": [choice]})
+        return self._event([choice])
+
+    def _event(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
+        return data_event({**self._head, "object": "chat.completion.chunk", "choices": choices, **fields})
 
 
-def status(refusal: Refusal) -> int:
-    """Return the HTTP status of an error."""
-    return _STATUS[refusal.kind]
-
-
-def error(refusal: Refusal) -> dict[str, Any]:
-    """Return the JSON object of an error."""
-    kind = "server_error" if _STATUS[refusal.kind] >= 500 else "invalid_request_error"
+def error(refusal: Refusal) -> ErrorAnswer:
+    """Return the answer to a request that is refused."""
+    status = _STATUS[refusal.kind]
+    kind = "server_error" if status >= 500 else "invalid_request_error"
     kind = "rate_limit_error" if refusal.kind == "busy" else kind
     code = refusal.code or _CODE.get(refusal.kind)
-    return {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}}
+    body = {"error": {"message": refusal.message, "type": kind, "param": refusal.param, "code": code}}
+    return ErrorAnswer(status, body)
 
 
 def logprob_items(said: ReportedReply) -> list[dict[str, Any]]:

@@ -9,18 +9,26 @@ others.
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from areal_async.rollout.endpoint.calls import CompletionRequest, Form, Refusal, ReportedReply, ToolChoice, named_event
+from areal_async.rollout.endpoint.calls import (
+    ApiExchange,
+    CompletionRequest,
+    Form,
+    Refusal,
+    ReportedReply,
+    ToolChoice,
+    named_event,
+)
 from areal_async.rollout.endpoint.content import (
     AtLeastZero,
     Count,
     Name,
     Probability,
-    choice_of,
+    chosen_tools,
     function_call,
     function_tool,
     refuse_if,
@@ -29,10 +37,8 @@ from areal_async.rollout.endpoint.content import (
     with_named_results,
 )
 from areal_async.rollout.endpoint.extras import ANY_OBJECT, Extras, form_of, sampling_of
-from areal_async.rollout.endpoint.openai_chat import allowed_tools, error, logprob_items, status
-from areal_async.rollout.endpoint.reading import Hint, Unsupported, read
-
-__all__ = ["History", "ResponsesExchange", "error", "parse", "status"]
+from areal_async.rollout.endpoint.openai_chat import logprob_items
+from areal_async.rollout.endpoint.reading import Unsupported, read
 
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text")
@@ -44,11 +50,7 @@ History = dict[str, list[dict[str, Any]]]
 class _ResponsesPart(msgspec.Struct):
     type: str
     text: str | None = None
-    annotations: Hint = None
-    logprobs: Hint = None
-    prompt_cache_breakpoint: Hint = None
-    cache_control: Hint = None
-    parsed: Hint = None
+    HINTS: ClassVar = ("annotations", "logprobs", "prompt_cache_breakpoint", "cache_control", "parsed")
 
 
 class _Item(msgspec.Struct):
@@ -60,11 +62,7 @@ class _Item(msgspec.Struct):
     name: str | None = None
     arguments: str | None = None
     output: str | list[_ResponsesPart] | None = None
-    status: Hint = None
-    phase: Hint = None
-    summary: Hint = None
-    encrypted_content: Hint = None
-    parsed_arguments: Hint = None
+    HINTS: ClassVar = ("status", "phase", "summary", "encrypted_content", "parsed_arguments")
 
 
 class _ResponsesTool(msgspec.Struct):
@@ -72,7 +70,7 @@ class _ResponsesTool(msgspec.Struct):
     name: Name | None = None
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: Hint = None
+    HINTS: ClassVar = ("strict",)
 
 
 class _ResponsesChoiceTool(msgspec.Struct):
@@ -90,14 +88,12 @@ class _ResponsesToolChoice(msgspec.Struct):
 class _ResponsesFormat(msgspec.Struct):
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema: dict[str, Any] | None = None
-    name: Hint = None
-    description: Hint = None
-    strict: Hint = None
+    HINTS: ClassVar = ("name", "description", "strict")
 
 
 class _Text(msgspec.Struct):
     format: _ResponsesFormat | None = None
-    verbosity: Hint = None
+    HINTS: ClassVar = ("verbosity",)
 
 
 class _ResponsesRequest(Extras, kw_only=True):
@@ -117,34 +113,10 @@ class _ResponsesRequest(Extras, kw_only=True):
     store: bool | None = None
     model: str = ""
     metadata: dict[str, Any] | None = None
-    stream_options: Hint = None
-    user: Hint = None
-    service_tier: Hint = None
-    prompt_cache_key: Hint = None
-    prompt_cache_options: Hint = None
-    prompt_cache_retention: Hint = None
-    safety_identifier: Hint = None
-    max_tool_calls: Hint = None
-    reasoning: Hint = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _About:
-    """What an answer repeats of its request."""
-
-    model: str
-    instructions: str | None
-    previous_response_id: str | None
-    tools: list[dict[str, Any]]
-    tool_choice: Any
-    parallel_tool_calls: bool
-    temperature: float | None
-    top_p: float | None
-    top_logprobs: int
-    max_output_tokens: int | None
-    text_format: Any
-    metadata: dict[str, Any]
-    store: bool
+    HINTS: ClassVar = (
+        "stream_options", "user", "service_tier", "prompt_cache_key", "prompt_cache_options",
+        "prompt_cache_retention", "safety_identifier", "max_tool_calls", "reasoning",
+    )  # fmt: skip
 
 
 def parse(body: bytes, history: History, unsupported: Unsupported) -> "ResponsesExchange":
@@ -178,21 +150,21 @@ def parse(body: bytes, history: History, unsupported: Unsupported) -> "Responses
         choice=choice,
         form=form_of(request, choice, _form(text_format), "text.format"),
     )
-    about = _About(
-        model=request.model,
-        instructions=request.instructions,
-        previous_response_id=request.previous_response_id,
-        tools=[{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
-        tool_choice=_without_nulls(request.tool_choice) or "auto",
-        parallel_tool_calls=request.parallel_tool_calls is not False,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        top_logprobs=request.top_logprobs or 0,
-        max_output_tokens=request.max_output_tokens,
-        text_format=_without_nulls(text_format),
-        metadata=request.metadata or {},
-        store=request.store is not False,
-    )
+    about = {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": request.model,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "store": request.store is not False,
+        "temperature": request.temperature,
+        "text": {"format": _without_nulls(text_format)},
+        "tool_choice": _without_nulls(request.tool_choice) or "auto",
+        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in call.tools],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+    }
     return ResponsesExchange(call, conversation, about, history)
 
 
@@ -231,15 +203,13 @@ def _tools(request: _ResponsesRequest) -> tuple[list[dict[str, Any]], ToolChoice
         is_function = tool.type == "function" and tool.name is not None
         refuse_if(not is_function, f"tools[{number}]", f"got type {tool.type!r:.50}, need a named function")
         tools.append(function_tool(tool.name or "", tool.description, tool.parameters))
-    is_single = request.parallel_tool_calls is False
+    choose = partial(chosen_tools, tools, is_single=request.parallel_tool_calls is False)
     wanted = request.tool_choice
-    if wanted == "none":
-        return [], ToolChoice()
     if wanted is None or isinstance(wanted, str):
-        return tools, choice_of(wanted or "auto", (), tools, is_single=is_single)
+        return choose(wanted or "auto")
     if wanted.type == "function":
-        return tools, choice_of("one", [wanted.name] if wanted.name else [], tools, is_single=is_single)
-    return allowed_tools(tools, wanted.mode, [tool.name for tool in wanted.tools or ()], is_single=is_single)
+        return choose("one", [wanted.name] if wanted.name else [])
+    return choose(wanted.mode, [tool.name for tool in wanted.tools or ()], leaves_others_out=True)
 
 
 def _add_items(messages: list[dict[str, Any]], items: Sequence[_Item]) -> None:
@@ -285,80 +255,56 @@ def _source(item: _Item) -> str | None:
     return item.id.partition("_")[2].partition("_")[0] if item.id else None
 
 
-class ResponsesExchange:
-    """One request and its answers."""
+class ResponsesExchange(ApiExchange):
+    """One request and its answers: a ``response``, or ``response.created`` to ``response.completed``."""
 
     def __init__(
-        self, call: CompletionRequest, conversation: list[dict[str, Any]], about: _About, history: History
+        self, call: CompletionRequest, conversation: list[dict[str, Any]], about: dict[str, Any], history: History
     ) -> None:
+        """Take in ``about`` what a response repeats of its request."""
         self.call = call
         self._history = history
         self._conversation = conversation
-        self._about = about
         self._number = secrets.token_hex(12)
-        self._id = f"resp_{self._number}"
-        self._created_at = int(time.time())
+        self._about = {"id": f"resp_{self._number}", "object": "response", "created_at": int(time.time()), **about}
+        self._num_events = 0
+        self._num_items = 0
+        self._is_in_text = False
 
     def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``response``."""
         (one,) = said
         is_cut = one.finish == "length"
         return {
-            **self.response("incomplete" if is_cut else "completed"),
+            **self._response("incomplete" if is_cut else "completed"),
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "output": self.items(one),
+            "output": self._items(one),
             "usage": _usage(one),
         }
 
-    def writer(self) -> "ResponsesWriter":
-        return ResponsesWriter(self)
-
     def conclude(self, said: Sequence[ReportedReply]) -> None:
         """Remember the conversation that the next response may go on from."""
-        if self._about.store:
-            self._history[self._id] = [*self._conversation, said[0].message]
+        if self._about["store"]:
+            self._history[self._about["id"]] = [*self._conversation, said[0].message]
 
-    def response(self, status: str) -> dict[str, Any]:
+    def _response(self, status: str) -> dict[str, Any]:
         """Return a response that has said nothing yet."""
-        about = self._about
-        return {
-            "id": self._id,
-            "object": "response",
-            "created_at": self._created_at,
-            "status": status,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": about.instructions,
-            "max_output_tokens": about.max_output_tokens,
-            "metadata": about.metadata,
-            "model": about.model,
-            "output": [],
-            "parallel_tool_calls": about.parallel_tool_calls,
-            "previous_response_id": about.previous_response_id,
-            "store": about.store,
-            "temperature": about.temperature,
-            "text": {"format": about.text_format},
-            "tool_choice": about.tool_choice,
-            "tools": about.tools,
-            "top_logprobs": about.top_logprobs,
-            "top_p": about.top_p,
-            "truncation": "disabled",
-            "usage": None,
-        }
+        unsaid: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
+        return {**self._about, "status": status, "truncation": "disabled", **unsaid}
 
-    def items(self, said: ReportedReply) -> list[dict[str, Any]]:
+    def _items(self, said: ReportedReply) -> list[dict[str, Any]]:
         """Return what was said as output items."""
         status = "incomplete" if said.finish == "length" else "completed"
         says_something = bool(said.content) or not said.tool_calls
-        message = [{**self.message_item(status), "content": [text_part(said)]}] if says_something else []
-        calls = [self.call_item(number, call, "completed") for number, call in enumerate(said.tool_calls)]
+        message = [{**self._message_item(status), "content": [text_part(said)]}] if says_something else []
+        calls = [self._call_item(number, call, "completed") for number, call in enumerate(said.tool_calls)]
         return message + calls
 
-    def message_item(self, status: str) -> dict[str, Any]:
+    def _message_item(self, status: str) -> dict[str, Any]:
         """Return a message that has said nothing yet."""
         return {"id": f"msg_{self._number}", "type": "message", "role": "assistant", "status": status, "content": []}
 
-    def call_item(self, number: int, call: Mapping[str, Any], status: str) -> dict[str, Any]:
+    def _call_item(self, number: int, call: Mapping[str, Any], status: str) -> dict[str, Any]:
         function = call["function"]
         return {
             "id": f"fc_{self._number}_{number}",
@@ -369,18 +315,8 @@ class ResponsesExchange:
             "arguments": function["arguments"],
         }
 
-
-class ResponsesWriter:
-    """Writes ``response.created`` to ``response.completed``."""
-
-    def __init__(self, exchange: ResponsesExchange) -> None:
-        self._exchange = exchange
-        self._num_events = 0
-        self._num_items = 0
-        self._is_in_text = False
-
     def begin(self) -> bytes:
-        response = self._exchange.response("in_progress")
+        response = self._response("in_progress")
         return self._event("response.created", response=response) + self._event(
             "response.in_progress", response=response
         )
@@ -390,7 +326,7 @@ class ResponsesWriter:
         return start + self._text_event("delta", delta=text, logprobs=[])
 
     def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
-        items = self._exchange.items(said)
+        items = self._items(said)
         events = self.piece(0, rest) if rest else b""
         if items[0]["type"] == "message":
             if not self._is_in_text:
@@ -402,17 +338,17 @@ class ResponsesWriter:
         return events + b"".join(self._call(item) for item in items)
 
     def finish(self, said: Sequence[ReportedReply]) -> bytes:
-        response = self._exchange.answer(said)
+        response = self.answer(said)
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: Refusal) -> bytes:
         problem = {"code": "server_error", "message": refusal.message}
-        response = {**self._exchange.response("failed"), "error": problem}
+        response = {**self._response("failed"), "error": problem}
         return self._event("response.failed", response=response)
 
     def _open_text(self) -> bytes:
         self._is_in_text = True
-        item = self._exchange.message_item("in_progress")
+        item = self._message_item("in_progress")
         part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
         added = self._event("response.output_item.added", output_index=self._num_items, item=item)
         return added + self._event("response.content_part.added", **self._in_text(), part=part)
@@ -433,7 +369,7 @@ class ResponsesWriter:
         return self._event("response.output_item.done", output_index=self._num_items - 1, item=item)
 
     def _in_text(self) -> dict[str, Any]:
-        item_id = self._exchange.message_item("")["id"]
+        item_id = self._message_item("")["id"]
         return {"item_id": item_id, "output_index": self._num_items, "content_index": 0}
 
     def _text_event(self, kind: str, **fields: Any) -> bytes:

@@ -4,6 +4,9 @@ What went wrong at the endpoint is the trajectory's, as if the workflow had call
 (``workflow_call``).
 """
 
+from dataclasses import dataclass, field
+from typing import Any
+
 from areal_async.config.settings import SamplingSettings
 from areal_async.errors import RolloutError
 from areal_async.rollout.endpoint.server import AgentEndpoint
@@ -51,30 +54,15 @@ class ServedPolicy(RecordingPolicy):
 
     def in_role(self, role: str, sampling: SamplingSettings) -> "ServedPolicy":
         """Return the same model under another name: in the same trajectory, with conversations of its own."""
-        return self._accompanied_by(
-            ServedPolicy(
-                self._generator,
-                self._codec,
-                sampling,
-                name=self._name,
-                endpoint=self._endpoint,
-                call_parser=self._call_parser,
-                role=PolicyRole(name=role, trajectory=self._trajectory),
-            )
+        own = PolicyRole(name=role, trajectory=self._trajectory)
+        return self._companion(
+            self._generator, self._codec, sampling, name=self._name, call_parser=self._call_parser, role=own
         )
 
     def beside(self, role: str, generator: Generator, codec: TextCodec, sampling: SamplingSettings) -> "ServedPolicy":
         """Return another model, which speaks to this trajectory's workflow and leaves no token in it."""
-        return self._accompanied_by(
-            ServedPolicy(
-                generator,
-                codec,
-                sampling,
-                name=f"{self._name}.{role}",
-                endpoint=self._endpoint,
-                role=PolicyRole(name=role, trajectory=self._trajectory, is_trained=False),
-            )
-        )
+        own = PolicyRole(name=role, trajectory=self._trajectory, is_trained=False)
+        return self._companion(generator, codec, sampling, name=f"{self._name}.{role}", role=own)
 
     def close(self) -> None:
         """End what the workflow has left running, its agent's requests too."""
@@ -84,7 +72,10 @@ class ServedPolicy(RecordingPolicy):
         if self._session is not None:
             self._endpoint.close(self._session)
 
-    def _accompanied_by(self, companion: "ServedPolicy") -> "ServedPolicy":
+    def _companion(
+        self, generator: Generator, codec: TextCodec, sampling: SamplingSettings, **options: Any
+    ) -> "ServedPolicy":
+        companion = ServedPolicy(generator, codec, sampling, endpoint=self._endpoint, **options)
         self._companions.append(companion)
         return companion
 
@@ -93,9 +84,28 @@ class ServedPolicy(RecordingPolicy):
             self._session = Session(
                 self,
                 self._codec,
-                max_new_tokens=self.sampling.max_new_tokens,
                 limits=self._endpoint.limits,
                 unsupported=self._endpoint.unsupported,
             )
             self._base_url = self._endpoint.open(self._session)
         return self._session
+
+
+@dataclass(kw_only=True)
+class PolicyMaker:
+    """What the policies of all trajectories share."""
+
+    generator: Generator
+    codec: TextCodec
+    endpoint: AgentEndpoint = field(default_factory=AgentEndpoint)
+    """Whoever makes this enters it as well; it starts when a workflow asks for it."""
+    call_parser: CallParser | None = None
+    """The servers' own parser of tool calls, where it is to be used."""
+
+    def policy(self, sampling: SamplingSettings, *, name: str, max_sequence_tokens: int | None = None) -> ServedPolicy:
+        """Return a new trajectory's policy, whose answers end where a packed row of the trainer does."""
+        policy = ServedPolicy(
+            self.generator, self.codec, sampling, name=name, endpoint=self.endpoint, call_parser=self.call_parser
+        )
+        policy.record.max_sequence_tokens = max_sequence_tokens
+        return policy

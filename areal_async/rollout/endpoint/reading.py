@@ -1,6 +1,6 @@
 """A body -> a request of an API, every field of it accounted for. Pure, but for a word in the log.
 
-An API's structs name the fields that are honoured and those that are hints (``Hint``): what programs say in passing,
+An API's structs name the fields that are honoured and those that are hints (``HINTS``): what programs say in passing,
 and what an answer may leave out of account without being another one. Every other field is one that cannot be had here,
 wherever in a request it stands. Invariant: no such field is passed over in silence.
 """
@@ -20,8 +20,6 @@ from areal_async.rollout.policy.json_size import MAX_JSON_VALUES, has_too_many_v
 
 T = TypeVar("T")
 
-Hint = Annotated[Any, msgspec.Meta(description="hint")]
-"""The type of a field that is left out of account."""
 MAX_NAMES = 256
 """Fields that are counted by name; a program may make up as many as it likes."""
 MAX_NAME_CHARACTERS = 80
@@ -164,5 +162,6 @@ def _parts(kind: Any) -> _ValueParts:
     if get_origin(kind) is list:
         return _ValueParts(get_args(kind)[0], None)
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return _ValueParts(None, {field.encode_name: field.type for field in msgspec.structs.fields(kind)})
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+        return _ValueParts(None, {**fields, **dict.fromkeys(getattr(kind, "HINTS", ()), Any)})
     return _ValueParts(None, None)

@@ -12,13 +12,12 @@ import secrets
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any
 
 import structlog
 
-from areal_async.api import Message, Reply, ReplyStream, ToolLike
+from areal_async.api import Message, Reply, ReplyStream
 from areal_async.errors import ContextFull, GenerationError, RolloutError, WorkflowError
-from areal_async.protocol.types import Turn
 from areal_async.rollout.endpoint.admission import AdmissionLimits
 from areal_async.rollout.endpoint.calls import (
     ApiExchange,
@@ -28,17 +27,18 @@ from areal_async.rollout.endpoint.calls import (
     RefusalKind,
     ReportedReply,
     TokenLogprob,
-    Writer,
 )
 from areal_async.rollout.endpoint.forms import grammar_of
 from areal_async.rollout.endpoint.memory import Memory
 from areal_async.rollout.endpoint.openai_responses import History
 from areal_async.rollout.endpoint.reading import Unsupported
 from areal_async.rollout.endpoint.stream_holdback import StreamHoldback
-from areal_async.rollout.policy.offload import is_long, run_beside
+from areal_async.rollout.policy.offload import beside_if_long
+from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import TextCodec
-from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, ToolFormat, is_in_thought
+from areal_async.rollout.tools.parse import CLOSE_TAG, OPEN_TAG, THOUGHT_TAG, is_in_thought
 from areal_async.rollout.user_code.boundary import attributed_to
+from areal_async.rollout.user_code.task_scope import mark_retrieved
 
 _KEY_BYTES = 32
 _NOBODYS_KEY = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
@@ -46,40 +46,14 @@ _NOBODYS_KEY = f"sk-{secrets.token_urlsafe(_KEY_BYTES)}"
 log = structlog.get_logger()
 
 
-class ReplyRecorder(Protocol):
-    """What a session needs of the policy."""
-
-    @property
-    def turns(self) -> list[Turn]: ...
-
-    @property
-    def reply_ids(self) -> list[str]:
-        """One per turn, in their order."""
-        ...
-
-    @property
-    def tool_format(self) -> ToolFormat | None:
-        """How the model writes calls, where that is known here."""
-        ...
-
-    async def chat(
-        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), n: int, **sampling: Any
-    ) -> list[Reply]: ...
-
-    def stream(
-        self, messages: Sequence[Message], *, tools: Sequence[ToolLike] = (), **sampling: Any
-    ) -> ReplyStream: ...
-
-
 class Session:
     """What the endpoint knows of one trajectory."""
 
     def __init__(
         self,
-        policy: ReplyRecorder,
+        policy: RecordingPolicy,
         codec: TextCodec,
         *,
-        max_new_tokens: int,
         limits: AdmissionLimits | None = None,
         unsupported: Unsupported | None = None,
     ) -> None:
@@ -98,7 +72,7 @@ class Session:
         """Of the last request, where it failed; one that is answered after it makes it good."""
         self._policy = policy
         self._codec = codec
-        self._max_new_tokens = max_new_tokens
+        self._max_new_tokens = policy.sampling.max_new_tokens
         self._memory = Memory()
         self._context = contextvars.copy_context()
         limits = limits or AdmissionLimits()
@@ -170,38 +144,52 @@ class Session:
         Raises:
             Refusal: it failed before anything was said.
         """
-        call, writer = exchange.call, exchange.writer()
-        speakers: list[_Speaker] = []
-        beginning = writer.begin()
+        call = exchange.call
+        writing: list[asyncio.Task[ReportedReply]] = []
+        beginning = exchange.begin()
         try:
             with self._answering():
                 messages = await self._recall(call)
-                ready: asyncio.Queue[_Speaker | bytes] = asyncio.Queue()
+                ready: asyncio.Queue[bytes | asyncio.Task[ReportedReply]] = asyncio.Queue()
                 for index in range(call.n):
                     stream = self._policy.stream(messages, tools=call.tools, **self._sampling(call))
-                    speakers.append(_Speaker(index, stream, self._holdback_for(call)))
-                for speaker in speakers:
-                    speaker.start(writer, ready, lambda reply: self._take(call, reply))
-                num_left = len(speakers)
+                    task = asyncio.create_task(self._write(exchange, index, stream, ready.put_nowait))
+                    task.add_done_callback(mark_retrieved)
+                    task.add_done_callback(ready.put_nowait)
+                    writing.append(task)
+                num_left = call.n
                 while num_left:
                     one = await ready.get()
-                    if isinstance(one, _Speaker):
-                        one.check()
-                        num_left -= 1
-                    else:
+                    if isinstance(one, bytes):
                         yield beginning + one
                         beginning = b""
+                    else:
+                        one.result()
+                        num_left -= 1
         except Refusal as refusal:
             if beginning:
                 raise
-            yield writer.fail(refusal)
+            yield exchange.fail(refusal)
             return
         finally:
-            for speaker in speakers:
-                speaker.cancel()
-        said = [speaker.said for speaker in speakers]
+            for task in writing:
+                task.cancel()
+        said = [task.result() for task in writing]
         exchange.conclude(said)
-        yield writer.finish(said)
+        yield exchange.finish(said)
+
+    async def _write(
+        self, exchange: ApiExchange, index: int, stream: ReplyStream, put: Callable[[bytes], None]
+    ) -> ReportedReply:
+        """Write one reply while it is said; one that is cancelled before it is whole is not recorded."""
+        holdback = self._holdback_for(exchange.call)
+        async with stream:
+            async for piece in stream:
+                if told := holdback.push(piece):
+                    put(exchange.piece(index, told))
+            said = self._take(exchange.call, stream.reply)
+        put(exchange.end(index, said, holdback.rest(said.content)))
+        return said
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -216,8 +204,7 @@ class Session:
         self.failure = None
 
     async def _recall(self, call: CompletionRequest) -> list[Message]:
-        recall = partial(self._memory.recall, call.messages)
-        return await run_beside(recall) if is_long(call.messages) else recall()
+        return await beside_if_long(partial(self._memory.recall, call.messages), call.messages)
 
     def _sampling(self, call: CompletionRequest) -> dict[str, Any]:
         wanted = call.sampling.get("max_new_tokens", self._max_new_tokens)
@@ -236,11 +223,9 @@ class Session:
 
     def _holdback_for(self, call: CompletionRequest) -> StreamHoldback:
         holds_thought = call.form is not None and self._begins_thought
-        if not call.tools:
-            return StreamHoldback(tool_format=None, stop=call.stop, holds_all=holds_thought)
-        tool_format = self._policy.tool_format
-        is_blind = tool_format is None or (tool_format != "json" and not self._tags_are_seen)
-        holds_all = holds_thought or is_blind
+        tool_format = self._policy.tool_format if call.tools else None
+        is_blind = tool_format != "json" and (tool_format is None or not self._tags_are_seen)
+        holds_all = holds_thought or (bool(call.tools) and is_blind)
         return StreamHoldback(tool_format=tool_format, stop=call.stop, holds_all=holds_all)
 
     def _take(self, call: CompletionRequest, reply: Reply) -> ReportedReply:
@@ -279,56 +264,6 @@ class Session:
 
         tops = reply.top_logprobs or [[]] * len(reply.token_ids)
         return [told(*one) for one in zip(reply.token_ids, reply.logprobs, tops, strict=True)]
-
-
-class _Speaker:
-    """Writes one reply while it is said."""
-
-    def __init__(self, index: int, stream: ReplyStream, holdback: StreamHoldback) -> None:
-        self._index = index
-        self._stream = stream
-        self._holdback = holdback
-        self._task: asyncio.Task[ReportedReply] | None = None
-
-    @property
-    def said(self) -> ReportedReply:
-        """The whole of it, once it has ended."""
-        assert self._task is not None
-        return self._task.result()
-
-    def start(
-        self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], ReportedReply]
-    ) -> None:
-        """Put events into ``ready`` as they come, and itself at the end."""
-        self._task = asyncio.create_task(self._say(writer, ready, take))
-
-        def end(task: "asyncio.Task[ReportedReply]") -> None:
-            if not task.cancelled():
-                task.exception()  # for ``check``, which is not asked any more where another reply failed before
-            ready.put_nowait(self)
-
-        self._task.add_done_callback(end)
-
-    def check(self) -> None:
-        """Raise what has ended it."""
-        assert self._task is not None
-        self._task.result()
-
-    def cancel(self) -> None:
-        """Stop it; a reply that is not whole is not recorded."""
-        if self._task is not None:
-            self._task.cancel()
-
-    async def _say(
-        self, writer: Writer, ready: "asyncio.Queue[_Speaker | bytes]", take: Callable[[Reply], ReportedReply]
-    ) -> ReportedReply:
-        async with self._stream:
-            async for piece in self._stream:
-                if told := self._holdback.push(piece):
-                    ready.put_nowait(writer.piece(self._index, told))
-            said = take(self._stream.reply)
-        ready.put_nowait(writer.end(self._index, said, self._holdback.rest(said.content)))
-        return said
 
 
 def find_session(sessions: Mapping[str, Session], session_id: str, key: str) -> Session:

@@ -15,6 +15,7 @@ from areal_async.errors import ContextFull
 from areal_async.inference.client import InferenceClient
 from areal_async.inference.external_servers import visited_servers
 from areal_async.protocol.types import Prompt, SlotStatus
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt, Trial
@@ -57,9 +58,7 @@ async def attempt_at(
     async with AgentEndpoint() as endpoint:
         trial = Trial(
             TaskWorkflow("w", workflow, settings),
-            generator=client,
-            codec=codec,
-            endpoint=endpoint,
+            PolicyMaker(generator=client, codec=codec, endpoint=endpoint),
             user_code=UserCode(Path(__file__)),
             version="0-0",
         )

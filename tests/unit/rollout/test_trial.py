@@ -11,6 +11,7 @@ from areal_async.api import GroupWorkflow, Policy, Rewards, Workflow, group_work
 from areal_async.config.settings import RolloutSettings, Settings
 from areal_async.errors import Reject
 from areal_async.protocol.types import Prompt, SlotStatus, Turn
+from areal_async.rollout.endpoint.policy import PolicyMaker
 from areal_async.rollout.endpoint.server import AgentEndpoint
 from areal_async.rollout.rewards.decorator import reward
 from areal_async.rollout.trial import Attempt, Trial
@@ -45,9 +46,9 @@ async def attempts_at(
     async with AgentEndpoint() as endpoint:
         trial = Trial(
             TaskWorkflow("w", workflow, Settings(rollout=RolloutSettings(episode_deadline_s=episode_deadline_s))),
-            generator=ScriptedModel(*answers, *[[98, END] for _ in range(9)]),
-            codec=codec(),
-            endpoint=endpoint,
+            PolicyMaker(
+                generator=ScriptedModel(*answers, *[[98, END] for _ in range(9)]), codec=codec(), endpoint=endpoint
+            ),
             user_code=user_code,
             version="0-0",
         )

@@ -134,7 +134,7 @@ def test_call_comes_after_the_thought_that_the_template_has_begun() -> None:
 
 
 def test_call_cannot_be_asked_for_where_the_servers_parser_alone_knows_its_form() -> None:
-    for choice in (ToolChoice(is_required=True), ToolChoice(is_single=True, param="parallel_tool_calls")):
+    for choice in (ToolChoice(is_required=True), ToolChoice(is_single=True)):
         with pytest.raises(Refusal, match="tool_call_parser") as caught:
             grammar_of(CompletionRequest(messages=[], tools=[ADD], choice=choice), None, is_thinking=False)
-        assert caught.value.param == choice.param
+        assert caught.value.param == "tool_choice"

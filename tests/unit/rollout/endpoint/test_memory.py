@@ -83,9 +83,12 @@ def test_conversations_that_come_back_keep_their_tokens(
 
     async def play() -> None:
         policy = RecordingPolicy(
-            ScriptedModel(*(said(text) for text, _ in turns)), codec_with("hermes"), SamplingSettings(), name="uid"
+            ScriptedModel(*(said(text) for text, _ in turns)),
+            codec_with("hermes"),
+            SamplingSettings(max_new_tokens=99),
+            name="uid",
         )
-        session = Session(policy, codec_with("hermes"), max_new_tokens=99)
+        session = Session(policy, codec_with("hermes"))
         conversations: list[list[Any]] = [[{"role": "user", "content": "2 and 3?"}]]
         parents: list[int | None] = [None]
         for _, choice in turns:
