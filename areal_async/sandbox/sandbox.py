@@ -1,7 +1,6 @@
 """A few warm sandboxes, shared by all who have a program to run."""
 
 from contextlib import AsyncExitStack
-from types import TracebackType
 
 import anyio
 import structlog
@@ -45,9 +44,7 @@ class Sandbox:
             unless_started.pop_all()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, exc: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *exc_info: object) -> None:
         await self._stop()
 
     async def run(self, source: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> ProgramResult:

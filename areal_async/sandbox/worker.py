@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -46,8 +46,10 @@ class SandboxWorker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._group: ControlGroup | None = None
+        self._folder = Path()
+        self._ending = AsyncExitStack()
+        """Ends all of these."""
         self._own_bytes = 0
         """Memory that it takes without a program."""
 
@@ -68,7 +70,8 @@ class SandboxWorker:
                 await self._send(build_filter())
                 await self._receive()
             if self._group is not None and not self._group.is_entered:  # it may be made, and not be joined
-                await self._leave_group()
+                await self._group.remove()
+                self._group = None
             self._own_bytes = await self._held_bytes()
         except (SandboxGone, TimeoutError):
             text = self._last_words()
@@ -80,45 +83,33 @@ class SandboxWorker:
 
     def _launch(self) -> None:
         """Start its process from this thread: bubblewrap ends with the thread that started it, not with the process."""
-        self._folder = tempfile.TemporaryDirectory(prefix="sandbox-")
-        os.chmod(self._folder.name, 0o711)  # nobody passes through it
-        mount_point = Path(self._folder.name, "place")
+        self._folder = Path(self._ending.enter_context(tempfile.TemporaryDirectory(prefix="sandbox-")))
+        self._folder.chmod(0o711)  # nobody passes through it
+        mount_point = self._folder / "place"
         mount_point.mkdir()
         self._group = make_control_group()
+        if self._group is not None:
+            self._ending.push_async_callback(self._group.remove)
         config = {**_places(mount_point), "group": self._group.door if self._group else ""}
         command = [sys.executable, "-I", "-S", str(HERE / "enter.py"), json.dumps(config)]
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
-        with theirs, Path(self._folder.name, "said").open("wb") as said:
+        self._ending.callback(self._socket.close)
+        with theirs, (self._folder / "said").open("wb") as said:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=said, stderr=said, start_new_session=True
             )
+        self._ending.push_async_callback(_end, self._process)
 
     def _last_words(self) -> str:
-        assert self._folder is not None
-        said = Path(self._folder.name, "said").read_text(errors="replace")
+        said = (self._folder / "said").read_text(errors="replace")
         return " ".join(said.split())[-MAX_CAUSE_CHARS:]
 
     async def stop(self) -> None:
         """End it and whatever runs in it."""
-        if self._process is not None:
-            self._process.kill()  # bubblewrap's: everything in its namespaces dies with it
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._process.wait)
-            self._process = None
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
-        await self._leave_group()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
-
-    async def _leave_group(self) -> None:
-        if self._group is not None:
-            with anyio.CancelScope(shield=True):
-                await self._group.remove()
-            self._group = None
+        with anyio.CancelScope(shield=True):
+            await self._ending.aclose()
+        self._process = self._socket = self._group = None
 
     async def run(self, source: bytes, stdin: bytes, limits: SandboxLimits) -> ProgramResult:
         """Run one program.
@@ -199,6 +190,11 @@ class SandboxWorker:
         if self._group is not None:
             return self._group.held_bytes()
         return await anyio.to_thread.run_sync(_held_bytes_below, self._process.pid)
+
+
+async def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()  # bubblewrap's: everything in its namespaces dies with it
+    await anyio.to_thread.run_sync(process.wait)
 
 
 def find_bubblewrap() -> Path:
