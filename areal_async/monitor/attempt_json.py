@@ -5,8 +5,7 @@ from typing import Any
 
 import msgspec
 
-from areal_async.monitor.transcript import version_text
-from areal_async.protocol.types import Sequence
+from areal_async.monitor.token_views import token_lists
 from areal_async.rollout.policy.text import TextCodec
 from areal_async.rollout.trial import Attempt, TimedTurn
 
@@ -23,7 +22,7 @@ def attempt_json(attempt: Attempt, codec: TextCodec) -> str:
         "places": [location._asdict() for location in attempt.locations],
         "row": attempt.prompt.row,
         "turns": [_turn(timed, codec) for timed in attempt.turns],
-        "sequences": [_sequence(sequence) for sequence in attempt.sequences],
+        "sequences": [token_lists(sequence) for sequence in attempt.sequences],
         "info": attempt.trajectory.info,
         "times": asdict(attempt.times),
     }
@@ -36,13 +35,4 @@ def _turn(timed: TimedTurn, codec: TextCodec) -> dict[str, Any]:
         "text": codec.decode(timed.turn.output_ids),
         "duration_s": timed.duration_s,
         "first_token_s": timed.first_token_s,
-    }
-
-
-def _sequence(sequence: Sequence) -> dict[str, Any]:
-    return {
-        "token_ids": sequence.token_ids.tolist(),
-        "loss_mask": sequence.loss_mask.tolist(),
-        "logprobs": sequence.logprobs.tolist(),
-        "versions": [version_text(packed) for packed in sequence.versions.tolist()],
     }

@@ -5,7 +5,7 @@ Shared by the terminal and the report: both draw the same kinds.
 
 from collections.abc import Sequence
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from areal_async.monitor.token_text import Detokenizer, token_texts
 from areal_async.protocol.types import NOT_SAMPLED, Version
@@ -57,11 +57,25 @@ def token_views(
     views: list[TokenView] = []
     before = ""
     for place, text in enumerate(texts):
-        packed = int(sequence.versions[place])
-        version = "" if packed == NOT_SAMPLED else str(Version.unpack(packed))
+        version = version_text(int(sequence.versions[place])) or ""
         is_trained = sampled[place] and (trained is None or trained[place])
         kind = TokenKind.TRAINED if is_trained else TokenKind.MASKED if sampled[place] else TokenKind.GIVEN
         begins = bool(version) and version != before
         views.append(TokenView(text, kind, float(sequence.logprobs[place]), version, begins))
         before = version
     return views
+
+
+def version_text(packed: int) -> str | None:
+    """Return a token's weights version as it is written; None for one that no model sampled."""
+    return None if packed == NOT_SAMPLED else str(Version.unpack(packed))
+
+
+def token_lists(sequence: TokenSequence) -> dict[str, Any]:
+    """Return what a sequence has of each token, as plain lists."""
+    return {
+        "token_ids": sequence.token_ids.tolist(),
+        "loss_mask": sequence.loss_mask.tolist(),
+        "logprobs": sequence.logprobs.tolist(),
+        "versions": [version_text(packed) for packed in sequence.versions.tolist()],
+    }

@@ -4,13 +4,15 @@ import csv
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_type_hints
+
+import msgspec
 
 from areal_async.monitor.output import replacing
 from areal_async.monitor.text import json_text
 from areal_async.monitor.token_text import Detokenizer
+from areal_async.monitor.token_views import token_lists
 from areal_async.monitor.trajectory_list import Entry
-from areal_async.monitor.transcript import version_text
 from areal_async.protocol.types import Trajectory
 from areal_async.trainer.output.archive_reader import ArchivedTrajectory
 
@@ -67,22 +69,16 @@ def describe(
 
     ``trained`` is None where it is not known yet; all are empty without a trajectory.
     """
-    sequences = trajectory.sequences if trajectory is not None else []
+    sequences, credits = (trajectory.sequences, trajectory.slot.credits) if trajectory is not None else ([], [])
     return {
         **entry._asdict(),
         "info": json_text(trajectory.info if trajectory is not None else {}),
-        "credits": [
-            {"reward": credit.reward, "num_tokens": credit.num_tokens, "role": credit.role}
-            for credit in (trajectory.slot.credits if trajectory is not None else [])
-        ],
+        "credits": [msgspec.structs.asdict(credit) for credit in credits],
         "sequences": [
             {
                 "text": decoder.decode(sequence.token_ids.tolist(), skip_special_tokens=False),
-                "token_ids": sequence.token_ids.tolist(),
-                "loss_mask": sequence.loss_mask.tolist(),
                 "trained": recorded.trained_mask(sequence) if recorded is not None else None,
-                "logprobs": sequence.logprobs.tolist(),
-                "versions": [version_text(packed) for packed in sequence.versions.tolist()],
+                **token_lists(sequence),
             }
             for sequence in sequences
         ],
@@ -94,25 +90,16 @@ def _write_parquet(path: Path, rows: list[dict[str, Any]]) -> None:
     import pyarrow.parquet as pq
 
     whole, number, text = pa.int64(), pa.float64(), pa.string()
-    kinds = {"step": whole, "sibling": whole, "reward": number, "advantage": number, "tokens": whole}
-    kinds |= {"output_tokens": whole, "turns": whole, "truncated": whole, "near_step": whole}
-    sequence = pa.struct(
-        [
-            ("text", text),
-            ("token_ids", pa.list_(pa.int32())),
-            ("loss_mask", pa.list_(pa.bool_())),
-            ("trained", pa.list_(pa.bool_())),
-            ("logprobs", pa.list_(pa.float32())),
-            ("versions", pa.list_(text)),
-        ]
-    )
-    credit = pa.struct([("reward", number), ("num_tokens", whole), ("role", text)])
-    schema = pa.schema(
-        [
-            *((name, kinds.get(name, text)) for name in Entry._fields),
-            ("info", text),
-            ("credits", pa.list_(credit)),
-            ("sequences", pa.list_(sequence)),
-        ]
-    )
-    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    kinds: dict[object, pa.DataType] = {str: text, int: whole, int | None: whole, float | None: number}
+    sequence = {
+        "text": text,
+        "token_ids": pa.list_(pa.int32()),
+        "loss_mask": pa.list_(pa.bool_()),
+        "trained": pa.list_(pa.bool_()),
+        "logprobs": pa.list_(pa.float32()),
+        "versions": pa.list_(text),
+    }
+    credit = {"reward": number, "num_tokens": whole, "role": text}
+    schema = {name: kinds[kind] for name, kind in get_type_hints(Entry).items()}
+    schema |= {"info": text, "credits": pa.list_(pa.struct(credit)), "sequences": pa.list_(pa.struct(sequence))}
+    pq.write_table(pa.Table.from_pylist(rows, schema=pa.schema(schema)), path)

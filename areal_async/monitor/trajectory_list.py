@@ -5,13 +5,14 @@ trained, and the reasons of what never was; a run whose broker cannot be asked s
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator
+import operator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from areal_async.bus import Bus
+from areal_async.bus import Bus, Message
 from areal_async.errors import UserError, WireError
 from areal_async.protocol.fields import OWN_INFO
 from areal_async.protocol.run_state import RunState
@@ -31,23 +32,23 @@ class Entry(NamedTuple):
     state: str
     """``trained``, ``stored`` (not trained yet), ``left`` (stored when its run finished), or what became of it."""
     step: int | None
-    """That trained it, or in which its fate was found out."""
+    """Step that trained it, or in which its outcome was found out."""
     group: str
-    sibling: int | None
-    workflow: str
-    reward: float | None
-    advantage: float | None
+    sibling: int | None = None
+    workflow: str = ""
+    reward: float | None = None
+    advantage: float | None = None
     """Mean over its replies where they have their own."""
-    tokens: int | None
-    output_tokens: int | None
-    """Sampled ones."""
-    turns: int | None
-    oldest: str
-    newest: str
-    error: str
-    truncated: int | None
+    tokens: int | None = None
+    output_tokens: int | None = None
+    """Sampled tokens."""
+    turns: int | None = None
+    oldest: str = ""
+    newest: str = ""
+    error: str = ""
+    truncated: int | None = None
     """Turns that ended by length."""
-    near_step: int
+    near_step: int = 0
     """The step that was newest when it was last heard of: its place in time."""
 
     @property
@@ -128,10 +129,10 @@ def archived(run_directory: Path, *, steps: tuple[int, int] | None = None) -> It
 def entry_of(recorded: ArchivedTrajectory) -> Entry:
     """Return the line of a trained trajectory."""
     step, info = recorded.made.step, recorded.trajectory.info
-    return _of_slot(
-        recorded.trajectory.slot, state=TRAINED, step=step, group=recorded.group_id, workflow=recorded.workflow,
-        advantage=recorded.advantage, turns=info.get(f"{OWN_INFO}num_turns", info.get("num_turns")), near_step=step,
-    )  # fmt: skip
+    turns = info.get(f"{OWN_INFO}num_turns", info.get("num_turns"))
+    return _of_slot(recorded.trajectory.slot, recorded.group_id, recorded.workflow, near_step=step)._replace(
+        state=TRAINED, step=step, advantage=recorded.advantage, turns=None if turns is None else int(turns)
+    )
 
 
 async def untrained(bus: Bus) -> list[Entry]:
@@ -155,13 +156,7 @@ async def untrained(bus: Bus) -> list[Entry]:
             group = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
         except WireError:
             continue  # rank 0's inbox makes it a dead letter
-        stored += [
-            _of_slot(
-                slot, state=STORED if slot.status is SlotStatus.SCORED else str(slot.status), step=None,
-                group=group.group_id, workflow=group.workflow, advantage=None, turns=None, near_step=newest_step + 1,
-            )
-            for slot in group.slots
-        ]  # fmt: skip
+        stored += [_of_slot(slot, group.group_id, group.workflow, near_step=newest_step + 1) for slot in group.slots]
     state, _ = await bus.get(RUN_STATE, RunState)
     if state is not None and state.state == "finished":
         over = f"{LEFT}: its run finished before it was trained"
@@ -176,14 +171,10 @@ async def untrained(bus: Bus) -> list[Entry]:
 
 async def read_stored(bus: Bus, wanted: Collection[str]) -> dict[str, Trajectory]:
     """Return stored trajectories, whole, by id; those that are stored no more or were damaged are not among them."""
-    found = {}
+    found: dict[str, Trajectory] = {}
     async for message in bus.find_messages(bus.names.trajectories_stream, bus.names.all_trajectories):
         with suppress(WireError):
-            group = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
-            for slot in group.slots:
-                name = f"{group.group_id}.{slot.sibling}"
-                if name in wanted:
-                    found[name] = decode_trajectory(message.data, slot)
+            found.update(_whole(message, wanted))
     return found
 
 
@@ -196,13 +187,20 @@ async def find_stored(bus: Bus, entry: Entry) -> Trajectory:
     stream, subject = bus.names.trajectories_stream, bus.names.trajectories(entry.workflow, entry.group)
     async for message in bus.find_messages(stream, subject):
         try:
-            group = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
-            for slot in group.slots:
-                if slot.sibling == entry.sibling:
-                    return decode_trajectory(message.data, slot)
+            for _, trajectory in _whole(message, [entry.id]):
+                return trajectory
         except WireError as exc:
             raise UserError(f"--show {entry.id}: it cannot be read: {exc}") from exc
     raise UserError(f"--show {entry.id}: it is not stored any more; look again, it may be trained by now")
+
+
+def _whole(message: Message, wanted: Collection[str]) -> Iterator[tuple[str, Trajectory]]:
+    """Yield those of the wanted trajectories that are in a message, by id."""
+    group = decode_headers(message.headers, sequence=message.sequence, num_bytes=len(message.data))
+    for slot in group.slots:
+        name = f"{group.group_id}.{slot.sibling}"
+        if name in wanted:
+            yield name, decode_trajectory(message.data, slot)
 
 
 def select(
@@ -226,30 +224,25 @@ def select(
     if sort == "newest":
         entries.sort(key=lambda entry: entry.near_step, reverse=not is_reversed)
     else:
-        value: Callable[[Entry], object] = lambda entry: getattr(entry, sort)  # noqa: E731
-        with_value = [entry for entry in entries if value(entry) is not None]
-        with_value.sort(key=value, reverse=not is_reversed)  # type: ignore[arg-type]
-        entries = [*with_value, *(entry for entry in entries if value(entry) is None)]
+        value = operator.attrgetter(sort)
+        with_value = sorted((one for one in entries if value(one) is not None), key=value, reverse=not is_reversed)
+        entries = [*with_value, *(one for one in entries if value(one) is None)]
     return entries[:limit] if limit else entries
 
 
-def _of_slot(
-    slot: Slot, *, state: str, step: int | None, group: str, workflow: str, advantage: float | None,
-    turns: float | None, near_step: int,
-) -> Entry:  # fmt: skip
+def _of_slot(slot: Slot, group: str, workflow: str, *, near_step: int) -> Entry:
+    """Return the line of a slot that is stored and not trained."""
     is_scored = slot.status is SlotStatus.SCORED
     return Entry(
         id=f"{group}.{slot.sibling}",
-        state=state,
-        step=step,
+        state=STORED if is_scored else str(slot.status),
+        step=None,
         group=group,
         sibling=slot.sibling,
         workflow=workflow,
         reward=slot.reward if is_scored else None,
-        advantage=advantage,
         tokens=slot.num_tokens,
         output_tokens=slot.num_output_tokens,
-        turns=None if turns is None else int(turns),
         oldest=slot.oldest,
         newest=slot.newest,
         error="" if is_scored else f"{slot.status}: {slot.reason}",
@@ -259,27 +252,17 @@ def _of_slot(
 
 
 def _of_outcome(outcome: Outcome, newest_step: int) -> Entry:
-    return _empty(
-        id=outcome.group_id,
-        state=str(outcome.kind),
-        group=outcome.group_id,
-        workflow=outcome.workflow,
-        error=f"{outcome.kind}: {outcome.reason}" if outcome.reason else str(outcome.kind),
-        near_step=newest_step,
-    )._replace(step=outcome.step or None, reward=outcome.mean_reward)
+    kind, group = str(outcome.kind), outcome.group_id
+    error = f"{kind}: {outcome.reason}" if outcome.reason else kind
+    return Entry(
+        id=group, state=kind, step=outcome.step or None, group=group, workflow=outcome.workflow,
+        reward=outcome.mean_reward, error=error, near_step=newest_step,
+    )  # fmt: skip
 
 
 def _of_letter(letter: DeadLetter, newest_step: int) -> Entry:
     *_, workflow, group = letter.subject.split(".")
-    return _empty(
-        id=group, state=UNDECODABLE, group=group, workflow=workflow, error=f"{UNDECODABLE}: {letter.reason}",
-        near_step=newest_step,
-    )  # fmt: skip
-
-
-def _empty(*, id: str, state: str, group: str, workflow: str, error: str, near_step: int) -> Entry:
     return Entry(
-        id=id, state=state, step=None, group=group, sibling=None, workflow=workflow, reward=None, advantage=None,
-        tokens=None, output_tokens=None, turns=None, oldest="", newest="", error=error, truncated=None,
-        near_step=near_step,
+        id=group, state=UNDECODABLE, step=None, group=group, workflow=workflow,
+        error=f"{UNDECODABLE}: {letter.reason}", near_step=newest_step,
     )  # fmt: skip

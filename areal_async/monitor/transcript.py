@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_async.monitor.token_text import Detokenizer, token_texts, visible
+from areal_async.monitor.token_views import version_text
 from areal_async.protocol.fields import OWN_INFO
-from areal_async.protocol.types import NOT_SAMPLED, Sequence, SlotStatus, Version
+from areal_async.protocol.types import Sequence, SlotStatus
 from areal_async.rollout.trial import Attempt, TimedTurn
 
 GIVEN = "dim"
@@ -170,11 +171,6 @@ def token_table(texts: list[str], sequence: Sequence) -> RenderableType:
             version_text(int(sequence.versions[position])) or "",
         )
     return table
-
-
-def version_text(packed: int) -> str | None:
-    """Return a token's weights version as it is written; None for one that no model sampled."""
-    return None if packed == NOT_SAMPLED else str(Version.unpack(packed))
 
 
 class Barred:

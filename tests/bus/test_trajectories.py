@@ -59,7 +59,7 @@ async def test_what_waits_and_what_failed_is_listed_with_its_reason_and_shown_wh
     whole = await find_stored(bus, found["0-3-0.1"])
     assert whole.sequences[0].token_ids.tolist() == trajectory("0-3-0", 1).sequences[0].token_ids.tolist()
     with pytest.raises(UserError, match="it is not stored any more"):
-        await find_stored(bus, found["0-3-0.1"]._replace(sibling=7))
+        await find_stored(bus, found["0-3-0.1"]._replace(id="0-3-0.7", sibling=7))
 
 
 @pytest.mark.parametrize(
