@@ -51,18 +51,12 @@ def _of_rewards(steps: Sequence[Line], settings: Settings) -> list[str]:
             f"nothing was learned: the answers to one row always had equal rewards, in {_every(steps)}",
             *_causes_of_equality(steps, first, settings),
         ]
-    return [text for task in settings.tasks if _is_never_rewarded(task, steps) for text in _of_task(task, steps)]
-
-
-def _is_never_rewarded(task: TaskSettings, steps: Sequence[Line]) -> bool:
-    """Whether one of several tasks has had rewards of 0 alone."""
-    key = f"reward/{task.name}"
-    own = [number(line, key) for line in steps if key in line]
-    return bool(own) and not any(own)
-
-
-def _of_task(task: TaskSettings, steps: Sequence[Line]) -> list[str]:
-    return [f"nothing was learned of {task.name}: its reward was 0 in {_every(steps)}", f"  {_try(task)}"]
+    found = []
+    for task in settings.tasks:
+        own = [number(line, f"reward/{task.name}") for line in steps if f"reward/{task.name}" in line]
+        if own and not any(own):
+            found += [f"nothing was learned of {task.name}: its reward was 0 in {_every(steps)}", f"  {_try(task)}"]
+    return found
 
 
 def _causes_of_zero(steps: Sequence[Line], task: TaskSettings, settings: Settings) -> list[str]:

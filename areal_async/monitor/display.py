@@ -25,13 +25,13 @@ from areal_async.monitor.view import (
     evaluation_text,
     notice_text,
     number,
+    reward_text,
     step_text,
     trained_tokens_per_s,
 )
 from areal_async.process.stdio import LossyStdout, say
 
 REFRESH_S = 0.5
-NUM_RECENT_STEPS = 10
 SPARKLINE_STEPS = 40
 _BARS = "▁▂▃▄▅▆▇█"
 
@@ -146,7 +146,7 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
-    steps, done = view.settings.run.steps, view.num_steps_done
+    steps, done = view.settings.run.steps, view.step
     yield "step", _beside(Text(f"{done}/{steps}"), ProgressBar(total=steps, completed=done, width=40))
     if view.alarms:
         yield "alarms", Text(", ".join(view.alarms).replace("_", " "), style="bold red")
@@ -161,40 +161,26 @@ def _rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
         last = [f"{figure(line)} @{line.get('step', '?')}" for line in evaluations[-6:]]
         yield f"eval {workflow}".strip(), Text("  ".join(last))
     for name, state in sorted(view.roles.items()):
-        yield name, Text(str(state))
+        yield name, Text(state)
 
 
 def _step_rows(view: RunView) -> Iterable[tuple[str, RenderableType]]:
-    line = view.steps[-1]
-    num_recent = min(NUM_RECENT_STEPS, len(view.steps))
-    curve = sparkline(number(step, "reward_mean") for step in view.newest_steps(SPARKLINE_STEPS))
-    yield (
-        "reward",
-        Text(f"{number(line, 'reward_mean'):.3f}, last {num_recent}: {view.mean_reward(num_recent):.3f}  {curve}"),
-    )
-    yield (
-        "staleness",
-        Text(
-            f"mean {number(line, 'staleness_mean'):.2f}, max {int(number(line, 'staleness_max'))}"
-            f" of {view.settings.rollout.max_staleness}"
-        ),
-    )
-    yield (
-        "tokens/s",
-        Text(f"generated {view.generated_tokens_per_s:.0f}, trained {trained_tokens_per_s(line):.0f}"),
-    )
-    yield (
-        "time",
-        Text(
-            f"{number(line, 'time_step_s'):.1f} s: wait {number(line, 'time_wait_data_s'):.1f},"
-            f" train {number(line, 'time_train_s'):.1f}, weights {number(line, 'time_weights_s'):.1f}"
-        ),
-    )
+    line, bound = view.newest_step, view.settings.rollout.max_staleness
+    curve = sparkline(number(step, "reward_mean") for step in list(view.steps)[-SPARKLINE_STEPS:])
+    facts = {
+        "reward": f"{reward_text(view)}  {curve}",
+        "staleness": f"mean {number(line, 'staleness_mean'):.2f}, max {int(number(line, 'staleness_max'))} of {bound}",
+        "tokens/s": f"generated {view.sum_of_nodes('tokens_per_s'):.0f}, trained {trained_tokens_per_s(line):.0f}",
+        "time": f"{number(line, 'time_step_s'):.1f} s: wait {number(line, 'time_wait_data_s'):.1f},"
+        f" train {number(line, 'time_train_s'):.1f}, weights {number(line, 'time_weights_s'):.1f}",
+    }
+    for name, fact in facts.items():
+        yield name, Text(fact)
 
 
 def _groups_text(view: RunView) -> str:
     in_flight, credits = (int(number(view.controller, key)) for key in ("in_flight", "credits"))
-    running = sum(int(number(node, "num_groups_running")) for node in view.nodes.values())
+    running = int(view.sum_of_nodes("num_groups_running"))
     text = (
         f"in flight {in_flight} (running {running}, ready or training {max(0, in_flight - running)}), credits {credits}"
     )

@@ -108,9 +108,10 @@ class Status:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether everything that is to be there answers, and no server is fenced."""
-        return not self.notes
+    def stored_text(self) -> str:
+        """How much each stream holds."""
+        held = self.queue.items()
+        return ", ".join(f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in held)
 
 
 async def ask_status(directory: RunDirectory) -> Status:
@@ -285,10 +286,13 @@ def broker_of(crew: CrewState | None, *, is_live: bool) -> Member:
         instance="0",
         presence=OK if is_live else ENDED,
         state="serves" if is_live else "",
-        num_starts=crew.num_starts if crew is not None else 0,
-        why=crew.reason if crew is not None else "",
         up_s=seconds_since(crew.at) if crew is not None and is_live else 0.0,
+        **_deaths(crew),
     )
+
+
+def _deaths(crew: CrewState | None) -> dict[str, Any]:
+    return {} if crew is None else {"num_starts": crew.num_starts, "why": crew.reason}
 
 
 def server_of(server: ServerState, reports: Mapping[tuple[str, str], Report]) -> dict[str, Any]:
@@ -316,19 +320,19 @@ def members_of(
         crew = crews.get(f"crew.node-{instance}" if role == "node" else f"crew.{role}")
         report = reports.get((role, instance))
         has_ended = crew is not None and crew.state in ("finished", "stopped")
+        said = report if report is not None else {"state": crew.state if crew is not None else ""}
         members.append(
             Member(
                 role=role,
                 instance=instance,
                 presence=OK if report is not None else ENDED if has_ended else MISSING,
-                state=str((report or {}).get("state") or (crew.state if crew is not None and report is None else "")),
-                waits_for=str((report or {}).get("waits_for") or ""),
-                num_starts=crew.num_starts if crew is not None else 0,
-                why=crew.reason if crew is not None else "",
-                up_s=number(report or {}, "up_s"),
-                pid=int(number(report or {}, "pid")),
-                host=str((report or {}).get("host", "")),
-                loop_lag_s=number(report or {}, "loop_lag_max_s"),
+                state=str(said.get("state") or ""),
+                waits_for=str(said.get("waits_for") or ""),
+                up_s=number(said, "up_s"),
+                pid=int(number(said, "pid")),
+                host=str(said.get("host", "")),
+                loop_lag_s=number(said, "loop_lag_max_s"),
+                **_deaths(crew),
             )
         )
     return members

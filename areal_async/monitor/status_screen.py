@@ -23,8 +23,7 @@ def render(status: Status) -> Iterable[Table | Text]:
         held_out = f", last evaluation {figure(status.evaluation)}" if status.evaluation else ""
         facts.add_row("reward", f"{status.reward_mean:.3f}{held_out}")
     facts.add_row("groups", _groups(status))
-    stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
-    facts.add_row("stored", ", ".join(stored))
+    facts.add_row("stored", status.stored_text)
     if status.changes:
         facts.add_row("changed", ", ".join(f"{setting} = {value:.12g}" for setting, value in status.changes.items()))
     if status.shares:

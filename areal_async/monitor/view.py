@@ -5,10 +5,11 @@ present comes from the metrics subjects, where a lost message costs a second.
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from areal_async.bus import Report
 from areal_async.config.settings import Settings
 from areal_async.errors import WireError
 from areal_async.monitor.evaluated import answers, failures, measured
@@ -20,35 +21,64 @@ from areal_async.protocol.wire import decode_json
 MAX_NOTICES = 5
 MAX_NUMBER = 1e300
 """What is told may have any number of digits, and is shown in those of a float."""
-KEPT_STEPS = 200
+NUM_RECENT_STEPS = 10
+"""Newest steps over which rewards are averaged."""
+KEPT_STEPS = 500
 """Newest lines of ``metrics.jsonl`` that are held: more than is drawn, and than a restored trainer takes back."""
 
 
-@dataclass(frozen=True, slots=True)
-class RoleState:
-    """What one process said last."""
+@dataclass(slots=True, kw_only=True)
+class RunFigures:
+    """The newest steps of a run, and what its processes said last; pure."""
 
-    state: str
-    waits_for: str
+    steps: deque[Line] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
+    """The newest lines of ``metrics.jsonl``, oldest first."""
+    reports: dict[tuple[str, str], Report] = field(default_factory=dict)
+    """What each process said last, by role and instance."""
 
-    def __str__(self) -> str:
-        return f"{self.state}, waits for {self.waits_for}" if self.waits_for else self.state
+    @property
+    def newest_step(self) -> Line:
+        """The newest line; empty before the first step."""
+        return self.steps[-1] if self.steps else {}
+
+    @property
+    def step(self) -> int:
+        """The step that the newest line ends; 0 before the first."""
+        return int(number(self.newest_step, "step"))
+
+    @property
+    def controller(self) -> Report:
+        return self.reports.get(("controller", "0"), {})
+
+    @property
+    def nodes(self) -> dict[str, Report]:
+        """What every node said, by its id."""
+        return {instance: report for (role, instance), report in self.reports.items() if role == "node"}
+
+    @property
+    def servers(self) -> dict[str, dict[str, Any]]:
+        """Every inference server by its id, as its node described it last."""
+        said = [node.get("servers") for node in self.nodes.values()]
+        pairs = [pair for servers in said if isinstance(servers, dict) for pair in servers.items()]
+        return {name: server for name, server in pairs if isinstance(server, dict)}
+
+    def sum_of_nodes(self, key: str) -> float:
+        """Return a number of all nodes together, as they said last."""
+        return sum(number(node, key) for node in self.nodes.values())
+
+    def mean_reward(self, num_steps: int) -> float:
+        """Return the mean over the newest steps."""
+        return mean([number(line, "reward_mean") for line in list(self.steps)[-num_steps:]])
 
 
 @dataclass(slots=True)
-class RunView:
+class RunView(RunFigures):
     """The state of one run's display."""
 
     settings: Settings
-    steps: deque[Line] = field(default_factory=lambda: deque(maxlen=KEPT_STEPS))
-    """The newest lines of ``metrics.jsonl``, oldest first."""
     evaluations: list[Line] = field(default_factory=list)
     """Lines of ``eval.jsonl``, oldest first."""
     notices: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_NOTICES))
-    roles: dict[str, RoleState] = field(default_factory=dict)
-    """``node 0`` -> what it does."""
-    nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    controller: dict[str, Any] = field(default_factory=dict)
     _steps_file: JsonLines = field(init=False)
     _evaluations_file: JsonLines = field(init=False)
     _num_steps_read: int = 0
@@ -75,47 +105,24 @@ class RunView:
         except WireError:
             return
         role, _, instance = subject.split(".", 3)[-1].partition(".")
-        match role:
-            case "node":
-                name = str(message.get("node_id", instance))
-                self.nodes[name] = message
-                self.roles[f"node {name}"] = _node_state(message)
-            case "controller":
-                self.controller = message
-                self.roles[role] = _state(message)
-            case "trainer" if "state" in message:  # its steps come from the file
-                self.roles[role] = _state(message)
+        if role == "node":
+            self.reports[role, str(message.get("node_id", instance))] = message
+        elif role == "controller" or (role == "trainer" and "state" in message):  # a step comes from the file
+            self.reports[role, "0"] = message
+
+    @property
+    def roles(self) -> dict[str, str]:
+        """``node 0`` -> what it does, and what it waits for."""
+        return {
+            f"node {instance}" if role == "node" else role: _state_of(role, report)
+            for (role, instance), report in self.reports.items()
+        }
 
     @property
     def alarms(self) -> list[str]:
         """Names of what the newest step, or the want of one, shows to be wrong with learning."""
-        newest = self.steps[-1] if self.steps else {}
-        return [name for said in (newest, self.controller) for name in str(said.get("alarm_names", "")).split()]
-
-    @property
-    def num_steps_done(self) -> int:
-        """The step that the newest line ends."""
-        return int(number(self.steps[-1], "step")) if self.steps else 0
-
-    @property
-    def generated_tokens_per_s(self) -> float:
-        """Over all nodes, as they said last."""
-        return sum(number(node, "tokens_per_s") for node in self.nodes.values())
-
-    @property
-    def servers(self) -> dict[str, dict[str, Any]]:
-        """Every inference server by its id, as its node described it last."""
-        said = [node.get("servers") for node in self.nodes.values()]
-        pairs = [pair for servers in said if isinstance(servers, dict) for pair in servers.items()]
-        return {name: server for name, server in pairs if isinstance(server, dict)}
-
-    def mean_reward(self, num_steps: int) -> float:
-        """Over the newest steps."""
-        return mean([number(line, "reward_mean") for line in self.newest_steps(num_steps)])
-
-    def newest_steps(self, num_steps: int) -> list[Line]:
-        """Return the newest lines that are held, so many at the most, oldest first."""
-        return list(self.steps)[-num_steps:]
+        said = (self.newest_step, self.controller)
+        return [name for one in said for name in str(one.get("alarm_names", "")).split()]
 
 
 def by_task(evaluations: Sequence[Line], settings: Settings) -> dict[str, list[Line]]:
@@ -138,12 +145,12 @@ def notice_text(subject: str, data: bytes) -> str | None:
     return event_text(message)
 
 
-def event_text(event: Line) -> str:
+def event_text(event: Mapping[str, Any]) -> str:
     """Return one line about an event, safe to show on a terminal; of one that is told in a sentence, that."""
     return visible(_event_text(event), newline=" ")
 
 
-def _event_text(event: Line) -> str:
+def _event_text(event: Mapping[str, Any]) -> str:
     kind = str(event.get("event", ""))
     if "sentence" in event:
         since = f" for {number(event, 'quiet_s'):.0f} s" if "quiet_s" in event else ""
@@ -158,7 +165,7 @@ def _event_text(event: Line) -> str:
     return " ".join([kind, *(f"{key}={value}" for key, value in values.items())])
 
 
-def _named_first(values: Line) -> Iterator[Any]:
+def _named_first(values: Mapping[str, Any]) -> Iterator[Any]:
     """Yield what an event is about, then why; its numbers are for machines."""
     yield from (values[key] for key in ("crew", "server_id", "version") if values.get(key))
     yield from (f"({values[key]})" for key in ("reason", "failure") if values.get(key))
@@ -166,7 +173,7 @@ def _named_first(values: Line) -> Iterator[Any]:
         yield f"after {number(values, 'away_s'):.1f} s"
 
 
-def number(line: dict[str, Any], key: str) -> float:
+def number(line: Mapping[str, Any], key: str) -> float:
     """Return a number of a line; 0 when it is missing, something else or beyond all bounds."""
     value = line.get(key, 0)
     return float(value) if isinstance(value, int | float) and not abs(value) > MAX_NUMBER else 0.0
@@ -176,6 +183,12 @@ def trained_tokens_per_s(line: Line) -> float:
     """Tokens through the loss per second of training."""
     seconds = number(line, "time_train_s")
     return number(line, "num_tokens") / seconds if seconds > 0 else 0.0
+
+
+def reward_text(figures: RunFigures) -> str:
+    """Return the reward of the newest step, and the mean of the last few."""
+    newest, num_recent = number(figures.newest_step, "reward_mean"), min(NUM_RECENT_STEPS, len(figures.steps))
+    return f"{newest:.3f}, last {num_recent}: {figures.mean_reward(num_recent):.3f}"
 
 
 def step_text(line: Line, view: RunView) -> str:
@@ -188,7 +201,7 @@ def step_text(line: Line, view: RunView) -> str:
         f" gap {number(line, 'logprob_gap_mean'):.4f}"
         f" {number(line, 'time_step_s'):.1f} s (wait {number(line, 'time_wait_data_s'):.1f}"
         f" train {number(line, 'time_train_s'):.1f} weights {number(line, 'time_weights_s'):.1f})"
-        f" gen {view.generated_tokens_per_s:.0f} tok/s train {trained_tokens_per_s(line):.0f} tok/s"
+        f" gen {view.sum_of_nodes('tokens_per_s'):.0f} tok/s train {trained_tokens_per_s(line):.0f} tok/s"
     )
 
 
@@ -201,14 +214,13 @@ def evaluation_text(line: Line, view: RunView) -> str:
     )
 
 
-def _state(message: dict[str, Any]) -> RoleState:
-    return RoleState(str(message.get("state", "")), str(message.get("waits_for") or ""))
-
-
-def _node_state(message: dict[str, Any]) -> RoleState:
-    num_waiting = int(number(message, "num_groups_waiting_for_stream"))
-    return RoleState(
-        f"{int(number(message, 'num_trajectories_running'))} trajectories"
-        f" of {int(number(message, 'num_groups_running'))} groups running",
-        f"room in the stream with {num_waiting} groups" if num_waiting else "",
-    )
+def _state_of(role: str, report: Report) -> str:
+    state, waits_for = str(report.get("state", "")), str(report.get("waits_for") or "")
+    if role == "node":
+        running, groups, waiting = (
+            int(number(report, f"num_{what}"))
+            for what in ("trajectories_running", "groups_running", "groups_waiting_for_stream")
+        )
+        state = f"{running} trajectories of {groups} groups running"
+        waits_for = f"room in the stream with {waiting} groups" if waiting else ""
+    return f"{state}, waits for {waits_for}" if waits_for else state

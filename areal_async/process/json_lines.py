@@ -90,25 +90,17 @@ def read_last_json_line(path: Path) -> Line | None:
     """Return the last whole line of a file, however long the file is; None when there is none."""
     try:
         with open(path, "rb") as file:
-            end = place = file.seek(0, os.SEEK_END)
-            while place > 0:
-                place = max(0, place - max(BLOCK_BYTES, end - place))  # twice as much each time
-                file.seek(place)
-                lines = _decode(_whole_lines(file.read(end - place), is_from_start=place == 0))
-                if lines:
-                    return lines[-1]
+            end, num_bytes = file.seek(0, os.SEEK_END), BLOCK_BYTES
+            while True:
+                start = file.seek(max(0, end - num_bytes))
+                data = file.read(end - start)
+                first = data.find(b"\n") + 1 if start else 0
+                lines = [line for _, line in _decoded(data[first : data.rfind(b"\n") + 1].splitlines())]
+                if lines or not start:
+                    return lines[-1] if lines else None
+                num_bytes *= 2
     except FileNotFoundError:
         return None
-    return None
-
-
-def _whole_lines(data: bytes, *, is_from_start: bool) -> bytes:
-    start = 0 if is_from_start else data.find(b"\n") + 1
-    return data[start : data.rfind(b"\n") + 1]
-
-
-def _decode(data: bytes) -> list[Line]:
-    return [line for _, line in _decoded(data.splitlines())]
 
 
 def _decoded(texts: Iterable[bytes]) -> Iterator[tuple[bytes, Line]]:

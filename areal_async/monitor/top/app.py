@@ -21,10 +21,10 @@ from textual.timer import Timer
 from textual.widgets import Input, Label, Static
 
 from areal_async.monitor.top.head import head_lines, shown
-from areal_async.monitor.top.rows import Column, event_rows
+from areal_async.monitor.top.rows import PANES, Column
 from areal_async.monitor.top.table import PaneTable
 from areal_async.monitor.top.terminal import TopDriver
-from areal_async.monitor.top.view import PANES, TopView
+from areal_async.monitor.top.view import TopView
 
 MIN_WIDTH, MIN_HEIGHT = 40, 14
 TALL = 36
@@ -159,10 +159,10 @@ class TopApp(App[signal.Signals]):
         view, pane = self._view, self._pane
         self._head.update(Text("\n").join(head_lines(view, self.size.width)))
         self._tabs.visible = pane.visible = view.status is not None
-        pane.show(view.columns, view.rows())
+        pane.show(view.pane.columns, view.rows())
         self._tabs.update(self._tabs_text())
         self._below.set_class(view.pane_name != "events" and pane.display, "-wanted")
-        self._below.show(BELOW_COLUMNS, event_rows(list(view.events)[: -NUM_EVENTS_BELOW - 1 : -1]))
+        self._below.show(BELOW_COLUMNS, PANES["events"].rows(list(view.events)[: -NUM_EVENTS_BELOW - 1 : -1], "newest"))
         self._foot.update(self._foot_text())
 
     def _tabs_text(self) -> Text:
@@ -228,11 +228,11 @@ class TopApp(App[signal.Signals]):
         self._draw_from_top()
 
     def action_turn(self, num_panes: int) -> None:
-        self.action_turn_to((self._view.pane + num_panes) % len(self._view.panes))
+        self.action_turn_to((self._view.place + num_panes) % len(self._view.panes))
 
     def action_turn_to(self, pane: int) -> None:
         if pane < len(self._view.panes):
-            self._view.pane = pane
+            self._view.place = pane
             self._draw_from_top()
 
     def action_scroll(self, num_rows: int) -> None:

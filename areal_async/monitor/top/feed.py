@@ -3,6 +3,7 @@
 It asks each role what ``status`` asks it, and nothing else, so that being watched costs next to nothing.
 """
 
+import functools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -62,10 +63,7 @@ class TopFeed:
         produces:     the view's status
         unblocked by: cancellation, or another address of the broker
         """
-
-        async def gather() -> dict[tuple[str, str], Report]:
-            return await self._gather(ask)
-
+        gather = functools.partial(self._gather, ask)
         while not self.has_moved:
             since_s = time.monotonic()
             cause = f"not within {SNAPSHOT_DEADLINE_S:g} s"
@@ -94,7 +92,7 @@ class TopFeed:
             while not self._view.reports or not self._view.reports.keys() <= self._answers.keys():
                 self._heard = anyio.Event()
                 await self._heard.wait()
-        return self._view.hear(self._answers, now_s=time.monotonic())
+        return self._view.take_reports(self._answers, now_s=time.monotonic())
 
     def _on_report(self, role: tuple[str, str], report: Report) -> None:
         self._answers[role] = report

@@ -8,7 +8,7 @@ from areal_async.monitor.display import sparkline
 from areal_async.monitor.evaluated import figure
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.top.view import TopView
-from areal_async.monitor.view import number, trained_tokens_per_s
+from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
 
 MAX_ALARMS = 3
 BAR_WIDTH = 12
@@ -30,17 +30,16 @@ def head_lines(view: TopView, width: int) -> Iterator[Text]:
     title = Text.assemble(
         (f"run {shown(status.run)}: ", "bold"),
         (shown(status.state), "bold green" if status.state == "running" else "bold yellow"),
-        f"  step {view.step}/{status.steps}  weights {shown(status.weights_version) or 'none yet'}",
+        f"  step {view.step or status.step}/{status.steps}  weights {shown(status.weights_version) or 'none yet'}",
     )
     yield title.append(f"  ({shown(status.reason)})") if status.reason else title
-    stored = [f"{one['num_messages']} {what} ({one['num_bytes'] / 1e6:.1f} MB)" for what, one in status.queue.items()]
     facts = {
         "reward": _reward(view, width),
         "speed": _speed(view),
         "a step": _step_time(view),
         "staleness": "".join(_staleness(view)) or "no step yet",
         "groups": _groups(view),
-        "stored": ", ".join(stored),
+        "stored": status.stored_text,
     }
     for name, fact in facts.items():
         yield Text.assemble((f"{name:<10}", "bold"), shown(fact))
@@ -57,14 +56,14 @@ def _reward(view: TopView, width: int) -> str:
     rewards = [number(line, "reward_mean") for line in view.steps]
     if not rewards:
         return "no step yet"
-    text = f"{rewards[-1]:.3f}, last {min(10, len(rewards))}: {sum(rewards[-10:]) / len(rewards[-10:]):.3f}"
+    text = reward_text(view)
     if view.status is not None and view.status.evaluation:
         text += f", evaluation {figure(view.status.evaluation)}"
     return f"{text}  {sparkline(rewards[-max(1, min(80, width - 12 - len(text))) :])}"
 
 
 def _speed(view: TopView) -> str:
-    generated = sum(number(node, "tokens_per_s") for node in view.nodes.values())
+    generated = view.sum_of_nodes("tokens_per_s")
     trained = f", {trained_tokens_per_s(view.steps[-1]):.0f} trained" if view.steps else ""
     return f"{generated:.0f} tokens/s generated{trained}, {view.trajectories_per_s:.1f} trajectories/s"
 
@@ -95,7 +94,7 @@ def _groups(view: TopView) -> str:
     status = view.status
     if status is None or "admitted" not in view.controller:
         return "the controller keeps the books, and does not answer"
-    running = sum(int(number(node, "num_groups_running")) for node in view.nodes.values())
+    running = int(view.sum_of_nodes("num_groups_running"))
     return (
         f"{status.in_flight} in flight ({running} running), {status.credits} credits,"
         f" {status.admitted} admitted, {status.settled} settled"

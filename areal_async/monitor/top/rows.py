@@ -69,27 +69,25 @@ class Column(NamedTuple):
     """Where the terminal is narrow: those with 1 first, then those with 2; 0 never."""
 
 
+@dataclass(frozen=True, slots=True)
+class Pane(Generic[T]):
+    """How one kind of thing is shown."""
+
+    columns: tuple[Column, ...]
+    lay_out: Callable[[T], Row]
+    sorts: Mapping[str, Callable[[T], Any] | None]
+    """Name -> what the rows are sorted by, the usual one first; None leaves them in the order in which they come."""
+
+    def rows(self, items: Iterable[T], sort: str) -> PaneRows[T]:
+        """Return a row for each of some things."""
+        key = self.sorts[sort]
+        return PaneRows(list(items) if key is None else sorted(items, key=key), self.lay_out)
+
+
+Server = Mapping[str, Any]
+"""A server of the status, with what its node tells of it."""
 Told = tuple[str, WaitRecord]
 """A wait, after who tells it."""
-
-PROCESS_COLUMNS = (
-    Column("process"), Column(""), Column("up", True, 2), Column("lag ms", True), Column("starts", True, 1),
-    Column("does"), Column("waits for"),
-)  # fmt: skip
-SERVER_COLUMNS = (
-    Column("server"), Column("version"), Column("tokens/s", True), Column("requests", True),
-    Column("first ms", True, 3), Column("tokens due", True, 2), Column("swaps", True, 1), Column("swap ms", True, 1),
-    Column("state"),
-)  # fmt: skip
-WAIT_COLUMNS = (Column("quiet s", True), Column("age s", True), Column("who waits"), Column("for what"))
-LEASE_COLUMNS = (
-    Column("age s", True), Column("quiet s", True), Column("node"), Column("group"), Column("waits for"),
-)  # fmt: skip
-EVENT_COLUMNS = (Column("ago", True), Column("what"))
-TASK_COLUMNS = (
-    Column("share", True), Column("ratio now", True), Column("groups", True), Column("reward", True), Column("task"),
-    Column("reward in each step"),
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,17 +134,6 @@ def _task(name: str, steps: Sequence[Line], *, share: float | None, ratio: float
     )
 
 
-def process_rows(members: Sequence[Member], sort: str) -> PaneRows[Member]:
-    """Return a row for each process; those that are missed first, unless sorted otherwise."""
-    by_name = sorted(members, key=lambda one: (ROLE_ORDER.index(one.role), natural(one.instance)))
-    keys: dict[str, Callable[[Member], Any]] = {
-        "trouble": lambda one: one.presence == OK,
-        "lag": lambda one: -one.loop_lag_s,
-        "starts": lambda one: -one.num_starts,
-    }
-    return PaneRows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _process_row)
-
-
 def _process_row(member: Member) -> Row:
     is_there = member.presence == OK
     cells = (
@@ -161,19 +148,7 @@ def _process_row(member: Member) -> Row:
     return Row(cells, "" if is_there else "red")
 
 
-def server_rows(servers: Iterable[dict[str, Any]], sort: str) -> PaneRows[dict[str, Any]]:
-    """Return a row for each server; those that are fenced first, unless sorted otherwise."""
-    by_name = sorted(servers, key=lambda one: natural(str(one["id"])))
-    keys: dict[str, Callable[[dict[str, Any]], Any]] = {
-        "trouble": lambda one: not one["is_fenced"],
-        "load": lambda one: -number(one, "num_requests"),
-        "tokens/s": lambda one: -number(one, "tokens_per_s"),
-        "version": lambda one: _version(str(one["version"])),
-    }
-    return PaneRows(sorted(by_name, key=keys[sort]) if sort in keys else by_name, _server_row)
-
-
-def _server_row(server: dict[str, Any]) -> Row:
+def _server_row(server: Server) -> Row:
     limit, num_swaps = int(number(server, "limit")), int(number(server, "num_swaps"))
     requests = f"{int(number(server, 'num_requests'))}" + (f"/{limit}" if 0 < limit < UNBOUNDED else "")
     state = f"fenced: {server['reason']}" if server["is_fenced"] else str(server.get("fence") or "serves")
@@ -193,36 +168,10 @@ def _server_row(server: dict[str, Any]) -> Row:
     return Row(cells, "red" if server["is_fenced"] else "")
 
 
-def wait_rows(waits: Iterable[Told], sort: str) -> PaneRows[Told]:
-    """Return a row for each wait, of which is known who tells it; the one that is stuck the longest first."""
-
-    def key(told: Told) -> Any:
-        teller, record = told
-        waiter = record.waiter or teller
-        if sort == "waiter":
-            return natural(waiter)
-        return -(record.age_s if sort == "age" else record.quiet_s), waiter
-
-    return PaneRows(sorted(waits, key=key), _wait_row)
-
-
 def _wait_row(told: Told) -> Row:
     teller, one = told
     more = f" and {one.num_more} more" if one.num_more else ""
     return Row((f"{one.quiet_s:.1f}", f"{one.age_s:.1f}", one.waiter or teller, f"{one.what} {one.on}{more}".strip()))
-
-
-def lease_rows(waits: Iterable[Told], sort: str) -> PaneRows[Told]:
-    """Return what each node's groups wait for: a group is leased by the node that tells of it."""
-    leases = [(teller, one) for teller, one in waits if teller.startswith("node ") and one.waiter.startswith("group ")]
-
-    def key(told: Told) -> Any:
-        node, record = told
-        if sort == "node":
-            return natural(node), -record.age_s
-        return -(record.quiet_s if sort == "quiet" else record.age_s), node
-
-    return PaneRows(sorted(leases, key=key), _lease_row)
 
 
 def _lease_row(told: Told) -> Row:
@@ -237,15 +186,6 @@ def _lease_row(told: Told) -> Row:
     return Row(cells)
 
 
-def task_rows(tasks: Sequence[Task], sort: str) -> PaneRows[Task]:
-    """Return a row for each task, as the settings have them, unless sorted otherwise."""
-    keys: dict[str, Callable[[Task], Any]] = {
-        "share": lambda one: -(one.share or 0.0),
-        "reward": lambda one: (one.reward is None, one.reward),
-    }
-    return PaneRows(sorted(tasks, key=keys[sort]) if sort in keys else tasks, _task_row)
-
-
 def _task_row(task: Task) -> Row:
     cells = (
         "" if task.share is None else f"{task.share:.1%}",
@@ -258,14 +198,9 @@ def _task_row(task: Task) -> Row:
     return Row(cells, "dim" if task.share == 0 else "")
 
 
-def event_rows(events: Iterable[Mapping[str, Any]]) -> PaneRows[Mapping[str, Any]]:
-    """Return a row for each event, in their order."""
-    return PaneRows(list(events), _event_row)
-
-
 def _event_row(event: Mapping[str, Any]) -> Row:
     return Row(
-        (duration_text(seconds_since(str(event.get("at", "")))), event_text(dict(event))),
+        (duration_text(seconds_since(str(event.get("at", "")))), event_text(event)),
         "red" if str(event.get("event")) in BAD_EVENTS else "",
     )
 
@@ -282,3 +217,84 @@ def _version(text: str) -> tuple[int, int]:
     except ValueError:
         return -1, -1
     return version.lineage, version.step
+
+
+def _name_of(member: Member) -> tuple[Any, ...]:
+    return ROLE_ORDER.index(member.role), natural(member.instance)
+
+
+def _waiter_of(told: Told) -> str:
+    teller, record = told
+    return record.waiter or teller
+
+
+def _id_of(server: Server) -> tuple[Any, ...]:
+    return natural(str(server["id"]))
+
+
+PANES: dict[str, Pane[Any]] = {
+    "processes": Pane(
+        (
+            Column("process"), Column(""), Column("up", True, 2), Column("lag ms", True), Column("starts", True, 1),
+            Column("does"), Column("waits for"),
+        ),
+        _process_row,
+        {
+            "trouble": lambda one: (one.presence == OK, _name_of(one)),
+            "name": _name_of,
+            "lag": lambda one: (-one.loop_lag_s, _name_of(one)),
+            "starts": lambda one: (-one.num_starts, _name_of(one)),
+        },
+    ),
+    "servers": Pane(
+        (
+            Column("server"), Column("version"), Column("tokens/s", True), Column("requests", True),
+            Column("first ms", True, 3), Column("tokens due", True, 2), Column("swaps", True, 1),
+            Column("swap ms", True, 1), Column("state"),
+        ),
+        _server_row,
+        {
+            "trouble": lambda one: (not one["is_fenced"], _id_of(one)),
+            "name": _id_of,
+            "load": lambda one: (-number(one, "num_requests"), _id_of(one)),
+            "tokens/s": lambda one: (-number(one, "tokens_per_s"), _id_of(one)),
+            "version": lambda one: (_version(str(one["version"])), _id_of(one)),
+        },
+    ),
+    "waits": Pane(
+        (Column("quiet s", True), Column("age s", True), Column("who waits"), Column("for what")),
+        _wait_row,
+        {
+            "quiet": lambda told: (-told[1].quiet_s, _waiter_of(told)),
+            "age": lambda told: (-told[1].age_s, _waiter_of(told)),
+            "waiter": lambda told: natural(_waiter_of(told)),
+        },
+    ),
+    "leases": Pane(
+        (Column("age s", True), Column("quiet s", True), Column("node"), Column("group"), Column("waits for")),
+        _lease_row,
+        {
+            "age": lambda told: (-told[1].age_s, told[0]),
+            "node": lambda told: (natural(told[0]), -told[1].age_s),
+            "quiet": lambda told: (-told[1].quiet_s, told[0]),
+        },
+    ),
+    "events": Pane(
+        (Column("ago", True), Column("what")),
+        _event_row,
+        {"newest": None, "oldest": None},
+    ),
+    "tasks": Pane(
+        (
+            Column("share", True), Column("ratio now", True), Column("groups", True), Column("reward", True),
+            Column("task"), Column("reward in each step"),
+        ),
+        _task_row,
+        {
+            "order": None,
+            "share": lambda one: -(one.share or 0.0),
+            "reward": lambda one: (one.reward is None, one.reward),
+        },
+    ),
+}  # fmt: skip
+"""By name; the last only of a run that has several tasks."""

@@ -13,8 +13,8 @@ from textual.pilot import Pilot
 
 from areal_async.monitor.snapshot import MISSING, OK, Member, Status
 from areal_async.monitor.top.app import HELP, KEYS, MIN_HEIGHT, MIN_PAUSE_S, MIN_WIDTH, TYPING, TopApp
-from areal_async.monitor.top.rows import PaneRows, Row
-from areal_async.monitor.top.view import KEPT_S, PANES, SORTS, TopView
+from areal_async.monitor.top.rows import PANES, PaneRows, Row
+from areal_async.monitor.top.view import KEPT_S, TopView
 
 pytestmark = pytest.mark.anyio
 
@@ -68,7 +68,7 @@ def _node(num_scored: int = 0) -> dict[str, Any]:
 def view() -> TopView:
     view = TopView(status=_status())
     view.events.extend(EVENTS)
-    view.hear({("node", "0"): _node(), ("controller", "0"): {"max_staleness": 2, "admitted": 64}}, now_s=10)
+    view.take_reports({("node", "0"): _node(), ("controller", "0"): {"max_staleness": 2, "admitted": 64}}, now_s=10)
     view.add_step({"step": 2, "reward_mean": 0.25})
     view.add_step(
         {
@@ -80,7 +80,7 @@ def view() -> TopView:
 
 
 def _rows(view: TopView, pane: str) -> list[tuple[str, ...]]:
-    view.pane = PANES.index(pane)
+    view.place = list(PANES).index(pane)
     return [row.cells for row in view.rows()]
 
 
@@ -142,7 +142,7 @@ async def test_every_pane_fills_the_terminal_and_nothing_goes_over_its_edge(
                 (tabs,) = [line for line in lines if line.startswith(" 1 processes")]
                 assert f"by {view.sort_name}" in tabs or size[0] <= 81
             if status is not None and pane < len(view.panes):
-                assert view.pane_name == PANES[pane]
+                assert view.pane_name == list(PANES)[pane]
 
 
 async def test_a_terminal_that_is_too_small_says_what_is_needed_and_one_that_grows_shows_more(view: TopView) -> None:
@@ -178,7 +178,7 @@ async def test_values_of_any_length_and_of_any_bytes_stay_in_their_place(view: T
         notes=[evil],
         shares={evil: 1.0, "b": 0.0},
     )
-    view.hear({("node", evil): {"waits": {"records": [[f"group {evil}", evil, evil, 1.0, 1.0, 0]]}}}, now_s=10)
+    view.take_reports({("node", evil): {"waits": {"records": [[f"group {evil}", evil, evil, 1.0, 1.0, 0]]}}}, now_s=10)
     view.events.append({"event": evil, "at": evil, "reason": evil})
 
     async with _shown(view, (200, 50)) as pilot:
@@ -190,7 +190,7 @@ async def test_values_of_any_length_and_of_any_bytes_stay_in_their_place(view: T
 
 
 async def test_the_head_tells_reward_speed_staleness_and_queue(view: TopView) -> None:
-    view.hear({("node", "0"): _node(num_scored=50)}, now_s=12)
+    view.take_reports({("node", "0"): _node(num_scored=50)}, now_s=12)
 
     text = "\n".join(await _drawn(view, (120, 30)))
 
@@ -242,8 +242,8 @@ async def test_what_is_told_is_drawn_by_itself(view: TopView) -> None:
 
 def test_servers_tell_their_speed_and_are_sorted_by_trouble_load_speed_and_version(view: TopView) -> None:
     by_sort = {}
-    for _ in SORTS["servers"]:
-        view.pane = PANES.index("servers")
+    for _ in PANES["servers"].sorts:
+        view.place = list(PANES).index("servers")
         by_sort[view.sort_name] = _rows(view, "servers")
         view.sort_next()
 
@@ -283,7 +283,7 @@ def test_waits_are_those_of_the_newest_answers_whatever_was_drawn_before(view: T
     assert [row[2] for row in _rows(view, "waits")] == ["group 0-2-0", "group 0-1-0"]
 
     answer = _node() | {"waits": {"records": [["group 0-3-0", "reward", "", 1.0, 1.0, 0]]}}
-    view.hear({("node", "0"): answer}, now_s=11)
+    view.take_reports({("node", "0"): answer}, now_s=11)
     assert [row[2] for row in _rows(view, "waits")] == ["group 0-3-0"]
     assert [row[3] for row in _rows(view, "leases")] == ["0-3-0"]
     view.end()
@@ -292,7 +292,7 @@ def test_waits_are_those_of_the_newest_answers_whatever_was_drawn_before(view: T
 
 def test_waits_and_leases_of_one_answer_are_each_as_they_are_sorted_now(view: TopView) -> None:
     records = [["group 0-1-0", "reward", "", 9.0, 1.0, 0], ["group 0-2-0", "reward", "", 2.0, 2.0, 0]]
-    view.hear({("node", "0"): _node() | {"waits": {"records": records}}}, now_s=11)
+    view.take_reports({("node", "0"): _node() | {"waits": {"records": records}}}, now_s=11)
 
     assert [row[2] for row in _rows(view, "waits")] == ["group 0-2-0", "group 0-1-0"], (
         "the one without news the longest"
@@ -341,7 +341,7 @@ async def test_a_run_of_one_task_has_no_pane_of_tasks(view: TopView) -> None:
 def test_a_pane_of_tasks_that_there_are_no_more_gives_way_to_the_last_one() -> None:
     """As when the run is started anew with a single one."""
     view = TopView(status=_status(shares={"gsm8k": 0.5, "code": 0.5}))
-    view.pane = PANES.index("tasks")
+    view.place = list(PANES).index("tasks")
     assert view.pane_name == "tasks"
 
     view.status = _status()
@@ -356,17 +356,17 @@ def test_a_process_that_is_missed_is_shown_with_the_cause_and_sorts_are_kept_by_
     view.sort_next()
     assert [row[0] for row in _rows(view, "processes")] == ["node 0", "controller 0", "trainer 0"]
     _rows(view, "events")
-    assert view.sort_name == SORTS["events"][0]
+    assert view.sort_name == next(iter(PANES["events"].sorts))
 
     trainer = next(row for row in _rows(view, "processes") if row[0] == "trainer 0")
     assert (trainer[1], trainer[5]) == (MISSING, "trainer-0 ended by SIGKILL")
 
 
 def test_an_answer_stands_for_a_process_that_is_late_until_it_is_too_old(view: TopView) -> None:
-    late = view.hear({("controller", "0"): {}}, now_s=10 + KEPT_S)
+    late = view.take_reports({("controller", "0"): {}}, now_s=10 + KEPT_S)
     assert ("node", "0") in late
 
-    gone = view.hear({("controller", "0"): {}}, now_s=10.1 + KEPT_S)
+    gone = view.take_reports({("controller", "0"): {}}, now_s=10.1 + KEPT_S)
     assert ("node", "0") not in gone
 
 
@@ -493,7 +493,7 @@ async def test_a_run_that_said_how_it_has_ended_is_not_said_to_miss_its_broker(v
 
 
 async def test_without_its_controller_the_books_are_not_said_to_be_empty(view: TopView) -> None:
-    view.hear({("node", "0"): _node()}, now_s=11 + KEPT_S)
+    view.take_reports({("node", "0"): _node()}, now_s=11 + KEPT_S)
 
     text = "\n".join(await _drawn(view, (100, 24)))
 

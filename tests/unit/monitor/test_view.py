@@ -116,13 +116,13 @@ def test_roles_say_what_they_do_and_for_whom_they_wait(view: RunView) -> None:
     view.on_metrics(METRICS + "node.0", _node_report("b", tokens_per_s=200.5, num_groups_waiting_for_stream=2))
     view.on_metrics(METRICS + "controller.0", b'{"state": "admitting", "in_flight": 9}')
 
-    assert {name: str(state) for name, state in view.roles.items()} == {
+    assert view.roles == {
         "trainer": "waiting, waits for group 0-7-0",
         "node a": "32 trajectories of 4 groups running",
         "node b": "32 trajectories of 4 groups running, waits for room in the stream with 2 groups",
         "controller": "admitting",
     }
-    assert view.generated_tokens_per_s == 1200.5
+    assert view.sum_of_nodes("tokens_per_s") == 1200.5
     assert view.controller["in_flight"] == 9
 
 
@@ -143,7 +143,7 @@ def test_numbers_that_are_none_leave_the_display_as_it_is(view: RunView, count: 
     view.on_metrics(METRICS + "node.a", f'{{{said}, "servers": {{"s": {{"num_requests": {count}}}}}}}'.encode())
 
     Console(file=io.StringIO()).print(render(view))
-    assert view.generated_tokens_per_s == 0.0
+    assert view.sum_of_nodes("tokens_per_s") == 0.0
 
 
 def test_a_node_does_not_speak_for_the_run() -> None:
