@@ -5,10 +5,12 @@ numbers for the page's script, which shows them where the pointer is. Widths and
 which is scaled to the width of a card: about one unit to a pixel on a phone, a little more elsewhere.
 """
 
+import bisect
 import html
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 WIDTH, HEIGHT = 360, 190
@@ -16,8 +18,25 @@ LEFT, RIGHT, TOP, BOTTOM = 46, 12, 8, 30
 MAX_BARS = 60
 """More steps than that are drawn as means over neighbouring ones."""
 MAX_POINTS = 1000
-"""Of a line; as with bars. A chart has fewer pixels."""
+"""Points of a line; more steps are drawn as with bars. A chart has fewer pixels."""
 NUM_Y_TICKS, NUM_X_TICKS = 4, 5
+
+COLOURS = {
+    "page": "#f3f3f1",
+    "card": "#fcfcfb",
+    "ink": "#14140f",
+    "soft": "#55554f",
+    "faint": "#6d6d65",
+    "line": "#e2e1dc",
+    "c1": "#2a78d6",
+    "c2": "#d2551f",
+    "c3": "#14855c",
+    "c4": "#7a4fc4",
+    "c5": "#a87000",
+    "tint": "210, 85, 31",
+    "bad": "#b3261e",
+}
+"""Colours by name: of pictures, and of the page by day."""
 
 
 class Series(NamedTuple):
@@ -28,10 +47,20 @@ class Series(NamedTuple):
     has_marks: bool = False
     """A dot at each value, joined over gaps: few of them, far apart."""
     is_greatest: bool = False
-    """Where neighbouring steps are drawn as one, it is their greatest value and not their mean."""
+    """Neighbouring steps that are drawn as one show their greatest value and not their mean."""
 
 
-def number(value: float) -> str:
+def over_steps(
+    curves: Mapping[str, Mapping[int, float | None]], *, marked: Collection[str]
+) -> tuple[list[int], list[Series]]:
+    """Return every step that a curve has a value at, and each curve over them; the ``marked`` ones have few values."""
+    steps = sorted({step for curve in curves.values() for step in curve})
+    return steps, [
+        Series(name, [curve.get(step) for step in steps], has_marks=name in marked) for name, curve in curves.items()
+    ]
+
+
+def number_text(value: float) -> str:
     """Return a number as short as can be read: 1,234, 0.123, 1.2e-07, 3.4M."""
     size = abs(value)
     if value == 0:
@@ -49,19 +78,20 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     """Return round numbers that cover ``low`` to ``high``, about ``count`` of them."""
     if high <= low:
         high = low + (abs(low) / 2 or 1.0)
-    raw = (high - low) / count
-    unit = 10.0 ** math.floor(math.log10(raw))
-    step = next(unit * factor for factor in (1, 2, 2.5, 5, 10) if unit * factor >= raw * 0.999)
+    step = _round_step((high - low) / count, (1, 2, 2.5, 5, 10))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [place * step for place in range(first, last + 1)]
 
 
 def step_ticks(first: int, last: int) -> list[int]:
     """Return a few round steps from ``first`` to ``last``."""
-    raw = max(1.0, (last - first) / NUM_X_TICKS)
-    unit = 10 ** math.floor(math.log10(raw))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= raw)
+    step = int(_round_step(max(1.0, (last - first) / NUM_X_TICKS), (1, 2, 5, 10)))
     return [place for place in range(first, last + 1) if place % step == 0] or [first]
+
+
+def _round_step(least: float, factors: Sequence[float]) -> float:
+    unit = 10.0 ** math.floor(math.log10(least))
+    return next(unit * factor for factor in factors if unit * factor >= least * 0.999)
 
 
 def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, from_zero: bool = False) -> str:
@@ -77,7 +107,7 @@ def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, fro
     steps = [steps[end - 1] for _, end in groups]
     known = [value for one in series for value in one.values if _is_known(value)]
     if not known:
-        return _empty()
+        return _empty("values" if steps else "steps")
     low, high = min(known), max(known)
     if from_zero or (0 <= low < 0.6 * high):
         low = min(0.0, low)
@@ -92,59 +122,31 @@ def line_chart(steps: Sequence[int], series: Sequence[Series], *, unit: str, fro
         drawn = [point for point in points if point is not None]
         if one.has_marks or len(drawn) == 1:
             parts += [f'<circle class="c{place}" cx="{px:.1f}" cy="{py:.1f}" r="3.5"/>' for px, py in drawn]
-    told = {
-        "x": names,
-        "px": [round(x(step), 1) for step in steps],
-        "unit": unit,
-        "series": [
-            {
-                "name": one.name,
-                "text": [number(value) if _is_known(value) else None for value in one.values],
-                "py": [round(y(value), 1) if _is_known(value) else None for value in one.values],
-            }
-            for one in series
-        ],
-    }
-    return _svg(parts, told, f"{', '.join(one.name for one in series)} in {unit} over steps")
+    told = [_told(one, [round(y(value), 1) if _is_known(value) else None for value in one.values]) for one in series]
+    label = f"{', '.join(one.name for one in series)} in {unit} over steps"
+    return _svg(parts, names, [x(step) for step in steps], told, unit=unit, label=label)
 
 
 def stacked_bars(steps: Sequence[int], series: Sequence[Series], *, unit: str) -> str:
     """Return bars over steps, each the sum of its parts; None counts as 0."""
-    if not steps:
-        return _empty()
     groups = _grouped(len(steps), MAX_BARS)
-    heights = [
-        [sum(value or 0.0 for value in one.values[start:end]) / (end - start) for start, end in groups]
+    joined = [
+        one._replace(
+            values=[sum(value or 0.0 for value in one.values[start:end]) / (end - start) for start, end in groups]
+        )
         for one in series
     ]
-    marks = ticks(0.0, max(map(sum, zip(*heights, strict=True))), NUM_Y_TICKS)
-    y = _scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP)
-    width = (WIDTH - LEFT - RIGHT) / len(groups)
-    centres = [LEFT + (place + 0.5) * width for place in range(len(groups))]
-    named = {steps[start]: centre for (start, _), centre in zip(groups, centres, strict=True)}
-    wanted = step_ticks(steps[0], steps[-1])
-    parts = _axes(marks, y, [(centre, str(step)) for step, centre in _nearest(named, wanted)])
-    gap = 1.5 if width > 5 else 0.0
-    for place, centre in enumerate(centres):
-        below = 0.0
-        for colour, values in enumerate(heights, start=1):
-            top, bottom = y(below + values[place]), y(below)
-            if bottom - top > 0.05:
-                parts.append(
-                    f'<rect class="f{colour}" x="{centre - width / 2 + gap / 2:.1f}" y="{top:.1f}" '
-                    f'width="{width - gap:.1f}" height="{bottom - top:.2f}"/>'
-                )
-            below += values[place]
-    told = {
-        "x": [_steps_text(steps, start, end) for start, end in groups],
-        "px": [round(centre, 1) for centre in centres],
-        "unit": unit,
-        "series": [
-            {"name": one.name, "text": [number(value) for value in values], "py": [None] * len(values)}
-            for one, values in zip(series, heights, strict=True)
-        ],
-    }
-    return _svg(parts, told, f"{', '.join(one.name for one in series)} in {unit} over steps, stacked")
+    if not groups:
+        return _empty("steps")
+    slot = (WIDTH - LEFT - RIGHT) / len(groups)
+    centres = [LEFT + (place + 0.5) * slot for place in range(len(groups))]
+    firsts = [steps[start] for start, _ in groups]
+    wanted = [step for step in step_ticks(steps[0], steps[-1]) if step >= firsts[0]]
+    marked = [(centres[bisect.bisect(firsts, step) - 1], str(step)) for step in wanted]  # the bar that a step is in
+    names = [_steps_text(steps, start, end) for start, end in groups]
+    label = f"{', '.join(one.name for one in series)} in {unit} over steps, stacked"
+    width = slot - (1.5 if slot > 5 else 0.0)
+    return _bars(names, centres, joined, marked, unit=unit, width=width, top=TOP, label=label)
 
 
 def bars(values: Sequence[tuple[str, float]], *, unit: str, label: str) -> str:
@@ -153,47 +155,44 @@ def bars(values: Sequence[tuple[str, float]], *, unit: str, label: str) -> str:
     Args:
         label: what the names are, below the axis.
     """
-    if not values or not any(value for _, value in values):
-        return _empty()
-    marks = ticks(0.0, max(value for _, value in values), NUM_Y_TICKS)
-    y = _scale(marks[0], marks[-1], HEIGHT - BOTTOM, TOP + 10)
+    if not any(value for _, value in values):
+        return _empty("values")
     slot = (WIDTH - LEFT - RIGHT) / len(values)
-    width = min(48.0, slot * 0.7)
     centres = [LEFT + (place + 0.5) * slot for place in range(len(values))]
-    every = math.ceil(len(values) / 10)
-    named = [(centre, name) for place, (centre, (name, _)) in enumerate(zip(centres, values, strict=True))]
-    parts = _axes(marks, y, named[::every], label=label)
-    for centre, (_, value) in zip(centres, values, strict=True):
-        top = y(value)
-        parts.append(
-            f'<rect class="f1" x="{centre - width / 2:.1f}" y="{top:.1f}" width="{width:.1f}" '
-            f'height="{HEIGHT - BOTTOM - top:.2f}" rx="2"/>'
-        )
-        if len(values) <= 8:
-            parts.append(f'<text class="value" x="{centre:.1f}" y="{top - 4:.1f}">{number(value)}</text>')
-    told = {
-        "x": [name for name, _ in values],
-        "px": [round(centre, 1) for centre in centres],
-        "unit": unit,
-        "of": label,
-        "series": [{"name": unit, "text": [number(value) for _, value in values], "py": [None] * len(values)}],
-    }
-    return _svg(parts, told, f"{unit} by {label}")
+    names = [name for name, _ in values]
+    marked = list(zip(centres, names, strict=True))[:: math.ceil(len(values) / 10)]
+    series = [Series(unit, [value for _, value in values])]
+    return _bars(
+        names, centres, series, marked, unit=unit, width=min(48.0, slot * 0.7), top=TOP + 10, of=label,
+        label=f"{unit} by {label}", has_values=len(values) <= 8,
+    )  # fmt: skip
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return what the colours mean; nothing for a single one."""
-    if len(names) < 2:
-        return ""
-    items = "".join(
-        f'<span class="key"><i class="k{place}"></i>{html.escape(name)}</span>'
-        for place, name in enumerate(names, start=1)
-    )
-    return f'<p class="legend">{items}</p>'
+def _bars(
+    names: Sequence[str], centres: Sequence[float], series: Sequence[Series], marked: Sequence[tuple[float, str]], *,
+    unit: str, width: float, top: float, label: str, of: str = "step", has_values: bool = False,
+) -> str:  # fmt: skip
+    heights = [[value or 0.0 for value in one.values] for one in series]
+    marks = ticks(0.0, max(map(sum, zip(*heights, strict=True))), NUM_Y_TICKS)
+    y = _scale(marks[0], marks[-1], HEIGHT - BOTTOM, top)
+    parts = _axes(marks, y, marked, label=of)
+    for centre, values in zip(centres, zip(*heights, strict=True), strict=True):
+        ends = [y(end) for end in itertools.accumulate(values, initial=0.0)]
+        for colour, (lower, upper) in enumerate(itertools.pairwise(ends), start=1):
+            if lower - upper > 0.05:
+                parts.append(
+                    f'<rect class="f{colour}" x="{centre - width / 2:.1f}" y="{upper:.1f}" width="{width:.1f}" '
+                    f'height="{lower - upper:.2f}"/>'
+                )
+        if has_values:
+            text = number_text(sum(values))
+            parts.append(f'<text class="value" x="{centre:.1f}" y="{ends[-1] - 4:.1f}">{text}</text>')
+    told = [_told(one, [None] * len(names)) for one in series]
+    return _svg(parts, names, centres, told, unit=unit, label=label, of=of)
 
 
 def coloured_names(names: Sequence[str], line_height: int) -> str:
-    """Return the same for a picture: SVG text, a line for each name, in its colour."""
+    """Return what the colours mean, for a picture: SVG text, a line for each name, in its colour."""
     return "".join(
         f'<text class="f{place}" x="{LEFT}" y="{place * line_height}">\N{BLACK SQUARE} {html.escape(name)}</text>'
         for place, name in enumerate(names, start=1)
@@ -223,25 +222,15 @@ def _steps_text(steps: Sequence[int], start: int, end: int) -> str:
 
 
 def _grouped(count: int, most: int) -> list[tuple[int, int]]:
-    size = math.ceil(count / most)
+    size = max(1, math.ceil(count / most))
     return [(start, min(start + size, count)) for start in range(0, count, size)]
-
-
-def _nearest(named: dict[int, float], wanted: Sequence[int]) -> list[tuple[int, float]]:
-    """Return for each wanted step the bar that it is in."""
-    found = []
-    for step in wanted:
-        first = max((start for start in named if start <= step), default=None)
-        if first is not None:
-            found.append((step, named[first]))
-    return found
 
 
 def _axes(marks: Sequence[float], y: Any, names: Sequence[tuple[float, str]], *, label: str = "step") -> list[str]:
     parts = []
     for mark in marks:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(mark):.1f}" y2="{y(mark):.1f}"/>')
-        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y(mark) + 3.5:.1f}">{number(mark)}</text>')
+        parts.append(f'<text class="tick end" x="{LEFT - 6}" y="{y(mark) + 3.5:.1f}">{number_text(mark)}</text>')
     base = HEIGHT - BOTTOM
     parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{base}" y2="{base}"/>')
     parts += [f'<text class="tick" x="{px:.1f}" y="{base + 13}">{html.escape(name)}</text>' for px, name in names]
@@ -262,7 +251,17 @@ def _path(points: Sequence[tuple[float, float] | None], place: int, *, is_joined
     return f'<path class="l{place}" d="{"".join(words)}"/>'
 
 
-def _svg(parts: Sequence[str], told: dict[str, Any], label: str) -> str:
+def _told(series: Series, heights: Sequence[float | None]) -> dict[str, Any]:
+    """Return what the page's script shows of a series where the pointer is, and at which height."""
+    texts = [number_text(value) if _is_known(value) else None for value in series.values]
+    return {"name": series.name, "text": texts, "py": heights}
+
+
+def _svg(
+    parts: Sequence[str], names: Sequence[str], centres: Sequence[float], series: Sequence[dict[str, Any]], *,
+    unit: str, label: str, of: str = "step",
+) -> str:  # fmt: skip
+    told = {"x": names, "px": [round(one, 1) for one in centres], "unit": unit, "of": of, "series": series}
     data = html.escape(json.dumps(told, separators=(",", ":")), quote=True)
     return (
         f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" tabindex="0" '
@@ -271,5 +270,5 @@ def _svg(parts: Sequence[str], told: dict[str, Any], label: str) -> str:
     )
 
 
-def _empty() -> str:
-    return '<p class="none">no values yet</p>'
+def _empty(what: str) -> str:
+    return f'<p class="none">no {what} yet</p>'

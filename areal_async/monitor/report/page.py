@@ -1,27 +1,31 @@
 """The report as one HTML page. Pure: what it tells is given, what it needs is inside."""
 
-import html
-import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jinja2
+from markupsafe import Markup
 
 from areal_async.monitor.evaluated import figure
-from areal_async.monitor.report.assets import ANSWER, FOLLOW, SCRIPT, STYLE
-from areal_async.monitor.report.charts import Series, bars, legend, line_chart, number, stacked_bars
+from areal_async.monitor.report.charts import COLOURS, Series, bars, line_chart, number_text, over_steps, stacked_bars
 from areal_async.monitor.report.data import ReportData, ReportTrajectory
 from areal_async.monitor.token_text import visible
 from areal_async.monitor.token_views import TokenKind, TokenView
 from areal_async.monitor.transcript import shade_number
+from areal_async.protocol.types import mean
 
+FOLDER = Path(__file__).parent
+"""Folder of ``page.html``, its style sheet ``page.css`` and its scripts: ``page.js``, and of a page that is watched
+``answer.js`` and ``follow.js``. All of it stands in the page: nothing is fetched but, by a watched one, the page."""
 MAX_TOKENS = 4000
-"""Of one sample; the rest is left to ``trajectories --show``."""
+"""Tokens that are shown of one sample; the rest is left to ``trajectories --show``."""
 TABLE_STEPS = 20
-TABLE = (
-    ("step", "step"), ("weights_version", "weights"), ("reward_mean", "reward"), ("loss", "loss"),
-    ("grad_norm", "grad norm"), ("entropy_mean", "entropy, nats"), ("staleness_mean", "age, versions"),
-    ("num_tokens", "tokens"), ("time_step_s", "time, s"),
-)  # fmt: skip
+TABLE = {
+    "step": "step", "weights_version": "weights", "reward_mean": "reward", "loss": "loss", "grad_norm": "grad norm",
+    "entropy_mean": "entropy, nats", "staleness_mean": "age, versions", "num_tokens": "tokens",
+    "time_step_s": "time, s",
+}  # fmt: skip
 HEALTH = (
     ("loss", "Loss", "", "of the policy, as it is aggregated"),
     ("entropy_mean", "Entropy", "nats per token", "of the policy where it was trained; falls as it grows sure"),
@@ -33,98 +37,112 @@ HEALTH = (
 )  # fmt: skip
 
 
+class Card(NamedTuple):
+    """A chart with what is said about it."""
+
+    title: str
+    unit: str
+    chart: Markup
+    names: Sequence[str] = ()
+    """What the colours mean, in their order; shown where there are several."""
+    note: str = ""
+    newest: str = ""
+    """The newest value."""
+
+
+class Sample(NamedTuple):
+    """A trajectory to read, as it is shown."""
+
+    name: str
+    title: str
+    facts: Sequence[str]
+    sequences: Sequence[Markup]
+    num_sequences: int
+    """Sequences of the whole trajectory; those beyond the room there is are not shown."""
+    num_left_out: int
+    """Tokens that are left out of the last sequence shown."""
+    id: str
+
+
 def render(data: ReportData, *, refresh_s: float | None = None) -> str:
     """Return the whole page.
 
     Args:
         refresh_s: the page looks every so many seconds for what was written since; None leaves that to its button.
     """
-    refresh = _refresh(data, refresh_s) if refresh_s is not None else ""
-    script = SCRIPT + (FOLLOW if refresh_s is not None else "start();")
-    sections = [
-        ("Reward and age of the data", _cards(_progress(data))),
-        ("Time and throughput", _cards(_speed(data))),
-        ("Health of learning", _cards(_health(data))),
-        ("What became of groups", _outcomes(data)),
-        ("Samples by reward", _samples(data)),
-        ("Newest steps", _table(data)),
-        ("Settings and versions", _settings(data)),
-    ]
-    body = "".join(f"<section><h2>{_text(title)}</h2>{content}</section>" for title, content in sections)
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"{refresh}<title>run {_text(data.run)}</title><style>{STYLE}</style></head><body><main>"
-        f'<h1>{_text(data.run)}</h1><p class="about"><span>step {_newest(data)} of {data.steps}</span>'
-        f"<span>written {data.written_at:%Y-%m-%d %H:%M:%S %Z}</span>"
-        '<button onclick="location.reload()">reload</button></p>'
-        f'{_tiles(data)}{body}</main><div id="tip" role="status"></div><script>{script}</script></body></html>\n'
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(FOLDER), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
+    counts = bars([(name, float(count)) for name, count in data.outcomes], unit="groups", label="outcome")
+    return environment.get_template("page.html").render(
+        data=data,
+        refresh_s=refresh_s,
+        colours=COLOURS,
+        tiles=_tiles(data),
+        progress=_progress(data),
+        speed=_speed(data),
+        health=_health(data),
+        outcomes=[Card("Groups", "by outcome", Markup(counts))],
+        samples=map(_sample, data.samples),
+        table=TABLE,
+        num_steps=TABLE_STEPS,
+        asset=lambda name: Markup((FOLDER / name).read_text(encoding="utf-8")),
+        number_text=number_text,
+        visible=visible,
     )
 
 
-def _refresh(data: ReportData, refresh_s: float) -> str:
-    known = f"const STAMP = {json.dumps(data.written_at.isoformat())}, LOOK_MS = {1000 * refresh_s:g};"
-    without_scripts = f'<noscript><meta http-equiv="refresh" content="{math.ceil(refresh_s)}"></noscript>'
-    return f"{without_scripts}<script>{known}{ANSWER}</script>"
-
-
-def _tiles(data: ReportData) -> str:
+def _tiles(data: ReportData) -> list[tuple[str, str]]:
     lines = data.lines
     recent = [value for value in _column(lines[-10:], "reward_mean") if value is not None]
-    seconds = sum(value or 0.0 for value in _column(lines, "time_step_s"))
-    tiles = [(number(sum(recent) / len(recent)) if recent else "–", f"mean reward, last {len(recent)} steps")]
+    seconds, trajectories, tokens = (
+        sum(value or 0 for value in _column(lines, key)) for key in ("time_step_s", "num_trajectories", "num_tokens")
+    )
+    tiles = [(number_text(mean(recent)) if recent else "–", f"mean reward, last {len(recent)} steps")]
     if data.evaluations:
         newest = data.evaluations[-1]
         tiles.append((figure(newest), f"held-out reward at step {newest['step']}"))
     tiles += [
-        (number(sum(value or 0 for value in _column(lines, "num_trajectories"))), "trajectories trained"),
-        (number(sum(value or 0 for value in _column(lines, "num_tokens"))), "tokens trained"),
+        (number_text(trajectories), "trajectories trained"),
+        (number_text(tokens), "tokens trained"),
         (_duration(seconds), "in training steps"),
         (f"{seconds / len(lines):.2f} s" if lines else "–", "per step, mean"),
     ]
-    items = "".join(f'<div class="tile"><b>{_text(value)}</b><span>{_text(what)}</span></div>' for value, what in tiles)
-    return f'<div class="tiles">{items}</div>'
+    return tiles
 
 
-def _progress(data: ReportData) -> Iterator[str]:
+def _progress(data: ReportData) -> Iterator[Card]:
     lines, steps = data.lines, _steps(data)
     held_out: dict[int, list[float]] = {}
     for one in data.evaluations:
         if one["accuracy"] is not None:
             held_out.setdefault(int(one["step"]), []).append(float(one["accuracy"]))
-    every = sorted({*steps, *held_out})
-    rewards = dict(zip(steps, _column(lines, "reward_mean"), strict=True))
-    series = [Series("training", [rewards.get(step) for step in every])]
+    curves = {"training": dict(zip(steps, _column(lines, "reward_mean"), strict=True))}
     if held_out:
-        means = {step: sum(values) / len(values) for step, values in held_out.items()}
-        series.append(Series("held-out", [means.get(step) for step in every], has_marks=True))
-    yield _card("Reward", "mean", line_chart(every, series, unit="reward") if every else "", series=series)
+        curves["held-out"] = {step: mean(values) for step, values in held_out.items()}
+    yield _lines("Reward", "mean", *over_steps(curves, marked=["held-out"]), axis="reward")
     tasks = sorted({key for line in lines for key in line if key.startswith("reward/")})[:5]
     if tasks:
         by_task = [Series(key.removeprefix("reward/"), _column(lines, key)) for key in tasks]
-        yield _card("Reward by task", "mean", line_chart(steps, by_task, unit="reward"), series=by_task)
+        yield _lines("Reward by task", "mean", steps, by_task, axis="reward")
     ages = [
         Series("mean", _column(lines, "staleness_mean")),
         Series("oldest", _column(lines, "staleness_max"), is_greatest=True),
     ]
-    chart = line_chart(steps, ages, unit="versions", from_zero=True) if steps else ""
-    yield _card("Staleness", "versions", chart, series=ages, note="age of trained tokens; 0 is on-policy")
+    yield _lines("Staleness", "versions", steps, ages, note="age of trained tokens; 0 is on-policy", from_zero=True)
     total = sum(data.ages.values())
     shares = [(str(age), 100 * count / total) for age, count in data.ages.items()]
     first, last = data.aged_steps
-    yield _card(
-        "Tokens by age", "% of tokens", bars(shares, unit="%", label="age in versions"),
-        note=f"trained in steps {first} to {last}" if last else "",
-    )  # fmt: skip
+    note = f"trained in steps {first} to {last}" if last else ""
+    ages_chart = Markup(bars(shares, unit="%", label="age in versions"))
+    yield Card("Tokens by age", "% of tokens", ages_chart, note=note)
     lengths = [Series("sampled tokens", _column(lines, "output_tokens_mean"))]
-    yield _card("Length of answers", "tokens", _over(steps, lengths, "tokens"), series=lengths, note="mean, sampled")
+    yield _lines("Length of answers", "tokens", steps, lengths, note="mean, sampled")
     cut = [Series("cut off", [None if one is None else 100 * one for one in _column(lines, "truncated_share")])]
-    yield _card(
-        "Answers cut off", "% of trajectories", _over(steps, cut, "%"), series=cut, note="by max_new_tokens"
-    )  # fmt: skip
+    yield _lines("Answers cut off", "% of trajectories", steps, cut, axis="%", note="by max_new_tokens")
 
 
-def _speed(data: ReportData) -> Iterator[str]:
+def _speed(data: ReportData) -> Iterator[Card]:
     lines, steps = data.lines, _steps(data)
     whole = _column(lines, "time_step_s")
     parts = {
@@ -138,150 +156,75 @@ def _speed(data: ReportData) -> Iterator[str]:
     ]
     parts |= {"other": rest, "checkpoint": [data.checkpoints_s.get(step, 0.0) for step in steps]}
     times = [Series(name, values) for name, values in parts.items()]
-    yield _card("Time of a step", "s", stacked_bars(steps, times, unit="s"), series=times, has_newest=False)
-    for title, unit, key in (("Tokens", "trained/s", "num_tokens"), ("Trajectories", "trained/s", "num_trajectories")):
-        rates = [
-            count / seconds if count is not None and seconds else None
-            for count, seconds in zip(_column(lines, key), whole, strict=True)
-        ]
-        series = [Series(title.lower(), rates)]
-        yield _card(title, unit, _over(steps, series, f"{title.lower()}/s", from_zero=True), series=series)
+    yield Card("Time of a step", "s", Markup(stacked_bars(steps, times, unit="s")), names=list(parts))
+    for what, key in (("Tokens", "num_tokens"), ("Trajectories", "num_trajectories")):
+        counts = zip(_column(lines, key), whole, strict=True)
+        rates = [count / seconds if count is not None and seconds else None for count, seconds in counts]
+        series = [Series(what.lower(), rates)]
+        yield _lines(what, "trained/s", steps, series, axis=f"{what.lower()}/s", from_zero=True)
 
 
-def _health(data: ReportData) -> Iterator[str]:
+def _health(data: ReportData) -> Iterator[Card]:
     for key, title, unit, note in HEALTH:
         values = _column(data.lines, key)
-        if key in ("kl_mean", "value_loss") and not any(values):
-            continue
-        series = [Series(title.lower(), values)]
-        yield _card(title, unit, _over(_steps(data), series, unit), series=series, note=note)
+        if any(values) or key not in ("kl_mean", "value_loss"):
+            yield _lines(title, unit, _steps(data), [Series(title.lower(), values)], note=note)
 
 
-def _outcomes(data: ReportData) -> str:
-    counts = bars([(name, float(count)) for name, count in data.fates], unit="groups", label="outcome")
-    cards = [_card("Groups", "by outcome", counts)]
-    if data.reasons:
-        rows = "".join(
-            f'<tr><td>{count}</td><td class="words bad">{_text(visible(reason, newline=" "))[:300]}</td></tr>'
-            for reason, count in data.reasons
-        )
-        cards.append(
-            '<div class="card" data-name="why"><header><h3>Why not trained</h3></header>'
-            f'<div class="wide"><table>{rows}</table></div></div>'
-        )
-    return f'<div class="charts">{"".join(cards)}</div>'
-
-
-def _samples(data: ReportData) -> str:
-    if not data.samples:
-        return '<p class="none">nothing is archived yet</p>'
-    return _shades() + "".join(_sample(one) for one in data.samples)
-
-
-def _shades() -> str:
-    keys = " ".join(
-        f'<span class="t{f" p{place}" if place else ""}">{name}</span>'
-        for place, name in enumerate(("likely", "50–90 %", "10–50 %", "1–10 %", "under 1 %"))
-    )
-    return (
-        f'<p class="tokens"><span class="g">given</span> {keys} <span class="m">sampled, left out of the loss</span> '
-        '<span class="v">1-4</span>sampled by these weights from here on</p>'
-    )
-
-
-def _sample(sample: ReportTrajectory) -> str:
+def _sample(sample: ReportTrajectory) -> Sample:
     entry = sample.entry
     facts = [f"step {entry.step}", entry.id, entry.workflow, f"advantage {entry.advantage:+.2f}"]
     facts += [f"{entry.tokens} tokens, {entry.output_tokens} sampled", f"weights {entry.versions}"]
     if entry.truncated:
         facts.append("cut off")
-    told = "".join(f"<span>{_text(fact)}</span>" for fact in facts)
-    body, room = "", MAX_TOKENS
-    for place, views in enumerate(sample.sequences, start=1):
-        title = f"<p>sequence {place} of {len(sample.sequences)}</p>" if len(sample.sequences) > 1 else ""
-        body += f'{title}<div class="tokens">{"".join(map(_token, views[:room]))}</div>'
+    shown, room = [], MAX_TOKENS
+    for views in sample.sequences:
+        shown.append(Markup("").join(map(_token, views[:room])))
         room -= len(views)
         if room < 0:
-            body += f"<p>{-room} tokens of it, and what follows: trajectories --show {_text(entry.id)}</p>"
             break
-    name = f"{sample.what}-{entry.id}"
-    return (
-        f'<details id="{_text(name)}"><summary><b>{sample.what}: reward {number(entry.reward or 0.0)}</b>{told}'
-        f"</summary>{body}</details>"
+    return Sample(
+        name=f"{sample.what}-{entry.id}",
+        title=f"{sample.what}: reward {number_text(entry.reward or 0.0)}",
+        facts=facts,
+        sequences=shown,
+        num_sequences=len(sample.sequences),
+        num_left_out=max(0, -room),
+        id=entry.id,
     )
 
 
-def _token(view: TokenView) -> str:
-    mark = f'<span class="v">{view.version}</span>' if view.begins_version else ""
-    text = _text(visible(view.text))
+def _token(view: TokenView) -> Markup:
+    mark = Markup('<span class="v">{}</span>').format(view.version) if view.begins_version else Markup("")
+    text = visible(view.text)
     if view.kind is TokenKind.GIVEN:
-        return f'{mark}<span class="g">{text}</span>'
+        return mark + Markup('<span class="g">{}</span>').format(text)
     level = shade_number(view.logprob)
     classes = "m" if view.kind is TokenKind.MASKED else f"t p{level}" if level else "t"
-    return f'{mark}<span class="{classes}" title="logprob {view.logprob:.3f}, weights {view.version}">{text}</span>'
+    title = f"logprob {view.logprob:.3f}, weights {view.version}"
+    return mark + Markup('<span class="{}" title="{}">{}</span>').format(classes, title, text)
 
 
-def _table(data: ReportData) -> str:
-    head = "".join(f"<th>{_text(name)}</th>" for _, name in TABLE)
-    rows = "".join(
-        "<tr>" + "".join(f"<td>{_cell(line.get(key))}</td>" for key, _ in TABLE) + "</tr>"
-        for line in reversed(data.lines[-TABLE_STEPS:])
-    )
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
-    return f'<div class="card wide" data-name="steps">{table}</div>'
-
-
-def _settings(data: ReportData) -> str:
-    versions = ", ".join(f"{name} {version}" for name, version in data.versions.items())
-    return (
-        f'<p class="note">This report was written by {_text(versions)}.</p>'
-        f'<details id="settings"><summary>every setting of the run</summary><pre>{_text(data.settings)}</pre></details>'
-    )
-
-
-def _card(
-    title: str, unit: str, chart: str, *, series: Sequence[Series] = (), note: str = "", has_newest: bool = True
-) -> str:
-    newest = next((value for value in reversed(series[0].values) if value is not None), None) if series else None
-    told = f"<output>{number(newest)}</output>" if newest is not None and has_newest else ""
-    told_unit = f' <span class="unit">{_text(unit)}</span>' if unit else ""
-    told_note = f'<p class="note">{_text(note)}</p>' if note else ""
-    head = f"<header><h3>{_text(title)}{told_unit}</h3>{told}</header>"
-    return (
-        f'<div class="card" data-name="{_text(title)}">{head}{told_note}'
-        f"{legend([one.name for one in series])}{chart or '<p class=none>no steps yet</p>'}</div>"
-    )
-
-
-def _cards(cards: Iterator[str]) -> str:
-    return f'<div class="charts">{"".join(cards)}</div>'
-
-
-def _over(steps: Sequence[int], series: Sequence[Series], unit: str, *, from_zero: bool = False) -> str:
-    return line_chart(steps, series, unit=unit, from_zero=from_zero) if steps else ""
+def _lines(
+    title: str, unit: str, steps: Sequence[int], series: Sequence[Series], *, axis: str | None = None, note: str = "",
+    from_zero: bool = False,
+) -> Card:  # fmt: skip
+    """Return lines over steps; ``axis`` is the unit of the values where it is not that of the title."""
+    chart = line_chart(steps, series, unit=unit if axis is None else axis, from_zero=from_zero)
+    newest = next((value for value in reversed(series[0].values) if value is not None), None)
+    told = "" if newest is None else number_text(newest)
+    return Card(title, unit, Markup(chart), names=[one.name for one in series], note=note, newest=told)
 
 
 def _steps(data: ReportData) -> list[int]:
     return [int(line["step"]) for line in data.lines]
 
 
-def _newest(data: ReportData) -> int:
-    return int(data.lines[-1]["step"]) if data.lines else 0
-
-
 def _column(lines: Sequence[Mapping[str, Any]], name: str) -> list[float | None]:
     return [float(line[name]) if isinstance(line.get(name), int | float) else None for line in lines]
-
-
-def _cell(value: Any) -> str:
-    return number(value) if isinstance(value, int | float) else _text(str(value if value is not None else ""))
 
 
 def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
-
-
-def _text(text: str) -> str:
-    return html.escape(text, quote=True)

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import resvg_py
 
-from areal_async.monitor.report.assets import LIGHT
-from areal_async.monitor.report.charts import HEIGHT, WIDTH, Series, coloured_names, line_chart
+from areal_async.monitor.report.charts import COLOURS, HEIGHT, WIDTH, Series, coloured_names, line_chart, over_steps
 from areal_async.monitor.view import number
 from areal_async.process.json_lines import Line
 
@@ -26,11 +25,11 @@ text {{ font-family: DejaVu Sans; font-size: 10px; }}
 .grid {{ stroke: {line}; }} .axis {{ stroke: {faint}; }} .cross {{ display: none; }}
 .tick {{ fill: {soft}; font-size: 9px; text-anchor: middle; }} .end {{ text-anchor: end; }}
 path {{ fill: none; stroke-width: 2; stroke-linejoin: round; }}
-""".format(**LIGHT)
+""".format(**COLOURS)
     + "".join(
         f".l{place} {{ stroke: {colour}; }} .c{place}, .f{place} {{ fill: {colour}; }}\n"
         for place in range(1, 4 * NUM_COLOURS)
-        for colour in [LIGHT[f"c{(place - 1) % NUM_COLOURS + 1}"]]
+        for colour in [COLOURS[f"c{(place - 1) % NUM_COLOURS + 1}"]]
     )
 )
 
@@ -43,19 +42,14 @@ def write_picture(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line
         evaluations: lines of ``eval.jsonl`` by what their curve is to be called.
     """
     at = [int(number(line, "step")) for line in steps]
-    held_out = {
-        name: {
-            int(number(line, "step")): number(line, "accuracy") for line in lines if line.get("accuracy") is not None
-        }
-        for name, lines in evaluations.items()
+    curves: dict[str, dict[int, float | None]] = {
+        "mean reward of the batch": dict(zip(at, _column(steps, "reward_mean"), strict=True))
     }
-    rewards = {"mean reward of the batch": dict(zip(at, _column(steps, "reward_mean"), strict=True))}
-    every = sorted({*at}.union(*held_out.values()))
-    reward = [
-        Series(name, [values.get(step) for step in every], has_marks=name in held_out)
-        for name, values in (rewards | held_out).items()
-        if values
-    ]
+    for name, lines in evaluations.items():
+        known = [line for line in lines if line.get("accuracy") is not None]
+        if known:
+            curves[name] = {int(number(line, "step")): number(line, "accuracy") for line in known}
+    every, reward = over_steps(curves, marked=evaluations)
     staleness = [
         Series("staleness, mean", _column(steps, "staleness_mean")),
         Series("staleness, max", _column(steps, "staleness_max"), is_greatest=True),
@@ -72,7 +66,7 @@ def write_picture(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line
     picture = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
     path.write_bytes(
         resvg_py.svg_to_bytes(
-            picture, background=LIGHT["card"], zoom=ZOOM, style_sheet=STYLE, skip_system_fonts=True,
+            picture, background=COLOURS["card"], zoom=ZOOM, style_sheet=STYLE, skip_system_fonts=True,
             font_files=[str(FONT)],
         )
     )  # fmt: skip

@@ -15,11 +15,11 @@ from areal_async.monitor.trajectory_sources import ask_untrained, load_decoder
 from areal_async.process.stdio import say
 
 LOOK_S = 0.2
-"""Between two looks at a live run's files."""
+"""Seconds between two looks at a live run's files."""
 REFRESH_S = 0.5
-"""Between two looks of a watched page at its file."""
+"""Seconds between two looks of a watched page at its file."""
 ASK_EVERY_S = 30.0
-"""Between two questions to the broker of a live run that is watched; so often too is looked whether one lives again."""
+"""Seconds between two questions to the broker of a watched live run; so often too is looked whether one lives again."""
 
 
 def write_report(

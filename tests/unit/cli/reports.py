@@ -73,7 +73,7 @@ def report(*, num_steps: int = STEPS, text: str = HOSTILE) -> ReportData:
             ReportTrajectory(what, entry(place, sibling=place), [views])
             for place, what in enumerate(("lowest", "median", "highest"))
         ],
-        fates=[("trained", 520), ("stale", 130), ("failed", 12), ("rejected", 3), ("abandoned", 2)],
+        outcomes=[("trained", 520), ("stale", 130), ("failed", 12), ("rejected", 3), ("abandoned", 2)],
         reasons=[(f"failed: RewardError: {text}", 12), ("rejected: no tools were called", 3)],
         settings=f"run:\n  name: {text}\n" + "x" * 300,
         versions={"areal_async": "0.1.0"},

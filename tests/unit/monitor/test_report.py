@@ -19,7 +19,7 @@ from areal_async.errors import UserError
 from areal_async.launch.run import visit
 from areal_async.launch.run_directory import RunDirectory
 from areal_async.monitor.output import replacing
-from areal_async.monitor.report.charts import Series, bars, line_chart, number, stacked_bars, step_ticks, ticks
+from areal_async.monitor.report.charts import Series, bars, line_chart, number_text, stacked_bars, step_ticks, ticks
 from areal_async.monitor.report.data import ReportTrajectory, choose_samples, count_ages
 from areal_async.monitor.report.page import render
 from areal_async.monitor.report.write import write_report
@@ -149,12 +149,10 @@ def test_of_a_long_run_no_evaluation_and_no_spike_is_passed_over() -> None:
 
 
 def test_without_values_there_is_no_chart() -> None:
-    for chart in (
-        line_chart([1], [Series("x", [None])], unit=""),
-        bars([], unit="", label=""),
-        stacked_bars([], [], unit=""),
-    ):
+    for chart in (line_chart([1], [Series("x", [None])], unit=""), bars([], unit="", label="")):
         assert chart == '<p class="none">no values yet</p>'
+    for chart in (line_chart([], [Series("x", [])], unit=""), stacked_bars([], [], unit="")):
+        assert chart == '<p class="none">no steps yet</p>'
 
 
 @pytest.mark.parametrize(
@@ -179,7 +177,7 @@ def test_ticks_of_steps_are_whole() -> None:
     ],
 )  # fmt: skip
 def test_numbers_are_short(value: float, text: str) -> None:
-    assert number(value) == text
+    assert number_text(value) == text
 
 
 def test_tokens_are_counted_by_their_age_in_the_step_that_trained_them(tmp_path: Path) -> None:

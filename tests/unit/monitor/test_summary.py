@@ -8,7 +8,7 @@ import pytest
 from PIL import Image, ImageColor
 
 from areal_async.config.settings import DatasetSettings, RunSettings, Settings, TaskSettings
-from areal_async.monitor.report.assets import LIGHT
+from areal_async.monitor.report.charts import COLOURS
 from areal_async.monitor.report.summary import last_per_step, summarise
 
 
@@ -52,10 +52,12 @@ def test_summary_compares_the_ends_and_draws_the_curve(settings: Settings) -> No
     ]
     assert f"{directory / 'model'}: the trained model, a Hugging Face folder" in lines
     picture = np.asarray(Image.open(directory / "reward.png").convert("RGB"))
-    drawn = {name: int((picture == ImageColor.getrgb(LIGHT[name])).all(axis=-1).sum()) for name in ("c1", "c2", "soft")}
+    drawn = {
+        name: int((picture == ImageColor.getrgb(COLOURS[name])).all(axis=-1).sum()) for name in ("c1", "c2", "soft")
+    }
     assert picture.shape[1] > 2 * picture.shape[0], "two charts beside each other"
     assert min(drawn.values()) > 300, f"two lines, and what the axes are: {drawn}"
-    left, right = np.split((picture == ImageColor.getrgb(LIGHT["c1"])).all(axis=-1), 2, axis=1)
+    left, right = np.split((picture == ImageColor.getrgb(COLOURS["c1"])).all(axis=-1), 2, axis=1)
     assert len(left.any(axis=1).nonzero()[0]) > 200, "the reward has gone up"
     assert right.any()
 
