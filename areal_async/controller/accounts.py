@@ -7,9 +7,8 @@ its outcome is written; any other outcome settles its group when it is recorded.
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import overload
 
 import msgspec
 
@@ -29,7 +28,7 @@ class Readmission:
     num_failed_attempts: int
 
 
-class Readmissions(Sequence[Readmission]):
+class Readmissions:
     """Readmissions in a list that only grows, 32 bytes each."""
 
     _WIDTH = 4
@@ -45,16 +44,13 @@ class Readmissions(Sequence[Readmission]):
     def __len__(self) -> int:
         return len(self._numbers) // self._WIDTH
 
-    @overload
-    def __getitem__(self, place: int) -> Readmission: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[Readmission]: ...
-    def __getitem__(self, place: int | slice) -> Readmission | list[Readmission]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(*place.indices(len(self)))]
-        start = range(len(self))[place] * self._WIDTH
-        epoch, index, attempt, num_failed = self._numbers[start : start + self._WIDTH]
-        return Readmission(group_id=GroupId(epoch, index, attempt), num_failed_attempts=num_failed)
+    def __getitem__(self, part: slice) -> list[Readmission]:
+        """Return some of them."""
+        found = []
+        for place in range(*part.indices(len(self))):
+            *group, num_failed = self._numbers[place * self._WIDTH : (place + 1) * self._WIDTH]
+            found.append(Readmission(group_id=GroupId(*group), num_failed_attempts=num_failed))
+        return found
 
 
 @dataclass(slots=True)
@@ -73,7 +69,7 @@ class Accounts:
     last_untrained: str = ""
     """Why the last one of them ended so."""
     readmissions: Readmissions = field(default_factory=Readmissions)
-    """Every one ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
+    """Every re-admission ever due, in the order of the log; ``admitted.num_readmitted`` is the cursor."""
     again_after_death: set[GroupId] = field(default_factory=set)
     """Dead groups that the operator has had tried again."""
     _num_settled_untrained: int = 0

@@ -95,19 +95,10 @@ class Evaluator:
             await self._bus.settle(held)
         self.waits_for = ""
         for record in records:
-            await self._bus.publish_event(
-                EvaluationFinished(
-                    version=record.eval_id,
-                    workflow=record.workflow,
-                    accuracy=record.accuracy,
-                    num_scored=record.num_scored,
-                    num_failed=record.num_failed,
-                    pass_at=record.pass_at,
-                    reasons=record.reasons,
-                    is_graded=record.is_graded,
-                )
-            )
-            log.info("evaluation.finished", **msgspec.structs.asdict(record))
+            facts = msgspec.structs.asdict(record)
+            told = {name: value for name, value in facts.items() if name in EvaluationFinished.__struct_fields__}
+            await self._bus.publish_event(EvaluationFinished(version=record.eval_id, **told))
+            log.info("evaluation.finished", **facts)
         return records
 
     async def _collect(
@@ -190,6 +181,7 @@ class Evaluator:
         await self._publish_all(tickets)
 
     async def _publish_all(self, tickets: Collection[EvalTicket]) -> None:
+        """Store tickets as soon as there is room."""
         while await self._is_nearly_full():
             log.info("evaluation.waits_for_room", num_unasked=self._num_unasked)
             await anyio.sleep(FULL_POLL_S)
@@ -219,20 +211,15 @@ def _record(version: Version, workflow: str, results: Collection[EvalResult], nu
     rewards: dict[int, list[float]] = defaultdict(list)
     for result in scored:
         rewards[result.index].append(result.reward)
-    measured = measure(rewards.values(), num_samples=num_samples)
     return EvalRecord(
         eval_id=str(version),
         step=version.step,
         workflow=workflow,
-        accuracy=measured.accuracy,
         num_scored=len(scored),
         num_failed=len(results) - len(scored),
         oldest=str(min((Version.parse(result.oldest) for result in scored if result.oldest), default=version)),
         newest=str(max((Version.parse(result.newest) for result in scored if result.newest), default=version)),
-        low=measured.low,
-        high=measured.high,
         num_samples=num_samples,
-        pass_at=measured.pass_at,
-        is_graded=measured.is_graded,
+        **measure(rewards.values(), num_samples=num_samples)._asdict(),
         reasons=most_frequent(result.error for result in results if result.error),
     )

@@ -8,9 +8,9 @@ that was stopped make nobody silent.
 from collections.abc import Iterable
 
 LOST_S = 30.0
-"""As long as a ticket that was leased stays a node's own (``ack_wait``): then another node runs its work as well."""
+"""Seconds for which a ticket that was leased stays a node's own (``ack_wait``); then another node runs its work too."""
 DEAF_S = 3.0
-"""Nothing has passed where the controller was not heard by itself for this long; it speaks every second."""
+"""Seconds of not hearing itself from which on the controller counts no time; it speaks every second."""
 
 
 class FailureDetector:

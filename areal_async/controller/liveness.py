@@ -23,7 +23,7 @@ from areal_async.protocol.wire import decode_json
 from areal_async.telemetry.wait_graph import Stall
 
 MAX_INTERVAL_S = 1.0
-"""Between two looks at how long nothing has moved."""
+"""Seconds between two looks at how long nothing has moved."""
 IDLE = {"node": "runs 0 groups", "trainer": "waiting"}
 """Role -> how its state begins once it has nothing to finish; other roles never have anything to."""
 

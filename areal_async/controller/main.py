@@ -3,7 +3,6 @@
 import functools
 import signal
 from pathlib import Path
-from typing import Any
 
 import anyio
 import msgspec
@@ -40,7 +39,7 @@ def run(settings: Settings, *, run_directory: Path, bus_url: str) -> None:
         raise UserError("tasks: got none, need at least one workflow with its data set; name a workflow file")
     trained, held_out = _rows_of(settings)
     tasks = Tasks([(task.name, one.rows) for task, one in zip(settings.tasks, trained, strict=True)])
-    _check_sendable(tasks)
+    _check_sendable(settings, trained)
     refuse_other_rows(run_directory / "rows.json", [*trained, *held_out], run=settings.run.name)
     evaluated = [(task.name, one.rows) for (task, *_), one in zip(settings.held_out, held_out, strict=True)]
     main = functools.partial(_run, settings, run_directory, bus_url, tasks, Tasks(evaluated))
@@ -60,24 +59,21 @@ def _rows_of(settings: Settings) -> tuple[list[Used], list[Used]]:
     held_out = []
     for task, dataset, limit in settings.held_out:
         setting = f"tasks.{settings.tasks.index(task)}.eval.dataset" if task.eval.dataset else "eval.dataset"
-        held_out.append(Used(setting, dataset, _head(load_rows(dataset), limit), limit))
+        rows = load_rows(dataset)
+        held_out.append(Used(setting, dataset, rows.select(range(min(limit, len(rows)))), limit))
     return trained, held_out
 
 
-def _check_sendable(tasks: Tasks) -> None:
-    """Rows travel as JSON; say so before the first ticket does not."""
-    for workflow, row in tasks.first_rows:
+def _check_sendable(settings: Settings, trained: Sequence[Used]) -> None:
+    """Refuse rows that cannot travel as JSON, before the first ticket; there must be one of each task."""
+    for task, one in zip(settings.tasks, trained, strict=True):
         try:
-            msgspec.json.encode(row)
+            msgspec.json.encode(one.rows[0])
         except TypeError as exc:
             raise UserError(
-                f"dataset of {workflow}: got a row that is no JSON ({exc}), need text, numbers, lists and mappings; "
+                f"dataset of {task.name}: got a row that is no JSON ({exc}), need text, numbers, lists and mappings; "
                 "leave the other columns out"
             ) from exc
-
-
-def _head(rows: Any, limit: int) -> Any:
-    return rows.select(range(min(limit, len(rows))))
 
 
 async def _run(settings: Settings, run_directory: Path, bus_url: str, tasks: Tasks, held_out: Tasks) -> None:

@@ -66,7 +66,7 @@ class RunProgress:
 
 
 @dataclass(kw_only=True)
-class Heard:
+class ProcessReport:
     """What one process said last."""
 
     heard_s: float
@@ -74,7 +74,7 @@ class Heard:
     waits_for: str = ""
     waits: WaitReport = field(default_factory=WaitReport)
     servers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """A node's, by id: ``version``, ``fence``."""
+    """Servers of a node by id, each with ``version`` and ``fence``."""
     progress: tuple[Any, ...] = ()
 
 
@@ -82,7 +82,7 @@ class Reports:
     """What every process of the run said last, by the name that ``waits`` gives it."""
 
     def __init__(self) -> None:
-        self.by_name: dict[str, Heard] = {}
+        self.by_name: dict[str, ProcessReport] = {}
 
     def take(self, role: str, said: Mapping[str, Any], *, now_s: float) -> bool:
         """Note a report; say whether it tells of progress. What is no report is ignored."""
@@ -91,7 +91,7 @@ class Reports:
             return False
         if said.get("state") == ENDED:
             return self.by_name.pop(name, None) is not None
-        heard = Heard(
+        heard = ProcessReport(
             heard_s=now_s,
             state=str(said.get("state", "")),
             waits_for=str(said.get("waits_for") or ""),
@@ -126,15 +126,12 @@ def _waits_in(role: str, said: Mapping[str, Any]) -> WaitReport:
         return WaitReport()
     if role != "node":
         return told
+    # A culprit that a node names at will would be killed for it: what others wait for is not for nodes to tell.
+    kind_of = wait_graph.kind_of
     records = [
-        one for one in told.records if not _is_others(one.waiter) and wait_graph.kind_of(one.on) not in NOT_FOR_NODES
+        one for one in told.records if kind_of(one.waiter) not in OTHERS and kind_of(one.on) not in NOT_FOR_NODES
     ]
     return msgspec.structs.replace(told, records=records)
-
-
-def _is_others(waiter: str) -> bool:
-    """Say whether no node knows what this waits for: a culprit that a node names at will would be killed for it."""
-    return wait_graph.kind_of(waiter) in OTHERS
 
 
 def _servers_in(said: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:

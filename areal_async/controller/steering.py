@@ -4,7 +4,8 @@ An order is one compare-and-set of the key ``control``, so two operators never u
 the controller. Each is told as an event with who gave it and why: the audit record.
 """
 
-from collections.abc import Awaitable, Callable
+import functools
+from collections.abc import Awaitable, Callable, Mapping
 
 import anyio.to_thread
 import msgspec
@@ -52,14 +53,20 @@ class RunSteering:
     def endpoints(self) -> list[ServiceEndpoint]:
         """An endpoint for each order."""
         orders = {
-            "pause": ("admit nothing more; what was admitted is finished", self._pause),
-            "resume": ("admit again", self._resume),
-            "stop": ("finish the step, checkpoint and end; the same command as before goes on from there", self._stop),
+            "pause": ("admit nothing more; what was admitted is finished", {"is_paused": True}),
+            "resume": ("admit again", {"is_paused": False}),
+            "stop": (
+                "finish the step, checkpoint and end; the same command as before goes on from there",
+                {"is_stopping": True},
+            ),
         }
         names: Schema = {"enum": live_names(self._settings)}
         change = json_object(optional=["by", "reason"], setting=names, value={"type": "number"}, by=TEXT, reason=TEXT)
         return [
-            *(self._endpoint(name, what, ORDER, CONTROLLED, answer) for name, (what, answer) in orders.items()),
+            *(
+                self._endpoint(name, what, ORDER, CONTROLLED, functools.partial(self._order, name, wanted))
+                for name, (what, wanted) in orders.items()
+            ),
             self._endpoint("set", "change a setting of the live run", change, ALL_CHANGES, self._set),
             self._endpoint(
                 "eval",
@@ -83,16 +90,7 @@ class RunSteering:
             name=name, subject=subject, description=description, request=request, response=response, answer=answer
         )
 
-    async def _pause(self, body: Report) -> Report:
-        return await self._order("pause", body, is_paused=True)
-
-    async def _resume(self, body: Report) -> Report:
-        return await self._order("resume", body, is_paused=False)
-
-    async def _stop(self, body: Report) -> Report:
-        return await self._order("stop", body, is_stopping=True)
-
-    async def _order(self, name: str, body: Report, **changes: bool) -> Report:
+    async def _order(self, name: str, changes: Mapping[str, bool], body: Report) -> Report:
         """Carry out one order; one that changes nothing is no mistake.
 
         Raises:

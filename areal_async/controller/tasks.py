@@ -30,11 +30,6 @@ class Tasks:
         """How many rows each task has."""
         return [len(rows) for _, rows in self._parts]
 
-    @property
-    def first_rows(self) -> list[tuple[str, dict[str, Any]]]:
-        """Workflow name and first row of each task; there must be one."""
-        return [(name, rows[0]) for name, rows in self._parts]
-
     def at(self, index: int) -> tuple[str, dict[str, Any]]:
         """Return workflow name and row at a position in the concatenation."""
         workflow, rows, offset = self._find(index)

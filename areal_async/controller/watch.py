@@ -8,7 +8,7 @@ that is silent is the culprit wherever the walk meets it, as its last words are 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from areal_async.controller.reports import Heard
+from areal_async.controller.reports import ProcessReport
 from areal_async.telemetry import wait_graph
 from areal_async.telemetry.wait_graph import BROKER, CONTROLLER, TRAINER, WaitRecord
 
@@ -28,7 +28,7 @@ class StallVerdict:
     culprit: str
     """An entity of ``waits``; several that wait for each other are joined by commas."""
     chain: list[str]
-    """From the one that the run waits for to the culprit."""
+    """Entities from the one that the run waits for to the culprit."""
     sentence: str
     is_starting: bool = False
     """The culprit has not been able to work yet; for that it has a deadline of its own."""
@@ -39,7 +39,7 @@ def silence_after(watchdog_s: float) -> float:
     return max(MIN_SILENCE_S, min(MAX_SILENCE_S, watchdog_s / 2))
 
 
-def explain(processes: Mapping[str, Heard], *, now_s: float, silence_s: float) -> StallVerdict:
+def explain(processes: Mapping[str, ProcessReport], *, now_s: float, silence_s: float) -> StallVerdict:
     """Name the culprit, from what each process said last and when."""
     return _Walk(processes, now_s=now_s, silence_s=silence_s).run()
 
@@ -50,7 +50,7 @@ class _Link:
 
     on: str
     text: str
-    """After ``which``."""
+    """What stands after ``which`` in the sentence."""
     teller: str = ""
     """The process that knows of it."""
     quiet_s: float = 0.0
@@ -58,16 +58,16 @@ class _Link:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Where the walk ends."""
+    """The end of the walk."""
 
     culprit: str
     why: str
-    """After the last thing that is waited for."""
+    """What stands after the last thing that is waited for."""
     is_starting: bool = False
 
 
 class _Walk:
-    def __init__(self, processes: Mapping[str, Heard], *, now_s: float, silence_s: float) -> None:
+    def __init__(self, processes: Mapping[str, ProcessReport], *, now_s: float, silence_s: float) -> None:
         self._processes = processes
         self._now_s = now_s
         self._silence_s = silence_s

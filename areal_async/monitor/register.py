@@ -25,9 +25,9 @@ class DeadGroup(NamedTuple):
     """Position of its row in the data."""
     workflow: str
     attempts: int
-    """That failed, since the last re-admission."""
+    """Failed attempts since the last re-admission."""
     reason: str
-    """Of the last one."""
+    """Why the last attempt failed."""
     when: str
     state: str
     """``dead``, or what became of its re-admission."""
@@ -54,7 +54,7 @@ class Register:
     def letters(self) -> list[DeadGroup]:
         """Every group that ended dead, in the order of the log."""
         due = {item.group_id for item in self.accounts.due_readmissions}
-        known = {item.group_id for item in self.accounts.readmissions}
+        known = {item.group_id for item in self.accounts.readmissions[:]}
         letters = []
         for group_id, (outcome, recorded_at) in self._dead.items():
             group = GroupId.parse(group_id)

@@ -105,7 +105,7 @@ def _holes(audit: Reconciliation, admitted: list[GroupId]) -> Iterator[Violation
 def _strangers(audit: Reconciliation) -> Iterator[Violation]:
     """No group but the sampler's next ones and those that an outcome re-admits."""
     rules, last = audit.evidence.rules, audit.evidence.admitted_last
-    due = {item.group_id for item in audit.accounts.readmissions}
+    due = {item.group_id for item in audit.accounts.readmissions[:]}
     if rules.num_rows:
         # tickets are published before the record moves on
         far = MAX_LOOKED_AT if rules.curriculum else rules.max_groups_in_flight

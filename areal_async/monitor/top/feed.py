@@ -20,14 +20,14 @@ from areal_async.monitor.top.view import TopView
 from areal_async.process.json_lines import JsonLines
 
 REFRESH_S = 0.7
-"""Between two questions to everybody; what they say stands on the screen within a second."""
+"""Seconds between two questions to everybody; what they say stands on the screen within a second."""
 ANSWER_S = 0.3
-"""For the roles to answer; one that is late is shown with its last answer, until that is too old."""
+"""Seconds that the roles have to answer; one that is late is shown with its last answer, until that is too old."""
 LOOK_AT_STEPS_S = 0.2
 MIN_PAUSE_S = 0.1
 RETRY_S = 1.0
 SNAPSHOT_DEADLINE_S = 2.0
-"""For the broker, after which it is said not to answer."""
+"""Seconds that the broker has to answer before it is said not to."""
 
 
 class TopFeed:

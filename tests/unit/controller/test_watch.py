@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from areal_async.controller.reports import AwakeClock, Heard, Reports
+from areal_async.controller.reports import AwakeClock, ProcessReport, Reports
 from areal_async.controller.watch import StallVerdict, explain
 from areal_async.launch.stalls import group_of
 from areal_async.telemetry.wait_graph import WaitRecord, WaitReport
@@ -15,12 +15,12 @@ LEASED = ("node b", "group 0-17-0", "", 50.0)
 SLOT = ("group 0-17-0", "slot 0-17-0.3", "the workflow of", 48.0)
 
 
-def _heard(*edges: tuple[str, str, str, float], silent_s: float = 0.0, left_out: int = 0, **more: Any) -> Heard:
+def _heard(*edges: tuple[str, str, str, float], silent_s: float = 0.0, left_out: int = 0, **more: Any) -> ProcessReport:
     records = [WaitRecord(waiter, on, what, quiet_s, quiet_s) for waiter, on, what, quiet_s in edges]
-    return Heard(heard_s=NOW_S - silent_s, waits=WaitReport(records=records, num_left_out=left_out), **more)
+    return ProcessReport(heard_s=NOW_S - silent_s, waits=WaitReport(records=records, num_left_out=left_out), **more)
 
 
-def _explain(**processes: Heard) -> StallVerdict:
+def _explain(**processes: ProcessReport) -> StallVerdict:
     named = {name.replace("_", " "): heard for name, heard in processes.items()}
     return explain({"controller": _heard(), **named}, now_s=NOW_S, silence_s=5.0)
 
@@ -151,7 +151,7 @@ def test_a_stream_without_a_token_is_told_from_the_trainer_to_its_server() -> No
         ),
     ],
 )  # fmt: skip
-def test_the_culprit_is_named(processes: dict[str, Heard], culprit: str, told: str) -> None:
+def test_the_culprit_is_named(processes: dict[str, ProcessReport], culprit: str, told: str) -> None:
     verdict = _explain(**processes)
 
     assert verdict.culprit == culprit
