@@ -15,9 +15,9 @@ from areal_async.protocol.types import mean
 MUCH: Final = 0.3
 """Share of answers or calls from which on it may be what keeps the reward down."""
 LITTLE_ENTROPY: Final = 0.05
-"""In nats a token: siblings say the same."""
+"""Entropy, in nats a token, under which siblings say the same."""
 MIN_STEPS: Final = 10
-"""Before that many, held-out rewards may well stand still."""
+"""Steps before which held-out rewards may well stand still."""
 
 
 def advice(steps: Sequence[Line], evaluations: Mapping[str, Sequence[Line]], settings: Settings) -> list[str]:

@@ -36,7 +36,7 @@ def awaiting_beat(bus: Bus) -> AskLive:
 
 
 class BeatsSeen:
-    """For who asks again and again: whether the launcher has said anything lately, by what stood there before."""
+    """Tells anyone who asks again and again whether the launcher has spoken lately, by what stood there before."""
 
     def __init__(self, bus: Bus) -> None:
         self._bus = bus

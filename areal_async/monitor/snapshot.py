@@ -47,7 +47,7 @@ LOAD = (
 BOOKS = ("admitted", "settled", "in_flight", "credits")
 """Groups, as the controller's report counts them."""
 NUM_EVENTS = 8
-"""Of the newest that are shown."""
+"""Events that are shown, the newest ones."""
 NUM_READ = 200
 """Messages among which these are looked for: what the broker tells stands there as well."""
 
@@ -64,9 +64,9 @@ class Member:
     waits_for: str = ""
     num_starts: int = 0
     why: str = ""
-    """Of its crew's last death."""
+    """Why its crew died the last time."""
     up_s: float = 0.0
-    """For how long it has answered; 0 while it does not."""
+    """Seconds for which it has answered; 0 while it does not."""
     pid: int = 0
     host: str = ""
     loop_lag_s: float = 0.0
@@ -85,16 +85,16 @@ class Status:
     steps: int
     weights_version: str
     reward_mean: float | None
-    """Of the newest step."""
+    """Mean reward of the newest step."""
     accuracy: float | None
     evaluation: dict[str, Any] = field(default_factory=dict)
-    """Of the newest evaluation, and all that it came to."""
+    """All that the newest evaluation came to; empty before the first."""
     admitted: int | None
-    """As the controller has it in its books, or, once the run is over, as it has left them; None where nobody says."""
+    """Groups as the controller counts them, or, once the run is over, as it left them; None where nobody says."""
     settled: int | None
     in_flight: int | None
     credits: int | None
-    """None in a run that is over, too."""
+    """Groups that may still be admitted; None in a run that is over, too."""
     queue: dict[str, dict[str, int]]
     """Stream -> ``num_messages`` and ``num_bytes``."""
     members: list[Member]
@@ -102,7 +102,7 @@ class Status:
     changes: dict[str, float] = field(default_factory=dict)
     """Settings that were changed while the run went on, and hold."""
     shares: dict[str, float] = field(default_factory=dict)
-    """Of the tasks in the prompts that are admitted now."""
+    """Each task's share of the prompts that are admitted now."""
     events: list[dict[str, Any]] = field(default_factory=list)
     """What has happened last, oldest first; ``teller`` is the role and the instance that told it."""
     notes: list[str] = field(default_factory=list)

@@ -31,7 +31,7 @@ class TokenView(NamedTuple):
     logprob: float
     """The server's; 0 where it was given."""
     version: str
-    """Of the weights that sampled it; empty where it was given."""
+    """Version of the weights that sampled it; empty where it was given."""
     begins_version: bool
     """The first of a stretch that one version sampled."""
 

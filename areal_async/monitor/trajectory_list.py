@@ -53,7 +53,7 @@ class Entry(NamedTuple):
 
     @property
     def versions(self) -> str:
-        """Of the weights that sampled it."""
+        """Versions of the weights that sampled it."""
         return self.oldest if self.oldest == self.newest else f"{self.oldest}..{self.newest}"
 
 
@@ -61,7 +61,7 @@ UNDECODABLE = "undecodable"
 FAILED = (SlotStatus.FAILED, OutcomeKind.FAILED, OutcomeKind.DEAD, UNDECODABLE)
 """States of what was to be trained and broke, against what was withdrawn, filtered or came too late."""
 COLUMNS = ("step", "group", "sibling", "workflow", "state", "reward", "advantage", "tokens", "turns", "truncated")
-"""By which a list can be sorted, besides ``newest``."""
+"""Facts by which a list can be sorted, besides ``newest``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -23,7 +23,7 @@ class News(NamedTuple):
     """What has come since the last look."""
 
     lines: list[Line]
-    """Those that were not there before, oldest first."""
+    """Lines that were not there before, oldest first."""
     num_kept: int
     """Lines read before that the file still begins with; any others were taken back."""
 
@@ -36,7 +36,7 @@ class JsonLines:
         self._inode = 0
         self._read_bytes = 0
         self._digests = array("q")
-        """Of each line that was handed out."""
+        """Hash of each line that was handed out."""
 
     def read_new(self) -> News:
         """Return the whole lines that were added; a last line without its end waits for it."""

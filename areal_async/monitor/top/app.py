@@ -31,9 +31,9 @@ TALL = 36
 """Lines from which on the last events stand below every other pane."""
 NUM_EVENTS_BELOW = 8
 MIN_PAUSE_S = 0.1
-"""Between two drawings."""
+"""Seconds between two drawings."""
 REDRAW_S = 1.0
-"""After which everything is drawn anew: how long ago it was has changed."""
+"""Seconds after which everything is drawn anew: how long ago it was has changed."""
 NOTICE_S = 5.0
 """How long the answer to an order is in sight."""
 ALL_ROWS = 1 << 30

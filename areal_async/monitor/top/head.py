@@ -13,7 +13,7 @@ from areal_async.monitor.view import number, reward_text, trained_tokens_per_s
 MAX_ALARMS = 3
 BAR_WIDTH = 12
 MAX_CHARACTERS = 1000
-"""Of one value, which may be of any length: more than any terminal shows on a line."""
+"""Characters that are shown of one value, which may have any length: more than any terminal shows on a line."""
 
 
 def shown(value: str) -> str:

@@ -22,7 +22,7 @@ BAD_EVENTS = (
 )  # fmt: skip
 NUM_CURVE_STEPS = 20
 NUM_TASK_STEPS = 10
-"""Of the newest, over which a task's groups are counted and its rewards averaged."""
+"""Newest steps over which a task's groups are counted and its rewards averaged."""
 MAX_KEYS = 1 << 15
 _DIGITS = re.compile(r"(\d+)")
 
@@ -66,7 +66,7 @@ class Column(NamedTuple):
     is_number: bool = False
     """Stands at the right."""
     is_left_out: int = 0
-    """Where the terminal is narrow: those with 1 first, then those with 2; 0 never."""
+    """Rank in which columns are left out of a narrow terminal, 1 first; 0 never."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ class Task:
 
     name: str
     share: float | None
-    """Of the prompts that are admitted now; None where nobody says."""
+    """The task's share of the prompts that are admitted now; None where nobody says."""
     ratio: float | None
-    """As it was changed while the run went on; None where it was not."""
+    """The ratio as it was changed while the run went on; None where it was not."""
     num_groups: int
-    """Trained in the newest ``NUM_TASK_STEPS``."""
+    """Groups trained in the newest ``NUM_TASK_STEPS``."""
     rewards: tuple[float, ...]
-    """Of each step that had one, oldest first."""
+    """Mean reward of each step that had one, oldest first."""
     reward: float | None
-    """Mean over those of the newest ``NUM_TASK_STEPS``."""
+    """Mean over the rewards of the newest ``NUM_TASK_STEPS``."""
 
 
 def task_names(steps: Sequence[Line], shares: Mapping[str, float]) -> list[str]:
@@ -297,4 +297,4 @@ PANES: dict[str, Pane[Any]] = {
         },
     ),
 }  # fmt: skip
-"""By name; the last only of a run that has several tasks."""
+"""The panes by name; the last is there only in a run of several tasks."""

@@ -30,7 +30,7 @@ class PaneTable(ScrollView, can_focus=False):
         self._columns: tuple[Column, ...] = ()
         self._rows: PaneRows[Any] = PaneRows((), lambda _: Row(()))
         self._lines: list[Text] = []
-        """Those in sight, as they were drawn last."""
+        """The lines in sight, as they were drawn last."""
 
     @property
     def span(self) -> tuple[int, int]:
