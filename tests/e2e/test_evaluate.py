@@ -10,6 +10,7 @@ import pytest
 from areal_async.config.sources import load_settings
 from areal_async.launch.run_directory import RunDirectory
 from tests.collector import collecting
+from tests.unit.inference.embedded_engine import Server
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL = REPOSITORY / "configs" / "models" / "tiny"
@@ -26,10 +27,15 @@ def _eval(*words: str) -> subprocess.CompletedProcess[str]:
     return ended
 
 
-def test_each_row_of_a_model_that_is_evaluated_is_a_trace_at_the_collector() -> None:
+def _eval_at(engine: Server, traces: str) -> subprocess.CompletedProcess[str]:
+    words = ["--config", str(CONFIG), "--server", str(engine.http.base_url), "--metrics.traces", traces]
+    return _eval("workflows/gsm8k.py", *words)
+
+
+def test_each_row_of_a_model_that_is_evaluated_is_a_trace_at_the_collector(engine: Server) -> None:
     with collecting() as collector:
         for _ in range(2):
-            _eval("workflows/gsm8k.py", "--config", str(CONFIG), "--metrics.traces", collector.url)
+            _eval_at(engine, collector.url)
 
     traces = list(collector.traces().values())
     rows = [next(span for span in spans if not span.parent) for spans in traces]
@@ -57,7 +63,7 @@ def test_the_rows_of_a_run_that_is_over_are_traced_in_its_files(tmp_path: Path) 
     assert len([span for span in spans if span["name"] == "invoke_workflow gsm8k"]) == 2
 
 
-def test_a_model_without_a_run_has_no_place_for_traces_in_files() -> None:
-    ended = _eval("workflows/gsm8k.py", "--config", str(CONFIG), "--metrics.traces", "file")
+def test_a_model_without_a_run_has_no_place_for_traces_in_files(engine: Server) -> None:
+    ended = _eval_at(engine, "file")
 
     assert "metrics.traces: got file without a run" in ended.stderr

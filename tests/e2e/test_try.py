@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,10 @@ import pytest
 from tests.unit.inference.embedded_engine import Server
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-MODEL = REPOSITORY / "configs" / "models" / "tiny"
 DEADLINE_S = 150.0
 END_OF_TURN = 2
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.whole_runs]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[Server]:
-    server = Server(MODEL)
-    yield server
-    server.close()
 
 
 def attempt(*words: str, temporary: Path) -> "subprocess.CompletedProcess[str]":
