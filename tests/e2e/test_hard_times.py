@@ -1,6 +1,5 @@
-"""A run that is killed again and again, or has hardly room for its trajectories, still finishes with nothing lost."""
+"""A run that is killed, has hardly room, or is seen by nobody still finishes with nothing lost."""
 
-import json
 import os
 import shutil
 import subprocess
@@ -10,25 +9,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.test_run import REPOSITORY, Run, assert_accounts, collect
+from areal_async.monitor.tail import read_json_lines
+from tests.e2e.scene import has
+from tests.e2e.terminal import Terminal
+from tests.e2e.test_run import DEADLINE_S, REPOSITORY, Run, assert_accounts, collect, events
 from tools.faults_hosts import fill
 
 pytestmark = pytest.mark.timeout(360)
 
 
-def test_a_run_that_is_killed_whenever_it_has_made_two_steps_finishes_and_throws_nothing_away(tmp_path: Path) -> None:
-    run = Run(tmp_path, "killed", run__steps=6, trainer__checkpoint_every_steps=100, eval__limit=8)
+def test_a_run_that_is_killed_before_its_first_checkpoint_finishes_and_throws_nothing_away(tmp_path: Path) -> None:
+    """One that is killed twice: row 24 of the faults."""
+    run = Run(tmp_path, "killed", run__steps=4, trainer__checkpoint_every_steps=100, eval__limit=8)
     given = run.command()[4:]
 
     ended = subprocess.run(
-        [sys.executable, "-m", "tools.kill_again", "--after-steps", "2", "--max-kills", "2", *given],
+        [sys.executable, "-m", "tools.kill_again", "--after-steps", "2", "--max-kills", "1", *given],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=340, check=False,
     )  # fmt: skip
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "start 3: " in ended.stdout
+    assert "start 2: " in ended.stdout
     assert "steps whole, 0 groups or slots thrown away" in ended.stdout
-    assert_accounts(run, num_steps=6, max_staleness=2)
+    assert_accounts(run, num_steps=4, max_staleness=2)
 
 
 def test_a_stream_that_fills_up_before_the_next_checkpoint_is_due_has_all_ranks_make_one(tmp_path: Path) -> None:
@@ -42,8 +45,7 @@ def test_a_stream_that_fills_up_before_the_next_checkpoint_is_due_has_all_ranks_
 
     assert ended.returncode == 0, ended.stdout
     assert_accounts(run, num_steps=11, max_staleness=2)
-    logged = [json.loads(line) for line in (run.directory / "logs" / "trainer-0.jsonl").read_text().splitlines()]
-    steps = [line["step"] for line in logged if line["event"] == "checkpoint.written"]
+    steps = [line["step"] for line in events(run, "trainer-0", "checkpoint.written")]
     assert len(steps) == 2
     assert steps[-1] == 11
 
@@ -77,16 +79,22 @@ def test_a_disk_that_is_full_and_stays_so_ends_the_run_with_one_sentence(small_d
     assert "Logging error" not in "".join(path.read_text() for path in (run.directory / "logs").glob("*.out"))
 
 
-def test_a_run_whose_logs_are_taken_away_goes_on_and_makes_them_again(tmp_path: Path) -> None:
-    run = Run(tmp_path, "tidy", run__steps=6, eval__limit=8)
-    process = run.start("--no-display")
-    run.wait_for_step(2, process)
+def test_a_run_whose_logs_are_taken_away_and_whose_terminal_is_closed_goes_on_and_makes_its_logs_again(
+    tmp_path: Path,
+) -> None:
+    """Its log says since when nobody sees it."""
+    run = Run(tmp_path, "unseen", run__steps=6, eval__limit=8)
+    terminal = Terminal((100, 30), program=run.command())
+    terminal.wait(has("run unseen", "step", "0/6"), "the panel", within_s=DEADLINE_S)
+    terminal.wait(lambda _: len(run.lines) >= 2, "two steps", within_s=DEADLINE_S)
 
     shutil.rmtree(run.directory / "logs")
-    ended = collect(process)
+    terminal.close()
 
-    assert ended.returncode == 0, ended.stdout
+    assert terminal.process.wait(timeout=DEADLINE_S) == 0
+    assert len(run.lines) == 6
     logs = {path.name for path in (run.directory / "logs").glob("*") if path.stat().st_size}
     assert {"trainer-0.jsonl", "node-0.jsonl", "controller.jsonl", "server-0-0.log", "nats.log"} <= logs
-    logged = [json.loads(line) for line in (run.directory / "logs" / "trainer-0.jsonl").read_text().splitlines()]
-    assert "checkpoint.written" in [line["event"] for line in logged]
+    assert events(run, "trainer-0", "checkpoint.written")
+    said = [line["event"] for line in read_json_lines(run.directory / "logs" / "launcher.jsonl")]
+    assert [line.startswith("stdout: got Input/output error") for line in said if "stdout" in line] == [True], said
