@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet --no-input
+# What is imported is compiled then, once; most of what is installed never is.
+INSTALL := -m pip --disable-pip-version-check --quiet --no-input install --no-compile
 CONSTRAINTS := tools/constraints.txt
 
 SGLANG := .venv-sglang
@@ -11,7 +12,8 @@ SITE := .site/html
 AGENTS := .venv-agents
 export NEED_AGENTS := $(AGENTS)/bin/python
 
-.PHONY: run browser agents test test-runs test-sglang test-slurm faults faults-quick nightly check site docs setup clean
+.PHONY: run browser agents sglang test test-runs test-sglang test-slurm faults faults-quick nightly
+.PHONY: check lint types site docs setup clean
 
 run: $(STAMP)  ## train the GSM8K job; learns within minutes on a CPU
 	$(BIN)/python -m areal_async run workflows/gsm8k.py $(ARGS)
@@ -28,8 +30,10 @@ agents: $(AGENTS)/.installed  ## the agent frameworks that are tried at the endp
 test-runs: $(STAMP)  ## what users do, end to end: each workflow, a run that is operated, the README's first workflow
 	$(BIN)/python -m pytest -m whole_runs -n 2 --dist loadfile --no-loadscope-reorder tests/e2e $(ARGS)
 
-test-sglang: $(STAMP) agents  ## the contract with the servers, of the real SGLang; builds its environment first
+sglang:  ## an environment in which the real SGLang runs on a CPU
 	$(PYTHON) tools/setup_sglang.py $(SGLANG)
+
+test-sglang: $(STAMP) agents sglang  ## the contract with the servers, of the real SGLang; builds its environment first
 	NEED_SGLANG=$(SGLANG)/bin/python $(BIN)/python -m pytest -m sglang tests/sglang $(ARGS)
 
 test-slurm: $(STAMP)  ## runs as jobs of the real Slurm, on two hosts made of namespaces; installs Debian's packages, needs root
@@ -49,9 +53,13 @@ nightly: $(STAMP)  ## the longer proofs: each test on both event loops, every fa
 	$(BIN)/python -m tools.hostile --inputs 1000000 --processes 2
 	$(BIN)/python -m tools.explore_protocol --steps 2000000
 
-check: $(STAMP) site  ## format, lint, types, documents
+check: lint types site  ## format, lint, types, documents
+
+lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(STAMP)
 	$(BIN)/mypy
 
 site: $(STAMP)  ## the documents as one site; any warning is an error, a dead link too
@@ -65,14 +73,14 @@ setup: $(STAMP)
 # torch first and alone: with it in place no other package brings another build.
 $(STAMP): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -c $(CONSTRAINTS) torch
-	$(PIP) install -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) torch
+	$(BIN)/python $(INSTALL) -c $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
 
 # Each version is named: nothing has to be looked for, and one of them asks for older libraries than it needs.
 $(AGENTS)/.installed: tools/agents.txt
 	$(PYTHON) -m venv --clear $(AGENTS)
-	$(AGENTS)/bin/python -m pip --disable-pip-version-check --quiet --no-input install --no-deps -r tools/agents.txt
+	$(AGENTS)/bin/python $(INSTALL) --no-deps -r tools/agents.txt
 	@touch $@
 
 clean:

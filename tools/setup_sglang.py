@@ -92,7 +92,7 @@ def _install(folder: Path, arguments: Iterable[str]) -> None:
     pip = [str(folder / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "--quiet", "--no-input"]
     what = " ".join(arguments)
     print(f"installing {what}", flush=True)
-    _run([*pip, "install", *arguments], f"installing {what}", deadline_s=INSTALL_DEADLINE_S)
+    _run([*pip, "install", "--no-compile", *arguments], f"installing {what}", deadline_s=INSTALL_DEADLINE_S)
 
 
 def _add_stand_ins(folder: Path) -> None:
