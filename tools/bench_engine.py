@@ -128,7 +128,7 @@ def _generate_contender(path: str, prompts: list[list[int]], args: argparse.Name
 def _in_process_contender(path: str, prompts: list[list[int]], args: argparse.Namespace) -> Callable[[], None]:
     options = EngineOptions(model_path=path, device=args.device, dtype=args.dtype, num_threads=args.threads)
     runner = load_runner(options, Path(path))
-    scheduler = Scheduler(runner, weight_version="0-0", max_running_requests=256, max_prefill_tokens=8192)
+    scheduler = Scheduler(runner, options)
 
     def ignore(sequence: RunningSequence, piece: Piece) -> None:
         pass

@@ -5,6 +5,7 @@ A wrong path, port or device ends it with status 2 and one sentence; a crash of 
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -12,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from areal_async.errors import UserError
 from areal_async.inference.admin_key import take_admin_key
-from areal_async.inference.embedded.engine.lifecycle import bind_socket, die_with_parent
+from areal_async.inference.embedded.engine.lifecycle import bind_socket
 from areal_async.inference.embedded.engine.options import EngineOptions, parse_options
 from areal_async.process.gc_pauses import importing
 from areal_async.process.hub import local_model
+from areal_async.process.parent_death import die_with_parent
 from areal_async.process.plain_text import keep_output_plain
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ def main() -> int:
     options = parse_options()
     admin_key = take_admin_key()
     keep_output_plain()
-    die_with_parent()
+    die_with_parent(os.getppid())  # a killed supervisor leaves no engines behind
     try:
         bound = bind_socket(options.host, options.port)
         path = local_model(options.model_path)
@@ -91,13 +93,7 @@ async def serve(
         service.fail_all("the model thread has ended")
         server.should_exit = True
 
-    scheduler = Scheduler(
-        runner,
-        weight_version=options.weight_version,
-        max_running_requests=options.max_running_requests,
-        max_prefill_tokens=options.max_prefill_tokens,
-    )
-    thread = ModelThread(scheduler, on_death=on_death)
+    thread = ModelThread(Scheduler(runner, options), on_death=on_death)
     service = EngineService(runner, thread, options, tokenizer=tokenizer, eos_token_ids=eos_token_ids)
     config = uvicorn.Config(
         build_app(service, admin_key=admin_key),

@@ -150,14 +150,15 @@ def test_a_beginning_stop_string_is_noticed() -> None:
 
 
 def test_sampling_defaults_are_sglangs() -> None:
-    assert parse_sampling({}) == SamplingParams(max_new_tokens=128, temperature=1.0, top_p=1.0, top_k=-1)
+    assert parse_sampling({}) == SamplingParams(temperature=1.0, top_p=1.0, top_k=-1)
+    assert parse_sampling({}).most_tokens == 128
 
 
 def test_temperature_zero_is_greedy_at_temperature_one() -> None:
     params = parse_sampling({"temperature": 0, "top_k": 5})
 
     assert params.is_greedy
-    assert params.temperature == 1.0
+    assert params.divisor == 1.0
     assert not params.has_filter
 
 

@@ -31,9 +31,7 @@ class DecodeBatch:
         self._seeds = np.array([sequence.seed for sequence in sequences], dtype=np.uint64)
         self._is_all_greedy = all(p.is_greedy for p in params)
         self._greedy_N = self._column([p.is_greedy for p in params], skip=not any(p.is_greedy for p in params))
-        self._temperatures_N = self._column(
-            [p.temperature for p in params], skip=all(p.temperature == 1.0 for p in params)
-        )
+        self._temperatures_N = self._column([p.divisor for p in params], skip=all(p.divisor == 1.0 for p in params))
         is_unfiltered = not any(p.has_filter for p in params)
         self._top_k_N = self._column([p.top_k if p.top_k > 0 else 2**31 for p in params], skip=is_unfiltered)
         self._top_p_N = self._column([p.top_p for p in params], skip=is_unfiltered)

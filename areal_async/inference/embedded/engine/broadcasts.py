@@ -9,12 +9,15 @@ applied in the order in which they were asked for; a bucket with a tensor that d
 
 from __future__ import annotations
 
+from typing import Literal
+
+import msgspec
 import structlog
 import torch
 
-from areal_async.inference.embedded.engine.errors import WeightsError
+from areal_async.inference.embedded.engine.errors import RequestError, WeightsError
 from areal_async.inference.embedded.engine.lifecycle import call_in_thread
-from areal_async.inference.embedded.engine.service import EngineService, UpdateResult
+from areal_async.inference.embedded.engine.service import EngineService, WeightsUpdate
 from areal_async.inference.embedded.engine.weights import StagedWeights, stage_tensors
 from areal_async.inference.weight_group import WeightGroup, WeightGroupError, empty_bucket, unflatten
 from areal_async.protocol.types import TensorSpec
@@ -27,8 +30,59 @@ _NO_SESSION = "update_weights_from_distributed must run between begin_weight_upd
 _MIXED = "Earlier buckets are served already: load a whole version from disk."
 
 
+_DEFAULT_GROUP = "weight_update_group"
+_Selector = Literal["target", "all"]
+"""Which models are meant. SGLang also takes ``draft``; there is no draft model here."""
+
+
+class JoinGroup(msgspec.Struct, kw_only=True):
+    """The order to become a rank of a group, in SGLang's words, as all orders here are."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    group_name: str = _DEFAULT_GROUP
+    backend: str = "nccl"
+
+
+class LeaveGroup(msgspec.Struct):
+    """The order to leave a group."""
+
+    group_name: str = _DEFAULT_GROUP
+
+
+class UpdateSession(msgspec.Struct):
+    """The order to open a session."""
+
+    selector: _Selector = "all"
+
+
+class BroadcastUpdate(WeightsUpdate, kw_only=True):
+    """The order to receive tensors."""
+
+    names: list[str]
+    dtypes: list[str]
+    shapes: list[list[int]]
+    group_name: str = _DEFAULT_GROUP
+    load_format: Literal["flattened_bucket"] | None = None
+    selector: _Selector = "all"
+
+    def specs(self) -> list[TensorSpec]:
+        """Join what is listed apart.
+
+        Raises:
+            RequestError: the lists are not equally long.
+        """
+        counts = len(self.names), len(self.dtypes), len(self.shapes)
+        if len(set(counts)) > 1:
+            raise RequestError(f"names, dtypes, shapes: got {counts} of them, need as many of each")
+        columns = zip(self.names, self.dtypes, self.shapes, strict=True)
+        return [TensorSpec(name=name, dtype=dtype, shape=shape) for name, dtype, shape in columns]
+
+
 class Broadcasts:
-    """What an engine knows of its trainers' broadcasts."""
+    """What an engine knows of its trainers' broadcasts. Each order returns SGLang's message that it was carried out."""
 
     def __init__(self, service: EngineService) -> None:
         self._service = service
@@ -36,88 +90,98 @@ class Broadcasts:
         """Groups by name; None while one is being joined."""
         self._is_open = False
 
-    async def join(self, name: str, *, address: str, port: int, rank: int, size: int, backend: str) -> None:
+    async def join(self, order: JoinGroup) -> str:
         """Become a rank of a group, when all of its ranks are there.
 
         Raises:
             WeightsError: the name is in use, or the group did not come together.
         """
+        name, failed = order.group_name, "Failed to initialize custom process group"
         if name in self._groups:
-            raise WeightsError(f"group {name}: the name is in use; choose another, or destroy that group")
+            raise WeightsError(f"{failed}: group {name}: the name is in use; choose another, or destroy that group.")
         self._groups[name] = None
         try:
             self._groups[name] = await call_in_thread(
                 lambda: WeightGroup.join(
-                    address=address,
-                    port=port,
-                    rank=rank,
-                    size=size,
+                    address=order.master_address,
+                    port=order.master_port,
+                    rank=order.rank_offset,
+                    size=order.world_size,
                     name=name,
-                    backend=backend,
+                    backend=order.backend,
                     deadline_s=_DEADLINE_S,
                 ),
                 expected=(WeightGroupError,),
             )
         except WeightGroupError as exc:
             log.warning("weight_group.refused", group=name, reason=str(exc))
-            raise WeightsError(str(exc)) from exc
+            raise WeightsError(f"{failed}: {exc}.") from exc
         finally:
             if self._groups[name] is None:
                 del self._groups[name]
-        log.info("weight_group.joined", group=name, rank=rank, size=size)
+        log.info("weight_group.joined", group=name, rank=order.rank_offset, size=order.world_size)
+        return "Succeeded to initialize custom process group."
 
-    async def leave(self, name: str) -> bool:
-        """Leave a group; return whether there was one."""
+    async def leave(self, order: LeaveGroup) -> str:
+        """Leave a group.
+
+        Raises:
+            WeightsError: there is none of this name.
+        """
         async with self._service.administration:
-            group = self._groups.get(name)
+            group = self._groups.get(order.group_name)
             if group is None:
-                return False
-            del self._groups[name]
+                raise WeightsError("The group to be destroyed does not exist.")
+            del self._groups[order.group_name]
             await call_in_thread(group.close)  # which frees its connections, and waits for them
-        log.info("weight_group.left", group=name)
-        return True
+        log.info("weight_group.left", group=order.group_name)
+        return "Succeeded to destroy custom process group."
 
-    async def begin(self) -> bool:
-        """Open a session; return False when one is open."""
+    async def begin(self, order: UpdateSession) -> str:
+        """Open a session.
+
+        Raises:
+            WeightsError: one is open.
+        """
         async with self._service.administration:
-            was_open, self._is_open = self._is_open, True
-            return not was_open
+            if self._is_open:
+                raise WeightsError("a weight-update session is already open; call end_weight_update() first")
+            self._is_open = True
+        return "Success"
 
-    async def end(self) -> bool:
-        """Close the session; return False when none is open."""
+    async def end(self, order: object) -> str:
+        """Close the session.
+
+        Raises:
+            WeightsError: none is open.
+        """
         async with self._service.administration:
-            was_open, self._is_open = self._is_open, False
-            return was_open
+            if not self._is_open:
+                raise WeightsError("no weight-update session is open; call begin_weight_update() first")
+            self._is_open = False
+        return "Success"
 
-    async def update(
-        self,
-        group_name: str,
-        specs: list[TensorSpec],
-        *,
-        is_flattened: bool,
-        weight_version: str | None,
-        flush_cache: bool,
-        abort_all_requests: bool,
-    ) -> UpdateResult:
-        """Receive tensors, in one broadcast or one each, and serve them."""
-        buckets = [specs] if is_flattened else [[spec] for spec in specs]
+    async def update(self, order: BroadcastUpdate) -> str:
+        """Receive tensors, in one broadcast or one each, and serve them.
+
+        Raises:
+            WeightsError: they did not come, or do not fit.
+            RequestError: the order names no whole tensors.
+        """
+        specs = order.specs()
+        buckets = [specs] if order.load_format is not None else [[spec] for spec in specs]
 
         async def stage() -> StagedWeights:
             if not self._is_open:
                 raise WeightsError(_NO_SESSION)
-            return await call_in_thread(lambda: self._receive(group_name, buckets), expected=(WeightsError,))
+            return await call_in_thread(lambda: self._receive(order.group_name, buckets), expected=(WeightsError,))
 
         try:
-            return await self._service.update_weights(
-                stage,
-                weight_version,
-                flush_cache=flush_cache,
-                abort_all_requests=abort_all_requests,
-                done="Succeeded to update parameter online.",
-            )
+            is_flushed = await self._service.update_weights(stage, order)
         except WeightsError as exc:
-            log.warning("weights.refused", group=group_name, reason=str(exc))
-            return UpdateResult(False, str(exc))
+            log.warning("weights.refused", group=order.group_name, reason=str(exc))
+            raise
+        return order.outcome("Succeeded to update parameter online.", is_flushed=is_flushed)
 
     def _receive(self, group_name: str, buckets: list[list[TensorSpec]]) -> StagedWeights:
         tensors: list[tuple[str, torch.Tensor]] = []

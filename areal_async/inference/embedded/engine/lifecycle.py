@@ -1,13 +1,10 @@
-"""The life of the engine's process: its port, its parent, its end and what that does not wait for. Without torch."""
+"""The life of the engine's process: its port, its end and what that does not wait for. Without torch."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import select
 import socket
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
@@ -15,8 +12,6 @@ from typing import TypeVar
 from areal_async.errors import UserError
 
 T = TypeVar("T")
-
-_PARENT_POLL_S = 1.0
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
@@ -34,30 +29,6 @@ def bind_socket(host: str, port: int) -> socket.socket:
         bound.close()
         raise UserError(f"address {host}:{port}: cannot be bound: {exc}; pass another --host or --port") from exc
     return bound
-
-
-def die_with_parent() -> None:
-    """End this process as soon as its parent is gone, so that a killed supervisor leaves no engines behind.
-
-    A parent that is the init process is not watched: it is nobody's supervisor, or the container ends with it.
-    """
-    parent = os.getppid()
-    if parent > 1:
-        watch = threading.Thread(target=_await_death, args=(parent, lambda: os._exit(1)), name="parent", daemon=True)
-        watch.start()
-
-
-def _await_death(parent: int, on_death: Callable[[], None]) -> None:
-    if hasattr(os, "pidfd_open"):
-        try:
-            parent_fd = os.pidfd_open(parent)
-        except OSError:
-            pass  # an old kernel or a sandbox; or the parent is gone, which the loop below finds at once
-        else:
-            select.select([parent_fd], [], [])
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    on_death()
 
 
 async def call_in_thread(

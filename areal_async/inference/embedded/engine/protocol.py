@@ -7,16 +7,17 @@ an ignored penalty or mask would silently change what a trainer learns from.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
 from areal_async.inference.embedded.engine.text import Tokenizer
 
 _SAMPLING_EPS = 1e-6
 """A temperature below this is greedy decoding."""
+_DEFAULT_NEW_TOKENS = 128
 _MAX_STOP_STRINGS = 32
 _MAX_PENALTY = 2.0
 _MAX_BIAS = 1e9
@@ -70,14 +71,6 @@ class GenerateBody(msgspec.Struct, kw_only=True):
         """Whether the answer is a list."""
         return is_batch(self.input_ids, self.text)
 
-    def prompts(self, tokenizer: Tokenizer | None) -> list[list[int]]:
-        """Return the prompts' token ids.
-
-        Raises:
-            RequestError: as ``prompts_of``.
-        """
-        return prompts_of(self.input_ids, self.text, tokenizer)
-
 
 def is_batch(input_ids: list[int | list[int]] | None, text: str | list[str] | None) -> bool:
     """Say whether several prompts were sent, or one in a list of its own."""
@@ -106,40 +99,13 @@ def prompts_of(
     return nested or [flat]
 
 
-class _SamplingBody(msgspec.Struct, kw_only=True):
-    max_new_tokens: int | None = 128
-    temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    top_k: int | None = -1
-    min_p: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    presence_penalty: float | None = 0.0
-    repetition_penalty: float | None = 1.0
-    min_new_tokens: int | None = 0
-    logit_bias: dict[int, float] | None = None
-    json_schema: str | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool | None = False
-    skip_special_tokens: bool | None = True
-    no_stop_trim: bool | None = False
-    stream_interval: int | None = None
-    sampling_seed: int | None = None
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
+    """How one request is sampled and when it ends, in SGLang's fields; null stands for the default."""
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingParams:
-    """How one request is sampled and when it ends; None is resolved, numbers are checked."""
-
-    max_new_tokens: int | None = 128
-    """Most tokens of the answer; None means up to the context length."""
-    is_length_explicit: bool = False
-    """Whether the client sent ``max_new_tokens``: then it is refused, not cut, when it does not fit."""
+    max_new_tokens: int | None | UnsetType = UNSET
+    """Most tokens of the answer; None means up to the context length. What the client sent is refused, not cut, when
+    it does not fit."""
     temperature: float = 1.0
-    is_greedy: bool = False
     top_p: float = 1.0
     top_k: int = -1
     """-1 keeps the whole vocabulary."""
@@ -148,17 +114,39 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     min_new_tokens: int = 0
-    logit_bias: dict[int, float] = field(default_factory=dict)
-    grammar: tuple[str, str] | None = None
-    """Its kind, as the request calls it, and its text."""
+    logit_bias: dict[int, float] = {}
+    json_schema: str = ""
+    regex: str = ""
+    ebnf: str = ""
+    structural_tag: str = ""
     stop: tuple[str, ...] = ()
-    stop_token_ids: frozenset[int] = field(default_factory=frozenset)
+    stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     """Whether the end token is one like others; also disables ``stop_token_ids``, as in SGLang."""
     skip_special_tokens: bool = True
     no_stop_trim: bool = False
     stream_interval: int | None = None
     sampling_seed: int | None = None
+
+    @property
+    def most_tokens(self) -> int | None:
+        """``max_new_tokens``, or what it is where the client left it out."""
+        return _DEFAULT_NEW_TOKENS if self.max_new_tokens is UNSET else self.max_new_tokens
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature < _SAMPLING_EPS
+
+    @property
+    def divisor(self) -> float:
+        """What the logits are divided by: 1 in greedy decoding."""
+        return 1.0 if self.is_greedy else self.temperature
+
+    @property
+    def grammar(self) -> tuple[str, str] | None:
+        """The grammar's kind, as the request calls it, and its text."""
+        return next(((kind, text) for kind in _GRAMMARS if (text := getattr(self, kind))), None)
 
     @property
     def has_filter(self) -> bool:
@@ -200,35 +188,13 @@ def parse_sampling(fields: dict[str, Any]) -> SamplingParams:
         RequestError: a number out of range, or an unsupported field.
     """
     _refuse_unsupported(fields, _NEUTRAL_SAMPLING)
+    given = {name: value for name, value in fields.items() if value is not None or name == "max_new_tokens"}
+    stop = given.get("stop", [])
+    given["stop"] = [text for text in stop if text != ""] if isinstance(stop, list) else [stop] if stop != "" else []
     try:
-        body = msgspec.convert(fields, _SamplingBody, str_keys=True)
+        params = msgspec.convert(given, SamplingParams, str_keys=True)
     except msgspec.ValidationError as exc:
         raise SchemaError(f"sampling_params: {exc}") from exc
-    temperature = 1.0 if body.temperature is None else body.temperature
-    is_greedy = 0 <= temperature < _SAMPLING_EPS
-    stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
-    params = SamplingParams(
-        max_new_tokens=body.max_new_tokens,
-        is_length_explicit=fields.get("max_new_tokens") is not None,
-        temperature=1.0 if is_greedy else temperature,
-        is_greedy=is_greedy,
-        top_p=1.0 if body.top_p is None else body.top_p,
-        top_k=-1 if body.top_k is None else body.top_k,
-        min_p=body.min_p or 0.0,
-        frequency_penalty=body.frequency_penalty or 0.0,
-        presence_penalty=body.presence_penalty or 0.0,
-        repetition_penalty=1.0 if body.repetition_penalty is None else body.repetition_penalty,
-        min_new_tokens=body.min_new_tokens or 0,
-        logit_bias=body.logit_bias or {},
-        grammar=_grammar(body),
-        stop=tuple(text for text in stop if text),
-        stop_token_ids=frozenset(body.stop_token_ids or ()),
-        ignore_eos=bool(body.ignore_eos),
-        skip_special_tokens=body.skip_special_tokens is not False,
-        no_stop_trim=bool(body.no_stop_trim),
-        stream_interval=body.stream_interval,
-        sampling_seed=body.sampling_seed,
-    )
     _check_ranges(params)
     return params
 
@@ -242,8 +208,9 @@ def _check_ranges(params: SamplingParams) -> None:
         raise RequestError(f"min_p must be in [0, 1], got {params.min_p}.")
     if params.top_k < 1 and params.top_k != -1:
         raise RequestError(f"top_k must be -1 (disable) or at least 1, got {params.top_k}.")
-    if params.max_new_tokens is not None and params.max_new_tokens < 0:
-        raise RequestError(f"max_new_tokens must be at least 0, got {params.max_new_tokens}.")
+    most = math.inf if params.most_tokens is None else params.most_tokens
+    if most < 0:
+        raise RequestError(f"max_new_tokens must be at least 0, got {most}.")
     for name in ("frequency_penalty", "presence_penalty"):
         if not -_MAX_PENALTY <= getattr(params, name) <= _MAX_PENALTY:
             raise RequestError(f"{name} must be in [-2, 2], got {getattr(params, name)}.")
@@ -251,22 +218,16 @@ def _check_ranges(params: SamplingParams) -> None:
         raise RequestError(f"logit_bias: got {params.logit_bias}, need numbers from {-_MAX_BIAS:g} to {_MAX_BIAS:g}")
     if not 0.0 < params.repetition_penalty <= _MAX_PENALTY:
         raise RequestError(f"repetition_penalty must be in (0, 2] (1.0 = no penalty), got {params.repetition_penalty}.")
-    most = math.inf if params.max_new_tokens is None else params.max_new_tokens
     if not 0 <= params.min_new_tokens <= most:
         raise RequestError(f"min_new_tokens must be in [0, max_new_tokens({most})], got {params.min_new_tokens}.")
+    if sum(bool(getattr(params, kind)) for kind in _GRAMMARS) > 1:
+        raise RequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
     if params.grammar is not None and params.min_new_tokens:
         raise RequestError("min_new_tokens: got it with a grammar, need one of them: the grammar says when to end")
     if params.sampling_seed is not None and not -(2**63) <= params.sampling_seed < 2**63:
         raise RequestError(f"sampling_seed must be in [-2**63, 2**63 - 1], got {params.sampling_seed}.")
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise RequestError(f"at most {_MAX_STOP_STRINGS} stop strings are allowed, got {len(params.stop)}")
-
-
-def _grammar(body: _SamplingBody) -> tuple[str, str] | None:
-    given = [(name, text) for name in _GRAMMARS if (text := getattr(body, name))]
-    if len(given) > 1:
-        raise RequestError("Only one of json_schema, regex, ebnf, or structural_tag can be set.")
-    return given[0] if given else None
 
 
 def _refuse_unsupported(fields: Any, neutral: dict[str, tuple[Any, ...]]) -> None:
@@ -291,9 +252,9 @@ def check_length(num_prompt_tokens: int, params: SamplingParams, *, context_leng
             f"The input ({num_prompt_tokens} tokens) is longer than the model's context length "
             f"({context_length} tokens)."
         )
-    wanted = params.max_new_tokens
+    wanted = params.most_tokens
     total = num_prompt_tokens + (wanted or 0)
-    if params.is_length_explicit and total > context_length:
+    if params.max_new_tokens is not UNSET and total > context_length:
         raise RequestError(
             f"Requested token count exceeds the model's maximum context length of {context_length} tokens. You "
             f"requested a total of {total} tokens: {num_prompt_tokens} tokens from the input messages and {wanted} "

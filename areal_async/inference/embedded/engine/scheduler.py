@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from areal_async.inference.embedded.engine.batch import DecodeBatch
+from areal_async.inference.embedded.engine.options import EngineOptions
 from areal_async.inference.embedded.engine.runner import ModelRunner
 from areal_async.inference.embedded.engine.sampling import Drawn
 from areal_async.inference.embedded.engine.sequence import Piece, RunningSequence, TopLogprobs, abort_reason
@@ -36,19 +37,17 @@ class PauseMode(enum.StrEnum):
 class Scheduler:
     """The waiting line, the running batch and the version they run under."""
 
-    def __init__(
-        self, runner: ModelRunner, *, weight_version: str, max_running_requests: int, max_prefill_tokens: int
-    ) -> None:
+    def __init__(self, runner: ModelRunner, options: EngineOptions) -> None:
         self._runner = runner
-        self._max_running = max_running_requests
-        self._max_prefill_tokens = max_prefill_tokens
+        self._max_running = options.max_running_requests
+        self._max_prefill_tokens = options.max_prefill_tokens
         self._waiting: deque[RunningSequence] = deque()
         self._running: list[RunningSequence] = []
         self._batch: DecodeBatch | None = None
         self._is_paused = False
         self._epoch = 0
         self._emissions: list[Emission] = []
-        self.weight_version = weight_version
+        self.weight_version = options.weight_version
         self.num_generated_tokens = 0
 
     @property

@@ -11,13 +11,13 @@ import random
 import uuid
 from collections import deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 import anyio
 import anyio.to_thread
+import msgspec
 import structlog
 
-from areal_async.inference.embedded.engine.answers import AnswerWriter
+from areal_async.inference.embedded.engine.answers import OpenRequest
 from areal_async.inference.embedded.engine.errors import RequestError, WeightsError
 from areal_async.inference.embedded.engine.grammar import Grammar, Grammars
 from areal_async.inference.embedded.engine.options import EngineOptions
@@ -38,36 +38,28 @@ _UNFLUSHED = (
 )
 
 
-class OpenRequest:
-    """One request between its arrival and its last piece."""
+class WeightsUpdate(msgspec.Struct, kw_only=True):
+    """What an update of the weights is to do beside them, wherever they come from."""
 
-    def __init__(self, sequence: RunningSequence, writer: AnswerWriter) -> None:
-        self.sequence = sequence
-        self.writer = writer
-        self.is_submitted = False
-        """Whether the model thread has it; until then it waits at the door."""
-        self._pieces: list[Piece] = []
-        self._is_ready = asyncio.Event()
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
 
-    def push(self, piece: Piece) -> None:
-        """Take one piece from the model thread's delivery."""
-        self._pieces.append(piece)
-        self._is_ready.set()
+    def outcome(self, done: str, *, is_flushed: bool) -> str:
+        """Say that the update was ``done``.
 
-    async def receive(self) -> list[Piece]:
-        """Wait for pieces; return all that are ready."""
-        await self._is_ready.wait()
-        self._is_ready.clear()
-        pieces, self._pieces = self._pieces, []
-        return pieces
+        Raises:
+            WeightsError: it was, but the cache was not flushed as asked for.
+        """
+        if not is_flushed:
+            raise WeightsError(_UNFLUSHED)
+        return f"{done} Weight version updated to {self.weight_version}." if self.weight_version is not None else done
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateResult:
-    """What an order about the weights answers."""
+class DiskUpdate(WeightsUpdate, kw_only=True):
+    """An update from a folder."""
 
-    is_success: bool
-    message: str
+    model_path: str
 
 
 class EngineService:
@@ -94,7 +86,8 @@ class EngineService:
         self._line = ScoreLine(runner, thread) if isinstance(runner, ScoringRunner) else None
         self._requests: dict[str, OpenRequest] = {}
         self._random = random.Random(options.random_seed)
-        self._is_paused = False
+        self.is_paused = False
+        """Generation is paused."""
         self._is_updating = False
         self._at_door: deque[OpenRequest] = deque()
         self._is_idle = asyncio.Event()
@@ -102,11 +95,6 @@ class EngineService:
         self._num_submitted = 0
         self.administration = anyio.Lock()
         """Held by whatever changes the weights, or says what a change means."""
-
-    @property
-    def is_paused(self) -> bool:
-        """Whether generation is paused."""
-        return self._is_paused
 
     @property
     def is_generation(self) -> bool:
@@ -128,10 +116,10 @@ class EngineService:
         prompt_ids: list[int],
         params: SamplingParams,
         *,
-        rid: str | None,
-        is_stream: bool,
-        return_logprob: bool,
-        return_prompt_token_ids: bool,
+        rid: str | None = None,
+        is_stream: bool = False,
+        return_logprob: bool = False,
+        return_prompt_token_ids: bool = False,
         grammar: Grammar | None = None,
         num_top_logprobs: int = 0,
     ) -> OpenRequest:
@@ -157,21 +145,11 @@ class EngineService:
             i for i in params.stop_token_ids | self._eos_token_ids if 0 <= i < self.runner.vocab_size
         )
         seed = self._random.getrandbits(64) if params.sampling_seed is None else params.sampling_seed % 2**64
-        prompt = tuple(prompt_ids)
-        writer = AnswerWriter(
-            rid=rid,
-            prompt_ids=prompt,
-            params=params,
-            return_logprob=return_logprob,
-            has_top_logprobs=num_top_logprobs > 0,
-            return_prompt_token_ids=return_prompt_token_ids,
-            tokenizer=self.tokenizer,
-        )
         sequence = RunningSequence(
             rid=rid,
-            prompt_ids=prompt,
+            prompt_ids=tuple(prompt_ids),
             params=params,
-            max_new_tokens=check_length(len(prompt), params, context_length=self.context_length),
+            max_new_tokens=check_length(len(prompt_ids), params, context_length=self.context_length),
             stop_token_ids=frozenset() if params.ignore_eos else end_token_ids,
             end_token_ids=end_token_ids,
             grammar=grammar,
@@ -181,7 +159,9 @@ class EngineService:
             stream_interval=(params.stream_interval or self.options.stream_interval) if is_stream else None,
             emit=self._deliver,
         )
-        request = self._requests[rid] = OpenRequest(sequence, writer)
+        request = self._requests[rid] = OpenRequest(
+            sequence, self.tokenizer, return_logprob=return_logprob, return_prompt_token_ids=return_prompt_token_ids
+        )
         return request
 
     async def score(self, prompts: list[list[int]]) -> list[list[float]]:
@@ -199,7 +179,7 @@ class EngineService:
 
     def enter(self, request: OpenRequest) -> None:
         """Hand a request to the model thread, or let it wait at the door while that is closed."""
-        if self._is_paused or self._is_updating:
+        if self.is_paused or self._is_updating:
             self._at_door.append(request)
         else:
             self._submit(request)
@@ -222,7 +202,7 @@ class EngineService:
         self.thread.post(lambda scheduler: scheduler.submit(request.sequence))
 
     def _open_door(self) -> None:
-        while self._at_door and not (self._is_paused or self._is_updating):
+        while self._at_door and not (self.is_paused or self._is_updating):
             self._submit(self._at_door.popleft())
 
     def _deliver(self, sequence: RunningSequence, piece: Piece) -> None:
@@ -266,80 +246,67 @@ class EngineService:
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop generating, after doing to the running requests what ``mode`` says."""
-        self._is_paused = True
+        self.is_paused = True
         await self.thread.call(lambda scheduler: scheduler.pause(mode))
         log.info("generation.paused", mode=mode.value)
 
     async def resume(self) -> None:
         """Generate again."""
         await self.thread.call(lambda scheduler: scheduler.resume())
-        self._is_paused = False
+        self.is_paused = False
         self._open_door()
         log.info("generation.continued")
 
-    async def update_weights_from_disk(
-        self, model_path: str, weight_version: str | None, *, flush_cache: bool, abort_all_requests: bool
-    ) -> UpdateResult:
-        """Serve the weights at ``model_path``, or go on with the old ones when they cannot be loaded.
+    async def update_weights_from_disk(self, order: DiskUpdate) -> str:
+        """Serve the weights of a folder and say so, or go on with the old ones when they cannot be loaded.
 
         The folder of an adapter is served merged into the weights as they are without one.
+
+        Raises:
+            WeightsError: they cannot be loaded, or were and the cache could not be flushed.
         """
+        path = order.model_path
 
         async def stage() -> StagedWeights:
-            return await anyio.to_thread.run_sync(stage_weights, self.runner.model, model_path, self.runner.merged)
+            return await anyio.to_thread.run_sync(stage_weights, self.runner.model, path, self.runner.merged)
 
         try:
-            result = await self.update_weights(
-                stage, weight_version, flush_cache=flush_cache, abort_all_requests=abort_all_requests
-            )
+            is_flushed = await self.update_weights(stage, order)
         except WeightsError as exc:
-            log.warning("weights.refused", model_path=model_path, reason=str(exc))
-            return UpdateResult(False, f"Failed to update weights: {exc}.")
-        self.model_path = model_path
-        log.info("weights.updated", model_path=model_path, weight_version=self.weight_version)
-        return result
+            log.warning("weights.refused", model_path=path, reason=str(exc))
+            raise WeightsError(f"Failed to update weights: {exc}.") from exc
+        self.model_path = path
+        log.info("weights.updated", model_path=path, weight_version=self.weight_version)
+        return order.outcome("Succeeded to update model weights.", is_flushed=is_flushed)
 
-    async def update_weights(
-        self,
-        stage: Callable[[], Awaitable[StagedWeights]],
-        weight_version: str | None,
-        *,
-        flush_cache: bool,
-        abort_all_requests: bool,
-        done: str = "Succeeded to update model weights.",
-    ) -> UpdateResult:
+    async def update_weights(self, stage: Callable[[], Awaitable[StagedWeights]], order: WeightsUpdate) -> bool:
         """Serve what ``stage`` returns from the next step on; updates are staged and applied one after the other.
 
         While generation is not paused, new requests wait and the running ones finish under the old weights first.
+        Returns False when the cache was to be flushed and could not be.
 
         Raises:
             WeightsError: ``stage`` raised it; nothing has changed.
         """
         async with self.administration:
             staged = await stage()
-            if abort_all_requests:
+            if order.abort_all_requests:
                 self.abort_all()
-            self._is_updating = not self._is_paused
+            self._is_updating = not self.is_paused
             try:
                 if self._is_updating:
                     await self._is_idle.wait()
-                is_flushed = await self.thread.call(
-                    lambda scheduler: self._swap(scheduler, staged, weight_version, flush_cache=flush_cache)
-                )
+                is_flushed = await self.thread.call(lambda scheduler: self._swap(scheduler, staged, order))
             finally:
                 self._is_updating = False
                 self._open_door()
-            self.weight_version = weight_version or self.weight_version
-        if not is_flushed:
-            return UpdateResult(False, _UNFLUSHED)
-        return UpdateResult(
-            True, done if weight_version is None else f"{done} Weight version updated to {weight_version}."
-        )
+            self.weight_version = order.weight_version or self.weight_version
+        return is_flushed
 
     @staticmethod
-    def _swap(scheduler: Scheduler, staged: StagedWeights, weight_version: str | None, *, flush_cache: bool) -> bool:
-        scheduler.apply_weights(staged, weight_version)
-        return scheduler.flush_cache() if flush_cache else True
+    def _swap(scheduler: Scheduler, staged: StagedWeights, order: WeightsUpdate) -> bool:
+        scheduler.apply_weights(staged, order.weight_version)
+        return scheduler.flush_cache() if order.flush_cache else True
 
     async def checksum_weights(self) -> dict[str, str]:
         """Return the SHA-256 of every tensor served at one moment, and of an adapter and what it is merged into."""

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from areal_async.inference.embedded.engine.service import UpdateResult
+from areal_async.inference.embedded.engine.errors import WeightsError
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -24,6 +24,12 @@ class JsonResponse(Response):
     def render(self, content: Any) -> bytes:
         """Encode the body."""
         return msgspec.json.encode(content)
+
+
+def error_response(message: str, status: int, *, kind: str | None = None) -> Response:
+    """Answer an error in SGLang's own shape (the other one it has nests, as OpenAI's does)."""
+    error = {"object": "error", "message": message, "type": kind or str(status), "param": None, "code": status}
+    return JsonResponse(error, status_code=status)
 
 
 def guarded(endpoint: Endpoint, admin_key: str) -> Endpoint:
@@ -53,7 +59,21 @@ async def parse(request: Request, kind: type[T]) -> T:
     return msgspec.json.decode(await request.body() or b"{}", type=kind)
 
 
-def result_response(result: UpdateResult, **fields: Any) -> Response:
-    """Answer an order about the weights as SGLang does: 400 with the same fields when it failed."""
-    content = {"success": result.is_success, "message": result.message, **fields}
-    return JsonResponse(content, status_code=200 if result.is_success else 400)
+def weights_order(kind: type[T], carry_out: Callable[[T], Awaitable[str]], **fields: Any) -> Endpoint:
+    """Return a route that carries out an order about the weights and says how it went.
+
+    As SGLang answers: 400 with the same fields when it failed.
+
+    Args:
+        carry_out: returns the message; raises WeightsError with it.
+    """
+
+    async def answer(request: Request) -> Response:
+        order = await parse(request, kind)
+        try:
+            content = {"success": True, "message": await carry_out(order), **fields}
+        except WeightsError as exc:
+            content = {"success": False, "message": str(exc), **fields}
+        return JsonResponse(content, status_code=200 if content["success"] else 400)
+
+    return answer

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from areal_async.inference.embedded.engine.errors import RequestError
 from areal_async.inference.embedded.engine.protocol import is_batch, prompts_of
 from areal_async.inference.embedded.engine.service import EngineService
-from areal_async.inference.embedded.http.bodies import JsonResponse, parse
+from areal_async.inference.embedded.http.bodies import JsonResponse, error_response, parse
 
 _NAN = "the model produced NaN; its weights are broken"
 
@@ -43,8 +43,7 @@ class ClassifyRoute:
         started = time.monotonic()
         scores = await self._service.score(prompts)
         if not all(math.isfinite(number) for score in scores for number in score):
-            error = {"object": "error", "message": _NAN, "type": "500", "param": None, "code": 500}
-            return JsonResponse(error, status_code=500)
+            return error_response(_NAN, 500)
         answers = [
             {"embedding": score, "meta_info": self._meta(prompt, rid, time.monotonic() - started)}
             for prompt, rid, score in zip(prompts, rids, scores, strict=True)

@@ -5,23 +5,23 @@ Invariant: whatever way a response ends (written whole, client gone, server stop
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import anyio
 import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
+from areal_async.inference.embedded.engine.answers import OpenRequest
 from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
-from areal_async.inference.embedded.engine.protocol import GenerateBody, parse_body, parse_sampling
-from areal_async.inference.embedded.engine.service import EngineService, OpenRequest
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+from areal_async.inference.embedded.engine.protocol import GenerateBody, parse_body, parse_sampling, prompts_of
+from areal_async.inference.embedded.engine.service import EngineService
+from areal_async.inference.embedded.http.bodies import JsonResponse, error_response
 
 _encode = msgspec.json.Encoder().encode
-_JSON = [(b"content-type", b"application/json")]
-_EVENT_STREAM = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+_EVENT_STREAM = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+_STREAM_HEADERS = [(name.encode(), value.encode()) for name, value in _EVENT_STREAM.items()]
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -31,30 +31,30 @@ class GenerateEndpoint:
     def __init__(self, service: EngineService) -> None:
         self._service = service
 
-    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Answer one request."""
-        raw = await _read_body(receive)
-        if raw is None:
-            return
-        is_stream = False
-        requests: list[OpenRequest] = []
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request.
+
+        Raises:
+            RequestError: it cannot be served, and no stream is to say so.
+        """
         try:
-            body = parse_body(raw)
-            is_stream = body.stream
-            requests = await self._open(body)
-        except SchemaError as exc:
-            await _send_json(send, 400, schema_error(str(exc)))
+            body = parse_body(await Request(scope, receive).body())
+        except ClientDisconnect:
             return
+        try:
+            requests = await self._open(body)
         except RequestError as exc:
-            await (_send_stream_error(send, str(exc)) if is_stream else _send_json(send, 400, request_error(str(exc))))
+            if not body.stream or isinstance(exc, SchemaError):
+                raise
+            await _stream_error(str(exc))(scope, receive, send)
             return
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(_cancel_on_disconnect, receive, tasks.cancel_scope)
-                if is_stream:
+                if body.stream:
                     await _stream(requests[0], send)
                 else:
-                    await _answer(requests, is_batch=body.is_batch, send=send)
+                    await (await _answer(requests, is_batch=body.is_batch))(scope, receive, send)
                 tasks.cancel_scope.cancel()
         finally:
             for request in requests:
@@ -62,7 +62,7 @@ class GenerateEndpoint:
 
     async def _open(self, body: GenerateBody) -> list[OpenRequest]:
         """Open every request of the body, or none."""
-        prompts = body.prompts(self._service.tokenizer)
+        prompts = prompts_of(body.input_ids, body.text, self._service.tokenizer)
         if body.stream and body.is_batch:
             raise RequestError("stream: a batch of prompts cannot be streamed here; send one request per prompt")
         params = [
@@ -93,16 +93,6 @@ class GenerateEndpoint:
         return opened
 
 
-def schema_error(message: str) -> dict[str, Any]:
-    """Build the JSON of a body that failed validation."""
-    return {"object": "error", "message": message, "type": "Bad Request", "param": None, "code": 400}
-
-
-def request_error(message: str) -> dict[str, Any]:
-    """Build the JSON of a request that was understood and cannot be served."""
-    return {"error": {"message": message}}
-
-
 def _pick(value: Any, index: int, count: int) -> Any:
     if not isinstance(value, list):
         return value
@@ -115,17 +105,6 @@ def _rid(body: GenerateBody, index: int) -> str | None:
     if body.rid is None or not body.is_batch:
         return body.rid if isinstance(body.rid, str) else None
     return f"{body.rid}_{index}" if isinstance(body.rid, str) else body.rid[index]
-
-
-async def _read_body(receive: Receive) -> bytes | None:
-    parts = []
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return None
-        parts.append(message.get("body", b""))
-        if not message.get("more_body", False):
-            return b"".join(parts)
 
 
 async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> None:
@@ -142,46 +121,29 @@ async def _cancel_on_disconnect(receive: Receive, scope: anyio.CancelScope) -> N
 
 
 async def _stream(request: OpenRequest, send: Send) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
+    await send({"type": "http.response.start", "status": 200, "headers": _STREAM_HEADERS})
     is_last = False
     while not is_last:
         pieces = await request.receive()
         is_last = pieces[-1].finish_reason is not None
-        event = b"data: " + _encode(request.writer.write(pieces)) + b"\n\n"
+        event = b"data: " + _encode(request.write(pieces)) + b"\n\n"
         await send(
             {"type": "http.response.body", "body": event + _DONE if is_last else event, "more_body": not is_last}
         )
 
 
-async def _answer(requests: list[OpenRequest], *, is_batch: bool, send: Send) -> None:
+async def _answer(requests: list[OpenRequest], *, is_batch: bool) -> Response:
     answers = []
     for request in requests:
         pieces = await request.receive()
         reason = pieces[-1].finish_reason or {}
         if reason.get("status_code") is not None:
-            status = reason["status_code"]
-            error = {
-                "object": "error",
-                "message": reason["message"],
-                "type": str(status),
-                "param": None,
-                "code": status,
-            }
-            await _send_json(send, status, error)
-            return
-        answers.append(request.writer.write(pieces))
-    await _send_json(send, 200, answers if is_batch else answers[0])
+            return error_response(reason["message"], reason["status_code"])
+        answers.append(request.write(pieces))
+    return JsonResponse(answers if is_batch else answers[0])
 
 
-async def _send_json(send: Send, status: int, content: Any) -> None:
-    body = _encode(content)
-    headers = [*_JSON, (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def _send_stream_error(send: Send, message: str) -> None:
+def _stream_error(message: str) -> Response:
     """Refuse a streamed request as SGLang does: inside the stream, with status 200."""
     error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
-    await send({"type": "http.response.start", "status": 200, "headers": _EVENT_STREAM})
-    await send({"type": "http.response.body", "body": b"data: " + _encode({"error": error}) + b"\n\n" + _DONE})
+    return Response(b"data: " + _encode({"error": error}) + b"\n\n" + _DONE, headers=_EVENT_STREAM)

@@ -16,15 +16,27 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from areal_async.inference.embedded.engine.broadcasts import Broadcasts
-from areal_async.inference.embedded.engine.errors import RequestError
+from areal_async.inference.embedded.engine.broadcasts import (
+    Broadcasts,
+    BroadcastUpdate,
+    JoinGroup,
+    LeaveGroup,
+    UpdateSession,
+)
+from areal_async.inference.embedded.engine.errors import RequestError, SchemaError
 from areal_async.inference.embedded.engine.protocol import SamplingParams
 from areal_async.inference.embedded.engine.scheduler import PauseMode
-from areal_async.inference.embedded.engine.service import EngineService
-from areal_async.inference.embedded.http.bodies import Endpoint, JsonResponse, guarded, parse, result_response
-from areal_async.inference.embedded.http.broadcast_routes import BroadcastRoutes
+from areal_async.inference.embedded.engine.service import DiskUpdate, EngineService
+from areal_async.inference.embedded.http.bodies import (
+    Endpoint,
+    JsonResponse,
+    error_response,
+    guarded,
+    parse,
+    weights_order,
+)
 from areal_async.inference.embedded.http.classify import ClassifyRoute
-from areal_async.inference.embedded.http.generate import GenerateEndpoint, request_error, schema_error
+from areal_async.inference.embedded.http.generate import GenerateEndpoint
 
 PROTOCOL_VERSION = "0.5.23"
 """The SGLang release whose protocol this is."""
@@ -33,13 +45,6 @@ _HEALTH_DEADLINE_S = 20.0
 
 class _PauseBody(msgspec.Struct):
     mode: PauseMode = PauseMode.ABORT
-
-
-class _DiskUpdateBody(msgspec.Struct, kw_only=True):
-    model_path: str
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
 
 
 class _AbortBody(msgspec.Struct):
@@ -58,7 +63,10 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
         admin_key: the secret without which nobody administrates; empty for none.
     """
     admin = AdminRoutes(service)
-    broadcast = BroadcastRoutes(Broadcasts(service))
+    broadcasts = Broadcasts(service)
+    update_from_disk = weights_order(
+        DiskUpdate, lambda order: service.update_weights_from_disk(order), num_paused_requests=0
+    )
     info = InfoRoutes(service)
     both = ["GET", "POST"]
 
@@ -71,12 +79,12 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
             Route("/classify", ClassifyRoute(service).answer, methods=["POST", "PUT"]),
             administration("/pause_generation", admin.pause),
             administration("/continue_generation", admin.resume),
-            administration("/update_weights_from_disk", admin.update_weights),
-            administration("/init_weights_update_group", broadcast.join),
-            administration("/destroy_weights_update_group", broadcast.leave),
-            administration("/begin_weight_update", broadcast.begin),
-            administration("/update_weights_from_distributed", broadcast.update),
-            administration("/end_weight_update", broadcast.end),
+            administration("/update_weights_from_disk", update_from_disk),
+            administration("/init_weights_update_group", weights_order(JoinGroup, broadcasts.join)),
+            administration("/destroy_weights_update_group", weights_order(LeaveGroup, broadcasts.leave)),
+            administration("/begin_weight_update", weights_order(UpdateSession, broadcasts.begin)),
+            administration("/update_weights_from_distributed", weights_order(BroadcastUpdate, broadcasts.update)),
+            administration("/end_weight_update", weights_order(dict, broadcasts.end)),
             administration("/abort_request", admin.abort),
             administration("/flush_cache", admin.flush_cache, both),
             administration("/weights_checker", admin.check_weights, both),
@@ -88,16 +96,24 @@ def build_app(service: EngineService, *, admin_key: str = "") -> Starlette:
             Route("/get_server_info", info.server_info),
             Route("/v1/loads", info.loads),
         ],
-        exception_handlers={msgspec.DecodeError: _on_schema_error, RequestError: _on_request_error},
+        exception_handlers={
+            msgspec.DecodeError: _on_decode_error,
+            SchemaError: _on_schema_error,
+            RequestError: _on_request_error,
+        },
     )
 
 
+async def _on_decode_error(request: Request, exc: Exception) -> Response:
+    return error_response(f"body of {request.url.path}: {exc}", 400, kind="Bad Request")
+
+
 async def _on_schema_error(request: Request, exc: Exception) -> Response:
-    return JsonResponse(schema_error(f"body of {request.url.path}: {exc}"), status_code=400)
+    return error_response(str(exc), 400, kind="Bad Request")
 
 
 async def _on_request_error(request: Request, exc: Exception) -> Response:
-    return JsonResponse(request_error(str(exc)), status_code=400)
+    return JsonResponse({"error": {"message": str(exc)}}, status_code=400)
 
 
 class AdminRoutes:
@@ -114,16 +130,6 @@ class AdminRoutes:
     async def resume(self, request: Request) -> Response:
         await self._service.resume()
         return JsonResponse({"message": "Generation continued successfully.", "status": "ok"})
-
-    async def update_weights(self, request: Request) -> Response:
-        body = await parse(request, _DiskUpdateBody)
-        result = await self._service.update_weights_from_disk(
-            body.model_path,
-            body.weight_version,
-            flush_cache=body.flush_cache,
-            abort_all_requests=body.abort_all_requests,
-        )
-        return result_response(result, num_paused_requests=0)
 
     async def abort(self, request: Request) -> Response:
         body = await parse(request, _AbortBody)
@@ -182,10 +188,7 @@ class InfoRoutes:
             return await self.health(request)
         if self._service.is_paused or await self._service.thread.call(lambda scheduler: scheduler.has_work):
             return await self.health(request)
-        params = SamplingParams(max_new_tokens=1, is_greedy=True)
-        probe = self._service.open(
-            [0], params, rid=None, is_stream=False, return_logprob=False, return_prompt_token_ids=False
-        )
+        probe = self._service.open([0], SamplingParams(max_new_tokens=1, temperature=0.0))
         try:
             with anyio.move_on_after(_HEALTH_DEADLINE_S):
                 self._service.enter(probe)
