@@ -21,8 +21,6 @@ from areal_async.process.stdio import loss, program, say
 
 INTERRUPTED = 130
 """Exit status of a command that the user broke off."""
-KINDS = {"sft": ("sft", "SftSettings"), "reward-model": ("reward_model", "RewardModelSettings")}
-"""Verb with settings of its own -> their module and their class; the others have those of a run."""
 UNREAD = 141
 """Whoever read it has gone: as of a program that SIGPIPE ends."""
 
@@ -130,14 +128,14 @@ VERBS = {
         takes_settings=True,
     ),
     "sft": Verb(
-        "sft",
+        "tuning",
         "fine-tune a model on prompts and their answers",
         (_value("--config", "FILE.yaml", "settings of the fine-tuning"), _HELP_SETTINGS),
         takes_settings=True,
         goes_on_unheard=True,
     ),
     "reward-model": Verb(
-        "reward_model",
+        "tuning",
         "train a model that scores answers, on pairs of which one is preferred",
         (_value("--config", "FILE.yaml", "settings of the training"), _HELP_SETTINGS),
         takes_settings=True,
@@ -335,8 +333,8 @@ def _dispatch(arguments: Sequence[str]) -> int:
 
 
 def _list_settings(verb: str) -> int:
-    module, kind = KINDS.get(verb, ("settings", "Settings"))
-    settings = getattr(importlib.import_module(f"areal_async.config.{module}"), kind)
+    kinds = importlib.import_module("areal_async.cli.tuning").KINDS
+    settings = kinds[verb][0] if verb in kinds else importlib.import_module("areal_async.config.settings").Settings
     say(importlib.import_module("areal_async.monitor.text").settings_help(settings))
     return 0
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import anyio
 
+from areal_async.config.trainer import EngineSettings
 from areal_async.errors import PipelineError, UserError
 from areal_async.launch.backend import Process, ProcessSpec
 from areal_async.launch.gpus import share_gpus
@@ -26,20 +27,20 @@ def own_rank() -> int | None:
     return None if rank is None else int(rank)
 
 
-def run_ranks(verb: str, words: Sequence[str], *, num_ranks: int, num_threads: int, logs: Path) -> int:
+def run_ranks(verb: str, words: Sequence[str], trainer: EngineSettings, *, logs: Path) -> int:
     """Start a verb's ranks; the first of them keeps the terminal. Return its exit status.
 
     Raises:
         PipelineError: a rank failed; where it was a user's mistake, a UserError.
     """
-    _, gpus = share_gpus(visible_gpus(), num_inference=0, num_trainer=num_ranks)
+    _, gpus = share_gpus(visible_gpus(), num_inference=0, num_trainer=trainer.num_ranks)
     base = ProcessSpec(
         name=verb,
         command=(sys.executable, "-m", "areal_async", verb, *words),
-        environment={"OMP_NUM_THREADS": str(num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
+        environment={"OMP_NUM_THREADS": str(trainer.num_threads), "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
         output=None,
     )
-    first, *others = rank_specs(base, num_ranks, directory=logs)
+    first, *others = rank_specs(base, trainer.num_ranks, directory=logs)
     specs = [replace(first, output=None), *others]
     death = anyio.run(_run, specs, backend_options={"use_uvloop": True})
     if death is None:

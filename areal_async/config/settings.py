@@ -310,18 +310,15 @@ class Settings(Section):
             ("critic", self.trainer.critic, "a preset with a critic, as ppo"),
             ("reference", self.trainer.reference, "kl_coef over 0"),
         ):
-            path = getattr(self.model, role).path
-            if path is not None and role not in self.algorithm.needs_models:
+            usual = type(layout)()
+            given = [(f"trainer.{role}.{name}", one) for name, one in layout if one != getattr(usual, name)]
+            if (path := getattr(self.model, role).path) is not None:
+                given = [(f"model.{role}", path), *given]
+            if given and role not in self.algorithm.needs_models:
+                name, value = given[0]
                 raise ValueError(
-                    f"model.{role}: got {path} with algorithm.name={self.algorithm.name}, "
-                    f"kl_coef={self.algorithm.kl_coef:g}, which asks for no {role}; leave it out, or choose {remedy}"
-                )
-            idle = [name for name, value in layout if value != getattr(type(layout)(), name)]
-            if idle and role not in self.algorithm.needs_models:
-                raise ValueError(
-                    f"trainer.{role}.{idle[0]}: got {getattr(layout, idle[0])} with "
-                    f"algorithm.name={self.algorithm.name}, kl_coef={self.algorithm.kl_coef:g}, which has no {role}; "
-                    f"leave it out, or choose {remedy}"
+                    f"{name}: got {value} with algorithm.name={self.algorithm.name}, "
+                    f"kl_coef={self.algorithm.kl_coef:g}, which has no {role}; leave it out, or choose {remedy}"
                 )
         return self
 

@@ -26,7 +26,7 @@ async def find_lost(bus: Bus, directory: RunDirectory, settings: Settings, *, no
         UserError: what is lost cannot be made up for by what is left.
     """
     names = bus.names
-    states = {stream: await _state(bus, stream) for stream in all_streams(names)}
+    states = {stream: await state_of(bus, stream) for stream in all_streams(names)}
     counts = {stream: state.last_sequence if state is not None else 0 for stream, state in states.items()}
     # A holder of a node's key may store trajectories before any prompt is admitted: they tell where tickets cannot.
     told_by = names.tickets_stream if states[names.tickets_stream] is not None else names.trajectories_stream
@@ -108,7 +108,8 @@ def _place(directory: RunDirectory, settings: Settings) -> str:
     )
 
 
-async def _state(bus: Bus, stream: str) -> StreamState | None:
+async def state_of(bus: Bus, stream: str) -> StreamState | None:
+    """Return the state of a stream; None where the broker has none of that name: its files may be destroyed."""
     try:
         return await bus.stream_state(stream)
     except MissingError:

@@ -12,11 +12,11 @@ from typing import TypeVar
 import anyio.to_thread
 
 from areal_async.bus import Bus, Message
-from areal_async.bus.api import MissingError
 from areal_async.doctor.audit.files import read_archive, read_ledger
 from areal_async.doctor.audit.run_record import Rules, RunRecord, StoredSlot
 from areal_async.doctor.audit.versions import Columns, find_faults
 from areal_async.errors import WireError
+from areal_async.launch.lost import state_of
 from areal_async.process.json_lines import read_json_lines
 from areal_async.protocol.publish_log import Receipt, decode_stamp, read_receipts
 from areal_async.protocol.run_state import RunState
@@ -67,9 +67,7 @@ class _Reader:
             names.tickets_stream, names.trajectories_stream, names.outcomes_stream, names.dead_stream,
             f"KV_{names.bucket}",
         ):  # fmt: skip
-            try:
-                await self._bus.api.ask(f"$JS.API.STREAM.INFO.{stream}")
-            except MissingError:
+            if await state_of(self._bus, stream) is None:
                 self._absent.add(stream)
                 self._evidence.absent_streams.append(f"stream {stream}: the broker does not have it")
 
