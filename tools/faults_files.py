@@ -56,7 +56,7 @@ def flipped_weights(case: Case) -> None:
     case.check(len(died) == 1, f"the trainer was started again {len(died)} times, need once")
 
 
-@row("32", "a part of the store is gone")
+@row("32", "a part of the store is gone", is_quick=True)
 def lost_part(case: Case) -> None:
     run = case.new_run(run__steps=NUM_STEPS)
     run.start()
