@@ -6,29 +6,29 @@ With ``--graph`` it draws the calls that a training step is made of instead, and
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import anyio
+import msgspec
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from areal_async.algorithms.graphs import step_graph
-from areal_async.cli import preflight
+from areal_async.cli.checks import check_groups
+from areal_async.cli.run import choose_config, load_run_settings
 from areal_async.config.sources import load_settings
 from areal_async.doctor import Diagnosis, examine
-from areal_async.doctor.audit.report import PromiseVerdict, Ruling
+from areal_async.doctor.audit import screen as audit
+from areal_async.doctor.preflight import Level, PreflightFinding, look_ahead
+from areal_async.doctor.preflight import screen as preflight
 from areal_async.errors import BusError, UserError
 from areal_async.launch.run import NotLiveError, visit_live
 from areal_async.launch.run_directory import RunDirectory, find_run
+from areal_async.process.host import visible_gpus
 from areal_async.process.stdio import say
 from areal_async.telemetry import log
-
-MAX_SHOWN = 20
-"""Findings printed per promise; ``--json`` has them all."""
-STYLES = {PromiseVerdict.PROVED: "green", PromiseVerdict.REFUTED: "bold red", PromiseVerdict.UNDECIDED: "yellow"}
 
 
 def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.file is not None or arguments.config is not None:
         if arguments.run is not None:
             raise UserError("doctor: got a run and one that is to be started, need one of them; leave --run out")
-        return preflight.run(arguments, overrides)
+        return _look_ahead(arguments, overrides)
     if overrides:
         raise UserError(f"doctor: got {overrides[0]} with --run, need a run's own settings; leave it out")
     if arguments.run is None:
@@ -54,8 +54,37 @@ def run(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
     if arguments.json:
         say(json.dumps(diagnosis.as_json(), indent=1))
     else:
-        show(diagnosis, Console(highlight=False))
+        audit.show(diagnosis, Console(highlight=False))
     return 0 if diagnosis.is_clean else 1
+
+
+def _look_ahead(arguments: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Look at what a run with these settings will meet here, and print it as it is found.
+
+    Raises:
+        UserError: the settings themselves are wrong.
+    """
+    has_gpu = bool(visible_gpus())
+    config = choose_config(arguments.file, arguments.config, has_gpu=has_gpu)
+    settings = load_run_settings(config, arguments.file, overrides)
+    check_groups(settings)
+    log.quieten(logging.CRITICAL)
+    console = Console(highlight=False, soft_wrap=True)
+
+    async def look() -> list[PreflightFinding]:
+        findings = []
+        async for finding in look_ahead(settings):
+            findings.append(finding)
+            if not arguments.json:
+                preflight.show(finding, console)
+        return findings
+
+    findings = anyio.run(look)
+    if arguments.json:
+        say(json.dumps(msgspec.to_builtins(findings), indent=1))
+    else:
+        say(preflight.summary(findings, config))
+    return 1 if any(finding.level is Level.ERROR for finding in findings) else 0
 
 
 async def examine_now(directory: RunDirectory) -> Diagnosis:
@@ -84,47 +113,3 @@ async def _find_broker(directory: RunDirectory) -> str | None:
         async with visit_live(directory) as (_, bus):
             return bus.connection.url
     return None
-
-
-def show(diagnosis: Diagnosis, console: Console) -> None:
-    """Print it for people."""
-    state = "alive" if diagnosis.is_live else "finished" if diagnosis.is_finished else "stopped, not finished"
-    checkpoint = f"newest checkpoint {diagnosis.checkpoint}" if diagnosis.checkpoint else "no checkpoint yet"
-    console.print(f"run {diagnosis.run}: {state}; {checkpoint}")
-    console.print(_counts(diagnosis))
-    console.print(_verdicts(diagnosis.rulings))
-    for ruling in diagnosis.rulings:
-        for line in _details(ruling):
-            console.print(Text(line))
-    for note in diagnosis.notes:
-        console.print(Text(f"note: {note}"))
-
-
-def _counts(diagnosis: Diagnosis) -> Table:
-    table = Table("what became of", "groups", "trajectories")
-    for name in dict.fromkeys([*diagnosis.groups, *diagnosis.slots]):
-        table.add_row(name, _count(diagnosis.groups, name), _count(diagnosis.slots, name))
-    for column in table.columns[1:]:
-        column.justify = "right"
-    return table
-
-
-def _count(counts: Mapping[str, int], name: str) -> str:
-    return f"{counts[name]:,}" if name in counts else ""
-
-
-def _verdicts(rulings: Sequence[Ruling]) -> Table:
-    table = Table("promise", "verdict", "looked at")
-    for ruling in rulings:
-        verdict = Text(ruling.verdict.value, style=STYLES[ruling.verdict])
-        table.add_row(f"{ruling.promise} {ruling.title}", verdict, Text(ruling.sentence))
-    return table
-
-
-def _details(ruling: Ruling) -> list[str]:
-    """Return what refutes a promise, and what is missing for its proof."""
-    lines = [f"{ruling.promise} is refuted by {ruling.num_findings}:"] if ruling.findings else []
-    lines += [f"  {finding.id}: {finding.text}" for finding in ruling.findings[:MAX_SHOWN]]
-    if ruling.num_findings > MAX_SHOWN:
-        lines.append(f"  and {ruling.num_findings - MAX_SHOWN} more; --json lists them all")
-    return lines + [f"{ruling.promise} lacks for a proof: {missing}" for missing in ruling.missing]

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from areal_async.cli.doctor import MAX_SHOWN, find_run, show
 from areal_async.cli.main import main
 from areal_async.doctor.audit.report import Diagnosis, Violation, ViolationKind, rule
+from areal_async.doctor.audit.screen import MAX_SHOWN, show
 from areal_async.errors import UserError
+from areal_async.launch.run_directory import find_run
 
 
 def diagnosis(*, num_lost: int) -> Diagnosis:
