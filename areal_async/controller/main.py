@@ -2,6 +2,7 @@
 
 import functools
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import anyio
