@@ -169,6 +169,18 @@ def check_tokenizer(path: str, setting: str = "model.path") -> None:
         )
 
 
+def check_served(settings: Settings, *, asks_hub: bool = True) -> None:
+    """Make sure that each model that answers or scores is there, with its tokenizer.
+
+    Raises:
+        UserError: as ``check_model`` and ``check_tokenizer``.
+    """
+    frozen = {f"policies.{name}.path": str(policy.path) for name, policy in settings.frozen_policies.items()}
+    for setting, path in {"model.path": settings.model.path, **frozen}.items():
+        check_model(path, setting, asks_hub=asks_hub)
+        check_tokenizer(path, setting)
+
+
 def check_template(settings: Settings) -> None:
     """Make sure that the chat template that the settings give can be used; with none given, nothing is loaded.
 

@@ -163,15 +163,11 @@ def result_of(answers: Sequence[tuple[int, Slot]], *, workflow: str, model: str,
     return Result(
         workflow=workflow,
         model=model,
-        accuracy=measured.accuracy,
-        low=measured.low,
-        high=measured.high,
         num_scored=num_scored,
         num_failed=len(answers) - num_scored,
         reasons=most_frequent(slot.reason for _, slot in answers if slot.status is not SlotStatus.SCORED),
         num_samples=num_samples,
-        pass_at=measured.pass_at,
-        is_graded=measured.is_graded,
+        **measured._asdict(),
     )
 
 

@@ -23,8 +23,8 @@ from areal_async.cli.checks import (
     check_interpreter,
     check_model,
     check_policies,
+    check_served,
     check_template,
-    check_tokenizer,
     check_workflow,
 )
 from areal_async.cli.export import write_best
@@ -295,13 +295,10 @@ def check(settings: Settings) -> None:
         check_dataset(settings.eval.dataset, "eval.dataset", asks_hub=loads_here)
     check_policies((task.workflow for task in settings.tasks), settings.policies)
     model = settings.model
-    for setting, path in (("", model.path), ("critic.", model.critic.path), ("reference.", model.reference.path)):
+    check_served(settings, asks_hub=loads_here)
+    for role, path in (("critic", model.critic.path), ("reference", model.reference.path)):
         if path is not None:
-            check_model(path, f"model.{setting}path", asks_hub=loads_here)
-    check_tokenizer(model.path)
-    for name, policy in settings.frozen_policies.items():
-        check_model(str(policy.path), f"policies.{name}.path", asks_hub=loads_here)
-        check_tokenizer(str(policy.path), f"policies.{name}.path")
+            check_model(path, f"model.{role}.path", asks_hub=loads_here)
     step_graph(settings)
     check_groups(settings)
     check_interpreter(settings.inference.python)

@@ -7,6 +7,7 @@ never were, from the run's broker: a live run's own, and that of a stopped one i
 import argparse
 import functools
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 
 import anyio
@@ -91,17 +92,8 @@ def filters_of(arguments: argparse.Namespace) -> Filters:
         raise UserError(f"--version: got {version}, need <lineage>-<step> like 1-42, or a step alone")
     if arguments.sort not in ("newest", *COLUMNS):
         raise UserError(f"--sort: got {arguments.sort}, need one of newest, {', '.join(COLUMNS)}")
-    return Filters(
-        steps=_steps(arguments.step),
-        workflow=arguments.workflow,
-        min_reward=arguments.min_reward,
-        max_reward=arguments.max_reward,
-        min_tokens=arguments.min_tokens,
-        max_tokens=arguments.max_tokens,
-        version=version,
-        error=arguments.error,
-        failed=arguments.failed,
-    )
+    given = {one.name: getattr(arguments, one.name) for one in fields(Filters) if one.name != "steps"}
+    return Filters(steps=_steps(arguments.step), **given)
 
 
 def _steps(text: str | None) -> tuple[int, int] | None:

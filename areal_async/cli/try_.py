@@ -13,14 +13,7 @@ from typing import Any
 import anyio
 import anyio.to_thread
 
-from areal_async.cli.checks import (
-    check_dataset,
-    check_interpreter,
-    check_model,
-    check_template,
-    check_tokenizer,
-    check_workflow,
-)
+from areal_async.cli.checks import check_dataset, check_interpreter, check_served, check_template, check_workflow
 from areal_async.cli.run import CONFIGS, choose_config, load_run_settings
 from areal_async.cli.trials import TemporaryFolder, opened_trial
 from areal_async.config.paths import is_same_function
@@ -97,13 +90,9 @@ def check(settings: Settings, task: TaskSettings, *, has_row: bool, has_server: 
         UserError: the workflow, its rows, the model or the server's interpreter is not there.
     """
     check_workflow(task.workflow)
-    check_model(settings.model.path)
-    check_tokenizer(settings.model.path)
+    check_served(settings)
     if not has_row:
         check_dataset(task.dataset, "dataset")
-    for name, policy in settings.frozen_policies.items():
-        check_model(str(policy.path), f"policies.{name}.path")
-        check_tokenizer(str(policy.path), f"policies.{name}.path")
     check_template(settings)
     if not has_server:
         check_interpreter(settings.inference.python)

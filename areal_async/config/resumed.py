@@ -4,13 +4,14 @@ What a run may never have otherwise stands in ``kept``; here is what depends on 
 trained, recorded and settled under the settings of before is proved by those of now.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from areal_async.config.kept import why_kept
 from areal_async.config.live import tie
 from areal_async.config.paths import with_real_paths
 from areal_async.config.settings import Settings
+from areal_async.config.tree import items_of
 from areal_async.errors import UserError
 from areal_async.protocol.run_state import Changes
 
@@ -86,17 +87,10 @@ def _why_bound(before: Settings, now: Settings, name: str) -> str:
 
 
 def _differences(before: Any, now: Any, name: str) -> Iterator[SettingDifference]:
-    inner = _items(before), _items(now)
+    inner = items_of(before), items_of(now)
     if inner[0] is None or inner[1] is None or not (inner[0] or inner[1]):
         if before != now:
             yield SettingDifference(name, before, now)
         return
     for key in dict.fromkeys([*inner[0], *inner[1]]):
         yield from _differences(inner[0].get(key), inner[1].get(key), f"{name}.{key}" if name else str(key))
-
-
-def _items(value: Any) -> Mapping[Any, Any] | None:
-    """Return what a section, or a list of sections, holds; None for a value."""
-    if isinstance(value, list) and all(isinstance(item, dict) for item in value) and value:
-        return dict(enumerate(value))
-    return value if isinstance(value, dict) else None

@@ -31,6 +31,7 @@ from areal_async.config.tree import (
     has_place,
     is_composite,
     is_section,
+    items_of,
     nearest,
     step_into,
     takes_none,
@@ -64,10 +65,8 @@ class Assignment:
 
     def split(self) -> "Iterator[Assignment]":
         """Yield what it gives to each single setting, as far down as there are sections."""
-        inner = self.value
-        if isinstance(inner, list) and all(isinstance(item, dict) for item in inner):
-            inner = dict(enumerate(inner))
-        if not isinstance(inner, dict) or not inner:
+        inner = items_of(self.value)
+        if not inner:
             yield self
             return
         for key, value in inner.items():

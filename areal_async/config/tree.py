@@ -92,6 +92,13 @@ def has_place(values: Any, parts: Sequence[str]) -> bool:
     return True
 
 
+def items_of(value: Any) -> Mapping[Any, Any] | None:
+    """Return what a section, or a list of sections, holds; None for a value."""
+    if isinstance(value, list) and all(isinstance(item, dict) for item in value) and value:
+        return dict(enumerate(value))
+    return value if isinstance(value, dict) else None
+
+
 def is_section(annotation: Any) -> bool:
     """Whether it is a mapping of named settings."""
     return isinstance(annotation, type) and issubclass(annotation, BaseModel)
