@@ -236,9 +236,9 @@ class MessagesExchange(ApiExchange):
         self._num_blocks = 0
         self._is_in_text = False
 
-    def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
+    def answer(self, replies: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``message``."""
-        (one,) = said
+        (one,) = replies
         content: list[dict[str, Any]] = [{"type": "text", "text": one.content}] if one.content else []
         content += [{**_block_start(call), "input": msgspec.json.decode(_arguments(call))} for call in one.tool_calls]
         return {**self._head, "content": content, **_end(one), "usage": _usage(one)}
@@ -255,16 +255,16 @@ class MessagesExchange(ApiExchange):
             start = self._start({"type": "text", "text": ""})
         return start + self._delta({"type": "text_delta", "text": text})
 
-    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
+    def end(self, index: int, reply: ReportedReply, rest: str) -> bytes:
         events = self.piece(index, rest) if rest else b""
         if self._is_in_text:
             events += self._stop()
-        for call in said.tool_calls:
+        for call in reply.tool_calls:
             events += self._start({**_block_start(call), "input": {}})
             events += self._delta({"type": "input_json_delta", "partial_json": _arguments(call)}) + self._stop()
-        return events + named_event({"type": "message_delta", "delta": _end(said), "usage": _usage(said)})
+        return events + named_event({"type": "message_delta", "delta": _end(reply), "usage": _usage(reply)})
 
-    def finish(self, said: Sequence[ReportedReply]) -> bytes:
+    def finish(self, replies: Sequence[ReportedReply]) -> bytes:
         return named_event({"type": "message_stop"})
 
     def fail(self, refusal: Refusal) -> bytes:
@@ -297,14 +297,14 @@ def _arguments(call: dict[str, Any]) -> str:
     return arguments
 
 
-def _end(said: ReportedReply) -> dict[str, Any]:
-    return {"stop_reason": _STOP_REASON[said.finish], "stop_sequence": said.stop_sequence}
+def _end(reply: ReportedReply) -> dict[str, Any]:
+    return {"stop_reason": _STOP_REASON[reply.finish], "stop_sequence": reply.stop_sequence}
 
 
-def _usage(said: ReportedReply) -> dict[str, Any]:
+def _usage(reply: ReportedReply) -> dict[str, Any]:
     return {
-        "input_tokens": said.num_prompt_tokens,
-        "output_tokens": said.num_output_tokens,
+        "input_tokens": reply.num_prompt_tokens,
+        "output_tokens": reply.num_output_tokens,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
     }

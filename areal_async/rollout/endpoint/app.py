@@ -167,8 +167,8 @@ class _Answering:
 
     async def _answer(self, exchange: ApiExchange) -> None:
         if not exchange.call.is_streamed:
-            said = await self.session.answer(exchange)
-            response = _json(exchange.answer(said))
+            reported = await self.session.answer(exchange)
+            response = _json(exchange.answer(reported))
             self.has_begun = True
             await response(self.scope, self.receive, self.send)
             return

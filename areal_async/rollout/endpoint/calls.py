@@ -132,10 +132,10 @@ class ApiExchange(ABC):
     call: CompletionRequest
 
     @abstractmethod
-    def answer(self, said: Sequence[ReportedReply]) -> Any:
+    def answer(self, replies: Sequence[ReportedReply]) -> Any:
         """Return the JSON object that answers it whole."""
 
-    def conclude(self, said: Sequence[ReportedReply]) -> None:  # noqa: B027
+    def conclude(self, replies: Sequence[ReportedReply]) -> None:  # noqa: B027
         """Note that it has been answered. An API whose requests bring their whole conversation has nothing to note."""
 
     @abstractmethod
@@ -146,11 +146,11 @@ class ApiExchange(ABC):
         """Write a piece of the content of reply ``index``."""
 
     @abstractmethod
-    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
+    def end(self, index: int, reply: ReportedReply, rest: str) -> bytes:
         """Write what is left of reply ``index``: ``rest`` of its content, its calls, why it ended."""
 
     @abstractmethod
-    def finish(self, said: Sequence[ReportedReply]) -> bytes:
+    def finish(self, replies: Sequence[ReportedReply]) -> bytes:
         """Write the end of the answer, once every reply has ended."""
 
     @abstractmethod

@@ -33,13 +33,13 @@ class Memory:
     def __init__(self) -> None:
         self._recorded: dict[bytes, list[_RememberedReply]] = {}
 
-    def remember(self, messages: Sequence[Message], said: ReportedReply, reply: Reply) -> None:
+    def remember(self, messages: Sequence[Message], reported: ReportedReply, reply: Reply) -> None:
         """Take in a reply to ``messages``, which are as the agent wrote them."""
         before = b""
         for message in messages:
             before = _key(before, message)
-        recorded = _RememberedReply(before, said.content, reply.message)
-        self._recorded.setdefault(_key(b"", said.message), []).append(recorded)
+        recorded = _RememberedReply(before, reported.content, reply.message)
+        self._recorded.setdefault(_key(b"", reported.message), []).append(recorded)
 
     def recall(self, messages: Sequence[Message]) -> list[Message]:
         """Return the conversation with recorded replies in the place of their copies."""
@@ -63,8 +63,8 @@ class Memory:
 
 
 def _key(before: bytes, message: Message) -> bytes:
-    said = _essence(message) if message["role"] == "assistant" else message
-    return blake2b(before + _encoder.encode(said), digest_size=_KEY_BYTES).digest()
+    written = _essence(message) if message["role"] == "assistant" else message
+    return blake2b(before + _encoder.encode(written), digest_size=_KEY_BYTES).digest()
 
 
 def _essence(message: Message) -> list[Any]:

@@ -251,7 +251,7 @@ class ChatExchange(ApiExchange):
         self._wants_usage = wants_usage
         self._head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
+    def answer(self, replies: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``chat.completion``."""
         choices = [
             {
@@ -260,9 +260,9 @@ class ChatExchange(ApiExchange):
                 "finish_reason": _FINISH[one.finish],
                 "logprobs": _logprobs(one),
             }
-            for index, one in enumerate(said)
+            for index, one in enumerate(replies)
         ]
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(said)}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": _usage(replies)}
 
     def begin(self) -> bytes:
         delta = {"role": "assistant", "content": "", "refusal": None}
@@ -271,20 +271,20 @@ class ChatExchange(ApiExchange):
     def piece(self, index: int, text: str) -> bytes:
         return self._chunk(index, {"content": text})
 
-    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
+    def end(self, index: int, reply: ReportedReply, rest: str) -> bytes:
         events = self._chunk(index, {"content": rest}) if rest else b""
-        for number, call in enumerate(said.tool_calls):
+        for number, call in enumerate(reply.tool_calls):
             function = call["function"]
             start = {**call, "index": number, "function": {"name": function["name"], "arguments": ""}}
             events += self._chunk(index, {"tool_calls": [start]})
             going_on = {"index": number, "function": {"arguments": function["arguments"]}}
             events += self._chunk(index, {"tool_calls": [going_on]})
-        if said.logprobs is not None:
-            events += self._chunk(index, {}, logprobs=_logprobs(said))
-        return events + self._chunk(index, {}, finish_reason=_FINISH[said.finish])
+        if reply.logprobs is not None:
+            events += self._chunk(index, {}, logprobs=_logprobs(reply))
+        return events + self._chunk(index, {}, finish_reason=_FINISH[reply.finish])
 
-    def finish(self, said: Sequence[ReportedReply]) -> bytes:
-        usage = self._event([], usage=_usage(said)) if self._wants_usage else b""
+    def finish(self, replies: Sequence[ReportedReply]) -> bytes:
+        usage = self._event([], usage=_usage(replies)) if self._wants_usage else b""
         return usage + b"data: [DONE]\n\n"
 
     def fail(self, refusal: Refusal) -> bytes:
@@ -310,10 +310,10 @@ def error(refusal: Refusal) -> ErrorAnswer:
     return ErrorAnswer(status, body)
 
 
-def logprob_items(said: ReportedReply) -> list[dict[str, Any]]:
+def logprob_items(reply: ReportedReply) -> list[dict[str, Any]]:
     """Return the logprobs of the sampled tokens, as both of OpenAI's APIs write them."""
     return [
-        {**_logprob_item(one), "top_logprobs": [_logprob_item(top) for top in one.top]} for one in said.logprobs or ()
+        {**_logprob_item(one), "top_logprobs": [_logprob_item(top) for top in one.top]} for one in reply.logprobs or ()
     ]
 
 
@@ -321,14 +321,14 @@ def _logprob_item(one: TokenLogprob) -> dict[str, Any]:
     return {"token": one.text, "logprob": one.logprob, "bytes": list(one.text.encode())}
 
 
-def _logprobs(said: ReportedReply) -> dict[str, Any] | None:
-    return None if said.logprobs is None else {"content": logprob_items(said), "refusal": None}
+def _logprobs(reply: ReportedReply) -> dict[str, Any] | None:
+    return None if reply.logprobs is None else {"content": logprob_items(reply), "refusal": None}
 
 
-def _content(said: ReportedReply) -> str | None:
-    return None if said.tool_calls and not said.content else said.content
+def _content(reply: ReportedReply) -> str | None:
+    return None if reply.tool_calls and not reply.content else reply.content
 
 
-def _usage(said: Sequence[ReportedReply]) -> dict[str, Any]:
-    num_prompt, num_output = said[0].num_prompt_tokens, sum(one.num_output_tokens for one in said)
+def _usage(replies: Sequence[ReportedReply]) -> dict[str, Any]:
+    num_prompt, num_output = replies[0].num_prompt_tokens, sum(one.num_output_tokens for one in replies)
     return {"prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output}

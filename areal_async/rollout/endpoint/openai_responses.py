@@ -271,9 +271,9 @@ class ResponsesExchange(ApiExchange):
         self._num_items = 0
         self._is_in_text = False
 
-    def answer(self, said: Sequence[ReportedReply]) -> dict[str, Any]:
+    def answer(self, replies: Sequence[ReportedReply]) -> dict[str, Any]:
         """Return a ``response``."""
-        (one,) = said
+        (one,) = replies
         is_cut = one.finish == "length"
         return {
             **self._response("incomplete" if is_cut else "completed"),
@@ -282,26 +282,26 @@ class ResponsesExchange(ApiExchange):
             "usage": _usage(one),
         }
 
-    def conclude(self, said: Sequence[ReportedReply]) -> None:
+    def conclude(self, replies: Sequence[ReportedReply]) -> None:
         """Remember the conversation that the next response may go on from."""
         if self._about["store"]:
-            self._history[self._about["id"]] = [*self._conversation, said[0].message]
+            self._history[self._about["id"]] = [*self._conversation, replies[0].message]
 
     def _response(self, status: str) -> dict[str, Any]:
-        """Return a response that has said nothing yet."""
+        """Return a response without any output yet."""
         unsaid: dict[str, Any] = {"error": None, "incomplete_details": None, "output": [], "usage": None}
         return {**self._about, "status": status, "truncation": "disabled", **unsaid}
 
-    def _items(self, said: ReportedReply) -> list[dict[str, Any]]:
-        """Return what was said as output items."""
-        status = "incomplete" if said.finish == "length" else "completed"
-        says_something = bool(said.content) or not said.tool_calls
-        message = [{**self._message_item(status), "content": [text_part(said)]}] if says_something else []
-        calls = [self._call_item(number, call, "completed") for number, call in enumerate(said.tool_calls)]
+    def _items(self, reply: ReportedReply) -> list[dict[str, Any]]:
+        """Return a reply as output items."""
+        status = "incomplete" if reply.finish == "length" else "completed"
+        says_something = bool(reply.content) or not reply.tool_calls
+        message = [{**self._message_item(status), "content": [text_part(reply)]}] if says_something else []
+        calls = [self._call_item(number, call, "completed") for number, call in enumerate(reply.tool_calls)]
         return message + calls
 
     def _message_item(self, status: str) -> dict[str, Any]:
-        """Return a message that has said nothing yet."""
+        """Return a message without any content yet."""
         return {"id": f"msg_{self._number}", "type": "message", "role": "assistant", "status": status, "content": []}
 
     def _call_item(self, number: int, call: Mapping[str, Any], status: str) -> dict[str, Any]:
@@ -325,20 +325,20 @@ class ResponsesExchange(ApiExchange):
         start = b"" if self._is_in_text else self._open_text()
         return start + self._text_event("delta", delta=text, logprobs=[])
 
-    def end(self, index: int, said: ReportedReply, rest: str) -> bytes:
-        items = self._items(said)
+    def end(self, index: int, reply: ReportedReply, rest: str) -> bytes:
+        items = self._items(reply)
         events = self.piece(0, rest) if rest else b""
         if items[0]["type"] == "message":
             if not self._is_in_text:
                 events += self._open_text()
             (part,) = items[0]["content"]
-            events += self._text_event("done", text=said.content, logprobs=part["logprobs"])
+            events += self._text_event("done", text=reply.content, logprobs=part["logprobs"])
             events += self._event("response.content_part.done", **self._in_text(), part=part)
             events += self._close(items.pop(0))
         return events + b"".join(self._call(item) for item in items)
 
-    def finish(self, said: Sequence[ReportedReply]) -> bytes:
-        response = self.answer(said)
+    def finish(self, replies: Sequence[ReportedReply]) -> bytes:
+        response = self.answer(replies)
         return self._event(f"response.{response['status']}", response=response)
 
     def fail(self, refusal: Refusal) -> bytes:
@@ -380,16 +380,16 @@ class ResponsesExchange(ApiExchange):
         return named_event({"type": kind, "sequence_number": self._num_events - 1, **fields})
 
 
-def text_part(said: ReportedReply) -> dict[str, Any]:
-    """Return what was said as a part of a message."""
-    return {"type": "output_text", "text": said.content, "annotations": [], "logprobs": logprob_items(said)}
+def text_part(reply: ReportedReply) -> dict[str, Any]:
+    """Return the text of a reply as a part of a message."""
+    return {"type": "output_text", "text": reply.content, "annotations": [], "logprobs": logprob_items(reply)}
 
 
-def _usage(said: ReportedReply) -> dict[str, Any]:
+def _usage(reply: ReportedReply) -> dict[str, Any]:
     return {
-        "input_tokens": said.num_prompt_tokens,
+        "input_tokens": reply.num_prompt_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": said.num_output_tokens,
+        "output_tokens": reply.num_output_tokens,
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": said.num_prompt_tokens + said.num_output_tokens,
+        "total_tokens": reply.num_prompt_tokens + reply.num_output_tokens,
     }

@@ -134,9 +134,9 @@ class Session:
         with self._answering():
             messages = await self._recall(call)
             replies = await self._policy.chat(messages, tools=call.tools, n=call.n, **self._sampling(call))
-            said = [self._take(call, reply) for reply in replies]
-            exchange.conclude(said)
-            return said
+            reported = [self._take(call, reply) for reply in replies]
+            exchange.conclude(reported)
+            return reported
 
     async def stream(self, exchange: ApiExchange) -> AsyncGenerator[bytes, None]:
         """Answer a request as server-sent events. Nothing comes before something is said.
@@ -174,9 +174,9 @@ class Session:
         finally:
             for task in writing:
                 task.cancel()
-        said = [task.result() for task in writing]
-        exchange.conclude(said)
-        yield exchange.finish(said)
+        reported = [task.result() for task in writing]
+        exchange.conclude(reported)
+        yield exchange.finish(reported)
 
     async def _write(
         self, exchange: ApiExchange, index: int, stream: ReplyStream, put: Callable[[bytes], None]
@@ -187,9 +187,9 @@ class Session:
             async for piece in stream:
                 if told := holdback.push(piece):
                     put(exchange.piece(index, told))
-            said = self._take(exchange.call, stream.reply)
-        put(exchange.end(index, said, holdback.rest(said.content)))
-        return said
+            reported = self._take(exchange.call, stream.reply)
+        put(exchange.end(index, reported, holdback.rest(reported.content)))
+        return reported
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -231,11 +231,11 @@ class Session:
     def _take(self, call: CompletionRequest, reply: Reply) -> ReportedReply:
         """Return what the agent is told of a reply, and remember it."""
         turn = self._policy.turns[self._policy.reply_ids.index(reply.id)]
-        said = self._said(call, reply, len(turn.prompt_ids))
-        self._memory.remember(call.messages, said, reply)
-        return said
+        reported = self._reported(call, reply, len(turn.prompt_ids))
+        self._memory.remember(call.messages, reported, reply)
+        return reported
 
-    def _said(self, call: CompletionRequest, reply: Reply, num_prompt_tokens: int) -> ReportedReply:
+    def _reported(self, call: CompletionRequest, reply: Reply, num_prompt_tokens: int) -> ReportedReply:
         content: str = reply.message["content"]
         tool_calls = reply.message.get("tool_calls", [])
         if call.form is not None and self._begins_thought:

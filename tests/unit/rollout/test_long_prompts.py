@@ -17,7 +17,7 @@ from areal_async.rollout.policy.policy import RecordingPolicy
 from areal_async.rollout.policy.text import CHARACTERS_PER_TOKEN, LONG_TEXT_CHARACTERS, TextCodec
 from tests.brokers import until
 from tests.unit.rollout.byte_model import END, ByteTokenizer, ScriptedModel
-from tests.unit.rollout.endpoint.places import chat, client, served, speaker
+from tests.unit.rollout.endpoint.scripted_endpoint import chat, client, served, speaker
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from areal_async.rollout.policy.merge import merge_turns
 from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with, tokenizer_with
-from tests.unit.rollout.endpoint.places import CALL, END, PARAMETERS, QUESTION
+from tests.unit.rollout.endpoint.scripted_endpoint import CALL, END, PARAMETERS, QUESTION
 
 TEXTS = (f"I add.\n{CALL}", CALL, "It is 5.")
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS}}]

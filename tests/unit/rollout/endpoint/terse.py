@@ -11,7 +11,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.unit.rollout.chat_templates import codec_with, tokenizer_with
-from tests.unit.rollout.endpoint.places import END
+from tests.unit.rollout.endpoint.scripted_endpoint import END
 
 CONTEXT_LENGTH = 16384
 """Agents' own instructions are long."""

@@ -26,7 +26,7 @@ from areal_async.rollout.endpoint.session import Session
 from tests.brokers import until
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
-from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
+from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat, client, said, served, speaker
 
 pytestmark = pytest.mark.anyio
 

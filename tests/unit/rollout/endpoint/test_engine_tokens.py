@@ -22,7 +22,7 @@ from areal_async.rollout.policy.text import load_codec
 from tests.sglang.scoring import assert_scored_by
 from tests.unit.inference.embedded_engine import Server
 from tests.unit.rollout.endpoint.memorised import TEXTS, TOOLS, conversation, memorise
-from tests.unit.rollout.endpoint.places import END, PARAMETERS, QUESTION
+from tests.unit.rollout.endpoint.scripted_endpoint import END, PARAMETERS, QUESTION
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 

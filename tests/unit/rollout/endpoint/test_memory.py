@@ -22,7 +22,7 @@ from areal_async.rollout.policy.policy import RecordingPolicy
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.chat_templates import codec_with
 from tests.unit.rollout.endpoint import test_translation as translation
-from tests.unit.rollout.endpoint.places import CALL, PARAMETERS, said
+from tests.unit.rollout.endpoint.scripted_endpoint import CALL, PARAMETERS, said
 
 TEXTS = st.sampled_from(
     [

@@ -10,7 +10,7 @@ from areal_async.protocol.types import Prompt
 from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.called import call_of
-from tests.unit.rollout.endpoint.places import served, speaker
+from tests.unit.rollout.endpoint.scripted_endpoint import served, speaker
 from workflows.openai_agent import openai_agent
 
 pytestmark = pytest.mark.anyio

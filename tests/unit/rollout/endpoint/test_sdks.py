@@ -14,7 +14,7 @@ from areal_async.inference.pool import ServerHandle
 from areal_async.rollout.endpoint.policy import ServedPolicy
 from areal_async.rollout.policy.merge import merge_turns
 from tests.unit.rollout.byte_model import ScriptedModel
-from tests.unit.rollout.endpoint.places import CALL, END, PARAMETERS, QUESTION, said, served, speaker
+from tests.unit.rollout.endpoint.scripted_endpoint import CALL, END, PARAMETERS, QUESTION, said, served, speaker
 
 pytestmark = pytest.mark.anyio
 

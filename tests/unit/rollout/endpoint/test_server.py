@@ -24,7 +24,7 @@ from areal_async.telemetry import tracing
 from tests.unit.rollout.byte_model import ScriptedModel
 from tests.unit.rollout.called import call_of
 from tests.unit.rollout.chat_templates import TINY, codec_with
-from tests.unit.rollout.endpoint.places import QUESTION, chat, client, said, served, speaker
+from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat, client, said, served, speaker
 
 pytestmark = [pytest.mark.anyio, pytest.mark.both_loops]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_async.rollout.policy.json_size import MAX_JSON_VALUES, has_too_many_values
 from areal_async.rollout.policy.messages import for_template
-from tests.unit.rollout.endpoint.places import QUESTION, chat, client, served, speaker
+from tests.unit.rollout.endpoint.scripted_endpoint import QUESTION, chat, client, served, speaker
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(-9, 9) | st.text() | st.text(alphabet='\\"[{,'),
