@@ -40,7 +40,7 @@ class NodeContext(PolicyMaker):
     node_id: str
     workflows: Mapping[str, Workflow | GroupWorkflow]
     frozen: Mapping[str, FrozenModel | FrozenReward] = field(default_factory=dict)
-    """By the names of their policies."""
+    """The models that are not trained, by the names of their policies."""
     counts: Counts = field(default_factory=Counts)
     backpressure: Backpressure = field(default_factory=Backpressure)
     reading: anyio.CapacityLimiter = field(default_factory=lambda: anyio.CapacityLimiter(READS_AT_ONCE))

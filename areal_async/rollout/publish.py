@@ -32,9 +32,9 @@ MAX_FULL_WAIT_S = 2.0
 MAX_HEADER_BYTES = 48 << 10
 """The broker refuses headers of more than 64 KB."""
 MIN_REASON_CHARACTERS = 60
-"""Of a failed sibling's reason, where those of a whole group have to share the headers."""
+"""Length to which a failed sibling's reason is cut at most, where those of a whole group share the headers."""
 SLOT_HEADER_BYTES = 512
-"""Of one slot, beside its reason and its credits."""
+"""Size of one slot in the headers, beside its reason and its credits."""
 
 log = structlog.get_logger()
 

@@ -1,6 +1,6 @@
 """One ticket: every sibling of its group is sampled, scored and stored, or stored as what became of it.
 
-Invariant: the ticket is acknowledged only after every slot is stored. Whoever gets it again runs only the
+Invariant: the ticket is acknowledged only after every slot is stored. A node that gets it again runs only the
 slots that are missing, with the sampling that holds then: an operator may have changed it since.
 """
 

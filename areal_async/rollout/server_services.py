@@ -18,7 +18,7 @@ async def run_server_services(bus: Bus, node_id: str, reports: Callable[[], Mapp
 
     consumes:     ``reports``, by server id: who is in it is there
     waits for:    the next look
-    produces:     answers to whoever asks
+    produces:     answers to anyone who asks
     unblocked by: n/a; nobody waits for them
     """
     spoken_for: dict[str, anyio.CancelScope] = {}

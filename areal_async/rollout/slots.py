@@ -39,11 +39,11 @@ class SlotSpec:
     sample_uid: str
     ticket_version: str
     max_bytes: int
-    """Of the trajectory, encoded."""
+    """Size of the trajectory, encoded."""
     max_sequence_tokens: int
-    """Of its longest sequence: it has to be trained in one row."""
+    """Length of its longest sequence, which has to be trained in one row."""
     max_credit_bytes: int = MAX_CREDIT_BYTES
-    """Of the rewards of its replies, in the header."""
+    """Size of the rewards of its replies, in the header."""
     one_reward_for: str = ""
     """The setting that takes one reward for a whole trajectory; empty where its replies may have their own."""
 
@@ -68,7 +68,7 @@ Ending = Scores | Reject | RolloutError
 
 
 def missing_siblings(ticket: Ticket, stored: Iterable[StoredMessage]) -> list[int]:
-    """Return the siblings of which no slot is stored, whoever produced the others: what a leased ticket is owed."""
+    """Return the siblings of which no slot is stored, no matter who produced the others: what a leased ticket is owed."""
     found = {slot.sibling for message in stored for slot in message.slots}
     return [sibling for sibling in range(ticket.group_size) if sibling not in found]
 

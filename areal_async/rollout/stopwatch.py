@@ -71,7 +71,7 @@ class Times:
     model_s: float
     tools_s: float
     rewards_s: float
-    """In ``@reward`` functions, waiting for a worker included; others are the workflow's own time."""
+    """Time in ``@reward`` functions, waiting for a worker included; other rewards are the workflow's own time."""
 
     @classmethod
     def of(cls, *, total_s: float, calls: Iterable[TimedCall], waits: Iterable[EndedWait]) -> "Times":

@@ -50,7 +50,7 @@ class Attempt:
 
 
 class Trial:
-    """What all attempts share. Whoever makes it enters the endpoint and the generator."""
+    """What all attempts share. Its maker enters the endpoint and the generator."""
 
     def __init__(
         self,

@@ -105,7 +105,7 @@ class WorkflowCall:
         self._work = work
         self._deadline_s = workflow.rollout.episode_deadline_s if deadline_s is None else deadline_s
         self._agent_failures: list[list[RolloutError]] = [[] for _ in policies]
-        """Of each sibling, as the function ended: what the last requests of its agents came to."""
+        """What the last requests of each sibling's agents came to, as the function ended."""
 
     async def fill(self, prompt: Prompt, slots: Sequence[SlotSpec]) -> list[Trajectory]:
         """Call the workflow with a prompt of its own and return what fills the siblings' slots.

@@ -8,7 +8,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxLimits:
-    """Of one program and all it starts together, unless another is named."""
+    """Limits of one program and all it starts together, unless another is named."""
 
     wall_s: float = 10.0
     cpu_s: int = 10

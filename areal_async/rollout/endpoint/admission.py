@@ -31,15 +31,15 @@ class AdmissionLimits:
     max_admitted: int = 1024
     """Requests of one trajectory that are answered or wait; others are told when to come again."""
     retry_after_s: int = 10
-    """On average: all that were refused at once are not to come again at once."""
+    """Mean time: all that were refused at once are not to come again at once."""
     max_body_bytes: int = 16 << 20
     """Twice the largest trajectory that is stored."""
     max_short_bytes: int = 64 << 10
     """A body of so many waits for no room; the server has as many at hand for each connection."""
     max_held_bytes: int = 256 << 20
-    """Of longer bodies, from their beginnings to the ends of their answers."""
+    """Size of all longer bodies that are held, from their beginnings to the ends of their answers."""
     max_share_bytes: int = 32 << 20
-    """Of these, those of one trajectory."""
+    """Size of those of them that are one trajectory's."""
     body_deadline_s: float = 60.0
     head_deadline_s: float = HEAD_DEADLINE_S
     max_connections: int = MAX_CONNECTIONS

@@ -40,7 +40,7 @@ class PostRoute(NamedTuple):
     """What answers a POST to one path."""
 
     name: str
-    """Of the API."""
+    """The name of the API."""
     error: ErrorWriter
     parse: Callable[[bytes, Session], ApiExchange]
 
@@ -72,7 +72,7 @@ class App:
         self._sessions = sessions
         self._limits = limits
         self.room = BodyBudget(limits)
-        """For the bodies of requests."""
+        """The room for the bodies of requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -182,7 +182,7 @@ class _Answering:
         await self.send({"type": "http.response.body", "body": b""})
 
     async def _left(self) -> None:
-        await self.is_read.wait()  # until then a client that leaves is noticed by whoever reads
+        await self.is_read.wait()  # until then a client that leaves is noticed by the reader
         while (await self.receive())["type"] != "http.disconnect":
             pass
 

@@ -44,7 +44,7 @@ class ErrorAnswer(NamedTuple):
     """A refusal in the words of one API."""
 
     status: int
-    """Of HTTP."""
+    """The status of HTTP."""
     body: dict[str, Any]
 
 
@@ -62,7 +62,7 @@ class ToolChoice:
     is_required: bool = False
     """It has to call, and says nothing else."""
     names: tuple[str, ...] = ()
-    """Of the tools that may be called then, of all that the model is told of; empty for any."""
+    """Names of the tools that may be called then, of all that the model is told of; empty for any."""
     is_single: bool = False
     """At most one call."""
 
@@ -95,7 +95,7 @@ class TokenLogprob:
     """One sampled token."""
 
     text: str
-    """As it reads alone: half a character reads as a replacement character."""
+    """The token as it reads alone: half a character reads as a replacement character."""
     logprob: float
     top: Sequence["TokenLogprob"] = ()
     """The likeliest in its place, likeliest first, where they were asked for."""
@@ -108,13 +108,13 @@ class ReportedReply:
     content: str
     """Without the stop string that ended it, which the recorded tokens hold."""
     tool_calls: list[dict[str, Any]]
-    """As OpenAI's chat API writes them."""
+    """The calls as OpenAI's chat API writes them."""
     finish: Finish
     stop_sequence: str | None
     num_prompt_tokens: int
     num_output_tokens: int
     logprobs: list[TokenLogprob] | None
-    """Of every sampled token, the end of turn too; None where they were not asked for."""
+    """One for every sampled token, the end of turn too; None where they were not asked for."""
 
     @property
     def message(self) -> dict[str, Any]:

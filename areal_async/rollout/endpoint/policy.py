@@ -98,7 +98,7 @@ class PolicyMaker:
     generator: Generator
     codec: TextCodec
     endpoint: AgentEndpoint = field(default_factory=AgentEndpoint)
-    """Whoever makes this enters it as well; it starts when a workflow asks for it."""
+    """The maker of this enters it as well; it starts when a workflow asks for it."""
     call_parser: CallParser | None = None
     """The servers' own parser of tool calls, where it is to be used."""
 

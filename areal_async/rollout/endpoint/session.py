@@ -69,7 +69,7 @@ class Session:
         self.history: History = {}
         self.unsupported = unsupported or Unsupported()
         self.failure: RolloutError | None = None
-        """Of the last request, where it failed; one that is answered after it makes it good."""
+        """The error of the last request, where it failed; one that is answered after it makes it good."""
         self._policy = policy
         self._codec = codec
         self._max_new_tokens = policy.sampling.max_new_tokens

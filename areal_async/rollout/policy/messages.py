@@ -38,7 +38,7 @@ def are_same(messages: Sequence[Message], others: Sequence[Message]) -> bool:
 
 
 def is_same(message: Message, other: Message) -> bool:
-    """Say whether two messages say the same, whoever copied them and whatever keys he filled with None."""
+    """Say whether two messages say the same, no matter who copied them and which keys were filled with None."""
     return message is other or _filled(message) == _filled(other)
 
 

@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 NUM_THREADS = 2
 _threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="areal_async_tokenizing")
-"""A bound of its own: whoever is cancelled leaves his thread to its work, and nobody else gets a third."""
+"""A bound of its own: a caller that is cancelled leaves its thread to its work, and nobody else gets a third."""
 
 
 def is_long(*parts: Any) -> bool:

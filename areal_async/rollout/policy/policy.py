@@ -71,7 +71,7 @@ class PolicyRole:
     """What a policy is that speaks beside the first one of a trajectory."""
 
     name: str
-    """As the workflow calls it."""
+    """The name that the workflow calls it by."""
     trajectory: ReplyRecord
     """The record of the first one."""
     is_trained: bool = True

@@ -6,9 +6,9 @@ from areal_async.config.policy import GRAMMARS, CallSampling
 from areal_async.config.settings import SamplingSettings
 
 ALWAYS_SAID = ("temperature", "top_p", "top_k", "max_new_tokens", "ignore_eos")
-"""Of the sampling, whatever it is."""
+"""Fields of the sampling that every request has."""
 CALL_FORMS = ("stop_token_ids", "seed", "top_logprobs", *GRAMMARS)
-"""Of the sampling of a call, what SGLang has in another form or under another name."""
+"""Fields of a call's sampling that SGLang has in another form or under another name."""
 
 
 def sampling_params(sampling: SamplingSettings, stop_token_ids: list[int]) -> dict[str, Any]:

@@ -84,5 +84,5 @@ class RecordingStream:
             self._moved.set()
 
     def _end(self, task: asyncio.Task[Reply]) -> None:
-        mark_retrieved(task)  # known to whoever asks for the next piece
+        mark_retrieved(task)  # known to anyone who asks for the next piece
         self._moved.set()

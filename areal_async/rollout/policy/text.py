@@ -64,7 +64,7 @@ class TextCodec:
         self.tool_format: ToolFormat = guess_format(self._template)
         """How the model writes calls."""
         self.vocab_size = vocab_size
-        """Of the model, which may know more tokens than its tokenizer uses, or fewer."""
+        """Number of tokens that the model knows, which may be more than its tokenizer uses, or fewer."""
         self._encode_once = lru_cache(maxsize=ENCODE_CACHE_TEXTS)(self._encode)
         self._encode_long_once = lru_cache(maxsize=ENCODE_CACHE_LONG_TEXTS)(self._encode)
         self.stop_token_ids = list(stop_token_ids)

@@ -24,7 +24,7 @@ from areal_async.process.parent_death import die_with_parent
 _PR_SET_CHILD_SUBREAPER = 36
 _AWAITED = (signal.SIGTERM, signal.SIGCHLD)
 END_S = 2.0
-"""For what is killed to be gone."""
+"""Time that what is killed has to be gone."""
 LOOK_S = 0.002
 
 

@@ -17,13 +17,13 @@ from areal_async.errors import RewardError
 from areal_async.rollout.rewards.worker import FRAME, MAX_ANSWER_BYTES, Answer
 
 START_DEADLINE_S = 120.0
-"""For starting the interpreter and importing the user's file, which is not the reward's own time."""
+"""Time for starting the interpreter and importing the user's file, which is not the reward's own."""
 
 DYING_S = 2.0
 """A process that ends closes its pipes first: so long it may take until its status is known."""
 
 KEEPING_S = 5.0
-"""For a worker's keeper to kill all that is below it."""
+"""Time that a worker's keeper has to kill all that is below it."""
 
 
 class RewardProcess:

@@ -37,7 +37,7 @@ class McpTool:
     """One tool of a server, a ``contracts.DescribedTool``."""
 
     name: str
-    """As the model is told: the server's own name, with _ for what models do not write in names."""
+    """The name that the model is told: the server's own, with _ for what models do not write in names."""
     schema: dict[str, Any]
     timeout_s: float | None
     _own_name: str

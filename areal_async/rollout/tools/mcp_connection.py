@@ -1,7 +1,7 @@
 """A running MCP server and the connection to it, by the official SDK (an extra: ``areal-async[mcp]``).
 
 The SDK's task groups must be left by the task that entered them, and cancel it when the transport breaks. So one task
-of its own holds each connection, and whoever calls does so from outside: a server that dies, hangs or floods ends
+of its own holds each connection, and callers call from outside: a server that dies, hangs or floods ends
 calls, never a caller. A server that is a child dies with this process, however that ends.
 """
 
@@ -40,7 +40,7 @@ MAX_TOOLS = 256
 MAX_UNANSWERED = 3
 """Calls in a row that were given up without an answer, after which a server counts as hung."""
 MAX_SAID_BYTES = 4000
-"""Of what a server wrote to its standard error, the end is kept."""
+"""Size of what is kept of a server's standard error: its end."""
 MAX_CAUSE_CHARACTERS = 300
 
 

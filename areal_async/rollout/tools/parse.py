@@ -26,7 +26,7 @@ _PYTHON_TAG = "<|python_tag|>"
 _OTHER_FORMATS = (
     "<arg_key>", "[TOOL_CALLS]", "<|tool_call_begin|>", "<｜tool▁call", "<invoke name=", "<|channel|>", "<function=",
 )  # fmt: skip
-"""Of templates that teach calls in none of the ways that are known here."""
+"""Marks of templates that teach calls in none of the ways that are known here."""
 _BAD_JSON = (msgspec.DecodeError, RecursionError, UnicodeError)
 _SHAPE = 'need {"name": ..., "arguments": {...}}'
 

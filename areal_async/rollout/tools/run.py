@@ -29,7 +29,7 @@ NUM_THREADS = 64
 MAX_LEFT_BEHIND = 256
 """Threads that never came back."""
 MAX_OUTPUT_CHARACTERS = 20_000
-"""Of one answer; a model's context is not for more."""
+"""Length of one answer; a model's context is not for more."""
 MAX_CALLS_PER_REPLY = 16
 
 

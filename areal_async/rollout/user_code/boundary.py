@@ -9,7 +9,7 @@ from areal_async.errors import ArealError, PipelineError, Reject, leaves_of
 MAX_MESSAGE_CHARACTERS = 1500
 """A model's output may be inside a message; a reason has to stay readable."""
 MAX_READ_CHARACTERS = 10_000
-"""Of a message, before blanks are counted as one."""
+"""Length of the part of a message that is read, before blanks are counted as one."""
 MAX_SHOWN_CHARACTERS = 100
 
 _SHORT = reprlib.Repr()

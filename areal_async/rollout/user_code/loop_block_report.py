@@ -1,4 +1,4 @@
-"""What holds up a node's event loop, as a file: for whoever watches the run, and for the node that comes after.
+"""What holds up a node's event loop, as a file: for anyone who watches the run, and for the node that comes after.
 
     blocked/node-0.json    what stands on the loop of node 0 now, or stood there when that ended itself
 
@@ -23,7 +23,7 @@ ENDED_BY_WATCH = 70
 ENDED_FOR_CULPRIT = 71
 """The same, where the file says whose."""
 HELD_UP = "held up the event loop"
-"""In the reason of every slot that did."""
+"""Words in the reason of every slot that did so."""
 
 
 class Work(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +31,7 @@ class Work(msgspec.Struct, frozen=True, kw_only=True):
 
     workflow: str
     name: str
-    """As ``waits`` has it."""
+    """The name that the graph of waits has for it."""
     ticket: Ticket | None = None
     sibling: int = 0
     is_whole_group: bool = False
@@ -48,7 +48,7 @@ class Blockage(msgspec.Struct, frozen=True, kw_only=True):
     place: str
     """``file:line function``, the innermost of the user's code."""
     work: Work | None = None
-    """In whose name that runs; None where it is not known."""
+    """The work in whose name that runs; None where it is not known."""
 
     @property
     def sentence(self) -> str:
@@ -67,7 +67,7 @@ class Blockage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockageFile:
-    """Of one node."""
+    """The file of one node."""
 
     def __init__(self, run_directory: Path, node_id: str) -> None:
         self.node_id = node_id

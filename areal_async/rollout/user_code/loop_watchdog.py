@@ -61,7 +61,7 @@ class Look(NamedTuple):
 
     at_s: float
     worked_s: float
-    """Of a processor, by the whole process, and in the queue for one, by the threads that matter."""
+    """Processor time of the whole process, and time in the queue for a processor of the threads that matter."""
 
     @classmethod
     def now(cls, thread_ids: Iterable[int] = ()) -> Self:

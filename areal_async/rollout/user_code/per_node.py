@@ -21,7 +21,7 @@ from areal_async.rollout.user_code.task_scope import AbnormalExit, end_task, res
 from areal_async.telemetry import wait_graph
 
 LEAVE_DEADLINE_S = 8.0
-"""For one to leave; then it is cancelled."""
+"""Time that one has to leave; then it is cancelled."""
 
 AnyWorkflow = Workflow | GroupWorkflow
 Making = Callable[[], AsyncIterator[Any]]
