@@ -68,7 +68,7 @@ Ending = Scores | Reject | RolloutError
 
 
 def missing_siblings(ticket: Ticket, stored: Iterable[StoredMessage]) -> list[int]:
-    """Return the siblings of which no slot is stored, no matter who produced the others: what a leased ticket is owed."""
+    """Return the siblings without a stored slot, no matter who produced the others: what a leased ticket is owed."""
     found = {slot.sibling for message in stored for slot in message.slots}
     return [sibling for sibling in range(ticket.group_size) if sibling not in found]
 
