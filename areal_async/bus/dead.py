@@ -6,15 +6,16 @@ log go on. The reader goes on as if they had never come. Every reader of such a 
 letter's id is that of the message: within the stream's duplicate window it is stored once.
 """
 
-from collections.abc import Mapping
 from contextlib import suppress
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import structlog
 
 from areal_async.bus.api import JetStreamApi
 from areal_async.bus.connection import ConnectionLostError
+from areal_async.bus.inbox import Delivery
+from areal_async.bus.log import Message
 from areal_async.errors import StreamFullError, WireError
 from areal_async.protocol import wire
 from areal_async.protocol.events import MessageBuried
@@ -33,23 +34,6 @@ MAX_LETTERS = 10_000
 log = structlog.get_logger()
 
 
-class StreamMessage(Protocol):
-    """A message of a stream, read or delivered."""
-
-    @property
-    def stream(self) -> str: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def subject(self) -> str: ...
-    @property
-    def headers(self) -> Mapping[str, str]: ...
-    @property
-    def data(self) -> bytes: ...
-    @property
-    def is_forwarded(self) -> bool: ...
-
-
 class DeadLetters:
     """The messages that one process could not use."""
 
@@ -60,7 +44,7 @@ class DeadLetters:
         """Messages that could not be used, stored as letters or not; only grows."""
         self._stored_bytes = 0
 
-    async def add(self, message: StreamMessage, reason: str) -> None:
+    async def add(self, message: Message | Delivery, reason: str) -> None:
         """Store a dead letter.
 
         Raises:
@@ -91,7 +75,7 @@ class DeadLetters:
         log.warning("message.buried", stream=letter.stream, sequence=letter.sequence, reason=letter.reason)
 
 
-def decode(message: StreamMessage, kind: type[R]) -> R:
+def decode(message: Message | Delivery, kind: type[R]) -> R:
     """Return the record in a message.
 
     Raises:
