@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import structlog
 from opentelemetry.trace import Status
@@ -46,27 +46,6 @@ CLOSE_DEADLINE_S = 3.0
 POLL_S = 0.05
 
 log = structlog.get_logger()
-
-
-class Exporter(Protocol):
-    """A sink of spans, called in one thread; it may wait."""
-
-    def export(self, spans: Sequence[RecordedSpan]) -> None:
-        """Send them.
-
-        Raises:
-            OSError: they were not taken.
-        """
-        ...
-
-    @property
-    def is_in_trouble(self) -> bool:
-        """Whether the current batch was refused and is tried again."""
-        ...
-
-    def shutdown(self) -> None:
-        """Give up the current batch, and take no more."""
-        ...
 
 
 @contextmanager
@@ -156,7 +135,7 @@ def resource_of(run: str, *, role: str, instance: str) -> dict[str, str | int]:
 class SpanOutbox:
     """The queue and its thread: a ``tracing.SpanRecorder``."""
 
-    def __init__(self, exporter: Exporter, *, where: str, max_spans: int = MAX_SPANS) -> None:
+    def __init__(self, exporter: "FileExporter | SdkExporter", *, where: str, max_spans: int = MAX_SPANS) -> None:
         self._exporter = exporter
         self._where = where
         self._max_spans = max_spans
@@ -252,6 +231,11 @@ class SdkExporter:
         self._failure = _FirstFailure()
 
     def export(self, spans: Sequence[RecordedSpan]) -> None:
+        """Send spans; it may wait.
+
+        Raises:
+            OSError: the collector did not take them.
+        """
         from opentelemetry.sdk.trace.export import SpanExportResult
 
         result = self._exporter.export([self._translated(one) for one in spans])
@@ -282,9 +266,11 @@ class SdkExporter:
 
     @property
     def is_in_trouble(self) -> bool:
+        """Whether the current batch was refused and is tried again."""
         return bool(self._failure.reason)
 
     def shutdown(self) -> None:
+        """Give up the current batch, and take no more."""
         self._exporter.shutdown()
 
 
