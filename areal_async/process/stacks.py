@@ -111,16 +111,16 @@ def _write_tasks(path: Path) -> None:
 def _frames(task: "asyncio.Task[Any]") -> Iterator[str]:
     awaited: Any = task.get_coro()
     for _ in range(MAX_FRAMES):
-        frame: FrameType | None = next(
-            (found for name in ("cr_frame", "gi_frame", "ag_frame") if (found := getattr(awaited, name, None))), None
-        )
+        frame: FrameType | None = _first_of(awaited, "cr_frame", "gi_frame", "ag_frame")
         if frame is None:
             return
         yield f"{frame.f_code.co_filename}:{frame.f_lineno} {frame.f_code.co_qualname}"
-        awaited = next(
-            (found for name in ("cr_await", "gi_yieldfrom", "ag_await") if (found := getattr(awaited, name, None))),
-            None,
-        )
+        awaited = _first_of(awaited, "cr_await", "gi_yieldfrom", "ag_await")
+
+
+def _first_of(awaited: Any, *names: str) -> Any:
+    """Return the first of these attributes that is there and is not None."""
+    return next((found for name in names if (found := getattr(awaited, name, None))), None)
 
 
 if __name__ == "__main__":
