@@ -143,7 +143,7 @@ class Inbox:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.aclose()
+        await self._held.aclose()
 
     async def fetch(self, max_messages: int, *, wait_s: float, max_bytes: int | None = None) -> list[Delivery]:
         """Return what is there, at most ``max_messages``; when nothing is, wait up to ``wait_s`` for the first.
@@ -169,11 +169,8 @@ class Inbox:
             pull_s = min(PULL_S, remaining_s)
             await self._pull({"batch": 1, "expires": int(pull_s * 1e9)}, 1, pull_s + GRACE_S)
 
-    async def aclose(self) -> None:
-        """Stop, and give back at once what arrived and was not fetched."""
-        await self._held.aclose()
-
     async def _give_back(self) -> None:
+        """Give back at once what arrived and was not fetched."""
         with anyio.CancelScope(shield=True):
             for delivery in self._take(len(self._arrived)):
                 await delivery.nak()

@@ -121,6 +121,8 @@ class EmbeddedBroker:
         self._on_change = on_change
         self._num_starts = 0
         self._directory = settings.run_directory.absolute() / "bus"
+        self._config_path = self._directory / "nats.conf"
+        self._pid_file = self._directory / "nats.pid"
         self._log_path = settings.run_directory.absolute() / "logs" / "nats.log"
         self._binary = Path()
         self._port = 0
@@ -140,7 +142,7 @@ class EmbeddedBroker:
 
     @property
     def pid(self) -> int:
-        """Of the running broker.
+        """Process id of the running broker.
 
         Raises:
             BusError: it is not running.
@@ -255,14 +257,6 @@ class EmbeddedBroker:
             if self._lock is not None:
                 self._lock.close()
                 self._lock = None
-
-    @property
-    def _config_path(self) -> Path:
-        return self._directory / "nats.conf"
-
-    @property
-    def _pid_file(self) -> Path:
-        return self._directory / "nats.pid"
 
     async def _spawn_on_free_ports(self) -> None:
         self._port = free_port(self._settings.bus.port, setting="bus.port", host=self._host)
