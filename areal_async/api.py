@@ -31,7 +31,7 @@ class DescribedTool(Protocol):
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """As OpenAI writes it: ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``."""
+        """Schema as OpenAI writes it: ``{"type": "function", "function": {"name": ..., "parameters": {...}}}``."""
         ...
 
     @property
@@ -58,7 +58,7 @@ class ToolCall:
     id: str
     name: str
     arguments: dict[str, Any]
-    """As the model wrote them, unchecked."""
+    """Arguments as the model wrote them, unchecked."""
     error: str = ""
     """Why what it wrote is no call (``name`` may then be empty); empty when it is one."""
 
@@ -108,7 +108,7 @@ class Act:
     replies: list[Reply]
     """One per turn of the model, oldest first."""
     results: list[ToolResult]
-    """Of every call that was run, oldest first."""
+    """Result of every call that was run, oldest first."""
 
     @property
     def reply(self) -> Reply:

@@ -75,7 +75,7 @@ class Sweep:
         self._held: dict[int, Delivery] = {}
         self._lock = anyio.Lock()
         self.num_bytes = 0
-        """That the stream still holds of them."""
+        """Bytes of them that the stream still holds."""
 
     @property
     def num_messages(self) -> int:

@@ -39,7 +39,7 @@ class ConnectionLimits:
 
     max_connections: int = MAX_CONNECTIONS
     head_deadline_s: float = HEAD_DEADLINE_S
-    """From connecting, or from the first byte of a later request, to the end of the request's head."""
+    """Time from connecting, or from the first byte of a later request, to the end of the request's head."""
 
 
 class PunctualProtocol(H11Protocol):

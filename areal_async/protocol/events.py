@@ -102,7 +102,7 @@ class SettingChanged(Event, frozen=True, kw_only=True, tag="setting.changed"):
 
     setting: str
     before: Any
-    """As a settings file has it; ``None`` where that is what another one says."""
+    """Value as a settings file has it; ``None`` where that is what another one says."""
     after: Any
     by: str
     reason: str
@@ -143,7 +143,7 @@ class AlarmEvent(Event, frozen=True, kw_only=True):
     step: int
     """The one that showed it; the last one that was cut, where none follows."""
     weights_version: str
-    """That it made; that the servers hold, where no step follows."""
+    """Version that the step made; the one that the servers hold, where no step follows."""
     sentence: str
     value: float | None
     """The number that was seen; None for one that is not finite, which JSON cannot say."""

@@ -115,7 +115,7 @@ class Turn(Record, frozen=True, kw_only=True):
     role: str = ""
     """Name of the policy that spoke, where the workflow has several; empty for ``policy`` itself."""
     temperature: float | None = None
-    """That the server was asked for, 0 for greedy; None where nothing was said, which is the run's."""
+    """Temperature that the server was asked for, 0 for greedy; None for the run's, where nothing was said."""
     is_steered: bool = False
     """A grammar, a bias or a penalty had a say: ``logprobs`` are not of the model's own distribution."""
     top_logprobs: list[list[tuple[int, float]]] | None = None
@@ -180,7 +180,7 @@ class Slot(Record, frozen=True, kw_only=True):
     reason: str = ""
     """Why it failed or was rejected."""
     num_tokens: Count = 0
-    """Over all sequences, prompt included."""
+    """Number of tokens over all sequences, prompt included."""
     num_output_tokens: Count = 0
     """Number of sampled tokens."""
     oldest: VersionText
@@ -262,7 +262,7 @@ class Outcome(Record, frozen=True, kw_only=True):
     num_failed_attempts: Count = 0
     """Number of failed attempts at this prompt, this one included when it failed."""
     mean_reward: float | None = None
-    """Over the scored slots, of a group that was whole and trained nothing all the same (``filtered``, ``stale``)."""
+    """Mean over the scored slots of a group that was whole and yet trained nothing (``filtered``, ``stale``)."""
     num_whole_before: Count = 0
     """Groups found whole since the outcome that failed before this one: whether failures follow one another."""
     sample_uid: str = ""
@@ -334,7 +334,7 @@ class TensorSpec(Record, frozen=True, kw_only=True):
 
     name: str
     dtype: str
-    """As torch names it, without the module: ``bfloat16``."""
+    """Name of the type in torch, without the module: ``bfloat16``."""
     shape: list[int]
 
 
@@ -375,7 +375,7 @@ class WeightsVersion(Record, frozen=True, kw_only=True):
     kind: str = DISK
     """``DISTRIBUTED`` while it is broadcast; ``ADAPTER`` where servers merge it into their base; else ``DISK``."""
     group: UpdateGroup | None = None
-    """Whose members receive it now, in ``buckets``."""
+    """Process group whose members receive the version now, in ``buckets``."""
     buckets: list[list[TensorSpec]] = []
     """Tensors of each broadcast, in order, flattened into one tensor of bytes."""
     final: bool = False
@@ -430,7 +430,7 @@ class EvalTicket(Record, frozen=True, kw_only=True):
     workflow: TokenText
     row: dict[str, Any]
     attempt: Count = 0
-    """Above 0 when it is asked again, because its ticket or its result was lost."""
+    """Number of earlier tries to ask for it, of which the ticket or the result was lost."""
     sample: Count = 0
     """Which of the answers to that prompt."""
 
@@ -459,7 +459,7 @@ class EvalRecord(Record, frozen=True, kw_only=True):
     eval_id: VersionText
     step: Count
     workflow: str = ""
-    """Whose rows they are."""
+    """Name of the workflow whose rows they are."""
     accuracy: float | None
     """Mean reward over the rows that were scored (avg@k); None where none was."""
     num_scored: Count
