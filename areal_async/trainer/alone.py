@@ -6,14 +6,13 @@ Several ranks meet in collectives, and one that has raised is missed in them: no
 whole cut is on one rank, with the model that the run began from. Nothing that happens in it ends anything else, and
 after a failure a new process takes its place.
 
-It reads frames from its standard input, first ``Material``, then names of groups, and answers each of these with why
-they cannot be trained, an empty text where they can.
+It reads lines of JSON from its standard input, first ``Material``, then lists of groups, and answers each of these with
+why they cannot be trained, an empty text where they can.
 """
 
 import functools
 import os
 import signal
-import struct
 import sys
 import zlib
 from collections.abc import Sequence
@@ -37,11 +36,11 @@ from areal_async.trainer.engine.parallel.ranks import joined_ranks
 from areal_async.trainer.engine.threads import EngineThread
 from areal_async.trainer.shards import RankShard, ShardTrainer
 
-LENGTH = struct.Struct("<Q")
 DEADLINE_S = 600.0
-"""Of its own collectives, which wait for nobody."""
+"""Seconds that each of its own collectives may take; they wait for nobody."""
 _ENDED = (anyio.IncompleteRead, anyio.EndOfStream, anyio.BrokenResourceError, OSError)
 """What is raised by the pipes of a process that is no more."""
+MAX_ANSWER_BYTES = 1 << 20
 ENVIRONMENT = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 """What makes a process one of several ranks."""
 
@@ -79,7 +78,7 @@ class Alone:
 
     def __init__(self, run_directory: Path, material: Material) -> None:
         self._command = [sys.executable, "-m", __name__, str(run_directory), str(os.getpid())]
-        self._material = msgspec.msgpack.encode(material)
+        self._material = msgspec.json.encode(material)
         self._process: anyio.abc.Process | None = None
 
     async def attempt(self, groups: Sequence[str]) -> str:
@@ -88,10 +87,9 @@ class Alone:
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            await process.stdin.send(_frame(msgspec.msgpack.encode(list(groups))))
-            answers = BufferedByteReceiveStream(process.stdout)
-            length = LENGTH.unpack(await answers.receive_exactly(LENGTH.size))[0]
-            reason = msgspec.msgpack.decode(await answers.receive_exactly(length), type=str)
+            await process.stdin.send(msgspec.json.encode(list(groups)) + b"\n")
+            answer = await BufferedByteReceiveStream(process.stdout).receive_until(b"\n", MAX_ANSWER_BYTES)
+            reason = msgspec.json.decode(answer, type=str)
         except _ENDED:
             reason = f"a process that trained it ended with status {await process.wait()}"
         if reason:
@@ -112,18 +110,8 @@ class Alone:
         process = self._process = await anyio.open_process(self._command, stderr=None, env=environment)
         assert process.stdin is not None
         with suppress(*_ENDED):  # it has ended: the next question will show it
-            await process.stdin.send(_frame(self._material))
+            await process.stdin.send(self._material + b"\n")
         return process
-
-
-def _frame(payload: bytes) -> bytes:
-    return LENGTH.pack(len(payload)) + payload
-
-
-def _read(stream: BinaryIO) -> bytes:
-    """Return the next frame; nothing where there is none."""
-    header = stream.read(LENGTH.size)
-    return stream.read(LENGTH.unpack(header)[0]) if len(header) == LENGTH.size else b""
 
 
 def _settings_alone(settings: Settings) -> Settings:
@@ -137,17 +125,17 @@ def _settings_alone(settings: Settings) -> Settings:
 
 def serve(settings: Settings, requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer until nobody asks."""
-    material = msgspec.msgpack.decode(_read(requests), type=Material)
+    material = msgspec.json.decode(requests.readline(), type=Material)
     shard, start = material.shard(), Version.parse(material.start)
     with joined_ranks(deadline_s=DEADLINE_S, num_threads=settings.trainer.num_threads) as ranks:
         engines = Engines.for_run(settings, ranks)
         trainer = ShardTrainer(
             settings, engines=engines, threads=EngineThreads.for_run(settings, ranks, EngineThread())
         )
-        while request := _read(requests):
-            groups = msgspec.msgpack.decode(request, type=list[str])
+        for request in requests:
+            groups = msgspec.json.decode(request, type=list[str])
             reason = anyio.run(functools.partial(trainer.attempt, shard, material.missing, groups, start=start))
-            answers.write(_frame(msgspec.msgpack.encode(reason)))
+            answers.write(msgspec.json.encode(reason) + b"\n")
             answers.flush()
 
 
