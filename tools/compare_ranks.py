@@ -298,7 +298,7 @@ def _recorder(trained: TrainState, prefix: str, step: int, results: Arrays) -> A
     def keep(*_: Any) -> None:
         for name, parameter in trained.model.named_parameters():
             if parameter.grad is not None:
-                results[f"gradient/{step}/{prefix}{trained.whole_name(name)}"] = _whole(parameter.grad)
+                results[f"gradient/{step}/{prefix}{name}"] = _whole(parameter.grad)
 
     return keep
 

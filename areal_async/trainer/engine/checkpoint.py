@@ -33,19 +33,12 @@ PARAMETERS = "parameters"
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
-def own_name(name: str) -> str:
-    """Return the name as it is: of a rank that has the whole model, or shards of all of it."""
-    return name
-
-
 class TrainState(NamedTuple):
     """A model and its optimizer."""
 
     model: nn.Module
-    """This rank's part of the model."""
+    """This rank's part of the model, with the whole one's names."""
     optimizer: torch.optim.Optimizer
-    whole_name: Callable[[str], str] = own_name
-    """What a parameter of ``model`` is called in the whole model: what a stage of a pipeline counts anew differs."""
 
 
 class CheckpointWriter:
@@ -184,11 +177,10 @@ def _reasons(failed: Any) -> str:
 
 
 def _named(trained: TrainState, prefix: str) -> dict[str, Tensor]:
-    model, optimizer, whole_name = trained
+    model, optimizer = trained
     _fill(optimizer)
     tensors: dict[str, Tensor] = {}
-    for own, parameter in model.named_parameters():
-        name = whole_name(own)
+    for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter not in optimizer.state:
             raise PipelineError(f"checkpoint: {name} is gathered, and its shard is not to be seen; reshard the model")
         tensors[f"{prefix}{PARAMETERS}.{name}"] = parameter.detach()

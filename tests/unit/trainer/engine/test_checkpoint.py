@@ -95,27 +95,28 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, ranks: Ranks, tmp
 def test_a_part_of_the_model_loads_its_own_out_of_the_whole_ones_checkpoint(
     model: Path, ranks: Ranks, tmp_path: Path
 ) -> None:
-    """As a stage of a pipeline does, whose layers are counted from 0."""
     whole = engine_of(model, ranks)
     whole.train_step(random_rows(6), step=1, total_steps=2)
     whole.save_checkpoint(tmp_path / "1-1", LEDGER)
     parameters = whole.full_parameters()
     last_layer = "model.layers.1.mlp."
     shapes = {name: one.shape for name, one in parameters.items() if name.startswith(last_layer)}
-    part = nn.ModuleDict(
-        {
-            name.removeprefix(last_layer).split(".")[0]: nn.Linear(*reversed(shape), bias=False)
-            for name, shape in shapes.items()
-        }
-    )
+    part = nn.Module()
+    for name, shape in shapes.items():
+        inside = part
+        for one in name.split(".")[:-2]:
+            if not hasattr(inside, one):
+                inside.add_module(one, nn.Module())
+            inside = inside.get_submodule(one)
+        inside.add_module(name.split(".")[-2], nn.Linear(*reversed(shape), bias=False))
     optimizer = torch.optim.AdamW(part.parameters())
 
-    ledger = load(TrainState(part, optimizer, lambda own: last_layer + own), tmp_path / "1-1", others={}, ranks=ranks)
+    ledger = load(TrainState(part, optimizer), tmp_path / "1-1", others={}, ranks=ranks)
 
     assert ledger == LEDGER
     assert len(list(part.named_parameters())) == 3
     for name, parameter in part.named_parameters():
-        assert torch.equal(parameter, parameters[last_layer + name])
+        assert torch.equal(parameter, parameters[name])
         assert optimizer.state[parameter]["step"] == 1
         assert optimizer.state[parameter]["exp_avg"].any()
 
