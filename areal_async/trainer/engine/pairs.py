@@ -25,7 +25,7 @@ from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.parallel.stages import StagedModel
 from areal_async.trainer.engine.sharded import TrainedEngine
 from areal_async.trainer.packing.pack import Parts
-from areal_async.trainer.packing.rows import PackedRow, TrainRow
+from areal_async.trainer.packing.rows import PackedRow, TrainRow, unsampled_row
 
 PER_PAIR = Aggregation("sequence_sum")
 """A pair's two scores are half a unit each: the denominator counts pairs."""
@@ -125,15 +125,7 @@ def _row(token_ids: Sequence[int], index: int) -> TrainRow:
 
     A critic's value is of what stands before a token: so one more follows, which no other can see.
     """
-    length = len(token_ids) + 1
-    return TrainRow(
-        token_ids=np.array([*token_ids, token_ids[-1]], dtype=np.int32),
-        loss_mask=np.arange(length) == length - 1,
-        behave_logprobs=np.zeros(length, dtype=np.float32),
-        advantage=0.0,
-        current_mask=np.zeros(length, dtype=np.bool_),
-        index=index,
-    )
+    return unsampled_row([*token_ids, token_ids[-1]], [False] * len(token_ids) + [True], index=index)
 
 
 def _joined(left: TrainRow, right: TrainRow) -> TrainRow:

@@ -70,6 +70,19 @@ class TrainRow:
         return len(self.token_ids)
 
 
+def unsampled_row(token_ids: Sequence[int], loss_mask: Sequence[bool], *, index: int = 0) -> TrainRow:
+    """Return a row that no server has sampled, and that has no advantage."""
+    length = len(token_ids)
+    return TrainRow(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        loss_mask=np.array(loss_mask, dtype=np.bool_),
+        behave_logprobs=np.zeros(length, dtype=np.float32),
+        advantage=0.0,
+        current_mask=np.zeros(length, dtype=np.bool_),
+        index=index,
+    )
+
+
 def with_columns(
     rows: Sequence[TrainRow], columns: Mapping[str, Sequence[Any]], *, advantages: Sequence[Any] | None = None
 ) -> list[TrainRow]:
@@ -186,19 +199,13 @@ def _numbered(rows: Sequence[TrainRow]) -> NDArray[np.int64]:
 
 def empty_row(device: torch.device, columns: Sequence[str] = ()) -> PackedRow:
     """Return a row of two tokens that adds nothing: for a rank that has run out while others still compute."""
-    return PackedRow(
-        lengths=[2],
-        token_ids_T=torch.zeros(2, dtype=torch.int64, device=device),
-        position_ids_T=torch.arange(2, device=device),
-        predicting_S=torch.zeros(1, dtype=torch.int64, device=device),
-        targets_S=torch.zeros(1, dtype=torch.int64, device=device),
-        behave_S=torch.zeros(1, device=device),
-        advantages_S=torch.zeros(1, device=device),
-        mask_S=torch.zeros(1, dtype=torch.bool, device=device),
-        current_S=torch.zeros(1, dtype=torch.bool, device=device),
-        sequence_S=torch.zeros(1, dtype=torch.int64, device=device),
-        weights_S=torch.zeros(1, device=device),
-        units_S=torch.zeros(1, dtype=torch.float64, device=device),
+    row = pack_rows([unsampled_row([0, 0], [False, True])], device)
+    nothing: dict[str, Any] = {
+        name: torch.zeros_like(getattr(row, name)) for name in ("mask_S", "weights_S", "units_S")
+    }
+    return replace(
+        row,
+        **nothing,
         ages_S=torch.zeros(1, dtype=torch.int64, device=device),
         columns_S={name: torch.zeros(1, device=device) for name in columns},
     )

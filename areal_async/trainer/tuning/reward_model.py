@@ -74,10 +74,8 @@ def load_pairs(settings: RewardModelSettings) -> list[Pair]:
     dataset = settings.dataset
     folder = local_model(settings.model.path)
     rows = load_rows(dataset)
-    needed = (dataset.chosen, dataset.rejected) if dataset.question is None else (
-        dataset.question, dataset.chosen, dataset.rejected
-    )  # fmt: skip
-    check_columns(rows, needed, dataset)
+    needed = (dataset.question, dataset.chosen, dataset.rejected)
+    check_columns(rows, tuple(column for column in needed if column is not None), dataset)
     pairs = encode_pairs(load_tokenizer(folder, settings), rows, dataset, settings.template)
     longest = max(range(len(pairs)), key=lambda place: pairs[place].num_tokens)
     if pairs[longest].num_tokens > settings.trainer.token_budget:

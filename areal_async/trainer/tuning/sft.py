@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from areal_async.algorithms.likelihood import likelihood_loss
 from areal_async.config.settings import TemplateSettings
 from areal_async.config.sft import SftDatasetSettings, SftSettings
@@ -17,7 +15,7 @@ from areal_async.data.rows import check_columns, load_rows
 from areal_async.process.hub import local_model
 from areal_async.trainer.engine.parallel.ranks import Ranks
 from areal_async.trainer.engine.policy import FsdpEngine
-from areal_async.trainer.packing.rows import TrainRow
+from areal_async.trainer.packing.rows import TrainRow, unsampled_row
 from areal_async.trainer.tuning.loop import conversations_of, encode_conversations, load_tokenizer, texts_of, tune
 
 
@@ -80,18 +78,8 @@ def encode_examples(
     prompt_ids = encode_conversations(tokenizer, prompts, dataset, template=template, for_reply=True)
     # On its own, as a server continues a prompt: no token spans the border.
     answer_ids = tokenizer(answers, add_special_tokens=False)["input_ids"]
+    learned = [[*answer, tokenizer.eos_token_id] for answer in answer_ids]
     return [
-        _example(prompt, [*answer, tokenizer.eos_token_id])
-        for prompt, answer in zip(prompt_ids, answer_ids, strict=True)
+        unsampled_row(prompt + answer, [False] * len(prompt) + [True] * len(answer))
+        for prompt, answer in zip(prompt_ids, learned, strict=True)
     ]
-
-
-def _example(prompt: list[int], answer: list[int]) -> TrainRow:
-    length = len(prompt) + len(answer)
-    return TrainRow(
-        token_ids=np.array(prompt + answer, dtype=np.int32),
-        loss_mask=np.arange(length) >= len(prompt),
-        behave_logprobs=np.zeros(length, dtype=np.float32),
-        advantage=0.0,
-        current_mask=np.zeros(length, dtype=np.bool_),
-    )
