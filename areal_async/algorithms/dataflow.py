@@ -12,6 +12,7 @@ Pure: what a call does is the caller's.
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from graphlib import CycleError, TopologicalSorter
 from typing import Any, Self
 
 import anyio
@@ -147,12 +148,18 @@ class Graph:
                 raise UserError(f"graph: {maker} makes {name}, which nobody takes; take it or leave it out")
 
     def _sorted(self) -> list[FunctionCall]:
+        makers = {name: call.name for call in self.calls for name in call.outputs}
+        takes = {call.name: [makers[name] for name in call.inputs if name in makers] for call in self.calls}
+        try:
+            TopologicalSorter(takes).prepare()
+        except CycleError as exc:
+            ring = ", ".join(name for name in takes if name in exc.args[1])
+            raise UserError(
+                f"graph: the calls {ring} wait for each other's values, need an order without a ring"
+            ) from exc
         left, have, done = list(self.calls), set(self.given), list[FunctionCall]()
         while left:
-            ready = next((call for call in left if have.issuperset(call.inputs)), None)
-            if ready is None:
-                ring = ", ".join(call.name for call in _without_followers(left))
-                raise UserError(f"graph: the calls {ring} wait for each other's values, need an order without a ring")
+            ready = next(call for call in left if have.issuperset(call.inputs))
             left.remove(ready)
             done.append(ready)
             have.update(ready.outputs)
@@ -216,14 +223,3 @@ def _by_maker(names: Sequence[str], makers: Mapping[str, str]) -> dict[str, list
         if name in makers:
             made.setdefault(makers[name], []).append(name)
     return made
-
-
-def _without_followers(calls: Sequence[FunctionCall]) -> list[FunctionCall]:
-    """Leave out, of calls that cannot run, those that only wait for the ring and are no part of it."""
-    ring = list(calls)
-    while True:
-        taken = {name for call in ring for name in call.inputs}
-        kept = [call for call in ring if taken.intersection(call.outputs)]
-        if len(kept) == len(ring):
-            return ring
-        ring = kept
